@@ -1,0 +1,39 @@
+# Two commands: `make demo` trains a language model with ZeRO-3 on two processes, `make test` proves the code.
+# Each builds what it needs first (a virtual environment with pinned packages in .venv).
+
+PYTHON ?= python3
+TORCH  ?= 2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint bench env clean
+.DEFAULT_GOAL := help
+
+help:
+	@grep -E '^# |^[a-z]+:.*## ' Makefile | sed -E 's/^# ?//; s/:.*## /\t/'
+
+env: $(VENV)/.ready  ## build the virtual environment
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==$(TORCH)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: env  ## train a byte-level GPT with ZeRO-3 on two processes; ARGS="--stage 2 --ranks 2 --steps 100"
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: env lint  ## every test, on one to four real processes
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: env  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: env  ## fzero against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed
+	$(BIN)/pip install --quiet --editable '.[bench]'
+	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+clean:  ## remove what the commands above made
+	rm -rf $(VENV) build out *.egg-info
