@@ -1,0 +1,46 @@
+"""How is a model's state divided among ranks, in integers and names?
+
+Specs say how a tensor relates to a mesh and where it lives; a partition cuts a flat buffer into shards; an order and
+a layout say where each parameter sits in it; buckets and transfers are plans made from these. Importing this package
+does not load torch. The modules that cut tensors (`sharding.views`), simulate collectives (`sharding.reference`) and
+generate test inputs (`sharding.testing`) are imported by name.
+"""
+
+from sharding.buckets import plan_buckets
+from sharding.dtypes import itemsize
+from sharding.layout import FlatLayout, Fragment
+from sharding.order import Order, declaration, round_robin
+from sharding.partition import NearEqualSplit, Partition
+from sharding.specs import (
+    DEVICE,
+    Mesh,
+    Partial,
+    Placement,
+    Replicated,
+    Sharded,
+    Spec,
+    TensorSpec,
+)
+from sharding.transfer import Move, plan_transfer
+
+__all__ = [
+    "DEVICE",
+    "FlatLayout",
+    "Fragment",
+    "Mesh",
+    "Move",
+    "NearEqualSplit",
+    "Order",
+    "Partial",
+    "Partition",
+    "Placement",
+    "Replicated",
+    "Sharded",
+    "Spec",
+    "TensorSpec",
+    "declaration",
+    "itemsize",
+    "plan_buckets",
+    "plan_transfer",
+    "round_robin",
+]

@@ -1,0 +1,202 @@
+"""The contenders: each makes a train step for one rank, and `run_rank` runs it in blocks when the driver says so.
+
+A step takes a batch and returns what it measured: its time in ms as `step` and its `loss`, or the floor's parts.
+All train the same GPT from the same seed on the same batches, in fp32, with the same AdamW and without clipping.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, Size, make_batch
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[Batch], dict[str, float]]
+
+ADAMW = {"lr": 1e-3, "weight_decay": 0.01}
+
+
+def timed(train: Callable[[Batch], Tensor]) -> Step:
+    def step(batch: Batch) -> dict[str, float]:
+        start = time.perf_counter()
+        loss = train(batch).item()
+        return {"step": 1e3 * (time.perf_counter() - start), "loss": loss}
+
+    return step
+
+
+def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """The loop body of the peers that live in PyTorch."""
+
+    def train(batch: Batch) -> Tensor:
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return timed(train)
+
+
+def make_floor(size: Size, stage: int) -> Step:
+    """What no step of this stage can do without, each part alone, over flat buffers that stay where they are.
+
+    A reduce-scatter is an all-to-all and a sum in rank order, an all-gather is one broadcast per rank: on gloo both
+    beat the collectives of those names. Stage 0 takes the faster of that pair and an all-reduce; stage 3 gathers twice.
+    """
+    model, world_size = GPT(size), dist.get_world_size()
+    shard_numel = -(-sum(param.numel() for param in model.parameters()) // world_size)
+    flat_P = torch.zeros(world_size * shard_numel)
+    shards_WS, received_WS = flat_P.view(world_size, shard_numel), torch.zeros(world_size, shard_numel)
+    updated = torch.zeros_like(flat_P if stage == 0 else received_WS[0])
+    updated.grad = torch.zeros_like(updated)
+    optimizer = torch.optim.AdamW([updated], fused=True, **ADAMW)
+
+    def reduce_scatter() -> None:
+        dist.all_to_all_single(received_WS.view(-1), flat_P)
+        for part in received_WS[1:]:
+            received_WS[0] += part
+        received_WS[0] /= world_size
+
+    def all_gather() -> None:
+        for work in [dist.broadcast(shard, src=rank, async_op=True) for rank, shard in enumerate(shards_WS)]:
+            work.wait()
+
+    def measure(part: Callable[[], object]) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        part()
+        return 1e3 * (time.perf_counter() - start)
+
+    def step(batch: Batch) -> dict[str, float]:
+        model.zero_grad(set_to_none=True)
+        compute = measure(lambda: model(*batch).backward())
+        communication = measure(reduce_scatter) + measure(all_gather)
+        if stage == 0:
+            communication = min(communication, measure(lambda: dist.all_reduce(flat_P)))
+        if stage == 3:
+            communication += measure(all_gather)
+        update = measure(optimizer.step)
+        parts = {"compute": compute, "communication": communication, "update": update}
+        return parts | {"step": sum(parts.values())}
+
+    return step
+
+
+def make_ddp(size: Size, stage: int) -> Step:
+    """DistributedDataParallel, in stage 1 with ZeroRedundancyOptimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.parallel.DistributedDataParallel(GPT(size), gradient_as_bucket_view=True)
+    if stage == 0:
+        return usual_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
+    sharded = {"optimizer_class": torch.optim.AdamW, "parameters_as_bucket_view": True}
+    return usual_step(model, ZeroRedundancyOptimizer(model.parameters(), **sharded, fused=True, **ADAMW))
+
+
+def make_fsdp2(size: Size, stage: int) -> Step:
+    """`fully_shard` per block; stage 2 keeps the gathered parameters until the backward pass, stage 3 gathers again."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = GPT(size), init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3)
+    return usual_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
+
+
+def make_deepspeed(size: Size, stage: int) -> Step:
+    """DeepSpeed with its defaults, but PyTorch's fused AdamW and no clipping (its default is a norm of 1)."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    model = GPT(size)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    config = {
+        "train_micro_batch_size_per_gpu": size.num_rows,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def train(batch: Batch) -> Tensor:
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return timed(train)
+
+
+def make_fzero(size: Size, stage: int) -> Step:
+    import fzero
+
+    model = GPT(size)
+    config = {
+        "train_micro_batch_size_per_gpu": size.num_rows,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    train_step = fzero.make_train_step(model, fzero.Config.load(config))
+    state = train_step.init()
+    model.to("meta")  # frees the module's own copy: the state holds the weights now
+
+    def train(batch: Batch) -> Tensor:
+        nonlocal state
+        state, metrics = train_step(state, batch)
+        return metrics.loss
+
+    return timed(train)
+
+
+CONTENDERS: dict[str, tuple[Callable[[Size, int], Step], tuple[int, ...]]] = {  # its maker, its stages
+    "DDP": (make_ddp, (0,)),
+    "ZeroRedundancyOptimizer": (make_ddp, (1,)),
+    "FSDP2": (make_fsdp2, (2, 3)),
+    "DeepSpeed": (make_deepspeed, (0, 1, 2, 3)),
+    "fzero": (make_fzero, (0, 1, 2, 3)),
+    "floor": (make_floor, (0, 1, 2, 3)),
+}
+
+
+def peak_resident_mb() -> float:
+    """The most memory this process ever held (Linux)."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+
+
+def run_rank(
+    contender: str, stage: int, size: Size, rank: int, world_size: int, folder: Path, pipe: Connection
+) -> None:
+    """One rank of one contender: sends `ready`, then answers each number of steps with what they measured; 0 ends it.
+
+    Between blocks it sleeps on the pipe. An error is the last thing it sends. All that is printed goes to a log in
+    `folder`, where the ranks also find each other.
+    """
+    log = os.open(folder / f"{contender}_rank{rank}.log", os.O_WRONLY | os.O_CREAT, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(str(folder / f"{contender}.store"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        torch.manual_seed(0)
+        make_step, _ = CONTENDERS[contender]
+        step = make_step(size, stage)
+        pipe.send(("ready", None))
+        num_done = 0
+        while num_steps := pipe.recv():
+            batches = [make_batch(size, step=num_done + i, rank=rank) for i in range(num_steps)]
+            dist.barrier()
+            pipe.send(("measured", ([step(batch) for batch in batches], peak_resident_mb())))
+            num_done += num_steps
+        dist.destroy_process_group()
+    except Exception as error:
+        pipe.send(("failed", f"{type(error).__name__}: {error}".strip().splitlines()[-1]))
+        raise

@@ -1,0 +1,299 @@
+"""Is fzero as fast as its peers? Every ZeRO stage against the peers of that stage and against the floor, in one run.
+
+    python benchmarks/peers.py                                      # everything, about half an hour on two cores
+    python benchmarks/peers.py --quick                              # the small model, a few steps: does it run?
+    python benchmarks/peers.py --contenders FSDP2,fzero,floor --stages 2,3
+
+A contender is a job of two ranks with one thread each, so its peak resident memory is its own. The jobs of a stage are
+alive together and take turns of a few steps while the others sleep: they meet the same machine. The floor (forward and
+backward, the fastest collectives and the update, each measured alone) takes its turn in every stage, so stages compare
+by their ratios to it. Writes a table, `results.json`, `peers.png` and the contenders' logs.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+from contenders import CONTENDERS, run_rank
+from gpt import SIZES
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+WORLD_SIZE = 2
+GOAL = {0: 0.95, 1: 0.95, 2: 0.75, 3: 0.75}  # times the fastest peer's step
+FLOOR_GOAL = 1.1  # times the floor
+LOSS_TOLERANCE = 1e-3
+NUM_WARMUP_STEPS = 3
+REPLY_SECONDS = 900
+BARE = "forward + backward"  # the floor's largest part, shown as a row of its own
+
+
+class Job:
+    """The ranks of one contender in one stage. After its first error it is dead and only remembers why."""
+
+    def __init__(self, contender: str, stage: int, size: str, folder: Path) -> None:
+        self.measured: list[dict[str, float]] = []  # of each step after the warm-up, the mean over the ranks
+        self.peak_mb: float | None = None
+        self.error: str | None = None
+        self.processes, self.pipes = [], []
+        spawn = get_context("spawn")
+        for rank in range(WORLD_SIZE):
+            ours, theirs = spawn.Pipe()
+            arguments = (contender, stage, SIZES[size], rank, WORLD_SIZE, folder, theirs)
+            self.processes.append(spawn.Process(target=run_rank, args=arguments, daemon=True))
+            self.pipes.append(ours)
+            self.processes[-1].start()
+            theirs.close()  # so that the pipe ends when the rank dies
+        self.replies()
+
+    def send(self, num_steps: int) -> None:
+        for pipe in self.pipes:
+            with suppress(BrokenPipeError):  # a dead rank shows in the replies
+                pipe.send(num_steps)
+
+    def replies(self) -> list[Any]:
+        """What each rank answered; nothing, and the job's end, once one failed: the other may wait for it forever."""
+        answers: dict[int, Any] = {}
+        while len(answers) < WORLD_SIZE and not self.error:
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            ready = connection.wait(waiting, timeout=REPLY_SECONDS)
+            if not ready:
+                self.error = f"no answer for {REPLY_SECONDS} s"
+            for rank in map(self.pipes.index, ready):
+                try:
+                    kind, answers[rank] = self.pipes[rank].recv()
+                    self.error = answers[rank] if kind == "failed" else self.error
+                except EOFError:
+                    self.processes[rank].join()
+                    self.error = f"rank {rank} died with exit code {self.processes[rank].exitcode}"
+        if self.error:
+            self.end()
+            return []
+        return [answers[rank] for rank in range(WORLD_SIZE)]
+
+    def run(self, num_steps: int) -> list[dict[str, float]]:
+        """Runs a block of steps and returns what they measured."""
+        if self.error:
+            return []
+        self.send(num_steps)
+        if not (replies := self.replies()):
+            return []
+        self.peak_mb = max(peak_mb for _, peak_mb in replies)
+        steps = zip(*(measured for measured, _ in replies))
+        return [{name: statistics.fmean(rank[name] for rank in step) for name in step[0]} for step in steps]
+
+    def end(self) -> None:
+        if not self.error:
+            self.send(0)
+        for process in self.processes:
+            process.join(timeout=0 if self.error else 10)
+            process.kill()
+            process.join()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. Ratios are of medians; `None` where there is nothing to tell."""
+
+    size: str
+    stage: int
+    contender: str
+    median_ms: float | None = None
+    iqr_ms: float | None = None
+    to_fastest_peer: float | None = None
+    to_floor: float | None = None
+    peak_mb: float | None = None
+    loss: float | None = None
+    error: str | None = None
+
+    @property
+    def is_bound(self) -> bool:
+        return self.contender in ("floor", BARE)
+
+
+def run_stage(
+    size: str, stage: int, contenders: list[str], arguments: argparse.Namespace, progress: Progress
+) -> dict[str, Job]:
+    """Starts the jobs, warms each up, then gives each a block of steps per round, in an order that turns by one."""
+    folder = (arguments.out / "logs" / f"{size}_{stage}").resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    task = progress.add_task(f"{size}, stage {stage}", total=(arguments.rounds + 1) * len(contenders))
+    jobs: dict[str, Job] = {}
+    for contender in contenders:
+        jobs[contender] = Job(contender, stage, size, folder)
+        jobs[contender].run(NUM_WARMUP_STEPS)
+        progress.advance(task)
+    for round_ in range(arguments.rounds):
+        first = round_ % len(contenders)
+        for contender in contenders[first:] + contenders[:first]:
+            jobs[contender].measured += jobs[contender].run(arguments.steps_per_round)
+            progress.advance(task)
+    for job in jobs.values():
+        job.end()
+    return jobs
+
+
+def make_rows(size: str, stage: int, jobs: dict[str, Job]) -> list[Row]:
+    """A row per contender, in the order given, and one for the floor's forward and backward pass."""
+    times = {name: [step["step"] for step in job.measured] for name, job in jobs.items() if not job.error}
+    if "floor" in times:
+        times[BARE] = [step["compute"] for step in jobs["floor"].measured]
+    medians = {name: statistics.median(of_name) for name, of_name in times.items()}
+    fastest = min((medians[name] for name in medians if name not in ("fzero", "floor", BARE)), default=None)
+    rows = [Row(size, stage, name, error=job.error) for name, job in jobs.items() if job.error]
+    for name, median in medians.items():
+        low, _, high = statistics.quantiles(times[name], n=4)
+        row = Row(
+            size,
+            stage,
+            name,
+            median_ms=median,
+            iqr_ms=high - low,
+            to_fastest_peer=median / fastest if fastest else None,
+            to_floor=median / medians["floor"] if "floor" in medians else None,
+        )
+        if not row.is_bound:
+            row = dataclasses.replace(row, peak_mb=jobs[name].peak_mb, loss=jobs[name].measured[-1]["loss"])
+        rows.append(row)
+    order = [*jobs, BARE]
+    return sorted(rows, key=lambda row: order.index(row.contender))
+
+
+def make_table(size: str, rows: list[Row]) -> Table:
+    """Of fzero's rows, green meets the goal, yellow is no slower than the fastest peer, red is slower."""
+    table = Table(title=f"{size}: {WORLD_SIZE} ranks of one thread, medians", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for title in ("stage", "contender", "ms", "IQR", "/ peer", "/ floor", "peak MB", "loss"):
+        table.add_column(title, no_wrap=True, justify="left" if title == "contender" else "right")
+    for row, after in zip(rows, [*rows[1:], None]):
+        style = "dim" if row.is_bound else ""
+        if row.contender == "fzero" and row.to_fastest_peer:
+            met = row.to_fastest_peer <= GOAL[row.stage] and (row.to_floor or 0) <= FLOOR_GOAL
+            style = "green" if met else "yellow" if row.to_fastest_peer <= 1 else "red"
+        cells = (row.median_ms, 0), (row.iqr_ms, 0), (row.to_fastest_peer, 3), (row.to_floor, 3), (row.peak_mb, 0)
+        texts = ["–" if value is None else f"{value:.{digits}f}" for value, digits in (*cells, (row.loss, 5))]
+        if row.error:
+            texts[0], style = "failed", "red"
+        last_of_stage = after is None or after.stage != row.stage
+        table.add_row(str(row.stage), row.contender, *texts, style=style, end_section=last_of_stage)
+    return table
+
+
+def warnings(rows: list[Row]) -> Iterator[str]:
+    """What a reader of one size's table has to know before believing it."""
+    middle = statistics.median_low([row.loss for row in rows if row.loss is not None] or [0.0])
+    for row in rows:
+        if row.error:
+            yield f"{row.contender}, stage {row.stage}: {row.error}"
+        if row.loss is not None and not abs(row.loss - middle) <= LOSS_TOLERANCE:
+            yield f"{row.contender}, stage {row.stage}: its last loss is {row.loss:.5f}, the others' {middle:.5f}"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Per size: step times over the fastest peer's of the stage, with the goal and the floor; below it, peak memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colours = {"fzero": "#d9622b", "DeepSpeed": "#a3afbb"}
+    sizes = list(dict.fromkeys(row.size for row in rows))
+    figure, axes = pyplot.subplots(2, len(sizes), figsize=(8 * len(sizes), 8), squeeze=False, layout="constrained")
+    for size, (times, memory) in zip(sizes, axes.T):
+        stop, names = 0.0, {}
+        for stage in sorted({row.stage for row in rows if row.size == size and row.to_fastest_peer}):
+            of_stage = [row for row in rows if (row.size, row.stage) == (size, stage) and row.to_fastest_peer]
+            bars = [row for row in of_stage if not row.is_bound]
+            start, stop = stop + 0.6, stop + 0.6 + len(bars)
+            for i, row in enumerate(bars):
+                x, colour = start + i + 0.5, colours.get(row.contender, "#4f6d8f")
+                names[x] = {"ZeroRedundancyOptimizer": "ZeroRed.\nOptimizer"}.get(row.contender, row.contender)
+                times.bar(x, row.to_fastest_peer, width=0.86, color=colour)
+                times.annotate(f"{row.median_ms:.0f} ms", (x, 0.02), ha="center", color="white", fontsize=8)
+                memory.bar(x, row.peak_mb, width=0.86, color=colour)
+                memory.annotate(f"{row.peak_mb:.0f}", (x, row.peak_mb), ha="center", va="bottom", fontsize=8)
+            floor = next((row.to_fastest_peer for row in of_stage if row.contender == "floor"), float("nan"))
+            lines = (("fastest peer", 1.0, "-"), ("goal", GOAL[stage], "--"), ("1.1 × floor", FLOOR_GOAL * floor, ":"))
+            for label, height, style in (*lines, ("floor", floor, "-.")):
+                label = label if start == 0.6 else None
+                times.hlines(height, start, stop, color="black", linestyle=style, linewidth=1.3, label=label)
+            for axis in (times, memory):
+                axis.annotate(
+                    f"stage {stage}",
+                    ((start + stop) / 2, -0.12),
+                    xycoords=("data", "axes fraction"),
+                    ha="center",
+                    va="top",
+                    weight="bold",
+                )
+        times.set_title(size)
+        times.set_ylabel("step time / fastest peer's of the stage")
+        times.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=4, frameon=False)
+        memory.set_ylabel("peak resident memory of a rank, MB")
+        for axis in (times, memory):
+            axis.set_xticks(list(names), list(names.values()), fontsize=8)
+            axis.tick_params(axis="x", length=0)
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def parse_arguments() -> argparse.Namespace:
+    def names_of(known: list[str]) -> Any:
+        def parse(text: str) -> list[str]:
+            if unknown := set(text.split(",")) - set(known):
+                raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(known)}")
+            return [name for name in known if name in text.split(",")]
+
+        return parse
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for option, known in (("--sizes", list(SIZES)), ("--contenders", list(CONTENDERS)), ("--stages", list("0123"))):
+        parser.add_argument(option, type=names_of(known), default=known, help=f"of: {','.join(known)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=6, help="blocks per contender (default: %(default)s)")
+    parser.add_argument("--steps-per-round", type=int, default=5, help="steps per block (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out/peers"), help="folder (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="the small size, 2 rounds of 3 steps")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.sizes, arguments.rounds, arguments.steps_per_round = ["small"], 2, 3
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    console = Console()
+    rows: list[Row] = []
+    steps: dict[str, list[dict[str, float]]] = {}
+    for size in arguments.sizes:
+        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True) as progress:
+            for stage in map(int, arguments.stages):
+                if not (contenders := [name for name in arguments.contenders if stage in CONTENDERS[name][1]]):
+                    continue
+                jobs = run_stage(size, stage, contenders, arguments, progress)
+                rows += make_rows(size, stage, jobs)
+                steps |= {f"{size}, stage {stage}, {name}": job.measured for name, job in jobs.items()}
+        of_size = [row for row in rows if row.size == size]
+        console.print(make_table(size, of_size))
+        for warning in warnings(of_size):
+            console.print(warning, style="yellow", highlight=False, soft_wrap=True)
+    results = {"rows": [dataclasses.asdict(row) for row in rows], "steps": steps}
+    (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
+    if any(row.to_fastest_peer for row in rows):
+        draw(rows, arguments.out / "peers.png")
+    console.print(f"wrote {arguments.out}: results.json, peers.png, logs", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

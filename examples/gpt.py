@@ -1,0 +1,111 @@
+"""What does the demo train? A byte-level GPT: 256 tokens, no tokenizer, plain PyTorch.
+
+Nothing here knows about ranks or shards. Two habits make a model easy to shard: its repeated blocks sit in an
+`nn.ModuleList`, and each becomes a unit, gathered and released by itself; every module with parameters has
+a `reset_parameters`, so that a model built on the meta device, without memory, can be filled in unit by unit.
+
+Shape letters: B sequences of a batch, T bytes of a sequence, D width, H heads, d width of a head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NUM_BYTES = 256  # the vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a GPT is."""
+
+    context: int  # bytes that it sees at once
+    width: int
+    depth: int
+    num_heads: int
+
+
+SIZES = {
+    "tiny": Size(context=32, width=32, depth=2, num_heads=2),
+    "small": Size(context=128, width=192, depth=4, num_heads=3),
+    "medium": Size(context=256, width=384, depth=6, num_heads=6),
+}
+
+
+class Linear(nn.Linear):
+    """A linear map without bias whose weights start normal with a standard deviation of our choice."""
+
+    def __init__(self, num_in: int, num_out: int, *, std: float = 0.02) -> None:
+        self.std = std  # set first: the constructor below calls reset_parameters
+        super().__init__(num_in, num_out, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class Attention(nn.Module):
+    """Causal self-attention: a byte looks at the bytes before it."""
+
+    def __init__(self, size: Size, *, residual_std: float) -> None:
+        super().__init__()
+        self.num_heads = size.num_heads
+        self.qkv = Linear(size.width, 3 * size.width)
+        self.out = Linear(size.width, size.width, std=residual_std)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q_BHTd, k_BHTd, v_BHTd = (
+            x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self.qkv(x_BTD).chunk(3, dim=-1)
+        )
+        y_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, is_causal=True)
+        return self.out(y_BHTd.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    """One layer, pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        # Two branches per block add to the residual stream; this keeps its variance independent of the depth (GPT-2).
+        residual_std = 0.02 / (2 * size.depth) ** 0.5
+        self.norm_1 = nn.LayerNorm(size.width, bias=False)
+        self.attention = Attention(size, residual_std=residual_std)
+        self.norm_2 = nn.LayerNorm(size.width, bias=False)
+        self.up = Linear(size.width, 4 * size.width)
+        self.down = Linear(4 * size.width, size.width, std=residual_std)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.norm_1(x_BTD))
+        return x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD))))
+
+
+class GPT(nn.Module):
+    """A byte-level GPT that returns its own loss when it is given targets."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
+        self.byte = nn.Embedding(NUM_BYTES, size.width)
+        self.position = nn.Embedding(size.context, size.width)
+        self.blocks = nn.ModuleList([Block(size) for _ in range(size.depth)])
+        self.norm = nn.LayerNorm(size.width, bias=False)
+        self.head = Linear(size.width, NUM_BYTES)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """The mean cross-entropy in nats per byte, or without targets the logits of the next byte at every position."""
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTD = self.byte(tokens_BT) + self.position(positions_T)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits = self.head(self.norm(x_BTD))
+        return logits if targets_BT is None else F.cross_entropy(logits.flatten(0, 1), targets_BT.flatten())
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, *, num_bytes: int, temperature: float, generator: torch.Generator) -> bytes:
+        """Continue a prompt, one sampled byte after the other."""
+        text = list(prompt)
+        for _ in range(num_bytes):
+            logits = self(torch.tensor([text[-self.size.context :]]))[0, -1]
+            probabilities = torch.softmax(logits / temperature, dim=-1)
+            text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        return bytes(text)

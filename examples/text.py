@@ -1,0 +1,81 @@
+"""What does the demo learn from? Real text that is on every machine: the sources of the Python standard library.
+
+The split is by file, decided by a hash of the file's name: no line of a held-out file is in the training text, and
+the split is the same in every run. Batches are functions of (seed, step, rank): nothing is stored to draw them again.
+"""
+
+import gzip
+import os
+import sysconfig
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# `encodings` and `pydoc_data` are left out because they are generated: tables that repeat from file to file would put
+# near copies of a held-out file into the training text. The others are tests, old tools, and what was installed later.
+LEFT_OUT = {
+    *("encodings", "pydoc_data"),
+    *("test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"),
+}
+
+
+def is_held_out(name: str) -> bool:
+    """Whether the file of this name, relative to the library, is for validation: about one in twenty is.
+
+    >>> [name for name in ("ast.py", "copy.py", "glob.py", "os.py") if is_held_out(name)]
+    ['copy.py', 'glob.py']
+    """
+    return zlib.crc32(name.encode()) % 20 == 0
+
+
+def list_files(library: Path) -> list[str]:
+    """The names of the library's source files, relative to it, with forward slashes, sorted."""
+    names = []
+    for folder, folders, files in os.walk(library):
+        folders[:] = set(folders) - LEFT_OUT  # os.walk goes down into the folders that are left in this list
+        names += [(Path(folder) / file).relative_to(library).as_posix() for file in files if file.endswith(".py")]
+    return sorted(names)
+
+
+def read_text(library: Path | None = None) -> tuple[Tensor, Tensor]:
+    """The training bytes and the held-out bytes, each one long uint8 tensor."""
+    library = library or Path(sysconfig.get_paths()["stdlib"])
+    names = list_files(library)
+
+    def join(chosen: list[str]) -> Tensor:
+        return torch.frombuffer(bytearray().join((library / name).read_bytes() for name in chosen), dtype=torch.uint8)
+
+    return join([name for name in names if not is_held_out(name)]), join([name for name in names if is_held_out(name)])
+
+
+def to_batch(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Windows of context + 1 bytes as (tokens, targets): the target of each byte is the byte after it."""
+    return windows[:, :-1].long(), windows[:, 1:].long()
+
+
+def random_batch(
+    text: Tensor, *, context: int, batch_size: int, seed: int, step: int, rank: int
+) -> tuple[Tensor, Tensor]:
+    """Windows at random places of the text; each rank draws its own."""
+    starts = np.random.default_rng((seed, step, rank)).integers(len(text) - context, size=(batch_size, 1))
+    return to_batch(text[torch.from_numpy(starts + np.arange(context + 1))])
+
+
+def consecutive_windows(text: Tensor, *, context: int, multiple_of: int) -> Tensor:
+    """The text as windows of context + 1 bytes, as many as there are in a multiple of `multiple_of`.
+
+    The last byte of a window is the first of the next, so that every byte but the very first is a target once.
+
+    >>> consecutive_windows(torch.arange(8), context=3, multiple_of=1).tolist()
+    [[0, 1, 2, 3], [3, 4, 5, 6]]
+    """
+    num_windows = (len(text) - 1) // context // multiple_of * multiple_of
+    return text[: num_windows * context + 1].unfold(0, context + 1, context)
+
+
+def gzip_bits_per_byte(text: Tensor) -> float:
+    """What `gzip -9` needs for these bytes."""
+    return 8 * len(gzip.compress(text.numpy().tobytes(), compresslevel=9, mtime=0)) / len(text)

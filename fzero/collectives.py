@@ -1,0 +1,279 @@
+"""How ranks exchange tensors: the only door to torch.distributed.
+
+A collective takes an *axis*, a value that says who takes part, never a process group:
+
+- `Real`: this process is one rank of a torch.distributed group (of one rank alone where there is no group),
+- `Sim`: all ranks live in this process, stacked along the first dimension of every tensor.
+
+Collectives that can overlap compute return a `Pending`: they have been started, and `wait()` gives the result.
+
+On NCCL the named collectives are the fast ones. On gloo they are not: a reduce-scatter built from an all-to-all and
+a sum in rank order is about three times as fast, an all-gather built from broadcasts up to four times. The sum in
+rank order (x[0] + x[1] + …) also fixes the bits: they do not depend on the layout, the stage or the slice.
+
+Shapes: P padded elements = W·S, S elements of a shard, W ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from torch import Tensor
+
+from sharding import reference
+
+TIMEOUT = timedelta(minutes=10)
+
+# torch 2.13 renamed these two.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not end: another rank died, left, or did not arrive in time."""
+
+
+class Sent(NamedTuple):
+    """What one collective sends, as told to an axis' `observe`.
+
+    `num_elements` counts what this rank sends to all others together, `(W-1)/W · P` for a gather or a reduce-scatter
+    of P elements; `nbytes` is the same in bytes.
+    """
+
+    collective: str
+    label: str
+    num_elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """One rank of a process group along the mesh axis `name`.
+
+    Args:
+        name: the mesh axis.
+        size: number of ranks W.
+        rank: this process.
+        group: the torch.distributed group; None is a world of one process that never communicates.
+        observe: called with a `Sent` for every collective, before it starts.
+
+    >>> alone = Real("data")
+    >>> alone.size, alone.rank
+    (1, 0)
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    observe: Callable[[Sent], None] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"Real: rank must be in [0, {self.size}), got {self.rank}; give the group's own rank")
+        if self.size > 1 and self.group is None:
+            raise ValueError(f"Real: {self.size} ranks need a process group; use fzero.join() or give `group`")
+
+    @property
+    def is_nccl(self) -> bool:
+        return self.group is not None and dist.get_backend(self.group) == "nccl"
+
+
+@dataclass(frozen=True, slots=True)
+class Sim:
+    """All `size` ranks of the mesh axis `name` in this process: every tensor has a leading dimension of ranks.
+
+    >>> all_gather(torch.tensor([[1, 2], [3, 4]]), Sim("data", 2))
+    tensor([[1, 2, 3, 4],
+            [1, 2, 3, 4]])
+    """
+
+    name: str
+    size: int
+
+
+Axis = Real | Sim
+
+
+@dataclass(slots=True)
+class Pending:
+    """A collective that has been started; `wait()` once, for its result.
+
+    Holds the tensors that the collective reads and writes, so that they live until it ends.
+    """
+
+    label: str
+    works: Sequence[dist.Work]
+    finish: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        """The result. Raises `CollectiveError` when another rank has died or the timeout has passed."""
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise _failed(self.label, error) from error
+        return self.finish()
+
+
+def _failed(label: str, error: Exception) -> CollectiveError:
+    return CollectiveError(
+        f"{label}: the collective failed; most often another rank died, left the job or did not arrive in time, so look "
+        f"for the first error among the logs of all ranks. torch.distributed said: {error}"
+    )
+
+
+# --- joining and leaving -----------------------------------------------------------------------------------------
+
+
+def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: timedelta = TIMEOUT) -> Real:
+    """This process' place on the axis `name`: the group torchrun describes, or the one already initialised, or none.
+
+    *Collective:* every rank of the job, when torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR) is there.
+
+    Args:
+        device: CUDA picks NCCL and this rank's own GPU (LOCAL_RANK), anything else gloo.
+        name: the mesh axis.
+        timeout: how long a collective waits for a rank that does not come.
+    """
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return Real(name)
+        on_cuda = torch.device(device).type == "cuda"
+        if on_cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout)
+    return Real(name, dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+
+
+def shutdown() -> None:
+    """Leaves the process group, if there is one. *Collective:* call it on every rank, once, at the end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# --- collectives that overlap compute (Real axes) ----------------------------------------------------------------
+
+
+def start_all_gather(shard_S: Tensor, full_P: Tensor, axis: Real, *, label: str = "all_gather") -> Pending:
+    """Starts to fill `full_P` with the shards of all ranks, in rank order. `shard_S` may be a slice of `full_P`.
+
+    *Collective:* every rank of `axis`; each sends `(W-1)/W · P` elements.
+    """
+    if axis.size == 1:
+        return Pending(label, (), lambda: full_P if shard_S.data_ptr() == full_P.data_ptr() else full_P.copy_(shard_S))
+    _tell(axis, "all_gather", label, shard_S.numel() * (axis.size - 1), shard_S)
+    if full_P.numel() == 0:
+        return Pending(label, (), lambda: full_P)
+    if axis.is_nccl:
+        return Pending(label, _start(label, _all_gather, full_P, shard_S, axis), lambda: full_P)
+    full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
+    if full_WS[axis.rank].data_ptr() != shard_S.data_ptr():
+        full_WS[axis.rank].copy_(shard_S)
+    works = []
+    for rank in range(axis.size):
+        works += _start(label, dist.broadcast, full_WS[rank], dist.get_global_rank(axis.group, rank), axis)
+    return Pending(label, works, lambda: full_P)
+
+
+def start_reduce_scatter(full_P: Tensor, axis: Real, *, label: str = "reduce_scatter") -> Pending:
+    """Starts to average `full_P` over the ranks; the result is this rank's shard (S) of the mean.
+
+    The sum is made in rank order and then multiplied by 1/W. The result may share memory with `full_P` when W = 1.
+
+    *Collective:* every rank of `axis`; each sends `(W-1)/W · P` elements.
+    """
+    if axis.size == 1:
+        return Pending(label, (), lambda: full_P)
+    shard_numel = full_P.numel() // axis.size
+    _tell(axis, "reduce_scatter", label, shard_numel * (axis.size - 1), full_P)
+    if full_P.numel() == 0:
+        return Pending(label, (), lambda: full_P.new_empty(0))
+    if axis.is_nccl:
+        shard_S = full_P.new_empty(shard_numel)
+        works = _start(label, _reduce_scatter, shard_S, full_P, axis)
+        return Pending(label, works, lambda: shard_S.mul_(1 / axis.size))
+    received_P = torch.empty_like(full_P)
+    works = _start(label, dist.all_to_all_single, received_P, full_P, axis)
+
+    def finish() -> Tensor:
+        received_WS = rearrange(received_P, "(rank shard) -> rank shard", rank=axis.size)
+        mean_S = received_WS[0] + received_WS[1]
+        for rank in range(2, axis.size):
+            mean_S += received_WS[rank]
+        return mean_S.mul_(1 / axis.size)
+
+    return Pending(label, works, finish)
+
+
+def _start(label: str, collective: Callable[..., Any], first: Tensor, second: Any, axis: Real) -> list[dist.Work]:
+    try:
+        return [collective(first, second, group=axis.group, async_op=True)]
+    except RuntimeError as error:
+        raise _failed(label, error) from error
+
+
+def _tell(axis: Real, collective: str, label: str, num_elements: int, tensor: Tensor) -> None:
+    if axis.observe is not None:
+        axis.observe(Sent(collective, label, num_elements, num_elements * tensor.element_size()))
+
+
+# --- whole collectives, on either axis ---------------------------------------------------------------------------
+
+
+def all_gather(shard: Tensor, axis: Axis) -> Tensor:
+    """The shards of all ranks joined in rank order: S → P (`Sim`: [W, S] → [W, P]). *Collective:* sends (W-1)/W · P."""
+    if isinstance(axis, Sim):
+        return reference.all_gather(shard)
+    shard = shard.contiguous()
+    return start_all_gather(shard, shard.new_empty(shard.numel() * axis.size), axis).wait()
+
+
+def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
+    """This rank's shard of the mean over ranks: P → S (`Sim`: [W, P] → [W, S]). *Collective:* sends (W-1)/W · P."""
+    if isinstance(axis, Sim):
+        return reference.reduce_scatter(full, "mean")
+    return start_reduce_scatter(full.contiguous(), axis).wait()
+
+
+def stack(x: Tensor, axis: Real, *, label: str = "stack") -> Tensor:
+    """The small tensors of all ranks, stacked along a new first dimension. *Collective:* sends (W-1) · numel."""
+    if axis.size == 1:
+        return x[None]
+    rows = x.new_empty((axis.size, *x.shape))
+    _tell(axis, "stack", label, x.numel() * (axis.size - 1), x)
+    try:
+        dist.all_gather(list(rows), x.contiguous(), group=axis.group)
+    except RuntimeError as error:
+        raise _failed(label, error) from error
+    return rows
+
+
+def broadcast(x: Tensor, axis: Real, *, source: int = 0, label: str = "broadcast") -> Tensor:
+    """Overwrites `x` with rank `source`'s and returns it. *Collective:* the source sends numel to each other rank."""
+    if axis.size > 1 and x.numel():
+        _tell(axis, "broadcast", label, x.numel() * (axis.size - 1) * (axis.rank == source), x)
+        try:
+            dist.broadcast(x, dist.get_global_rank(axis.group, source), group=axis.group)
+        except RuntimeError as error:
+            raise _failed(label, error) from error
+    return x
+
+
+def exchange(value: Any, axis: Real, *, label: str = "exchange") -> list[Any]:
+    """Every rank's small Python value, in rank order; for start-up checks. *Collective:* every rank of `axis`."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    try:
+        dist.all_gather_object(values, value, group=axis.group)
+    except RuntimeError as error:
+        raise _failed(label, error) from error
+    return values

@@ -1,0 +1,290 @@
+"""What a run is told: the DeepSpeed JSON people already have, read into checked, frozen values.
+
+Every key is one of three: honoured here; known to DeepSpeed and not honoured yet (an error that says so); unknown
+(an error with the nearest name). Nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from fzero import transforms
+from fzero.transforms import Transform
+
+NOT_YET = frozenset(
+    """
+    gradient_accumulation_steps managed_gradient_accumulation steps_per_print scheduler prescale_gradients
+    gradient_predivide_factor gradient_allreduce_op sparse_gradients communication_data_type
+    seq_parallel_communication_data_type disable_allgather data_types zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer fp16 bf16 bfloat16 amp torch_autocast wall_clock_breakdown memory_breakdown
+    dump_state dataloader_drop_last checkpoint activation_checkpointing flops_profiler aio pipeline
+    hybrid_engine tensorboard csv_monitor wandb comet comms_logger autotuning elasticity progressive_layer_drop
+    eigenvalue curriculum_learning data_efficiency compression_training sparse_attention compile tensor_parallel
+    expert_parallel use_data_before_expert_parallelism sequence_parallel_size data_parallel_size nebula
+    datastates graph_harvesting vocabulary_size weight_quantization timers log_level legacy_fusion
+    contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions
+    allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer
+    zenflow sub_group_size cpu_offload cpu_offload_params cpu_offload_use_pin_memory
+    stage3_model_persistence_threshold stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
+    stage3_gather_fp16_weights_on_model_save stage3_module_granularity_threshold
+    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters legacy_stage1
+    zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+    zeropp_loco_param mics_shard_size mics_hierarchical_params_gather memory_efficient_linear
+    override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks
+    save_muon_momentum_buffer_in_memory leaf_module torch_adam fused amsgrad maximize foreach capturable
+    differentiable decoupled_weight_decay bias_correction set_grad_none freeze_step
+    """.split()  # noqa: SIM905 - a list of names reads better so
+)
+"""DeepSpeed 0.19 keys that fzero knows and does not honour yet."""
+
+
+class ConfigError(ValueError):
+    """A configuration that fzero will not run; the message names the field, the rule, the value and the fix."""
+
+
+def _integral(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _positive(value: int) -> int:
+    if value < 1:
+        raise ValueError("must be at least 1")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_integral), AfterValidator(_positive)]
+"""A positive integer; an integral float such as 5e8 is one."""
+Elements = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
+"""A number of elements, 0 included."""
+Rate = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Block(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class AdamWParams(Block):
+    """`optimizer.params` of AdamW; defaults are torch's."""
+
+    lr: Rate = 1e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: Rate = 1e-8
+    weight_decay: Rate = 0.01
+
+
+class AdamParams(AdamWParams):
+    """`optimizer.params` of Adam."""
+
+    weight_decay: Rate = 0.0
+    adam_w_mode: bool = True
+    """True (DeepSpeed's default) decouples the weight decay, as AdamW does."""
+
+
+class SGDParams(Block):
+    """`optimizer.params` of SGD; defaults are torch's."""
+
+    lr: Rate = 1e-3
+    momentum: Rate = 0.0
+    dampening: float = 0.0
+    weight_decay: Rate = 0.0
+    nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _nesterov(self) -> Self:
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ValueError("nesterov needs momentum > 0 and dampening = 0")
+        return self
+
+
+class AdamW(Block):
+    type: Literal["AdamW"] = "AdamW"
+    params: AdamWParams = AdamWParams()
+
+    def transform(self) -> Transform:
+        p = self.params
+        return transforms.adamw(p.lr, betas=p.betas, eps=p.eps, weight_decay=p.weight_decay)
+
+
+class Adam(Block):
+    type: Literal["Adam"] = "Adam"
+    params: AdamParams = AdamParams()
+
+    def transform(self) -> Transform:
+        p = self.params
+        make = transforms.adamw if p.adam_w_mode else transforms.adam
+        return make(p.lr, betas=p.betas, eps=p.eps, weight_decay=p.weight_decay)
+
+
+class SGD(Block):
+    type: Literal["SGD"] = "SGD"
+    params: SGDParams = SGDParams()
+
+    def transform(self) -> Transform:
+        return transforms.sgd(**self.params.model_dump())
+
+
+OPTIMIZERS: dict[str, type[Block]] = {"Adam": Adam, "AdamW": AdamW, "SGD": SGD}
+
+
+def _optimizer_name(data: Any) -> Any:
+    """The optimizer's name as it is spelled here: DeepSpeed does not look at case."""
+    if not isinstance(data, Mapping):
+        return data
+    by_lower_name = {name.lower(): name for name in OPTIMIZERS}
+    given = data.get("type", "AdamW")
+    name = by_lower_name.get(str(given).lower())
+    if name is None:
+        nearest = difflib.get_close_matches(str(given).lower(), by_lower_name, n=1, cutoff=0.0)[0]
+        known = ", ".join(OPTIMIZERS)
+        raise ValueError(f"no optimizer is named {given!r}; did you mean {by_lower_name[nearest]!r}? (known: {known})")
+    return {**data, "type": name}
+
+
+Optimizer = Annotated[Adam | AdamW | SGD, Field(discriminator="type"), BeforeValidator(_optimizer_name)]
+
+
+class ZeroOptimization(Block):
+    """DeepSpeed key `zero_optimization`. Sizes count elements."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """Which of optimizer state (1), gradients (2) and parameters (3) are divided among the ranks."""
+    reduce_bucket_size: Count = 500_000_000
+    """Modules outside repeated blocks are joined into one unit, reduced by one collective, up to this size."""
+    round_robin_gradients: bool = False
+    """Order of the parameters inside a flat buffer: dealt out to the ranks in turn, instead of as declared."""
+    stage3_param_persistence_threshold: Elements = Field(100_000, alias="param_persistence_threshold")
+    """Parameters with fewer elements stay whole on every rank in stage 3."""
+    stage3_prefetch_bucket_size: Elements = Field(50_000_000, alias="prefetch_bucket_size")
+    """0: a unit is gathered when it is needed. Otherwise the next unit's gather starts one unit early."""
+    stage3_max_live_parameters: Count = Field(1_000_000_000, alias="max_live_parameters")
+    """No gather starts early when it would bring more gathered elements than this to life."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stage(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or "stage" not in data:
+            return data
+        stage = data["stage"]
+        stage = int(stage) if isinstance(stage, str) and stage.isdigit() else _integral(stage)
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, got {data['stage']!r}")
+        return {**data, "stage": stage}
+
+
+class BatchSizes(NamedTuple):
+    """Samples per step of all ranks, and per step of one rank; None when the configuration names no batch size."""
+
+    train: int | None
+    micro: int | None
+
+
+class Config(Block):
+    """The whole configuration; read one with `Config.load`."""
+
+    train_batch_size: Count | None = None
+    """Samples per optimizer step, all ranks together."""
+    train_micro_batch_size_per_gpu: Count | None = None
+    """Samples per rank and micro-step."""
+    optimizer: Optimizer = AdamW()
+    """An optimizer by name with its hyper-parameters; upper and lower case do not matter."""
+    gradient_clipping: Rate = 1.0
+    """Largest global 2-norm of the gradient; 0 switches clipping off. The default is DeepSpeed 0.19's."""
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+
+    @classmethod
+    def load(cls, source: Mapping[str, Any] | str | Path | Config) -> Config:
+        """Reads a mapping or the path of a JSON file.
+
+        Raises:
+            ConfigError: one line for every field that is wrong.
+
+        >>> Config.load({"zero_optimization": {"stage": "2"}}).zero_optimization.stage
+        2
+        >>> Config.load({"optimizer": {"type": "AdamV"}})
+        Traceback (most recent call last):
+        ...
+        fzero.config.ConfigError: optimizer: no optimizer is named 'AdamV'; did you mean 'AdamW'? (known: Adam, AdamW, SGD)
+        """
+        if isinstance(source, Config):
+            return source
+        if not isinstance(source, Mapping):
+            source = _read(Path(source))
+        if source.get("gradient_accumulation_steps") == 1:
+            source = {key: value for key, value in source.items() if key != "gradient_accumulation_steps"}
+        try:
+            return cls.model_validate(source)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(detail) for detail in error.errors())) from None
+
+    def batch_sizes(self, world_size: int) -> BatchSizes:
+        """The batch sizes on `world_size` ranks, the missing one inferred.
+
+        Raises:
+            ConfigError: they do not fit each other and the world size.
+
+        >>> Config.load({"train_batch_size": 8}).batch_sizes(world_size=4)
+        BatchSizes(train=8, micro=2)
+        """
+        train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        if train is None:
+            return BatchSizes(None if micro is None else micro * world_size, micro)
+        if micro is None:
+            micro = train // world_size
+        if micro * world_size != train:
+            raise ConfigError(
+                f"train_batch_size: must equal train_micro_batch_size_per_gpu × world size, got {train} for "
+                f"{micro or 'at least 1'} × {world_size}; give a multiple of {world_size * max(micro, 1)}, or one key only"
+            )
+        return BatchSizes(train, micro)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads(path.read_text(), object_pairs_hook=_no_duplicates)
+    except FileNotFoundError:
+        raise ConfigError(f"Config.load: no file {str(path)!r}; give a mapping or the path of a JSON file") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"Config.load: {str(path)!r} is not JSON: {error}; mend the file") from None
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"Config.load: {str(path)!r} must hold a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"{key}: a key may stand once in an object, found {keys.count(key)}; remove all but one")
+    return dict(pairs)
+
+
+def _explain(detail: ErrorDetails) -> str:
+    """One line for one wrong field."""
+    block: type[BaseModel] = Config
+    location: list[str] = []
+    for part in map(str, detail["loc"]):
+        if part in OPTIMIZERS:  # the member of the union, not a key
+            block = OPTIMIZERS[part]
+            continue
+        location.append(part)
+        annotation = block.model_fields[part].annotation if part in block.model_fields else None
+        block = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else block
+    field = ".".join(location) or "config"
+    if detail["type"] != "extra_forbidden":
+        message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        given = "" if isinstance(detail["input"], Mapping) else f", got {detail['input']!r}"
+        return f"{field}: {message}{given}"
+    key = location[-1]
+    if key in NOT_YET:
+        return f"{field}: fzero knows this DeepSpeed key and does not honour it yet; remove it to run without"
+    nearest = difflib.get_close_matches(key, block.model_fields, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known here: {', '.join(block.model_fields)}"
+    return f"{field}: unknown key; {hint}"

@@ -1,0 +1,428 @@
+"""One forward and backward of any PyTorch model, its parameters gathered and its gradients reduced unit by unit.
+
+No graph is captured. The model runs as it is, `bound` to tensors that this file hands out:
+
+1. The first access to a parameter of a unit *enters* the unit: its flat buffers are gathered (stage 3) and cut into
+   parameters by one split. Entering another unit drops them; the next unit's gather has started by then.
+2. Autograd must not keep a gathered buffer alive until the backward. So a tensor that it saves and that is a view of
+   one is saved as a recipe (buffer, offset, size, stride), and unpacking the recipe enters the unit again.
+3. Each parameter is the output of a `_Leaf`, whose backward writes the gradient into the unit's flat gradient at once,
+   and all leaves of a unit hang on one `_Root`, whose backward runs when the last gradient of the unit has come: the
+   unit is complete and its reduce-scatter starts. At most one reduction is in flight, so that stage 2 never holds
+   more full gradients than the unit being filled and the unit being sent.
+
+The collectives follow the `Event`s of `fzero.schedule`. All stages run this same code: the specs decide whether a
+gather moves anything and whether a full gradient is dropped, so that all stages do the same arithmetic.
+
+Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fzero import collectives
+from fzero.collectives import Pending, Real
+from fzero.plan import BufferPlan, Plan, UnitPlan
+from fzero.schedule import TURN, Event, ScheduleError
+from sharding import Partial, Replicated, Sharded
+from sharding.views import unflatten
+
+
+def new_flat(purpose: Literal["gather", "gradient"], buffer: BufferPlan, like: Tensor) -> Tensor:
+    """A full flat buffer (P), uninitialised. Everything large that a pass allocates for itself comes from here."""
+    return like.new_empty(buffer.padded_numel)
+
+
+class _Recipe(NamedTuple):
+    """How to view a tensor again that autograd saved, once its flat buffer is gathered."""
+
+    unit: UnitPlan
+    key: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Root(torch.autograd.Function):
+    """One stay in a unit; its backward runs when every gradient of that stay has been written."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, work: Pass, unit: str) -> Tensor:
+        ctx.work, ctx.unit = work, unit
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+        ctx.work._stay_ended(ctx.unit)
+        return ctx.work._anchor.detach(), None, None
+
+
+class _Leaf(torch.autograd.Function):
+    """A parameter for the model: a view of a flat buffer, whose gradient goes straight into a flat gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, view: Tensor, work: Pass, name: str) -> Tensor:
+        ctx.work, ctx.name = work, name
+        return view
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.work._write_grad(ctx.name, grads[0])
+        return ctx.work._anchor.detach(), None, None, None
+
+
+@dataclass(slots=True)
+class _Grads:
+    """The flat gradient of one unit while it fills: its buffers (P each), and which parameters have been written."""
+
+    flats: dict[str, Tensor] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+
+
+class Pass:
+    """One forward and backward on one rank: what is gathered now, what has come, and which collective is next.
+
+    Lives for one step. Use: run the model `bound` to `fetch` inside `saving()`, then `turn()`, the backward, `finish()`.
+
+    Args:
+        plan: the units and their specs.
+        axis: the ranks.
+        params: this rank's flat buffers by key.
+        schedule: the events to follow, or None to negotiate them; `executed` tells what was done.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        axis: Real,
+        params: dict[str, Tensor],
+        schedule: Sequence[Event] | None,
+        *,
+        trains: bool = True,
+    ) -> None:
+        self.plan, self.axis, self.params, self.schedule, self.trains = plan, axis, params, schedule, trains
+        self.executed: list[Event] = []
+        self.grads: dict[str, Tensor] = {}  # reduced: this rank's shard (S), or all of it in stage 0 (P)
+        self._units = {unit.name: unit for unit in plan.units}
+        self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
+        # On the parameters' device, so that autograd runs every `_Root` and `_Leaf` on one thread.
+        self._anchor = torch.empty(0, device=self._device, requires_grad=True)
+        self._in_forward = True
+        self._present: str | None = None
+        self._leaves: dict[str, Tensor] = {}
+        self._recorded: set[str] = set()  # units whose present stay autograd knows
+        self._gathering: dict[str, list[tuple[BufferPlan, Pending]]] = {}
+        self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
+        self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
+        self._entered: set[str] = set()
+        self._open_stays: defaultdict[str, int] = defaultdict(int)
+        self._ready: set[str] = set()
+        self._filling: defaultdict[str, _Grads] = defaultdict(_Grads)
+        self._in_flight: tuple[_Grads, list[tuple[BufferPlan, Pending]]] | None = None
+        self._joins: list[Pending] = []  # stage 0: all-gathers of mean gradients
+        self._kept: list[_Grads] = []
+
+    # --- parameters --------------------------------------------------------------------------------------------
+
+    def fetch(self, name: str) -> Tensor:
+        """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
+        unit = self._homes[name][0].name
+        if unit != self._present:
+            self._enter(unit)
+        if self._in_forward and unit not in self._recorded and torch.is_grad_enabled():
+            self._recorded.add(unit)
+            self._open_stays[unit] += 1
+        return self._leaves[name]
+
+    def _enter(self, unit_name: str) -> None:
+        """Makes `unit_name` the present unit and its parameters the leaves."""
+        unit = self._units[unit_name]
+        flats = self._gathered(unit)
+        self._entered.add(unit_name)
+        self._present = unit_name
+        self._recorded.discard(unit_name)
+        with torch.enable_grad():
+            root = _Root.apply(self._anchor, self, unit_name) if self.trains else None
+            for buffer in unit.buffers:
+                views = unflatten(flats.get(buffer.key, self.params[buffer.key]), buffer.layout)
+                if buffer.trainable and root is not None:
+                    views = {name: _Leaf.apply(root, view, self, name) for name, view in views.items()}
+                self._leaves.update(views)
+
+    def _release_all_but(self, unit: str) -> None:
+        if self._present != unit:
+            self._leaves.clear()
+            self._present = None
+        for name in [name for name in self._live if name != unit]:
+            for flat in self._live.pop(name).values():
+                del self._by_storage[flat.untyped_storage().data_ptr()]
+
+    def _gathered(self, unit: UnitPlan) -> dict[str, Tensor]:
+        """The unit's gathered buffers, alive; the others are released, and the next gather is started."""
+        self._release_all_but(unit.name)
+        if unit.gathered_numel and unit.name not in self._live:
+            if unit.name not in self._gathering:
+                self._advance_to(Event("gather", unit.name))
+            flats = {buffer.key: pending.wait() for buffer, pending in self._gathering.pop(unit.name)}
+            self._live[unit.name] = flats
+            for key, flat in flats.items():
+                self._by_storage[flat.untyped_storage().data_ptr()] = (unit, key, flat.dtype)
+        if self.schedule is not None and not self._gathering and len(self.executed) < len(self.schedule):
+            event = self.schedule[len(self.executed)]
+            if event.kind == "gather" and may_start_early(self.plan, unit.name, event.unit):
+                self._issue(event)
+        return self._live.get(unit.name, {})
+
+    # --- tensors that autograd saves ---------------------------------------------------------------------------
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Saves views of gathered buffers as recipes, inside this context."""
+        if not any(unit.gathered_numel for unit in self.plan.units):
+            yield
+            return
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | _Recipe:
+        if tensor.layout == torch.strided:
+            unit, key, dtype = self._by_storage.get(tensor.untyped_storage().data_ptr(), (None, "", None))
+            if unit is not None and dtype == tensor.dtype:
+                return _Recipe(unit, key, tensor.storage_offset(), tuple(tensor.size()), tensor.stride())
+        return tensor.detach(), tensor._version
+
+    def _unpack(self, packed: tuple[Tensor, int] | _Recipe) -> Tensor:
+        if isinstance(packed, _Recipe):
+            flat = self._gathered(packed.unit)[packed.key]
+            return flat.as_strided(packed.size, packed.stride, packed.offset)
+        tensor, version = packed
+        if tensor._version != version:  # autograd leaves this check to whoever hooks its saved tensors
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after it was saved "
+                f"(version {version}, now {tensor._version}); make the change out of place, or on a clone"
+            )
+        return tensor
+
+    # --- gradients ---------------------------------------------------------------------------------------------
+
+    def _write_grad(self, name: str, grad: Tensor) -> None:
+        unit, buffer = self._homes[name]
+        grad = grad.to_dense() if grad.layout != torch.strided else grad
+        filling = self._filling[unit.name]
+        if buffer.key not in filling.flats:
+            filling.flats[buffer.key] = new_flat("gradient", buffer, self.params[buffer.key])
+        start, stop = buffer.layout.bounds(name)
+        target = filling.flats[buffer.key][start:stop].view(grad.shape)
+        if name in filling.written:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+            filling.written.add(name)
+
+    def _stay_ended(self, unit: str) -> None:
+        self._open_stays[unit] -= 1
+        if self._open_stays[unit] <= 0:
+            self._ready.add(unit)
+            self._reduce_ready(unit)
+
+    def _reduce_ready(self, unit: str) -> None:
+        if self.schedule is None:
+            self._advance_to(Event("reduce", unit))
+            return
+        while len(self.executed) < len(self.schedule):
+            event = self.schedule[len(self.executed)]
+            if event.kind != "reduce" or not (event.unit in self._ready or event.unit not in self._entered):
+                return
+            self._issue(event)
+
+    # --- the order of collectives ------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Ends the forward. *Collective:* takes part in gathers that only other ranks needed."""
+        self._advance_to(TURN)
+        self._in_forward = False
+
+    def _advance_to(self, wanted: Event) -> None:
+        """Issues the events that come before `wanted`, and `wanted` itself."""
+        if self.schedule is None:
+            self._negotiate(wanted)
+            return
+        for event in self.schedule[len(self.executed) :]:
+            if event.kind == "turn" and wanted.kind == "gather" and self._in_forward:
+                break
+            if event.kind == "reduce" and event != wanted and event.unit in self._entered - self._ready:
+                break
+            self._issue(event)
+            if event == wanted:
+                return
+        raise ScheduleError(
+            f"rank {self.axis.rank} needs to {wanted} where the schedule of collectives has no place for it: the model "
+            f"runs its units in another order than in the first step (a branch on data, a router, layer drop); pass "
+            f"schedule='negotiated', or name a module that holds the whole branch in units="
+        )
+
+    def _negotiate(self, wanted: Event | None) -> None:
+        """Agrees with all ranks on each next event until `wanted` has been served; None takes part to the end."""
+        if self.axis.size == 1:
+            if wanted is not None:
+                self._issue(wanted)
+            return
+        names = [unit.name for unit in self.plan.units]
+        while True:
+            code = (
+                [-1, -1]
+                if wanted is None
+                else [_KINDS.index(wanted.kind), names.index(wanted.unit) if wanted.unit else -1]
+            )
+            rows = collectives.stack(torch.tensor(code, device=self._device), self.axis, label="negotiate").tolist()
+            served = _serve(rows)
+            if served is None:
+                return
+            event = Event(_KINDS[served[0]], names[served[1]] if served[1] >= 0 else "")
+            self._issue(event)  # a gradient that this rank has not finished is sent as it is, and the rest later
+            if event == wanted:
+                return
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.params.values())).device
+
+    def _issue(self, event: Event) -> None:
+        self.executed.append(event)
+        if event.kind == "gather":
+            self._start_gather(self._units[event.unit])
+        elif event.kind == "reduce":
+            self._start_reduce(self._units[event.unit])
+
+    def _start_gather(self, unit: UnitPlan) -> None:
+        # A gather that nobody here waited for served other ranks only: its result is dropped.
+        self._drop_gathers()
+        self._gathering[unit.name] = [
+            (
+                buffer,
+                collectives.start_all_gather(
+                    self.params[buffer.key],
+                    self.params[buffer.key]
+                    if self.axis.size == 1
+                    else new_flat("gather", buffer, self.params[buffer.key]),
+                    self.axis,
+                    label=f"gather {buffer.key}",
+                ),
+            )
+            for buffer in unit.buffers
+            if isinstance(buffer.row.params, Sharded)
+        ]
+
+    def _drop_gathers(self) -> None:
+        for gathers in self._gathering.values():
+            for _, pending in gathers:
+                pending.wait()
+        self._gathering.clear()
+
+    def _start_reduce(self, unit: UnitPlan) -> None:
+        self._end_reduce()
+        self._ready.discard(unit.name)
+        filling = self._filling.pop(unit.name, _Grads())
+        started = []
+        for buffer in unit.buffers:
+            if buffer.trainable:
+                flat_P = filling.flats.get(buffer.key)
+                if flat_P is None:
+                    flat_P = filling.flats[buffer.key] = new_flat("gradient", buffer, self.params[buffer.key]).zero_()
+                else:
+                    _zero_gaps(flat_P, buffer, filling.written)
+                started.append(
+                    (buffer, collectives.start_reduce_scatter(flat_P, self.axis, label=f"reduce {buffer.key}"))
+                )
+        self._in_flight = (filling, started)
+
+    def _end_reduce(self) -> None:
+        """Waits for the reduction in flight and keeps what the stage keeps of it."""
+        if self._in_flight is None:
+            return
+        filling, started = self._in_flight
+        self._in_flight = None
+        for buffer, pending in started:
+            self._keep(buffer, filling.flats[buffer.key], pending.wait())
+        if any(isinstance(buffer.row.grads, Partial) for buffer, _ in started):
+            self._kept.append(filling)  # stage 1 holds its whole local gradient until the update (ZeRO §5.1)
+
+    def _keep(self, buffer: BufferPlan, flat_P: Tensor, shard_S: Tensor) -> None:
+        """Keeps the reduced gradient: the shard, or in stage 0 the whole, joined in the buffer that held the local one."""
+        before = self.grads.get(buffer.key)
+        if not isinstance(buffer.row.grads, Replicated) or self.axis.size == 1:
+            self.grads[buffer.key] = shard_S if before is None else before.add_(shard_S)
+            return
+        own = slice(*buffer.layout.partition.bounds(self.axis.rank))
+        if before is not None:
+            self._end_joins()
+            shard_S.add_(before[own])
+        flat_P[own].copy_(shard_S)
+        self._joins.append(collectives.start_all_gather(flat_P[own], flat_P, self.axis, label=f"join {buffer.key}"))
+        self.grads[buffer.key] = flat_P
+
+    def _end_joins(self) -> None:
+        for pending in self._joins:
+            pending.wait()
+        self._joins.clear()
+
+    def finish(self) -> dict[str, Tensor]:
+        """Ends the backward: reduces what is left. Returns the mean gradients by key: shards (S), whole (P) in stage 0.
+
+        *Collective:* every rank; takes part in what only other ranks needed.
+        """
+        self._leaves.clear()
+        self._ready |= self._entered
+        if self.schedule is None:
+            for unit in reversed(self.plan.units):
+                event = Event("reduce", unit.name)
+                if self.trains and unit.trainable and (unit.name in self._filling or event not in self.executed):
+                    self._negotiate(event)
+            self._negotiate(None)
+        else:
+            for event in self.schedule[len(self.executed) :]:
+                self._issue(event)
+        if self._filling:
+            raise ScheduleError(
+                f"gradients of unit {next(iter(self._filling))!r} came after its reduction, which they did not do in the "
+                f"first step; pass schedule='negotiated'"
+            )
+        self._end_reduce()
+        self._end_joins()
+        self._drop_gathers()
+        self._release_all_but("")
+        return self.grads
+
+
+_KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")
+
+
+def _serve(rows: list[list[int]]) -> list[int] | None:
+    """Whose wish is served: the lowest rank's that wants a collective; a turn only when all want it; None at the end."""
+    wishes = [row for row in rows if row[0] >= 0]
+    collectives_wanted = [row for row in wishes if row[0] != _KINDS.index("turn")]
+    return next(iter(collectives_wanted or wishes), None)
+
+
+def _zero_gaps(flat_P: Tensor, buffer: BufferPlan, written: set[str]) -> None:
+    """Zeros the padding and the gradients of parameters that got none."""
+    for name in buffer.layout.names:
+        if name not in written:
+            start, stop = buffer.layout.bounds(name)
+            flat_P[start:stop].zero_()
+    flat_P[buffer.layout.numel :].zero_()
+
+
+def may_start_early(plan: Plan, present: str, following: str) -> bool:
+    """Whether `following` may be gathered while `present` is in use."""
+    numels = {unit.name: unit.gathered_numel for unit in plan.units}
+    return plan.prefetch and numels[present] + numels[following] <= plan.max_live

@@ -1,0 +1,389 @@
+"""How is a model divided among ranks? Units, their flat buffers, and the specs that a ZeRO stage gives them.
+
+1. The model is cut into *units*, gathered and released together: repeated blocks, and the modules between them, joined.
+2. A unit has one flat buffer for each dtype, with separate ones for frozen parameters and for small parameters, which
+   stage 3 keeps whole on every rank.
+3. A stage is a row of `STAGES`: which of parameters, gradients and optimizer state each rank holds whole.
+
+The layout is the same in all stages, so that all stages add the same numbers in the same order. A plan holds integers
+and names only. Shape letters: N elements of a buffer, P padded = W·S, S elements of a shard, W ranks.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import optree
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from fzero.config import Config, ConfigError, ZeroOptimization
+from sharding import FlatLayout, Partial, Replicated, Sharded, Spec, TensorSpec, declaration, plan_buckets, round_robin
+from sharding.views import dtype_name
+
+AXIS = "data"
+ALIGNMENT = 32
+"""Shards are a multiple of this many elements, so that a vectorised kernel meets the same lanes in every stage."""
+
+
+class Row(NamedTuple):
+    """What one ZeRO stage does with a flat buffer (ZeRO §5, figure 1)."""
+
+    params: Spec
+    grads: Spec
+    optimizer: Spec
+
+
+STAGES = {
+    0: Row(params=Replicated(), grads=Replicated(), optimizer=Replicated()),
+    1: Row(params=Replicated(), grads=Partial(AXIS), optimizer=Sharded(AXIS)),
+    2: Row(params=Replicated(), grads=Sharded(AXIS), optimizer=Sharded(AXIS)),
+    3: Row(params=Sharded(AXIS), grads=Sharded(AXIS), optimizer=Sharded(AXIS)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlan:
+    """One flat buffer of a unit: parameters of one dtype, all trainable or all frozen, all small or all not."""
+
+    key: str
+    layout: FlatLayout
+    dtype: str
+    trainable: bool
+    row: Row
+
+    @property
+    def padded_numel(self) -> int:
+        return self.layout.partition.padded_numel
+
+    @property
+    def shard_numel(self) -> int:
+        return self.layout.partition.shard_numel
+
+    def spec(self, spec: Spec) -> TensorSpec:
+        """The padded flat buffer (P), divided as `spec` says."""
+        return TensorSpec((self.padded_numel,), self.dtype, spec, multiple_of=ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """Parameters that are gathered, released and reduced together."""
+
+    name: str
+    buffers: tuple[BufferPlan, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the unit's parameters, without padding."""
+        return sum(buffer.layout.numel for buffer in self.buffers)
+
+    @property
+    def gathered_numel(self) -> int:
+        """Padded elements that a gather of this unit brings to life; 0 when every rank holds it whole."""
+        return sum(b.padded_numel for b in self.buffers if isinstance(b.row.params, Sharded))
+
+    @property
+    def trainable(self) -> bool:
+        return any(buffer.trainable for buffer in self.buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything about a training step that is known before it runs. `print(plan)` shows a table.
+
+    Attributes:
+        stage: the ZeRO stage.
+        world_size: number of ranks W along the axis `"data"`.
+        units: in the order of their declaration.
+        aliases: the further names of tied parameters and buffers, each with the name under which it is stored.
+        optimizer: the specs of the optimizer state, by flat buffer.
+        buffers: the specs of the module's own buffers, by name.
+        prefetch: whether the next unit's gather starts one unit early.
+        max_live: most gathered elements that an early gather may lead to.
+    """
+
+    stage: int
+    world_size: int
+    units: tuple[UnitPlan, ...]
+    aliases: dict[str, str] = field(repr=False)
+    optimizer: dict[str, Any] = field(repr=False)
+    buffers: dict[str, TensorSpec] = field(repr=False)
+    prefetch: bool
+    max_live: int
+
+    @property
+    def flat_buffers(self) -> tuple[BufferPlan, ...]:
+        return tuple(buffer for unit in self.units for buffer in unit.buffers)
+
+    @property
+    def bytes_per_rank(self) -> dict[str, int]:
+        """Bytes of model state on one rank, padding included: `parameters`, `gradients` and `optimizer`.
+
+        ZeRO §3: 4Ψ, 4Ψ and 8Ψ bytes for fp32 and Adam, each divided by W from the stage on that shards it. The
+        gradients are alive from the backward to the update only.
+        """
+        trainable = [buffer for buffer in self.flat_buffers if buffer.trainable]
+        return {
+            "parameters": sum(b.spec(b.row.params).local_nbytes(self.world_size) for b in self.flat_buffers),
+            "gradients": sum(b.spec(b.row.grads).local_nbytes(self.world_size) for b in trainable),
+            "optimizer": sum(_nbytes(self.optimizer[b.key], self.world_size) for b in trainable),
+        }
+
+    @property
+    def padding(self) -> int:
+        """Elements of padding in all flat buffers, all ranks together."""
+        return sum(buffer.layout.partition.padding for buffer in self.flat_buffers)
+
+    @property
+    def sent_per_step(self) -> dict[str, int]:
+        """Elements that one rank sends to the others in a step, by collective, padding included.
+
+        ZeRO §7: 2Ψ(W-1)/W in stages 0–2, 3Ψ(W-1)/W in stage 3. The last unit of the forward is the first of the
+        backward and is not gathered twice, so that stage 3 sends up to one unit less; a unit that is used in several
+        separate places is gathered for each (`TrainStep.schedule` tells, after the first step).
+        """
+        others = self.world_size - 1
+        shards = [(buffer, buffer.shard_numel * others) for buffer in self.flat_buffers]
+        whole = [n for b, n in shards if b.trainable and isinstance(b.row.params, Replicated)]
+        cut = [n for b, n in shards if isinstance(b.row.params, Sharded)]
+        gathered_units = [unit for unit in self.units if unit.gathered_numel]
+        kept = sum(b.shard_numel * others for b in gathered_units[-1].buffers) if gathered_units else 0
+        return {
+            "reduce_scatter of gradients": sum(n for b, n in shards if b.trainable),
+            "all_gather of gradients" if self.stage == 0 else "all_gather of updated parameters": sum(whole),
+            "all_gather in the forward": sum(cut),
+            "all_gather in the backward": sum(cut) - kept,
+        }
+
+    def __str__(self) -> str:
+        return _table(self)
+
+
+def plan(model: nn.Module, cfg: Config | Any, *, world_size: int = 1, units: Sequence[str] | None = None) -> Plan:
+    """The plan of `model` under `cfg` on `world_size` ranks; reads shapes only, so the model may be on `meta`.
+
+    Args:
+        model: any module.
+        cfg: a `Config`, or what `Config.load` takes.
+        world_size: number of ranks W.
+        units: names of the modules to use as units, with `*` as a wildcard (the outermost matches count); None finds
+            repeated blocks.
+
+    Raises:
+        ConfigError, ValueError: the configuration does not fit, or a name in `units` matches nothing.
+
+    >>> blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    >>> [unit.name for unit in plan(blocks, {"zero_optimization": zero}, world_size=2).units]
+    ['0', '1']
+    """
+    cfg = Config.load(cfg)
+    zero = cfg.zero_optimization
+    owners = dict(model.named_parameters())
+    if not owners:
+        raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
+    unit_plans = tuple(
+        UnitPlan(
+            name,
+            tuple(
+                _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, world_size)
+                for kind, names in _by_kind(members, owners, zero.stage3_param_persistence_threshold).items()
+            ),
+        )
+        for name, members in _find_units(model, owners, units, zero.reduce_bucket_size)
+    )
+    largest = max(unit_plans, key=lambda unit: unit.gathered_numel)
+    if largest.gathered_numel > zero.stage3_max_live_parameters:
+        raise ConfigError(
+            f"zero_optimization.stage3_max_live_parameters: must hold the largest unit, got "
+            f"{zero.stage3_max_live_parameters} for unit {largest.name!r} of {largest.gathered_numel} elements; "
+            f"raise it, or name smaller modules in units="
+        )
+    transform = cfg.optimizer.transform()
+    return Plan(
+        stage=zero.stage,
+        world_size=world_size,
+        units=unit_plans,
+        aliases=_aliases(model),
+        optimizer={
+            b.key: transform.place(b.spec(b.row.optimizer)) for u in unit_plans for b in u.buffers if b.trainable
+        },
+        buffers={n: TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for n, t in model.named_buffers()},
+        prefetch=zero.stage3_prefetch_bucket_size > 0,
+        max_live=zero.stage3_max_live_parameters,
+    )
+
+
+class Kind(NamedTuple):
+    """What the parameters of one flat buffer have in common."""
+
+    dtype: str
+    trainable: bool
+    small: bool
+
+    def __str__(self) -> str:
+        return self.dtype + "/small" * self.small + "/frozen" * (not self.trainable)
+
+
+def _by_kind(names: Sequence[str], owners: dict[str, nn.Parameter], threshold: int) -> dict[Kind, list[str]]:
+    kinds: dict[Kind, list[str]] = {}
+    for name in names:
+        param = owners[name]
+        kind = Kind(dtype_name(param.dtype), param.requires_grad, param.numel() < threshold)
+        kinds.setdefault(kind, []).append(name)
+    return kinds
+
+
+def _plan_buffer(
+    unit: str, kind: Kind, params: Sequence[tuple[str, nn.Parameter]], zero: ZeroOptimization, world_size: int
+) -> BufferPlan:
+    order = round_robin(len(params), world_size) if zero.round_robin_gradients else declaration(len(params))
+    params = order.apply(params)
+    layout = FlatLayout(
+        tuple(name for name, _ in params), tuple(tuple(p.shape) for _, p in params), world_size, multiple_of=ALIGNMENT
+    )
+    row = STAGES[2] if kind.small and zero.stage == 3 else STAGES[zero.stage]
+    return BufferPlan(f"{unit}/{kind}", layout, kind.dtype, kind.trainable, row)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Every further name of a tied parameter or buffer, with its first name."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        owner = first.setdefault(id(tensor), name)
+        if owner != name:
+            aliases[name] = owner
+    return aliases
+
+
+# --- units -------------------------------------------------------------------------------------------------------
+
+
+def _find_units(
+    model: nn.Module, owners: dict[str, nn.Parameter], patterns: Sequence[str] | None, cap: int
+) -> list[tuple[str, list[str]]]:
+    """Every parameter in exactly one unit: (name of the unit, names of its parameters), as declared.
+
+    A block is a unit. Modules between blocks are joined while they stay below the largest block (or, without blocks,
+    the largest module) and below `cap` elements.
+    """
+    blocks = _named_blocks(model, patterns) if patterns is not None else _repeated_blocks(model)
+    runs = _runs(blocks, owners)
+    sizes = [sum(owners[name].numel() for name in names) for block, names in runs if block is not None]
+    if not sizes:
+        sizes = [sum(owners[name].numel() for name in names) for names in _by_module(list(owners)).values()]
+    cap = min(cap, max(sizes))
+    units: list[tuple[str, list[str]]] = []
+    for block, names in runs:
+        if block is not None:
+            units.append((block, names))
+            continue
+        modules = list(_by_module(names).items())
+        for bucket in plan_buckets([sum(owners[name].numel() for name in members) for _, members in modules], cap):
+            first, last = modules[bucket[0]][0], modules[bucket[-1]][0]
+            title = first if first == last else f"{first}..{last}"
+            units.append((title, [name for index in bucket for name in modules[index][1]]))
+    return units
+
+
+def _by_module(names: Sequence[str]) -> dict[str, list[str]]:
+    """The names by the module that owns them."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(name.rpartition(".")[0] or "(root)", []).append(name)
+    return modules
+
+
+def _repeated_blocks(model: nn.Module, prefix: str = "") -> list[str]:
+    """The outermost repeated modules: members of a ModuleList, and of a Sequential that repeats a class."""
+    children = [(f"{prefix}{name}", child) for name, child in model.named_children() if _has_params(child)]
+    solid = [(name, child) for name, child in children if not isinstance(child, nn.Sequential | nn.ModuleList)]
+    repeats = any(count > 1 for count in Counter(type(child) for _, child in solid).values())
+    is_list = isinstance(model, nn.ModuleList) or (isinstance(model, nn.Sequential) and repeats)
+    blocks = []
+    for name, child in children:
+        if is_list and not isinstance(child, nn.Sequential | nn.ModuleList):
+            blocks.append(name)
+        else:
+            blocks += _repeated_blocks(child, f"{name}.")
+    return blocks
+
+
+def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    names = [name for name, module in model.named_modules() if name and _has_params(module)]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(
+                f"units: {pattern!r} must match a module with parameters and matches none of {type(model).__name__}'s; "
+                f"names look like {', '.join(names[:4])}"
+            )
+    blocks: list[str] = []
+    for name in names:  # named_modules tells a parent before its children
+        inside = any(name.startswith(f"{block}.") for block in blocks)
+        if not inside and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            blocks.append(name)
+    return blocks
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _runs(blocks: Sequence[str], names: Iterable[str]) -> list[tuple[str | None, list[str]]]:
+    """The names, as declared, cut wherever the block that they belong to changes; None is no block."""
+    known = set(blocks)
+    runs: list[tuple[str | None, list[str]]] = []
+    for name in names:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+        block = next((prefix for prefix in prefixes if prefix in known), None)
+        if not runs or runs[-1][0] != block:
+            runs.append((block, []))
+        runs[-1][1].append(name)
+    return runs
+
+
+# --- the table ---------------------------------------------------------------------------------------------------
+
+
+def _nbytes(specs: Any, world_size: int) -> int:
+    return sum(spec.local_nbytes(world_size) for spec in optree.tree_leaves(specs))
+
+
+def _table(plan: Plan) -> str:
+    table = Table(title=f"ZeRO stage {plan.stage} on {plan.world_size} ranks", title_justify="left")
+    table.add_column("unit")
+    table.add_column("flat buffer")
+    for column in ("parameters", "elements", "padding", "on a rank"):
+        table.add_column(column, justify="right")
+    for unit in plan.units:
+        for index, buffer in enumerate(unit.buffers):
+            table.add_row(
+                unit.name if index == 0 else "",
+                buffer.key.removeprefix(unit.name + "/").replace("/", " "),
+                str(len(buffer.layout.names)),
+                f"{buffer.layout.numel:,}",
+                f"{buffer.layout.partition.padding:,}",
+                f"{buffer.spec(buffer.row.params).local_shape(plan.world_size)[0]:,}",
+            )
+    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    held = ", ".join(f"{name} {_human(nbytes)}" for name, nbytes in plan.bytes_per_rank.items())
+    sent = ", ".join(f"{numel:,} in {name}" for name, numel in plan.sent_per_step.items() if numel)
+    console.print(f"bytes of model state on a rank: {held}", soft_wrap=True)
+    console.print(f"elements that a rank sends in a step: {sent or 'none'}", soft_wrap=True)
+    return console.export_text()
+
+
+def _human(nbytes: int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            return f"{nbytes:.3g} {unit}" if nbytes < 1000 else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1000  # type: ignore[assignment]
+    raise AssertionError

@@ -1,0 +1,40 @@
+"""What a train step takes and gives: tensors in NamedTuples, and nothing else.
+
+`TrainState` is a pytree: `optree.tree_map(f, state)` visits every tensor that this rank holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class TrainState(NamedTuple):
+    """This rank's part of the model state between two steps.
+
+    A dict key such as `"h.3/float32"` names a flat buffer: the unit, then its dtype. `step.specs` has the same
+    structure, with a `sharding.TensorSpec` for every tensor.
+    """
+
+    step: Tensor
+    """Number of optimizer steps taken; 0-d int64, on the CPU."""
+    params: dict[str, Tensor]
+    """Flat buffers: whole (P elements) in stages 0–2, this rank's shard (S elements) in stage 3."""
+    optimizer: dict[str, Any]
+    """Per trainable flat buffer the transform's state: whole in stage 0, this rank's shard in stages 1–3."""
+    buffers: dict[str, Tensor]
+    """The module's own buffers (BatchNorm's running statistics, rotary tables), by name, the same on every rank."""
+    rng: dict[str, Tensor]
+    """The state of the random generators by device type; every rank has its own."""
+
+
+class Metrics(NamedTuple):
+    """What a step reports: 0-d tensors, the same on every rank. Reading one with `.item()` waits for the device."""
+
+    loss: Tensor
+    """Mean over ranks."""
+    grad_norm: Tensor
+    """Global 2-norm of the mean gradient, before clipping."""
+    lr: Tensor
+    """The learning rate that this step used."""

@@ -1,0 +1,471 @@
+"""`make_train_step`: a model and a configuration become one function from state and batch to state and metrics.
+
+A step is the composition of the verbs, unit by unit (`fzero.eager` runs the first three lines as the model goes):
+
+    params_P = gather(params_S)
+    loss, grads_P = value_and_grad(model)(params_P, batch)
+    grads_S = reduce_scatter_grads(grads_P)
+    params_S, optimizer = optimizer_update(params_S, grads_S, optimizer)
+
+Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard, W ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fzero import collectives, initialise
+from fzero.binding import bound
+from fzero.collectives import Pending, Real
+from fzero.config import Config
+from fzero.eager import Pass, may_start_early
+from fzero.plan import BufferPlan, Plan, plan
+from fzero.schedule import Event, early
+from fzero.state import Metrics, TrainState
+from sharding import Mesh, Replicated, Sharded, TensorSpec
+from sharding.views import flatten, take_shard, unflatten
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+
+
+class MismatchError(ValueError):
+    """The ranks of one job were given different models or configurations."""
+
+
+def make_train_step(
+    model: nn.Module,
+    cfg: Config | Mapping[str, Any] | str,
+    *,
+    loss_fn: LossFn | None = None,
+    mesh: Mesh | Real | None = None,
+    units: Sequence[str] | None = None,
+    donate: bool = True,
+    schedule: Literal["learned", "negotiated"] = "learned",
+    seed: int = 0,
+) -> TrainStep:
+    """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
+
+    *Collective:* every rank of the job. Joins the process group that torchrun describes, if there is one and nobody
+    joined it; compares model and configuration of all ranks.
+
+    Args:
+        model: any module. Its structure is used at every step, its weights by `init` only, and they are never written:
+            `model.to("meta")` after `init` frees them. A model on `meta` is initialised unit by unit.
+        cfg: a `Config`, a mapping in DeepSpeed's schema, or the path of a JSON file.
+        loss_fn: `loss_fn(model, batch)` returns the scalar loss, where `model` is called like the module. None calls
+            the model with the batch (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as
+            `model(**batch)`) and takes the output if it is a scalar, its `.loss`, or its first item.
+        mesh: the ranks: a `sharding.Mesh` whose one axis of more than one rank is `"data"`, or a bound axis.
+        units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
+        donate: the step may write into the state it is given, which must not be used again. False works on a copy.
+        schedule: `"learned"` fixes the order of collectives in the first step. `"negotiated"` agrees on it in every
+            step: for models whose units run in an order that depends on data. Slower, nothing starts early.
+        seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
+
+    Raises:
+        ConfigError: the configuration is wrong or does not fit the world size.
+        MismatchError: told on every rank, when ranks differ.
+        ValueError: the model has no parameters, or a name in `units` matches nothing.
+    """
+    cfg = Config.load(cfg)
+    device = _device_of(model)
+    axis = mesh if isinstance(mesh, Real) else _bind(mesh, device)
+    cfg.batch_sizes(axis.size)
+    the_plan = plan(model, cfg, world_size=axis.size, units=units)
+    _check_same(axis, cfg, model, the_plan)
+    return TrainStep(model, cfg, the_plan, axis, device, loss_fn, donate, schedule, seed)
+
+
+class TrainStep:
+    """`step(state, batch)` → `(state, metrics)`; made by `make_train_step`.
+
+    Keeps no tensors. What it learns in the first step (the order of collectives, which module buffers change) is the
+    same for every state.
+
+    Attributes:
+        plan: units, flat buffers, bytes and what is sent; `print(step.plan)`.
+        specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
+        schedule: the events of a step in order, after the first one.
+        rank, world_size: this process' place.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cfg: Config,
+        plan: Plan,
+        axis: Real,
+        device: torch.device,
+        loss_fn: LossFn | None,
+        donate: bool,
+        schedule: Literal["learned", "negotiated"],
+        seed: int,
+    ) -> None:
+        self.plan, self.rank, self.world_size = plan, axis.rank, axis.size
+        self.schedule: tuple[Event, ...] | None = None
+        self._model, self._cfg, self._axis, self._device = model, cfg, axis, device
+        self._loss_fn, self._donate, self._learns, self._seed = loss_fn, donate, schedule == "learned", seed
+        self._eval_schedule: tuple[Event, ...] | None = None
+        self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
+        self._transform = cfg.optimizer.transform()
+        self._micro_batch = cfg.batch_sizes(axis.size).micro
+        self._state_dict_names = list(model.state_dict())
+
+    @property
+    def specs(self) -> TrainState:
+        """How every tensor of the state is divided and placed, in the state's own structure."""
+        device_types = ("cpu", "cuda") if self._device.type == "cuda" else ("cpu",)
+        return TrainState(
+            step=TensorSpec((), "int64"),
+            params={b.key: b.spec(b.row.params) for b in self.plan.flat_buffers},
+            optimizer=dict(self.plan.optimizer),
+            buffers=dict(self.plan.buffers),
+            rng={t: TensorSpec(tuple(_generator(t, 0).get_state().shape), "uint8") for t in device_types},
+        )
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def init(
+        self, params: Mapping[str, Tensor] | None = None, *, init_fn: initialise.InitFn | None = None
+    ) -> TrainState:
+        """A new state, this rank's part.
+
+        *Collective:* every rank. Rank 0's values are used: each flat buffer is broadcast once, unless all of it was on
+        `meta` and so is equal everywhere.
+
+        Args:
+            params: a full state dict; None takes the model's present weights. Weights on `meta` are initialised.
+            init_fn: `init_fn(module)` fills the parameters of a module on `meta`; None calls `reset_parameters`.
+
+        Raises:
+            ValueError: a name or shape that does not fit, or a module on `meta` that nothing initialises.
+        """
+        if params is not None:
+            initialise.check_names(self._model, params)
+        flats, optimizer = {}, {}
+        for unit in self.plan.units:
+            names = [name for buffer in unit.buffers for name in buffer.layout.names]
+            values = self._first_values(names, params, init_fn)
+            for buffer in unit.buffers:
+                flat_P = flatten({name: values[name] for name in buffer.layout.names}, buffer.layout)
+                flats[buffer.key] = self._cut(buffer, self._from_rank_0(flat_P, buffer.key), buffer.row.params)
+                if buffer.trainable:
+                    share = self._cut(buffer, flat_P, buffer.row.optimizer)
+                    optimizer[buffer.key] = self._transform.init(share)
+        buffers = self._first_values(list(self.plan.buffers), params, init_fn)
+        buffers = {name: self._from_rank_0(buffers[name].clone(), name) for name in self.plan.buffers}
+        rng = {kind: _generator(kind, self._seed * 1_000_003 + self.rank).get_state() for kind in self.specs.rng}
+        return TrainState(torch.zeros((), dtype=torch.int64), flats, optimizer, buffers, rng)
+
+    def _first_values(
+        self, names: Sequence[str], params: Mapping[str, Tensor] | None, init_fn: initialise.InitFn | None
+    ) -> dict[str, Tensor]:
+        return initialise.values_of(
+            self._model, names, aliases=self.plan.aliases, given=params, init_fn=init_fn, seed=self._seed,
+            device=self._device,
+        )  # fmt: skip
+
+    def _from_rank_0(self, value: Tensor, name: str) -> Tensor:
+        return collectives.broadcast(value, self._axis, label=f"init {name}")
+
+    def _cut(self, buffer: BufferPlan, flat_P: Tensor, spec: object) -> Tensor:
+        """What this rank holds of a flat buffer."""
+        if isinstance(spec, Sharded):
+            return take_shard(flat_P, buffer.layout.partition, self.rank).clone()
+        return flat_P
+
+    def gather(self, state: TrainState, *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
+        """The full state dict: the model's own names, fp32 (where floating), on the CPU.
+
+        *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters. One unit is gathered at a time.
+
+        Args:
+            to: `"all"` gives it to every rank, `"rank0"` to rank 0 alone and `{}` to the others.
+        """
+        full: dict[str, Tensor] = {}
+        keep = to == "all" or self.rank == 0
+        for buffer in self.plan.flat_buffers:
+            flat = state.params[buffer.key]
+            if isinstance(buffer.row.params, Sharded):
+                flat = collectives.all_gather(flat, self._axis)
+            if keep:
+                full |= {name: _portable(view) for name, view in unflatten(flat, buffer.layout).items()}
+        if not keep:
+            return {}
+        full |= {name: _portable(tensor) for name, tensor in state.buffers.items()}
+        owners = {name: self.plan.aliases.get(name, name) for name in self._state_dict_names}
+        return {name: full[owner] for name, owner in owners.items() if owner in full}
+
+    # --- the step ------------------------------------------------------------------------------------------------
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One optimizer step on this rank's `batch`.
+
+        *Collective:* every rank, with batches of the same size. Sends what `plan.sent_per_step` says.
+
+        Raises:
+            ValueError: the batch has another size than configured, or the loss is not a scalar.
+            FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated).
+            ScheduleError: the units ran in another order than in the first step.
+            CollectiveError: another rank died or did not come.
+        """
+        self._check_batch(batch)
+        if not self._donate:
+            state = optree.tree_map(torch.clone, state)
+        buffers = dict(state.buffers)
+        before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
+        work = Pass(self.plan, self._axis, state.params, self.schedule if self._learns else None)
+        with _random_state(state.rng) as rng, bound(self._model, self.plan.aliases, work.fetch, buffers):
+            with work.saving():
+                loss = self._loss(batch)
+            work.turn()
+            torch.autograd.backward(loss)
+        grads = work.finish()
+        if self._learns and self.schedule is None:
+            self.schedule = early(work.executed, lambda present, next_: may_start_early(self.plan, present, next_))
+        moved = {
+            name
+            for name, (tensor, version) in before.items()
+            if buffers[name] is not tensor or tensor._version != version
+        }
+        buffers = self._agree(buffers, moved)
+        metrics = self._measure(loss.detach(), grads, int(state.step))
+        optimizer = self._update(state, grads, metrics.grad_norm)
+        return TrainState(state.step.add_(1), state.params, optimizer, buffers, rng), metrics
+
+    def evaluate(self, state: TrainState, batch: Any) -> Tensor:
+        """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
+
+        *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
+        """
+        work = Pass(self.plan, self._axis, state.params, self._eval_schedule if self._learns else None, trains=False)
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+            with (
+                torch.no_grad(),
+                _random_state(state.rng),
+                bound(self._model, self.plan.aliases, work.fetch, buffers),
+            ):
+                loss = self._loss(batch)
+                work.turn()
+                work.finish()
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        if self._learns and self._eval_schedule is None:
+            self._eval_schedule = tuple(work.executed)
+        return _mean_in_rank_order(collectives.stack(loss.double(), self._axis, label="mean loss")).float()
+
+    def _loss(self, batch: Any) -> Tensor:
+        if self._loss_fn is not None:
+            loss: Any = self._loss_fn(self._model, batch)
+            source = "loss_fn"
+        else:
+            source = f"{type(self._model).__name__}'s output"
+            if isinstance(batch, Mapping):
+                output = self._model(**batch)
+            elif isinstance(batch, tuple | list):
+                output = self._model(*batch)
+            else:
+                output = self._model(batch)
+            loss = output
+            if not isinstance(output, Tensor):
+                loss = getattr(output, "loss", None)
+                if loss is None and isinstance(output, Mapping):
+                    loss = output.get("loss")
+                if loss is None and isinstance(output, tuple | list) and output:
+                    loss = output[0]
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
+            raise ValueError(
+                f"loss: {source} must be a scalar tensor, or have a scalar as .loss or first item, got {got}; "
+                f"pass loss_fn=lambda model, batch: ... that returns a scalar"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ValueError(
+                f"loss: {source} must depend on a trainable parameter and does not; unfreeze one, or drop no_grad"
+            )
+        return loss.reshape(())
+
+    def _measure(self, loss: Tensor, grads: dict[str, Tensor], step: int) -> Metrics:
+        """Loss and gradient norm of all ranks, in one small collective."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for buffer in self.plan.flat_buffers:
+            if buffer.trainable and buffer.shard_numel:
+                grad = grads[buffer.key]
+                if isinstance(buffer.row.grads, Replicated):  # the same numbers in the same order as in stages 1-3
+                    grad = take_shard(grad, buffer.layout.partition, self.rank)
+                dtype = torch.promote_types(grad.dtype, torch.float32)
+                squares += torch.linalg.vector_norm(grad, dtype=dtype).double().square()
+        rows = collectives.stack(torch.stack([loss.double(), squares]), self._axis, label="mean loss")
+        mean_loss = _mean_in_rank_order(rows[:, 0])
+        norm = (_mean_in_rank_order(rows[:, 1]) * self.world_size).sqrt()
+        if self._device.type != "cpu":
+            torch._assert_async((mean_loss + norm).isfinite(), "fzero: the loss or the gradient norm is not finite")
+        elif not math.isfinite(mean_loss) or not math.isfinite(norm):
+            ranks = [rank for rank, value in enumerate(rows[:, 0].tolist()) if not math.isfinite(value)]
+            what = (
+                f"loss is not finite on ranks {ranks}"
+                if ranks
+                else f"loss is {mean_loss.item():.6g}, its gradient is not finite"
+            )
+            raise FloatingPointError(
+                f"step {step}: {what} (losses {rows[:, 0].tolist()}, gradient norm {norm.item():.6g}); the state was not "
+                f"updated: lower the learning rate, set gradient_clipping, or look at this batch"
+            )
+        return Metrics(
+            mean_loss.float(), norm.float(), torch.tensor(self._cfg.optimizer.params.lr, device=self._device)
+        )
+
+    def _update(self, state: TrainState, grads: dict[str, Tensor], norm: Tensor) -> dict[str, Any]:
+        """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
+        clip = self._cfg.gradient_clipping
+        factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else None
+        optimizer: dict[str, Any] = {}
+        joins: list[Pending] = []
+        for buffer in self.plan.flat_buffers:
+            if not buffer.trainable:
+                continue
+            param, grad = state.params[buffer.key], grads.pop(buffer.key)
+            is_cut = isinstance(buffer.row.optimizer, Sharded) and isinstance(buffer.row.params, Replicated)
+            share = take_shard(param, buffer.layout.partition, self.rank) if is_cut else param
+            if factor is not None:
+                grad.mul_(factor.to(grad.dtype))
+            _, new, optimizer[buffer.key] = self._transform.update(grad, share, state.optimizer[buffer.key])
+            if new is not share:
+                share.copy_(new)
+            if is_cut:
+                joins.append(collectives.start_all_gather(share, param, self._axis, label=f"join {buffer.key}"))
+        for pending in joins:
+            pending.wait()
+        return optimizer
+
+    def _agree(self, buffers: dict[str, Tensor], moved: set[str]) -> dict[str, Tensor]:
+        """Makes module buffers that the forward changed equal on all ranks: floating ones are averaged, others rank 0's.
+
+        So BatchNorm's running statistics see the global batch. Which buffers change is agreed on in the first step.
+        """
+        if self.world_size == 1 or not buffers:
+            return buffers
+        if self._moving_buffers is None or not self._learns:
+            self._moving_buffers = frozenset().union(*collectives.exchange(moved, self._axis, label="moving buffers"))
+        unexpected = moved - self._moving_buffers
+        if unexpected:
+            raise ValueError(
+                f"buffer {min(unexpected)!r}: changed for the first time after the first step, so that the ranks did not "
+                f"agree to average it; pass schedule='negotiated'"
+            )
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in buffers:
+            if name in self._moving_buffers:
+                by_dtype.setdefault(buffers[name].dtype, []).append(name)
+        for dtype, names in by_dtype.items():
+            flat = torch.cat([buffers[name].reshape(-1) for name in names])
+            rows = collectives.stack(flat, self._axis, label="module buffers")
+            agreed = _mean_in_rank_order(rows) if dtype.is_floating_point else rows[0]
+            for name, values in zip(names, agreed.split([buffers[name].numel() for name in names]), strict=True):
+                buffers[name].copy_(values.view(buffers[name].shape))
+        return buffers
+
+    def _check_batch(self, batch: Any) -> None:
+        """The leading dimension of every tensor, where they agree, must be the configured micro-batch."""
+        if self._micro_batch is None:
+            return
+        sizes = {x.shape[0] for x in optree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim > 0}
+        if len(sizes) == 1 and sizes != {self._micro_batch}:
+            raise ValueError(
+                f"batch: must hold {self._micro_batch} samples on each rank (train_micro_batch_size_per_gpu, or "
+                f"train_batch_size / {self.world_size} ranks), got {sizes.pop()}; mend the loader or the configuration"
+            )
+
+
+# --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model is; for a model on `meta`, the accelerator if there is one."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
+    if len(devices) > 1:
+        raise ValueError(f"model: must be on one device, found {sorted(map(str, devices))}; move it with model.to(...)")
+    if devices:
+        return devices.pop()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _bind(mesh: Mesh | None, device: torch.device) -> Real:
+    axis = collectives.join(device)
+    if mesh is not None and (mesh.size != axis.size or mesh.axis_size("data") != axis.size):
+        raise ValueError(
+            f"mesh: its axis 'data' must hold all {axis.size} ranks of the job, got {mesh}; meshes with further axes are "
+            f"not supported yet"
+        )
+    return axis
+
+
+def _check_same(axis: Real, cfg: Config, model: nn.Module, the_plan: Plan) -> None:
+    """Raises on every rank when ranks were given different models or configurations."""
+    mine = {
+        "configuration": {key: str(value) for key, value in cfg.model_dump().items()},
+        "parameters": {
+            n: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()
+        },
+        "buffers": {n: f"{tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()},
+        "units": {unit.name: str(unit.numel) for unit in the_plan.units},
+        "torch": {"version": torch.__version__},
+    }
+    everyone = collectives.exchange(mine, axis, label="compare models and configurations")
+    for rank, theirs in enumerate(everyone):
+        for subject, first in everyone[0].items():
+            if list(theirs[subject].items()) != list(first.items()):
+                names = [*first, *(name for name in theirs[subject] if name not in first)]
+                differing = [name for name in names if theirs[subject].get(name) != first.get(name)]
+                name = differing[0] if differing else "the order"
+                raise MismatchError(
+                    f"{subject}: must be the same on all ranks, but {name!r} is {first.get(name)!r} on rank 0 and "
+                    f"{theirs[subject].get(name)!r} on rank {rank}; start every rank with the same model and configuration"
+                )
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
+    return copy.clone() if copy.data_ptr() == tensor.data_ptr() or copy._base is not None else copy
+
+
+def _mean_in_rank_order(rows: Tensor) -> Tensor:
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total * (1 / rows.shape[0])
+
+
+def _generator(device_type: str, seed: int) -> torch.Generator:
+    return torch.Generator(device_type).manual_seed(seed % 2**63)
+
+
+@contextmanager
+def _random_state(rng: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Runs on the random state `rng`, and leaves the process' own as it was; the mapping given is the state after."""
+    after: dict[str, Tensor] = {}
+    own = {"cpu": torch.get_rng_state()}
+    torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng:
+        own["cuda"] = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(rng["cuda"])
+    try:
+        yield after
+        after["cpu"] = torch.get_rng_state()
+        if "cuda" in rng:
+            after["cuda"] = torch.cuda.get_rng_state()
+    finally:
+        torch.set_rng_state(own["cpu"])
+        if "cuda" in rng:
+            torch.cuda.set_rng_state(own["cuda"])

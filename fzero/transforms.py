@@ -1,0 +1,182 @@
+"""Optimizers as transforms of flat buffers: what does one update do to a gradient, a parameter and a state?
+
+A transform is three pure functions, in the manner of optax, of one flat buffer (N elements, any N: a whole buffer in
+stage 0, a shard elsewhere; nothing here knows which):
+
+- `init(param_N)` makes the state, a NamedTuple of tensors,
+- `update(grad_N, param_N, state)` gives the three back, changed; what it is given is *donated* to it: it may write
+  into its arguments and return them, so copy first what you want to keep (`fzero.optimizer_update` does),
+- `place(param_spec)` says how each tensor of the state is divided and where it lives, given the parameter's.
+
+A link of a `chain` that changes gradients (`scale`, say) returns the parameter as it was; one that changes the
+parameter consumes the gradient. That one type lets a fused kernel be a link like any other.
+
+All of these are elementwise, so that a shard of the update is the update of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sharding import Replicated, TensorSpec
+
+
+class Transform(NamedTuple):
+    """The triple (init, update, place)."""
+
+    init: Callable[[Tensor], Any]
+    update: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]]
+    place: Callable[[TensorSpec], Any]
+
+
+def chain(*transforms: Transform) -> Transform:
+    """The transforms one after the other; the state is the tuple of theirs.
+
+    >>> halved = chain(scale(0.5), sgd(lr=1.0))
+    >>> grad, param = torch.tensor([4.0]), torch.tensor([10.0])
+    >>> halved.update(grad, param, halved.init(param))[1]
+    tensor([8.])
+    """
+
+    def init(param: Tensor) -> tuple[Any, ...]:
+        return tuple(transform.init(param) for transform in transforms)
+
+    def update(grad: Tensor, param: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+        new_state = []
+        for transform, old in zip(transforms, state, strict=True):
+            grad, param, new = transform.update(grad, param, old)
+            new_state.append(new)
+        return grad, param, tuple(new_state)
+
+    def place(param: TensorSpec) -> tuple[Any, ...]:
+        return tuple(transform.place(param) for transform in transforms)
+
+    return Transform(init, update, place)
+
+
+class ScaleState(NamedTuple):
+    """`scale` remembers nothing."""
+
+
+def scale(factor: float) -> Transform:
+    """Multiplies the gradient by `factor`."""
+
+    def init(param: Tensor) -> ScaleState:
+        return ScaleState()
+
+    def update(grad: Tensor, param: Tensor, state: ScaleState) -> tuple[Tensor, Tensor, ScaleState]:
+        return grad.mul_(factor), param, state
+
+    def place(param: TensorSpec) -> ScaleState:
+        return ScaleState()
+
+    return Transform(init, update, place)
+
+
+class SGDState(NamedTuple):
+    """`step` counts updates (0-d float32); `momentum` is the running direction, None when the factor is 0."""
+
+    step: Tensor
+    momentum: Tensor | None
+
+
+def sgd(
+    lr: float, *, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False
+) -> Transform:
+    """`torch.optim.SGD`: weight decay joins the gradient (L2).
+
+    Raises:
+        ValueError: a negative value, or nesterov without momentum or with dampening.
+    """
+    _check_range("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise ValueError(
+            f"sgd: nesterov needs momentum > 0 and dampening = 0, got {momentum} and {dampening}; change these"
+        )
+
+    def init(param: Tensor) -> SGDState:
+        return SGDState(_no_steps(param), torch.zeros_like(param) if momentum else None)
+
+    def update(grad: Tensor, param: Tensor, state: SGDState) -> tuple[Tensor, Tensor, SGDState]:
+        if weight_decay:
+            grad.add_(param, alpha=weight_decay)
+        direction = grad
+        if state.momentum is not None:
+            # torch.optim dampens every gradient but the first; the step is a tensor, so this is data, not a branch.
+            kept = torch.where(state.step == 0, 1.0, 1.0 - dampening) if dampening else None
+            state.momentum.mul_(momentum).add_(grad if kept is None else grad * kept)
+            direction = grad.add_(state.momentum, alpha=momentum) if nesterov else state.momentum
+        param.add_(direction, alpha=-lr)
+        return grad, param, SGDState(state.step.add_(1), state.momentum)
+
+    def place(param: TensorSpec) -> SGDState:
+        return SGDState(_step_spec(param), param if momentum else None)
+
+    return Transform(init, update, place)
+
+
+class AdamState(NamedTuple):
+    """`step` counts updates (0-d float32); the moments have the parameter's shape and dtype."""
+
+    step: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+def adamw(
+    lr: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
+) -> Transform:
+    """`torch.optim.AdamW` (decoupled weight decay, arXiv:1711.05101), by PyTorch's fused kernel: one pass over memory."""
+    return _adam("adamw", torch._fused_adamw_, lr, betas, eps, weight_decay)
+
+
+def adam(
+    lr: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
+) -> Transform:
+    """`torch.optim.Adam` (weight decay joins the gradient), by PyTorch's fused kernel: one pass over memory."""
+    return _adam("adam", torch._fused_adam_, lr, betas, eps, weight_decay)
+
+
+def _adam(
+    name: str, kernel: Callable[..., None], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> Transform:
+    _check_range(name, lr=lr, eps=eps, weight_decay=weight_decay)
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{name}: each of betas must be in [0, 1), got {betas}; DeepSpeed and torch use (0.9, 0.999)")
+
+    def init(param: Tensor) -> AdamState:
+        return AdamState(_no_steps(param), torch.zeros_like(param), torch.zeros_like(param))
+
+    def update(grad: Tensor, param: Tensor, state: AdamState) -> tuple[Tensor, Tensor, AdamState]:
+        step = state.step.add_(1)
+        if param.numel():
+            kernel(
+                [param], [grad], [state.exp_avg], [state.exp_avg_sq], [], [step],
+                lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+        return grad, param, AdamState(step, state.exp_avg, state.exp_avg_sq)
+
+    def place(param: TensorSpec) -> AdamState:
+        return AdamState(_step_spec(param), param, param)
+
+    return Transform(init, update, place)
+
+
+def _no_steps(param: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=param.device)
+
+
+def _step_spec(param: TensorSpec) -> TensorSpec:
+    return replace(param, shape=(), dtype="float32", spec=Replicated(), multiple_of=1)
+
+
+def _check_range(name: str, **values: float) -> None:
+    for field, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name}: {field} must be at least 0, got {value}; give a number that is not negative")

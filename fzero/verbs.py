@@ -1,0 +1,163 @@
+"""The four verbs that move model state: `shard`, `gather`, `reduce_scatter_grads`, `optimizer_update`.
+
+Each is a pure function of a pytree of tensors and a pytree of the same structure with a `sharding.TensorSpec` for every
+tensor. Leaves may have any shape; a shard is a flat piece of the flattened, padded leaf. A train step is their
+composition:
+
+    params_P = gather(params_S, specs, axis)
+    grads_P, loss = grad_and_value(loss_fn)(params_P, batch)
+    grads_S = reduce_scatter_grads(grads_P, specs, axis)
+    params_S, state_S = optimizer_update(transform, params_S, grads_S, state_S)
+
+On a `Real` axis a leaf is this rank's; on a `Sim` axis every leaf has a leading dimension of ranks. The laws:
+gather ∘ shard = id, reduce_scatter_grads = shard ∘ mean, and gather and W·reduce_scatter_grads are adjoint.
+
+Shape letters: P padded elements = W·S, S elements of a shard, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero import collectives
+from fzero.collectives import Axis, Real, Sim
+from fzero.transforms import Transform
+from sharding import Partition, Replicated, Sharded, Spec, TensorSpec
+from sharding.views import dtype_name, pad, take_shard
+
+
+def specs_of(tree: Any, spec: Spec | None = None, *, multiple_of: int = 1) -> Any:
+    """A `TensorSpec` for every tensor of `tree`, all with the same `spec` (default `Replicated()`).
+
+    >>> specs_of({"w": torch.zeros(3, 2)}, Sharded("data"))["w"].local_shape(world_size=4)
+    (2,)
+    """
+    return optree.tree_map(
+        lambda x: TensorSpec(tuple(x.shape), dtype_name(x.dtype), spec or Replicated(), multiple_of=multiple_of), tree
+    )
+
+
+def shard(tree: Any, specs: Any, axis: Axis) -> Any:
+    """This rank's shards of a full tree. Leaves that are not `Sharded` stay as they are. Sends nothing.
+
+    Args:
+        tree: full tensors, each of its spec's shape (on a `Sim` axis with a leading dimension of ranks).
+        specs: a `TensorSpec` for each.
+        axis: the ranks that share the tensors.
+
+    Returns:
+        For a `Sharded` leaf a new tensor of S elements (`Sim`: [W, S]).
+
+    Raises:
+        ValueError: a leaf has another shape than its spec, or a spec names another axis.
+    """
+
+    def one(x: Tensor, partition: Partition) -> Tensor:
+        if isinstance(axis, Real):
+            return take_shard(pad(x.reshape(-1), partition), partition, axis.rank).clone()
+        rows = [take_shard(pad(row.reshape(-1), partition), partition, rank) for rank, row in enumerate(x)]
+        return torch.stack(rows)
+
+    return _map(tree, specs, axis, full=True, sharded=one, replicated=lambda x, _: x)
+
+
+def gather(tree: Any, specs: Any, axis: Axis) -> Any:
+    """The full tree from the shards of all ranks: the inverse of `shard`.
+
+    *Collective:* every rank of `axis`; sends `(W-1)/W · P` elements for each `Sharded` leaf.
+
+    Raises:
+        ValueError: a leaf is not this partition's shard, or a spec names another axis.
+    """
+
+    def one(x: Tensor, partition: Partition) -> Tensor:
+        return collectives.all_gather(x, axis)[..., : partition.numel]
+
+    return _map(tree, specs, axis, full=False, sharded=one, replicated=lambda x, _: x)
+
+
+def reduce_scatter_grads(tree: Any, specs: Any, axis: Axis) -> Any:
+    """The mean of every rank's full gradients: this rank's shard of it, or all of it where the spec is `Replicated`.
+
+    `Partial` leaves stay unreduced. Sums are made in rank order.
+
+    *Collective:* every rank of `axis`; sends `(W-1)/W · P` elements for a `Sharded` leaf and twice that for a
+    `Replicated` one (an all-reduce is a reduce-scatter and an all-gather).
+
+    Raises:
+        ValueError: a leaf has another shape than its spec, or a spec names another axis.
+    """
+
+    def rows(x: Tensor, partition: Partition) -> Tensor:
+        if isinstance(axis, Real):
+            return pad(x.reshape(-1), partition)
+        return torch.stack([pad(row.reshape(-1), partition) for row in x])
+
+    def sharded(x: Tensor, partition: Partition) -> Tensor:
+        return collectives.reduce_scatter(rows(x, partition), axis)
+
+    def replicated(x: Tensor, partition: Partition) -> Tensor:
+        return collectives.all_gather(sharded(x, partition), axis)[..., : partition.numel].reshape(x.shape)
+
+    return _map(tree, specs, axis, full=True, sharded=sharded, replicated=replicated)
+
+
+def optimizer_update(transform: Transform, params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+    """New shards and new optimizer state from shards, gradient shards and optimizer state. Sends nothing.
+
+    Pure: works on copies. (The step hands its tensors over instead, and the transform writes into them.)
+
+    Args:
+        transform: see `fzero.transforms`.
+        params, grads: pytrees of tensors with the same structure.
+        state: the same structure, with the transform's state in place of each tensor.
+    """
+    leaves, treespec = optree.tree_flatten(params)
+    grad_leaves = treespec.flatten_up_to(grads)
+    state_leaves = treespec.flatten_up_to(state)
+    updated = [
+        transform.update(grad.clone(), param.clone(), optree.tree_map(torch.clone, old))
+        for param, grad, old in zip(leaves, grad_leaves, state_leaves, strict=True)
+    ]
+    return (
+        treespec.unflatten([param for _, param, _ in updated]),
+        treespec.unflatten([new for _, _, new in updated]),
+    )
+
+
+def _map(
+    tree: Any,
+    specs: Any,
+    axis: Axis,
+    *,
+    full: bool,
+    sharded: Callable[[Tensor, Partition], Tensor],
+    replicated: Callable[[Tensor, Partition], Tensor],
+) -> Any:
+    """Applies the function that fits each leaf's spec, after checking the leaf against it."""
+
+    def one(path: tuple[Any, ...], x: Tensor, spec: TensorSpec) -> Tensor:
+        name = ".".join(map(str, path)) or "the tensor"
+        if isinstance(spec.spec, Sharded) and spec.spec.axis != axis.name:
+            raise ValueError(
+                f"{name}: its spec {spec.spec!r} must name the axis in use, got {axis.name!r}; bind that axis"
+            )
+        expected = spec.shape if full else spec.local_shape(axis.size)
+        found = tuple(x.shape[1:]) if isinstance(axis, Sim) else tuple(x.shape)
+        if found != tuple(expected):
+            raise ValueError(
+                f"{name}: must have the shape {tuple(expected)} of {spec}, got {found}; "
+                f"pass {'full tensors' if full else f'shards of {axis.size} ranks'} or make the specs anew"
+            )
+        partition = spec.partition(axis.size)
+        if isinstance(spec.spec, Sharded):
+            out = sharded(x, partition)
+            return out if full else out.reshape(*x.shape[: isinstance(axis, Sim)], *spec.shape)
+        return replicated(x, partition) if isinstance(spec.spec, Replicated) else x
+
+    return optree.tree_map_with_path(one, tree, specs)

@@ -1,0 +1,47 @@
+"""What do the errors of this package say?
+
+Every value of the package checks itself when it is made. An error names the field, the rule, the value and the fix; the
+few rules that several values share are written once, here.
+"""
+
+
+def check_at_least(owner: str, field: str, value: int, minimum: int) -> None:
+    """Raise unless `value` is an integer of at least `minimum`.
+
+    >>> check_at_least("Partition", "world_size", 0, 1)
+    Traceback (most recent call last):
+    ...
+    ValueError: Partition: world_size must be an integer of at least 1, got 0; pass an int from 1 on
+    """
+    if not isinstance(value, int) or value < minimum:
+        raise ValueError(
+            f"{owner}: {field} must be an integer of at least {minimum}, got {value!r}; pass an int from {minimum} on"
+        )
+
+
+def check_index(owner: str, field: str, value: int, length: int) -> None:
+    """Raise unless `value` is an integer in `0 .. length - 1`; negative indices do not wrap around.
+
+    >>> check_index("Partition", "rank", 4, 4)
+    Traceback (most recent call last):
+    ...
+    ValueError: Partition: rank must be at least 0 and below 4, got 4; pass one of 0..3
+    """
+    if not isinstance(value, int) or not 0 <= value < length:
+        raise ValueError(
+            f"{owner}: {field} must be at least 0 and below {length}, got {value!r}; pass one of 0..{length - 1}"
+        )
+
+
+def check_shape(owner: str, field: str, shape: tuple[int, ...]) -> None:
+    """Raise unless every length in `shape` is an integer of at least 0; `()` is the shape of a 0-d tensor.
+
+    >>> check_shape("TensorSpec", "shape", (4, -1))
+    Traceback (most recent call last):
+    ...
+    ValueError: TensorSpec: shape must hold integers of at least 0, got (4, -1); pass the tensor's own shape
+    """
+    if not all(isinstance(length, int) and length >= 0 for length in shape):
+        raise ValueError(
+            f"{owner}: {field} must hold integers of at least 0, got {tuple(shape)}; pass the tensor's own shape"
+        )

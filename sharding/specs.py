@@ -1,0 +1,294 @@
+"""How is a tensor divided among the ranks, and where does it live?
+
+A spec relates a tensor to the axes of a mesh: every rank holds all of it (`Replicated`), its own shard (`Sharded`),
+or a summand of it (`Partial`: unreduced gradients). A placement says in which memory it lives. `TensorSpec` joins both
+with shape and dtype, so that shard lengths and bytes follow without a tensor; `Mesh` names the ranks. A ZeRO stage is
+a table of specs and offload is a table of placements (ZeRO section 5, ZeRO-Infinity section 5).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from sharding.checks import check_at_least, check_index, check_shape
+from sharding.dtypes import ITEMSIZES, itemsize
+from sharding.partition import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """Every rank holds the whole tensor.
+
+    >>> Replicated()
+    Replicated()
+    """
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Sharded:
+    """Every rank along `axis` holds one shard of the flattened tensor.
+
+    >>> Sharded("data")
+    Sharded('data')
+    """
+
+    axis: str
+
+    def __post_init__(self) -> None:
+        _check_axis_name("Sharded", self.axis)
+
+    def __repr__(self) -> str:
+        return f"Sharded({self.axis!r})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Partial:
+    """Every rank along `axis` holds a tensor of the whole shape; the tensor meant is their sum or mean.
+
+    >>> Partial("data")
+    Partial('data')
+    """
+
+    axis: str
+
+    def __post_init__(self) -> None:
+        _check_axis_name("Partial", self.axis)
+
+    def __repr__(self) -> str:
+        return f"Partial({self.axis!r})"
+
+
+Spec: TypeAlias = Replicated | Sharded | Partial
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which memory a tensor lives in: that of the accelerator, of the host (pinned or not), or a file on NVMe.
+
+    Args:
+        kind: `device`, `host` or `nvme`.
+        pinned: page-locked host memory, from which copies to the device overlap compute; host only.
+        path: the folder of the files; nvme only, and required there.
+
+    >>> Placement("host", pinned=True).kind
+    'host'
+    >>> Placement("nvme")
+    Traceback (most recent call last):
+    ...
+    ValueError: Placement: path is required when kind is 'nvme', got None; pass the folder for the files
+    """
+
+    kind: Literal["device", "host", "nvme"] = "device"
+    pinned: bool = False
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("device", "host", "nvme"):
+            raise ValueError(
+                f"Placement: kind must be 'device', 'host' or 'nvme', got {self.kind!r}; pass one of these"
+            )
+        if self.pinned and self.kind != "host":
+            raise ValueError(
+                f"Placement: pinned is for kind 'host' only, got pinned=True with kind {self.kind!r}; drop pinned"
+            )
+        if self.kind == "nvme" and not self.path:
+            raise ValueError(
+                f"Placement: path is required when kind is 'nvme', got {self.path!r}; pass the folder for the files"
+            )
+        if self.kind != "nvme" and self.path is not None:
+            raise ValueError(
+                f"Placement: path is for kind 'nvme' only, got {self.path!r} with kind {self.kind!r}; drop path"
+            )
+
+
+DEVICE = Placement()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """How one whole tensor is divided and placed.
+
+    Args:
+        shape: the shape of the whole tensor, on any world size.
+        dtype: the name of its dtype, such as `"float32"`.
+        spec: how it relates to the mesh.
+        placement: the memory that it lives in.
+        multiple_of: when sharded, every shard is a multiple of this long.
+
+    >>> tensor = TensorSpec((3, 5), "float32", Sharded("data"), multiple_of=2)
+    >>> tensor.local_shape(world_size=4), tensor.local_nbytes(world_size=4)
+    ((4,), 16)
+    >>> TensorSpec((3, 5), "float32").local_shape(world_size=4)
+    (3, 5)
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec = Replicated()
+    placement: Placement = DEVICE
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        check_shape("TensorSpec", "shape", self.shape)
+        check_at_least("TensorSpec", "multiple_of", self.multiple_of, 1)
+        if self.dtype not in ITEMSIZES:
+            known = ", ".join(sorted(ITEMSIZES))
+            raise ValueError(
+                f"TensorSpec: dtype must be the name of a known dtype, got {self.dtype!r}; pass one of {known}"
+            )
+        if not isinstance(self.spec, Spec):
+            raise ValueError(
+                "TensorSpec: spec must be Replicated(), Sharded(axis) or Partial(axis), "
+                f"got {self.spec!r}; pass one of these"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor; 1 for a 0-d tensor.
+
+        >>> TensorSpec((3, 5), "float32").numel, TensorSpec((), "float32").numel
+        (15, 1)
+        """
+        return math.prod(self.shape)
+
+    def partition(self, world_size: int) -> Partition:
+        """The partition of the flattened tensor among `world_size` ranks.
+
+        >>> TensorSpec((3, 5), "float32", Sharded("data")).partition(world_size=4)
+        Partition(numel=15, world_size=4, multiple_of=1)
+        """
+        return Partition(self.numel, world_size, self.multiple_of)
+
+    def local_shape(self, world_size: int) -> tuple[int, ...]:
+        """The shape that one rank holds: `(S,)` when sharded, otherwise the whole shape.
+
+        >>> TensorSpec((3, 5), "float32", Partial("data")).local_shape(world_size=4)
+        (3, 5)
+        """
+        if isinstance(self.spec, Sharded):
+            return (self.partition(world_size).shard_numel,)
+        return self.shape
+
+    def local_nbytes(self, world_size: int) -> int:
+        """The bytes that one rank holds, padding included.
+
+        >>> TensorSpec((3, 5), "bfloat16", Sharded("data")).local_nbytes(world_size=4)
+        8
+        """
+        return math.prod(self.local_shape(world_size)) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A named grid of ranks in row-major order: ranks that differ by one differ along the last axis.
+
+    Args:
+        axes: name and size of each axis; one of them is "data".
+
+    >>> mesh = Mesh.of(node=2, data=4)
+    >>> mesh.size, mesh.names, mesh.axis_size("data")
+    (8, ('node', 'data'), 4)
+    >>> mesh.coordinate(6)
+    {'node': 1, 'data': 2}
+    >>> mesh.peers(6, "data"), mesh.peers(6, "node")
+    ((4, 5, 6, 7), (2, 6))
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple((name, size) for name, size in self.axes))
+        for name, size in self.axes:
+            _check_axis_name("Mesh", name)
+            check_at_least("Mesh", f"the size of axis {name!r}", size, 1)
+        repeated = sorted({name for name in self.names if self.names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"Mesh: axis names must differ, got {repeated[0]!r} twice in {self.names}; rename one")
+        if "data" not in self.names:
+            raise ValueError(
+                f"Mesh: an axis must be named 'data', got {self.names}; add ('data', 1) if nothing else fits"
+            )
+
+    @classmethod
+    def of(cls, **sizes: int) -> "Mesh":
+        """The mesh with these axes, in this order.
+
+        >>> Mesh.of(data=4)
+        Mesh(axes=(('data', 4),))
+        """
+        return cls(tuple(sizes.items()))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks.
+
+        >>> Mesh.of(node=2, data=4).size
+        8
+        """
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the axes, in order.
+
+        >>> Mesh.of(node=2, data=4).names
+        ('node', 'data')
+        """
+        return tuple(name for name, _ in self.axes)
+
+    def axis_size(self, name: str) -> int:
+        """The number of ranks along the axis `name`.
+
+        >>> Mesh.of(node=2, data=4).axis_size("node")
+        2
+        """
+        self._check_known(name)
+        return dict(self.axes)[name]
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands: its index along each axis.
+
+        >>> Mesh.of(node=2, data=4).coordinate(5)
+        {'node': 1, 'data': 1}
+        """
+        check_index("Mesh", "rank", rank, self.size)
+        indices: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, indices[name] = divmod(rank, size)
+        return {name: indices[name] for name in self.names}
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank that stands at `coordinate`, the inverse of `coordinate(rank)`.
+
+        >>> Mesh.of(node=2, data=4).rank({"node": 1, "data": 1})
+        5
+        """
+        for name in coordinate:
+            self._check_known(name)
+        rank = 0
+        for name, size in self.axes:
+            if name not in coordinate:
+                raise ValueError(f"Mesh: coordinate {dict(coordinate)} has no index along axis {name!r}; add one")
+            check_index("Mesh", f"index along axis {name!r}", coordinate[name], size)
+            rank = rank * size + coordinate[name]
+        return rank
+
+    def peers(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axis` only, in order, itself included.
+
+        >>> Mesh.of(node=2, data=4).peers(5, "node")
+        (1, 5)
+        """
+        coordinate = self.coordinate(rank)
+        return tuple(self.rank({**coordinate, axis: index}) for index in range(self.axis_size(axis)))
+
+    def _check_known(self, name: str) -> None:
+        if name not in self.names:
+            raise ValueError(f"Mesh: unknown axis {name!r}; this mesh has {', '.join(map(repr, self.names))}")
+
+
+def _check_axis_name(owner: str, name: str) -> None:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{owner}: axis must be a name, got {name!r}; pass the name of a mesh axis, such as 'data'")

@@ -1,0 +1,119 @@
+"""Which elements go from which shard to which, when the layout changes?
+
+A state saved or held on W ranks is wanted on W' ranks, with other padding or another order of names. Walk through the
+parameters in the new order; a piece of a parameter reaches as far as the old shard, the new shard and the parameter all
+reach. Pieces that adjoin on both sides are one move. The work is proportional to parameters plus shards, not elements.
+The plan is a value: copying by it is done by whoever holds the shards, on one process or on many.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sharding.layout import FlatLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Elements [source_start, source_stop) of the old shard of `source_rank` go to the new shard of `target_rank`.
+
+    There they start at `target_start`. Starts and stops count elements inside the shards.
+
+    >>> Move(source_rank=0, source_start=2, source_stop=5, target_rank=1, target_start=0).target_stop
+    3
+    """
+
+    source_rank: int
+    source_start: int
+    source_stop: int
+    target_rank: int
+    target_start: int
+
+    @property
+    def numel(self) -> int:
+        """The elements that move.
+
+        >>> Move(source_rank=0, source_start=2, source_stop=5, target_rank=1, target_start=0).numel
+        3
+        """
+        return self.source_stop - self.source_start
+
+    @property
+    def target_stop(self) -> int:
+        """Where the elements stop in the new shard.
+
+        >>> Move(source_rank=0, source_start=2, source_stop=5, target_rank=1, target_start=4).target_stop
+        7
+        """
+        return self.target_start + self.numel
+
+
+def plan_transfer(old: FlatLayout, new: FlatLayout) -> tuple[Move, ...]:
+    """The moves that turn shards of `old` into shards of `new`.
+
+    World size, padding and the order of the names may differ. Every element of every parameter is moved exactly once,
+    also when it stays on its rank. Padding is never moved: let the new shards start out as zeros.
+
+    Args:
+        old: the layout of the shards that exist.
+        new: the layout of the shards that are wanted.
+
+    Returns:
+        The moves, sorted by target rank and target start; no two adjoining ones could be one.
+
+    Raises:
+        ValueError: a parameter is in one layout only, or has another shape.
+
+    >>> old = FlatLayout(("w",), ((6,),), world_size=2)
+    >>> new = FlatLayout(("w",), ((6,),), world_size=1)
+    >>> for move in plan_transfer(old, new): print(move)
+    Move(source_rank=0, source_start=0, source_stop=3, target_rank=0, target_start=0)
+    Move(source_rank=1, source_start=0, source_stop=3, target_rank=0, target_start=3)
+    """
+    _check_same_parameters(old, new)
+    moves: list[Move] = []
+    for move in _iterate_pieces(old, new):
+        if moves and _adjoin(moves[-1], move):
+            moves[-1] = Move(
+                move.source_rank, moves[-1].source_start, move.source_stop, move.target_rank, moves[-1].target_start
+            )
+        else:
+            moves.append(move)
+    return tuple(moves)
+
+
+def _iterate_pieces(old: FlatLayout, new: FlatLayout) -> Iterator[Move]:
+    old_shard, new_shard = old.partition.shard_numel, new.partition.shard_numel
+    for name in new.names:
+        source, source_stop = old.bounds(name)
+        target, _ = new.bounds(name)
+        while source < source_stop:
+            source_rank, source_start = divmod(source, old_shard)
+            target_rank, target_start = divmod(target, new_shard)
+            numel = min(source_stop - source, old_shard - source_start, new_shard - target_start)
+            yield Move(source_rank, source_start, source_start + numel, target_rank, target_start)
+            source, target = source + numel, target + numel
+
+
+def _adjoin(first: Move, second: Move) -> bool:
+    return (first.source_rank, first.source_stop, first.target_rank, first.target_stop) == (
+        second.source_rank,
+        second.source_start,
+        second.target_rank,
+        second.target_start,
+    )
+
+
+def _check_same_parameters(old: FlatLayout, new: FlatLayout) -> None:
+    old_shapes, new_shapes = dict(zip(old.names, old.shapes)), dict(zip(new.names, new.shapes))
+    for name in (*old.names, *new.names):
+        if name not in old_shapes or name not in new_shapes:
+            where, missing = ("old", "new") if name in old_shapes else ("new", "old")
+            raise ValueError(
+                f"plan_transfer: parameter {name!r} is in the {where} layout but not in the {missing} one; "
+                "build both from the same model"
+            )
+        if old_shapes[name] != new_shapes[name]:
+            raise ValueError(
+                f"plan_transfer: parameter {name!r} has shape {old_shapes[name]} in the old layout "
+                f"but {new_shapes[name]} in the new one; build both from the same model"
+            )

@@ -1,0 +1,88 @@
+"""The demo, as a user runs it: in processes of its own, with the smallest model."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMMAND = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--size", "tiny", "--out"]
+
+
+@pytest.fixture
+def text(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return pytest.importorskip("text")
+
+
+def processes_of(out: Path) -> list[psutil.Process]:
+    """The demo's processes that write to this folder, its ranks included."""
+    return [process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or [])]
+
+
+def test_the_demo_learns_and_leaves_its_picture_and_its_numbers(tmp_path):
+    run = subprocess.run([*COMMAND, tmp_path, "--steps", "40"], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "gzip -9" in run.stdout and "Python by this model" in run.stdout and "step 40/40" in run.stdout
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((tmp_path / "demo.json").read_text())
+    losses = result["training_bits_per_byte"]
+    assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert math.isfinite(result["validation_bits_per_byte"]) and 1 < result["gzip_bits_per_byte"] < 4
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_stops_every_rank_after_a_step_they_agree_on(tmp_path, number):
+    run = subprocess.Popen(
+        [*COMMAND, tmp_path, "--steps", "100000"],
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert run.stdout is not None
+        while "learn" not in (line := run.stdout.readline()):  # then every rank has its state
+            assert line, run.communicate()[1]
+        assert len(processes_of(tmp_path)) == 3
+        time.sleep(0.5)
+        run.send_signal(number)
+        output, errors = run.communicate(timeout=20)
+    finally:
+        for process in processes_of(tmp_path):
+            process.kill()
+    assert "stopped at step" in output
+    assert run.returncode == 130 and not errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_split_is_by_file_and_the_same_every_time(text, tmp_path):
+    for name in ("ast.py", "copy.py", "glob.py", "os.py", "test/copy.py", "site-packages/copy.py", "notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    training, held_out = text.read_text(tmp_path)
+    assert (bytes(training), bytes(held_out)) == (b"ast.pyos.py", b"copy.pyglob.py")
+
+
+def test_the_standard_library_gives_a_tenth_of_its_bytes_at_most_to_validation(text):
+    training, held_out = text.read_text()
+    assert len(training) > 1_000_000 and 0.01 < len(held_out) / len(training) < 0.1
+
+
+def test_ranks_and_steps_draw_different_windows_and_the_same_ones_again(text):
+    data = text.read_text()[0]
+
+    def draw(**change):
+        where = {"seed": 0, "step": 0, "rank": 0} | change
+        return text.random_batch(data, context=16, batch_size=4, **where)[0].tolist()
+
+    drawn = [draw(), draw(rank=1), draw(step=1), draw(seed=1)]
+    assert drawn[0] == draw() and all(drawn.count(batch) == 1 for batch in drawn)
