@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shutil
 import statistics
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ BARE = "forward + backward"  # the floor's largest part, shown as a row of its o
 
 
 class Job:
-    """The ranks of one contender in one stage. After its first error it is dead and only remembers why."""
+    """The ranks of one contender in one stage; dead after its first error, which it remembers."""
 
     def __init__(self, contender: str, stage: int, size: str, folder: Path) -> None:
         self.measured: list[dict[str, float]] = []  # of each step after the warm-up, the mean over the ranks
@@ -208,7 +209,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
     colours = {"fzero": "#d9622b", "DeepSpeed": "#a3afbb"}
     sizes = list(dict.fromkeys(row.size for row in rows))
-    figure, axes = pyplot.subplots(2, len(sizes), figsize=(8 * len(sizes), 8), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(2, len(sizes), figsize=(9 * len(sizes), 8), squeeze=False, layout="constrained")
     for size, (times, memory) in zip(sizes, axes.T):
         stop, names = 0.0, {}
         for stage in sorted({row.stage for row in rows if row.size == size and row.to_fastest_peer}):
@@ -217,9 +218,9 @@ def draw(rows: list[Row], path: Path) -> None:
             start, stop = stop + 0.6, stop + 0.6 + len(bars)
             for i, row in enumerate(bars):
                 x, colour = start + i + 0.5, colours.get(row.contender, "#4f6d8f")
-                names[x] = {"ZeroRedundancyOptimizer": "ZeroRed.\nOptimizer"}.get(row.contender, row.contender)
+                names[x] = "\n".join(re.findall("[A-Z]+[a-z0-9]*|[a-z]+", row.contender))  # a word per line
                 times.bar(x, row.to_fastest_peer, width=0.86, color=colour)
-                times.annotate(f"{row.median_ms:.0f} ms", (x, 0.02), ha="center", color="white", fontsize=8)
+                times.annotate(f"{row.median_ms:.0f}", (x, 0.02), ha="center", color="white", fontsize=8)
                 memory.bar(x, row.peak_mb, width=0.86, color=colour)
                 memory.annotate(f"{row.peak_mb:.0f}", (x, row.peak_mb), ha="center", va="bottom", fontsize=8)
             floor = next((row.to_fastest_peer for row in of_stage if row.contender == "floor"), float("nan"))
@@ -228,16 +229,10 @@ def draw(rows: list[Row], path: Path) -> None:
                 label = label if start == 0.6 else None
                 times.hlines(height, start, stop, color="black", linestyle=style, linewidth=1.3, label=label)
             for axis in (times, memory):
-                axis.annotate(
-                    f"stage {stage}",
-                    ((start + stop) / 2, -0.12),
-                    xycoords=("data", "axes fraction"),
-                    ha="center",
-                    va="top",
-                    weight="bold",
-                )
+                centre = ((start + stop) / 2, -0.215)
+                axis.annotate(f"stage {stage}", centre, xycoords=("data", "axes fraction"), ha="center", weight="bold")
         times.set_title(size)
-        times.set_ylabel("step time / fastest peer's of the stage")
+        times.set_ylabel("step time / fastest peer's of the stage (white: ms)")
         times.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=4, frameon=False)
         memory.set_ylabel("peak resident memory of a rank, MB")
         for axis in (times, memory):

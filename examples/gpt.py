@@ -24,34 +24,44 @@ class Size:
     width: int
     depth: int
     num_heads: int
+    num_trigrams: int  # rows of the table of trigrams
 
 
 SIZES = {
-    "tiny": Size(context=32, width=32, depth=2, num_heads=2),
-    "small": Size(context=128, width=192, depth=4, num_heads=3),
-    "medium": Size(context=256, width=384, depth=6, num_heads=6),
+    "tiny": Size(context=32, width=32, depth=2, num_heads=2, num_trigrams=512),
+    "small": Size(context=128, width=128, depth=4, num_heads=2, num_trigrams=8192),
+    "medium": Size(context=256, width=384, depth=6, num_heads=6, num_trigrams=16384),
 }
 
 
-class Linear(nn.Linear):
-    """A linear map without bias whose weights start normal with a standard deviation of our choice."""
+class Embedding(nn.Embedding):
+    """One row per symbol; rows start normal with a standard deviation of our choice."""
 
-    def __init__(self, num_in: int, num_out: int, *, std: float = 0.02) -> None:
+    def __init__(self, num_rows: int, width: int, *, std: float) -> None:
         self.std = std  # set first: the constructor below calls reset_parameters
-        super().__init__(num_in, num_out, bias=False)
+        super().__init__(num_rows, width)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
 
 
+def trigrams(tokens_BT: Tensor, num_trigrams: int) -> Tensor:
+    """For each byte a hash of it and the two before it: the row of a table in which trigrams share rows by chance.
+
+    A token of a few bytes says more than a byte. This gives a byte-level model some of that for one lookup.
+    """
+    one_before, two_before = F.pad(tokens_BT, (1, -1)), F.pad(tokens_BT, (2, -2))
+    return (31337 * tokens_BT + 1009 * one_before + 23757 * two_before) % num_trigrams
+
+
 class Attention(nn.Module):
     """Causal self-attention: a byte looks at the bytes before it."""
 
-    def __init__(self, size: Size, *, residual_std: float) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
         self.num_heads = size.num_heads
-        self.qkv = Linear(size.width, 3 * size.width)
-        self.out = Linear(size.width, size.width, std=residual_std)
+        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BHTd, k_BHTd, v_BHTd = (
@@ -66,17 +76,15 @@ class Block(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        # Two branches per block add to the residual stream; this keeps its variance independent of the depth (GPT-2).
-        residual_std = 0.02 / (2 * size.depth) ** 0.5
         self.norm_1 = nn.LayerNorm(size.width, bias=False)
-        self.attention = Attention(size, residual_std=residual_std)
+        self.attention = Attention(size)
         self.norm_2 = nn.LayerNorm(size.width, bias=False)
-        self.up = Linear(size.width, 4 * size.width)
-        self.down = Linear(4 * size.width, size.width, std=residual_std)
+        self.up = nn.Linear(size.width, 4 * size.width, bias=False)
+        self.down = nn.Linear(4 * size.width, size.width, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attention(self.norm_1(x_BTD))
-        return x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD))))
+        return x_BTD + self.down(F.relu(self.up(self.norm_2(x_BTD))).square())
 
 
 class GPT(nn.Module):
@@ -85,16 +93,21 @@ class GPT(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.size = size
-        self.byte = nn.Embedding(NUM_BYTES, size.width)
-        self.position = nn.Embedding(size.context, size.width)
+        self.byte = Embedding(NUM_BYTES, size.width, std=0.3)
+        self.position = Embedding(size.context, size.width, std=0.3)
+        self.trigram = Embedding(size.num_trigrams, size.width, std=0.3)
         self.blocks = nn.ModuleList([Block(size) for _ in range(size.depth)])
         self.norm = nn.LayerNorm(size.width, bias=False)
-        self.head = Linear(size.width, NUM_BYTES)
+        self.head = nn.Linear(size.width, NUM_BYTES, bias=False)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """The mean cross-entropy in nats per byte, or without targets the logits of the next byte at every position."""
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTD = self.byte(tokens_BT) + self.position(positions_T)
+        x_BTD = (
+            self.byte(tokens_BT)
+            + self.position(positions_T)
+            + self.trigram(trigrams(tokens_BT, self.size.num_trigrams))
+        )
         for block in self.blocks:
             x_BTD = block(x_BTD)
         logits = self.head(self.norm(x_BTD))

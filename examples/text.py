@@ -51,9 +51,14 @@ def read_text(library: Path | None = None) -> tuple[Tensor, Tensor]:
     return join([name for name in names if not is_held_out(name)]), join([name for name in names if is_held_out(name)])
 
 
-def to_batch(windows: Tensor) -> tuple[Tensor, Tensor]:
-    """Windows of context + 1 bytes as (tokens, targets): the target of each byte is the byte after it."""
-    return windows[:, :-1].long(), windows[:, 1:].long()
+def to_batch(windows: Tensor, *, num_given: int = 0) -> tuple[Tensor, Tensor]:
+    """Windows of context + 1 bytes as (tokens, targets): the target of each byte is the byte after it.
+
+    The first `num_given` targets of each window are -100, which torch's cross-entropy leaves out of its mean.
+    """
+    tokens, targets = windows[:, :-1].long(), windows[:, 1:].long()
+    targets[:, :num_given] = -100
+    return tokens, targets
 
 
 def random_batch(
@@ -64,16 +69,28 @@ def random_batch(
     return to_batch(text[torch.from_numpy(starts + np.arange(context + 1))])
 
 
-def consecutive_windows(text: Tensor, *, context: int, multiple_of: int) -> Tensor:
-    """The text as windows of context + 1 bytes, as many as there are in a multiple of `multiple_of`.
+def scoring_windows(text: Tensor, *, context: int, multiple_of: int) -> tuple[Tensor, Tensor]:
+    """Windows of context + 1 bytes that overlap by half, and the bytes that they score; their number is a multiple.
 
-    The last byte of a window is the first of the next, so that every byte but the very first is a target once.
+    A window is given its first half and scored on the second: every byte is scored once, from context / 2 bytes or more.
 
-    >>> consecutive_windows(torch.arange(8), context=3, multiple_of=1).tolist()
-    [[0, 1, 2, 3], [3, 4, 5, 6]]
+    >>> windows, scored = scoring_windows(torch.arange(12), context=4, multiple_of=2)
+    >>> windows.tolist(), scored.tolist()
+    ([[0, 1, 2, 3, 4], [2, 3, 4, 5, 6], [4, 5, 6, 7, 8], [6, 7, 8, 9, 10]], [3, 4, 5, 6, 7, 8, 9, 10])
     """
-    num_windows = (len(text) - 1) // context // multiple_of * multiple_of
-    return text[: num_windows * context + 1].unfold(0, context + 1, context)
+    half = context // 2
+    num_windows = (len(text) - 1 - half) // half // multiple_of * multiple_of
+    last = (num_windows + 1) * half
+    return text[: last + 1].unfold(0, context + 1, half), text[half + 1 : last + 1]
+
+
+def scoring_batches(
+    text: Tensor, *, context: int, batch_size: int, rank: int, world_size: int
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """This rank's batches of scoring windows, as many as every other rank has; and the bytes that all ranks score."""
+    windows, scored = scoring_windows(text, context=context, multiple_of=batch_size * world_size)
+    mine = windows.split(batch_size)[rank::world_size]
+    return [to_batch(some, num_given=context // 2) for some in mine], scored
 
 
 def gzip_bits_per_byte(text: Tensor) -> float:

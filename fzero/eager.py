@@ -33,8 +33,8 @@ from fzero import collectives
 from fzero.collectives import Pending, Real
 from fzero.plan import BufferPlan, Plan, UnitPlan
 from fzero.schedule import TURN, Event, ScheduleError
-from sharding import Partial, Replicated, Sharded
-from sharding.views import unflatten
+from sharding import Replicated, Sharded
+from sharding.views import take_shard, unflatten
 
 
 def new_flat(purpose: Literal["gather", "gradient"], buffer: BufferPlan, like: Tensor) -> Tensor:
@@ -97,6 +97,8 @@ class Pass:
         plan: the units and their specs.
         axis: the ranks.
         params: this rank's flat buffers by key.
+        grads: where the mean gradients go, by key: whole (P) in stages 0 and 1, this rank's shards (S) otherwise. None
+            is a forward only.
         schedule: the events to follow, or None to negotiate them; `executed` tells what was done.
     """
 
@@ -105,13 +107,12 @@ class Pass:
         plan: Plan,
         axis: Real,
         params: dict[str, Tensor],
+        grads: dict[str, Tensor] | None,
         schedule: Sequence[Event] | None,
-        *,
-        trains: bool = True,
     ) -> None:
-        self.plan, self.axis, self.params, self.schedule, self.trains = plan, axis, params, schedule, trains
+        self.plan, self.axis, self.params, self.schedule = plan, axis, params, schedule
+        self.trains, self.grads = grads is not None, grads or {}
         self.executed: list[Event] = []
-        self.grads: dict[str, Tensor] = {}  # reduced: this rank's shard (S), or all of it in stage 0 (P)
         self._units = {unit.name: unit for unit in plan.units}
         self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
         # On the parameters' device, so that autograd runs every `_Root` and `_Leaf` on one thread.
@@ -127,9 +128,9 @@ class Pass:
         self._open_stays: defaultdict[str, int] = defaultdict(int)
         self._ready: set[str] = set()
         self._filling: defaultdict[str, _Grads] = defaultdict(_Grads)
-        self._in_flight: tuple[_Grads, list[tuple[BufferPlan, Pending]]] | None = None
+        self._in_flight: tuple[_Grads, list[tuple[BufferPlan, Pending, bool]]] | None = None
+        self._reduced: set[str] = set()  # keys of gradients that have been reduced in this pass
         self._joins: list[Pending] = []  # stage 0: all-gathers of mean gradients
-        self._kept: list[_Grads] = []
 
     # --- parameters --------------------------------------------------------------------------------------------
 
@@ -218,15 +219,21 @@ class Pass:
         unit, buffer = self._homes[name]
         grad = grad.to_dense() if grad.layout != torch.strided else grad
         filling = self._filling[unit.name]
-        if buffer.key not in filling.flats:
-            filling.flats[buffer.key] = new_flat("gradient", buffer, self.params[buffer.key])
         start, stop = buffer.layout.bounds(name)
-        target = filling.flats[buffer.key][start:stop].view(grad.shape)
+        target = self._flat_grad(filling, buffer)[start:stop].view(grad.shape)
         if name in filling.written:
             target.add_(grad)
         else:
             target.copy_(grad)
             filling.written.add(name)
+
+    def _flat_grad(self, filling: _Grads, buffer: BufferPlan) -> Tensor:
+        """Where the unreduced gradient is collected (P): where it will stay, if all of it stays on this rank."""
+        if buffer.key not in filling.flats:
+            store = self.grads[buffer.key]
+            stays = store.numel() == buffer.padded_numel and buffer.key not in self._reduced
+            filling.flats[buffer.key] = store if stays else new_flat("gradient", buffer, store)
+        return filling.flats[buffer.key]
 
     def _stay_ended(self, unit: str) -> None:
         self._open_stays[unit] -= 1
@@ -335,48 +342,44 @@ class Pass:
         started = []
         for buffer in unit.buffers:
             if buffer.trainable:
-                flat_P = filling.flats.get(buffer.key)
-                if flat_P is None:
-                    flat_P = filling.flats[buffer.key] = new_flat("gradient", buffer, self.params[buffer.key]).zero_()
-                else:
-                    _zero_gaps(flat_P, buffer, filling.written)
-                started.append(
-                    (buffer, collectives.start_reduce_scatter(flat_P, self.axis, label=f"reduce {buffer.key}"))
+                flat_P = self._flat_grad(filling, buffer)
+                _zero_gaps(flat_P, buffer, filling.written)
+                is_late = buffer.key in self._reduced
+                self._reduced.add(buffer.key)
+                pending = collectives.start_reduce_scatter(
+                    flat_P, self.axis, out_S=None if is_late else self._own(buffer), label=f"reduce {buffer.key}"
                 )
+                started.append((buffer, pending, is_late))
         self._in_flight = (filling, started)
 
     def _end_reduce(self) -> None:
-        """Waits for the reduction in flight and keeps what the stage keeps of it."""
+        """Waits for the reduction in flight. In stage 0 the mean is then joined, over the gradient it was made of."""
         if self._in_flight is None:
             return
-        filling, started = self._in_flight
+        _, started = self._in_flight
         self._in_flight = None
-        for buffer, pending in started:
-            self._keep(buffer, filling.flats[buffer.key], pending.wait())
-        if any(isinstance(buffer.row.grads, Partial) for buffer, _ in started):
-            self._kept.append(filling)  # stage 1 holds its whole local gradient until the update (ZeRO §5.1)
+        for buffer, pending, is_late in started:
+            mean_S = pending.wait()
+            if is_late:
+                self._end_joins()
+                self._own(buffer).add_(mean_S)
+            if isinstance(buffer.row.grads, Replicated):
+                store = self.grads[buffer.key]
+                self._joins.append(
+                    collectives.start_all_gather(self._own(buffer), store, self.axis, label=f"join {buffer.key}")
+                )
 
-    def _keep(self, buffer: BufferPlan, flat_P: Tensor, shard_S: Tensor) -> None:
-        """Keeps the reduced gradient: the shard, or in stage 0 the whole, joined in the buffer that held the local one."""
-        before = self.grads.get(buffer.key)
-        if not isinstance(buffer.row.grads, Replicated) or self.axis.size == 1:
-            self.grads[buffer.key] = shard_S if before is None else before.add_(shard_S)
-            return
-        own = slice(*buffer.layout.partition.bounds(self.axis.rank))
-        if before is not None:
-            self._end_joins()
-            shard_S.add_(before[own])
-        flat_P[own].copy_(shard_S)
-        self._joins.append(collectives.start_all_gather(flat_P[own], flat_P, self.axis, label=f"join {buffer.key}"))
-        self.grads[buffer.key] = flat_P
+    def _own(self, buffer: BufferPlan) -> Tensor:
+        """This rank's shard (S) of the mean gradient."""
+        return own_shard(self.grads[buffer.key], buffer, self.axis.rank)
 
     def _end_joins(self) -> None:
         for pending in self._joins:
             pending.wait()
         self._joins.clear()
 
-    def finish(self) -> dict[str, Tensor]:
-        """Ends the backward: reduces what is left. Returns the mean gradients by key: shards (S), whole (P) in stage 0.
+    def finish(self) -> None:
+        """Ends the backward: reduces what is left.
 
         *Collective:* every rank; takes part in what only other ranks needed.
         """
@@ -400,7 +403,6 @@ class Pass:
         self._end_joins()
         self._drop_gathers()
         self._release_all_but("")
-        return self.grads
 
 
 _KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")
@@ -420,6 +422,11 @@ def _zero_gaps(flat_P: Tensor, buffer: BufferPlan, written: set[str]) -> None:
             start, stop = buffer.layout.bounds(name)
             flat_P[start:stop].zero_()
     flat_P[buffer.layout.numel :].zero_()
+
+
+def own_shard(flat: Tensor, buffer: BufferPlan, rank: int) -> Tensor:
+    """This rank's shard (S) of a flat buffer that it holds whole (P), or holds just that shard of."""
+    return flat if flat.numel() == buffer.shard_numel else take_shard(flat, buffer.layout.partition, rank)
 
 
 def may_start_early(plan: Plan, present: str, following: str) -> bool:

@@ -21,6 +21,9 @@ class TrainState(NamedTuple):
     """Number of optimizer steps taken; 0-d int64, on the CPU."""
     params: dict[str, Tensor]
     """Flat buffers: whole (P elements) in stages 0–2, this rank's shard (S elements) in stage 3."""
+    grads: dict[str, Tensor]
+    """Flat mean gradients of the last step: whole in stages 0–1 (in stage 1 only this rank's shard is the mean, the
+    rest is what this rank alone computed), this rank's shard in stages 2–3. Each step writes them anew."""
     optimizer: dict[str, Any]
     """Per trainable flat buffer the transform's state: whole in stage 0, this rank's shard in stages 1–3."""
     buffers: dict[str, Tensor]

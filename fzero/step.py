@@ -25,11 +25,11 @@ from fzero import collectives, initialise
 from fzero.binding import bound
 from fzero.collectives import Pending, Real
 from fzero.config import Config
-from fzero.eager import Pass, may_start_early
+from fzero.eager import Pass, may_start_early, own_shard
 from fzero.plan import BufferPlan, Plan, plan
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
-from sharding import Mesh, Replicated, Sharded, TensorSpec
+from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, unflatten
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -125,6 +125,7 @@ class TrainStep:
         return TrainState(
             step=TensorSpec((), "int64"),
             params={b.key: b.spec(b.row.params) for b in self.plan.flat_buffers},
+            grads={b.key: b.spec(b.row.grads) for b in self.plan.flat_buffers if b.trainable},
             optimizer=dict(self.plan.optimizer),
             buffers=dict(self.plan.buffers),
             rng={t: TensorSpec(tuple(_generator(t, 0).get_state().shape), "uint8") for t in device_types},
@@ -149,7 +150,7 @@ class TrainStep:
         """
         if params is not None:
             initialise.check_names(self._model, params)
-        flats, optimizer = {}, {}
+        flats, grads, optimizer = {}, {}, {}
         for unit in self.plan.units:
             names = [name for buffer in unit.buffers for name in buffer.layout.names]
             values = self._first_values(names, params, init_fn)
@@ -157,12 +158,12 @@ class TrainStep:
                 flat_P = flatten({name: values[name] for name in buffer.layout.names}, buffer.layout)
                 flats[buffer.key] = self._cut(buffer, self._from_rank_0(flat_P, buffer.key), buffer.row.params)
                 if buffer.trainable:
-                    share = self._cut(buffer, flat_P, buffer.row.optimizer)
-                    optimizer[buffer.key] = self._transform.init(share)
+                    grads[buffer.key] = torch.zeros_like(self._cut(buffer, flat_P, buffer.row.grads))
+                    optimizer[buffer.key] = self._transform.init(self._cut(buffer, flat_P, buffer.row.optimizer))
         buffers = self._first_values(list(self.plan.buffers), params, init_fn)
         buffers = {name: self._from_rank_0(buffers[name].clone(), name) for name in self.plan.buffers}
         rng = {kind: _generator(kind, self._seed * 1_000_003 + self.rank).get_state() for kind in self.specs.rng}
-        return TrainState(torch.zeros((), dtype=torch.int64), flats, optimizer, buffers, rng)
+        return TrainState(torch.zeros((), dtype=torch.int64), flats, grads, optimizer, buffers, rng)
 
     def _first_values(
         self, names: Sequence[str], params: Mapping[str, Tensor] | None, init_fn: initialise.InitFn | None
@@ -221,13 +222,13 @@ class TrainStep:
             state = optree.tree_map(torch.clone, state)
         buffers = dict(state.buffers)
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        work = Pass(self.plan, self._axis, state.params, self.schedule if self._learns else None)
+        work = Pass(self.plan, self._axis, state.params, state.grads, self.schedule if self._learns else None)
         with _random_state(state.rng) as rng, bound(self._model, self.plan.aliases, work.fetch, buffers):
             with work.saving():
                 loss = self._loss(batch)
             work.turn()
             torch.autograd.backward(loss)
-        grads = work.finish()
+        work.finish()
         if self._learns and self.schedule is None:
             self.schedule = early(work.executed, lambda present, next_: may_start_early(self.plan, present, next_))
         moved = {
@@ -236,16 +237,16 @@ class TrainStep:
             if buffers[name] is not tensor or tensor._version != version
         }
         buffers = self._agree(buffers, moved)
-        metrics = self._measure(loss.detach(), grads, int(state.step))
-        optimizer = self._update(state, grads, metrics.grad_norm)
-        return TrainState(state.step.add_(1), state.params, optimizer, buffers, rng), metrics
+        metrics = self._measure(loss.detach(), state)
+        optimizer = self._update(state, metrics.grad_norm)
+        return TrainState(state.step.add_(1), state.params, state.grads, optimizer, buffers, rng), metrics
 
     def evaluate(self, state: TrainState, batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
-        work = Pass(self.plan, self._axis, state.params, self._eval_schedule if self._learns else None, trains=False)
+        work = Pass(self.plan, self._axis, state.params, None, self._eval_schedule if self._learns else None)
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
@@ -296,16 +297,14 @@ class TrainStep:
             )
         return loss.reshape(())
 
-    def _measure(self, loss: Tensor, grads: dict[str, Tensor], step: int) -> Metrics:
+    def _measure(self, loss: Tensor, state: TrainState) -> Metrics:
         """Loss and gradient norm of all ranks, in one small collective."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for buffer in self.plan.flat_buffers:
-            if buffer.trainable and buffer.shard_numel:
-                grad = grads[buffer.key]
-                if isinstance(buffer.row.grads, Replicated):  # the same numbers in the same order as in stages 1-3
-                    grad = take_shard(grad, buffer.layout.partition, self.rank)
-                dtype = torch.promote_types(grad.dtype, torch.float32)
-                squares += torch.linalg.vector_norm(grad, dtype=dtype).double().square()
+            if buffer.trainable and buffer.shard_numel:  # in all stages the same numbers, added in the same order
+                grad_S = own_shard(state.grads[buffer.key], buffer, self.rank)
+                dtype = torch.promote_types(grad_S.dtype, torch.float32)
+                squares += torch.linalg.vector_norm(grad_S, dtype=dtype).double().square()
         rows = collectives.stack(torch.stack([loss.double(), squares]), self._axis, label="mean loss")
         mean_loss = _mean_in_rank_order(rows[:, 0])
         norm = (_mean_in_rank_order(rows[:, 1]) * self.world_size).sqrt()
@@ -319,14 +318,14 @@ class TrainStep:
                 else f"loss is {mean_loss.item():.6g}, its gradient is not finite"
             )
             raise FloatingPointError(
-                f"step {step}: {what} (losses {rows[:, 0].tolist()}, gradient norm {norm.item():.6g}); the state was not "
+                f"step {int(state.step)}: {what} (losses {rows[:, 0].tolist()}, gradient norm {norm.item():.6g}); the state was not "
                 f"updated: lower the learning rate, set gradient_clipping, or look at this batch"
             )
         return Metrics(
             mean_loss.float(), norm.float(), torch.tensor(self._cfg.optimizer.params.lr, device=self._device)
         )
 
-    def _update(self, state: TrainState, grads: dict[str, Tensor], norm: Tensor) -> dict[str, Any]:
+    def _update(self, state: TrainState, norm: Tensor) -> dict[str, Any]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
         clip = self._cfg.gradient_clipping
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else None
@@ -335,15 +334,16 @@ class TrainStep:
         for buffer in self.plan.flat_buffers:
             if not buffer.trainable:
                 continue
-            param, grad = state.params[buffer.key], grads.pop(buffer.key)
-            is_cut = isinstance(buffer.row.optimizer, Sharded) and isinstance(buffer.row.params, Replicated)
-            share = take_shard(param, buffer.layout.partition, self.rank) if is_cut else param
+            param, grad = state.params[buffer.key], state.grads[buffer.key]
+            share = param
+            if isinstance(buffer.row.optimizer, Sharded):
+                share, grad = own_shard(param, buffer, self.rank), own_shard(grad, buffer, self.rank)
             if factor is not None:
                 grad.mul_(factor.to(grad.dtype))
             _, new, optimizer[buffer.key] = self._transform.update(grad, share, state.optimizer[buffer.key])
             if new is not share:
                 share.copy_(new)
-            if is_cut:
+            if share is not param:
                 joins.append(collectives.start_all_gather(share, param, self._axis, label=f"join {buffer.key}"))
         for pending in joins:
             pending.wait()

@@ -52,7 +52,7 @@ def test_a_signal_stops_every_rank_after_a_step_they_agree_on(tmp_path, number):
         assert run.stdout is not None
         while "learn" not in (line := run.stdout.readline()):  # then every rank has its state
             assert line, run.communicate()[1]
-        assert len(processes_of(tmp_path)) == 3
+        assert len(processes_of(tmp_path)) == 3  # two ranks and the one that started them
         time.sleep(0.5)
         run.send_signal(number)
         output, errors = run.communicate(timeout=20)

@@ -1,0 +1,109 @@
+"""A pool of real gloo processes, kept for the whole test session.
+
+`ranks(world_size, function, *args)` calls `function(*args)` on the first `world_size` of four processes, joined in a
+process group, and returns what each rank returned. The function must be importable (top level of a test module).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+MOST_RANKS = 4
+TIMEOUT = timedelta(seconds=120)
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds the traceback of every rank that did. `errors` has one entry for each rank."""
+
+    def __init__(self, errors: list[Exception | None], tracebacks: list[str]) -> None:
+        super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(tracebacks) if text))
+        self.errors = errors
+
+
+class RankPool:
+    def __init__(self) -> None:
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        self._group, self._size = 0, 0  # a new process group is made for each number
+        self._processes, self._pipes = [], []
+        for rank in range(MOST_RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self._store.port, sys.path), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        if world_size != self._size:
+            self._group, self._size = self._group + 1, world_size
+        pipes = self._pipes[:world_size]
+        for pipe in pipes:
+            pipe.send_bytes(pickle.dumps((world_size, self._group, function, args, kwargs)))
+        # One rank's error makes the others fail as well, so all of them answer.
+        answers: dict[Connection, tuple[Any, Exception | None, str]] = {}
+        while len(answers) < world_size:
+            arrived = wait([pipe for pipe in pipes if pipe not in answers], timeout=TIMEOUT.total_seconds() + 30)
+            assert arrived, f"{function.__name__}: ranks hang"
+            for pipe in arrived:
+                answers[pipe] = pickle.loads(pipe.recv_bytes())
+        values, errors, tracebacks = zip(*(answers[pipe] for pipe in pipes), strict=True)
+        if any(tracebacks):
+            self._size = 0  # an error makes the group unusable
+            raise RankError(list(errors), list(tracebacks))
+        return list(values)
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps(None))
+        for process in self._processes:
+            process.join(10)
+
+
+def _serve(pipe: Connection, rank: int, port: int, path: list[str]) -> None:
+    sys.path[:] = path
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    joined = 0
+    while True:
+        request = pickle.loads(pipe.recv_bytes())
+        if request is None:
+            break
+        world_size, group, function, args, kwargs = request
+        value, error, text = None, None, ""
+        try:
+            if joined != group:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                prefix = dist.PrefixStore(str(group), store)
+                dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size, timeout=TIMEOUT)
+                joined = group
+            value = function(*args, **kwargs)
+        except Exception as raised:
+            text = traceback.format_exc()
+            error = raised if _can_be_sent(raised) else RuntimeError(repr(raised))
+            if dist.is_initialized():  # so that the others do not wait for this rank
+                dist.destroy_process_group()
+            joined = 0
+        pipe.send_bytes(pickle.dumps((value, error, text)))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _can_be_sent(error: Exception) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True

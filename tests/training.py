@@ -1,0 +1,153 @@
+"""What the tests of training share: a model of ordinary peculiarities, its data, and the plain loop that is the oracle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fzero
+
+Batch = tuple[Tensor, Tensor]
+VOCABULARY, GLOBAL_BATCH = 29, 12
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Odd(nn.Module):
+    """A language model with odd sizes, tied weights, and frozen, unused, zero-sized and 0-d parameters."""
+
+    def __init__(self, width: int = 17, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.blocks[1].up.bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden)) * self.scale
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Scaled(nn.Linear):
+    """A linear map of a scaled input, so that the backward needs the weight also where the input needs no gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, bias=False)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x * self.scale))
+
+
+class Plain(nn.Module):
+    """Equal blocks and nothing else, so that bytes and elements are easy to count."""
+
+    def __init__(self, width: int = 16, num_blocks: int = 5) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled(width) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(x, y)
+
+
+def make(model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return model()
+
+
+def tokens(step: int, size: int = GLOBAL_BATCH) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return tuple(torch.randint(0, VOCABULARY, (size, 7), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def vectors(step: int, size: int = GLOBAL_BATCH, width: int = 16) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(size, width, generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def part(batch: Any, rank: int, world_size: int) -> Any:
+    """This rank's rows of a global batch."""
+    if isinstance(batch, Mapping):
+        return {key: part(value, rank, world_size) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(part(value, rank, world_size) for value in batch)
+    return batch.chunk(world_size)[rank]
+
+
+def config(stage: int, *, clip: float = 1.0, optimizer: Mapping[str, Any] = ADAMW, **zero: Any) -> dict[str, Any]:
+    return {
+        "optimizer": optimizer,
+        "gradient_clipping": clip,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+    }
+
+
+def train(
+    model: Callable[[], nn.Module],
+    data: Callable[[int], Any],
+    cfg: Mapping[str, Any],
+    *,
+    num_steps: int = 10,
+    **options: Any,
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Trains with fzero; (loss, gradient norm) of each step, and the state dict at the end."""
+    step = fzero.make_train_step(make(model), cfg, **options)
+    state = step.init()
+    curve = []
+    for index in range(num_steps):
+        state, metrics = step(state, part(data(index), step.rank, step.world_size))
+        curve.append((metrics.loss.item(), metrics.grad_norm.item()))
+    return curve, step.gather(state)
+
+
+def train_plainly(
+    model: Callable[[], nn.Module],
+    data: Callable[[int], Any],
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    *,
+    num_steps: int = 10,
+    clip: float = 1.0,
+    loss_of: Callable[[nn.Module, Any], Tensor] | None = None,
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """The oracle: one process, the global batch, torch.optim."""
+    module = make(model)
+    params = [p for p in module.parameters() if p.requires_grad]
+    optimizer = make_optimizer(params)
+    curve = []
+    for index in range(num_steps):
+        batch = data(index)
+        optimizer.zero_grad()
+        loss = loss_of(module, batch) if loss_of else module(*batch)
+        loss.backward()
+        for param in params:  # a parameter without a gradient has a zero one: which ones have none may depend on data
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        norm = nn.utils.clip_grad_norm_(params, clip if clip else float("inf"))
+        optimizer.step()
+        curve.append((loss.item(), norm.item()))
+    return curve, copy.deepcopy(module.state_dict())
+
+
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)
