@@ -66,7 +66,6 @@ def train(options: argparse.Namespace) -> None:
     stop = threading.Event()  # a signal only asks: the ranks agree between two steps, and leave together
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-
     size = SIZES[options.size]
     with torch.device("meta"):
         model = GPT(size)  # names and shapes: while it trains, no rank holds the whole model
@@ -76,14 +75,14 @@ def train(options: argparse.Namespace) -> None:
     state = step.init()
 
     console = Console(quiet=step.rank != 0, highlight=False, soft_wrap=True)
+    live = console.is_terminal  # a line that changes; a log gets a new line now and then
     training_text, held_out_text = read_text()
     console.print(str(step.plan))
     console.print(f"{len(training_text):,} bytes of Python to learn from; one file in twenty is held out")
 
     losses: list[float] = []
     started = time.perf_counter()
-    live_line = TextColumn("{task.description}"), BarColumn()  # on a terminal; a log gets a line now and then
-    with Progress(*live_line, console=console, disable=not console.is_terminal) as progress:
+    with Progress(TextColumn("{task.description}"), BarColumn(), console=console, disable=not live) as progress:
         task = progress.add_task("the first step", total=options.steps)
         while len(losses) < options.steps and not agree(stop):
             where = {"seed": options.seed, "step": len(losses), "rank": step.rank}
@@ -93,7 +92,7 @@ def train(options: argparse.Namespace) -> None:
             pace = (time.perf_counter() - started) / len(losses)
             line = describe(losses, options.steps, pace, num_tokens=BATCH_SIZE * size.context * step.world_size)
             progress.update(task, completed=len(losses), description=line)
-            if not console.is_terminal and len(losses) % max(1, options.steps // 10) == 0:
+            if not live and len(losses) % max(1, options.steps // 10) == 0:
                 console.print(line)
 
     where = {"rank": step.rank, "world_size": step.world_size}
@@ -131,8 +130,8 @@ def describe(losses: list[float], num_steps: int, pace: float, *, num_tokens: in
     """The line about training; `pace` is in seconds per step, `num_tokens` per step of all ranks."""
     loss = sum(losses[-20:]) / len(losses[-20:])
     minutes, seconds = divmod(round(pace * (num_steps - len(losses))), 60)
-    speed = f"{num_tokens / pace:,.0f} tokens/s, {minutes}:{seconds:02} left"
-    return f"step {len(losses)}/{num_steps}: {loss:.3f} bits per byte, {speed}"
+    line = f"step {len(losses)}/{num_steps}: {loss:.3f} bits per byte, {num_tokens / pace:,.0f} tokens/s"
+    return f"{line}, {minutes}:{seconds:02} left"
 
 
 def report(console: Console, options: argparse.Namespace, result: dict[str, Any], model: GPT, weights: Any) -> None:
@@ -145,12 +144,11 @@ def report(console: Console, options: argparse.Namespace, result: dict[str, Any]
     generator = torch.Generator().manual_seed(options.seed)
     sample = writer.generate(b"def ", num_bytes=300, temperature=0.8, generator=generator)
     console.print(Panel(Text(sample.decode(errors="replace")), title="Python by this model"))
-    others = ", ".join(f'make demo ARGS="--stage {stage}"' for stage in STAGES if stage != options.stage)
     console.print(
         f"[bold]{result['validation_bits_per_byte']:.3f}[/] bits per byte on {result['num_bytes_scored']:,} held-out "
         f"bytes; gzip -9 needs [bold]{result['gzip_bits_per_byte']:.3f}[/] for the same bytes\n"
         f"see {options.out}/demo.png for the loss and for the memory of each stage, {options.out}/demo.json for numbers\n"
-        f"try {others}; also --ranks, --steps, --size, --seed"
+        f'another stage, with other options: make demo ARGS="--stage {(options.stage + 1) % 4} --ranks 3 --steps 300"'
     )
 
 
@@ -158,7 +156,6 @@ def draw(result: dict[str, Any], model: GPT, stage_of_run: int) -> Figure:
     """The loss curve, and the bytes of model state per rank in every stage beside the formula of the ZeRO paper."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-
     losses = torch.tensor(result["training_bits_per_byte"])
     left.plot(losses, color="0.85", label="training, each step")
     smooth = losses.unfold(0, min(30, len(losses)), 1).mean(-1)
@@ -167,7 +164,6 @@ def draw(result: dict[str, Any], model: GPT, stage_of_run: int) -> Figure:
     left.axhline(result["gzip_bits_per_byte"], color="0.3", linestyle="--", label="gzip -9, held-out files")
     left.set(xlabel="step", ylabel="bits per byte", ylim=(1, 6), title="A byte-level GPT on Python's standard library")
     left.legend()
-
     numel, ranks = sum(parameter.numel() for parameter in model.parameters()), result["world_size"]
     for stage in STAGES:
         planned = fzero.plan(model, config(stage, lr=0), world_size=ranks).bytes_per_rank
