@@ -82,7 +82,7 @@ def train(options: argparse.Namespace) -> None:
 
     losses: list[float] = []
     started = time.perf_counter()
-    with Progress(TextColumn("{task.description}"), BarColumn(), console=console, disable=not live) as progress:
+    with Progress(TextColumn("{task.description}"), BarColumn(10), console=console, disable=not live) as progress:
         task = progress.add_task("the first step", total=options.steps)
         while len(losses) < options.steps and not agree(stop):
             where = {"seed": options.seed, "step": len(losses), "rank": step.rank}
@@ -112,7 +112,7 @@ def train(options: argparse.Namespace) -> None:
                 "validation_bits_per_byte": sum(scores) / len(scores),
                 "gzip_bits_per_byte": gzip_bits_per_byte(scored),  # of the very bytes that the model was scored on
                 "num_bytes_scored": len(scored),
-                "state_nbytes": sum(x.nbytes for x in optree.tree_leaves((state.params, state.optimizer))),
+                "state_nbytes": sum(x.nbytes for x in optree.tree_leaves((state.params, state.grads, state.optimizer))),
                 "world_size": step.world_size,
             }
             report(console, options, result, model, weights)
@@ -174,7 +174,7 @@ def draw(result: dict[str, Any], model: GPT, stage_of_run: int) -> Figure:
                 label = name if x < 0 else None  # once in the legend
                 right.bar(x, nbytes[name] / 1e6, 0.38, bottom, color=f"C{color}", label=label, **style)
                 bottom += nbytes[name] / 1e6
-    right.plot(stage_of_run - 0.2, result["state_nbytes"] / 1e6, "kD", label="held by rank 0 between steps")
+    right.plot(stage_of_run - 0.2, result["state_nbytes"] / 1e6, "kD", label="held by rank 0 in this run")
     right.set(
         xlabel="stage", ylabel="MB per rank", xticks=STAGES, title="Model state: planned, and by formula (hatched)"
     )

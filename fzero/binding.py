@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ Fetch = Callable[[str], Tensor]
 
 
 class _Parameters(dict[str, Any]):
-    """A module's `_parameters` whose values come from `fetch`."""
+    """A module's `_parameters` whose values come from `fetch`, until the model puts another value in their place."""
 
     def __init__(self, own: dict[str, Any], names: dict[str, str], fetch: Fetch) -> None:
         super().__init__(own)
@@ -25,10 +26,15 @@ class _Parameters(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         name = self.names.get(key)
-        return None if name is None else self.fetch(name)
+        return super().__getitem__(key) if name is None else self.fetch(name)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        # `torch.func.functional_call` inside the model's own code swaps parameters like this.
+        self.names.pop(key, None)
+        super().__setitem__(key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self.names else default
+        return self[key] if key in self else default
 
     def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
         return ((key, self[key]) for key in self)
@@ -51,31 +57,66 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
     found = [(module, module._parameters, module._buffers) for module in model.modules()]
     recurrent = [(module, module._flat_weights) for module in model.modules() if isinstance(module, nn.RNNBase)]
     hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module, _ in recurrent]
-    homes: list[tuple[dict[str, Tensor | None], str, str]] = []
+    homes: list[tuple[dict[str, Tensor | None], str, str, Tensor]] = []
+    names_of: dict[int, str] = {}  # by the identity of the module's own parameter
+    listers: list[nn.Module] = []
+    lister = _lister(names_of, set(aliases.values()), fetch)
     try:
         for prefix, module in model.named_modules():
             dot = f"{prefix}." if prefix else ""
             names = {key: dot + key for key, own in module._parameters.items() if own is not None}
             names = {key: aliases.get(name, name) for key, name in names.items()}
+            names_of |= {id(module._parameters[key]): name for key, name in names.items()}
             module.__dict__["_parameters"] = _Parameters(module._parameters, names, fetch)
+            if type(module).named_parameters is nn.Module.named_parameters:
+                module.__dict__["named_parameters"] = MethodType(lister, module)
+                listers.append(module)
             module.__dict__["_buffers"] = dict(module._buffers)
             for key, own in module._buffers.items():
                 if own is not None:
                     name = aliases.get(dot + key, dot + key)
                     module._buffers[key] = buffers[name]
-                    homes.append((module._buffers, key, name))
+                    homes.append((module._buffers, key, name, buffers[name]))
         yield
     finally:
-        for slots, key, name in homes:
+        for slots, key, name, before in homes:
             now = slots.get(key)
-            if now is not None and now is not buffers[name]:
-                buffers[name] = now
+            if now is not None and now is not before:
+                buffers[name] = now.detach().clone()  # it may be part of the batch, or hold a graph
+        for module in listers:
+            del module.__dict__["named_parameters"]
         for module, own_parameters, own_buffers in found:
             module.__dict__["_parameters"], module.__dict__["_buffers"] = own_parameters, own_buffers
         for hook in hooks:
             hook.remove()
         for module, own_weights in recurrent:
             module._flat_weights = own_weights
+
+
+def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[..., Any]:
+    """The method `named_parameters` of a bound module. It tells one parameter from another by what the module owns, not by what is fetched.
+
+    A tied parameter that is fetched again, its unit entered anew, is another tensor. And no list of what came before
+    keeps gathered parameters alive.
+    """
+
+    def named_parameters(
+        self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        again: dict[str, Tensor] = {}
+        for key, own in self._named_members(
+            lambda member: dict.items(member._parameters), prefix, recurse, remove_duplicate
+        ):
+            name = names_of.get(id(own))
+            if name is None:  # the model put it there
+                yield key, own
+                continue
+            value = again[name] if name in again else fetch(name)
+            if name in tied:
+                again[name] = value
+            yield key, value
+
+    return named_parameters
 
 
 def _fill_flat_weights(module: nn.RNNBase, inputs: Any) -> None:

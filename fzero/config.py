@@ -49,8 +49,17 @@ class ConfigError(ValueError):
     """A configuration that fzero will not run; the message names the field, the rule, the value and the fix."""
 
 
-def _integral(value: object) -> object:
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _stage(value: object) -> object:
+    number = int(value) if isinstance(value, str) and value.isdigit() else _number(value)
+    if number not in (0, 1, 2, 3):
+        raise ValueError("must be 0, 1, 2 or 3")
+    return number
 
 
 def _positive(value: int) -> int:
@@ -59,16 +68,17 @@ def _positive(value: int) -> int:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_integral), AfterValidator(_positive)]
+Count = Annotated[int, BeforeValidator(_number), AfterValidator(_positive)]
 """A positive integer; an integral float such as 5e8 is one."""
-Elements = Annotated[int, BeforeValidator(_integral), Field(ge=0)]
+Elements = Annotated[int, BeforeValidator(_number), Field(ge=0)]
 """A number of elements, 0 included."""
-Rate = Annotated[float, Field(ge=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Number = Annotated[float, BeforeValidator(_number)]
+Rate = Annotated[Number, Field(ge=0)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class Block(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
 
 class AdamWParams(Block):
@@ -93,14 +103,16 @@ class SGDParams(Block):
 
     lr: Rate = 1e-3
     momentum: Rate = 0.0
-    dampening: float = 0.0
+    dampening: Number = 0.0
     weight_decay: Rate = 0.0
     nesterov: bool = False
 
     @model_validator(mode="after")
     def _nesterov(self) -> Self:
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
-            raise ValueError("nesterov needs momentum > 0 and dampening = 0")
+            raise ValueError(
+                f"nesterov needs momentum > 0 and dampening = 0, got {self.momentum} and {self.dampening}; change these"
+            )
         return self
 
 
@@ -154,7 +166,7 @@ Optimizer = Annotated[Adam | AdamW | SGD, Field(discriminator="type"), BeforeVal
 class ZeroOptimization(Block):
     """DeepSpeed key `zero_optimization`. Sizes count elements."""
 
-    stage: Literal[0, 1, 2, 3] = 0
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)] = 0
     """Which of optimizer state (1), gradients (2) and parameters (3) are divided among the ranks."""
     reduce_bucket_size: Count = 500_000_000
     """Modules outside repeated blocks are joined into one unit, reduced by one collective, up to this size."""
@@ -166,17 +178,6 @@ class ZeroOptimization(Block):
     """0: a unit is gathered when it is needed. Otherwise the next unit's gather starts one unit early."""
     stage3_max_live_parameters: Count = Field(1_000_000_000, alias="max_live_parameters")
     """No gather starts early when it would bring more gathered elements than this to life."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _stage(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or "stage" not in data:
-            return data
-        stage = data["stage"]
-        stage = int(stage) if isinstance(stage, str) and stage.isdigit() else _integral(stage)
-        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage must be 0, 1, 2 or 3, got {data['stage']!r}")
-        return {**data, "stage": stage}
 
 
 class BatchSizes(NamedTuple):
@@ -215,8 +216,12 @@ class Config(Block):
         """
         if isinstance(source, Config):
             return source
-        if not isinstance(source, Mapping):
+        if isinstance(source, str | Path):
             source = _read(Path(source))
+        if not isinstance(source, Mapping):
+            raise ConfigError(
+                f"Config.load: needs a mapping or the path of a JSON file, got {type(source).__name__}; pass one of these"
+            )
         if source.get("gradient_accumulation_steps") == 1:
             source = {key: value for key, value in source.items() if key != "gradient_accumulation_steps"}
         try:
@@ -249,9 +254,11 @@ class Config(Block):
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         data = json.loads(path.read_text(), object_pairs_hook=_no_duplicates)
-    except FileNotFoundError:
-        raise ConfigError(f"Config.load: no file {str(path)!r}; give a mapping or the path of a JSON file") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise ConfigError(
+            f"Config.load: cannot read {str(path)!r}: {error.strerror}; give a mapping or the path of a JSON file"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"Config.load: {str(path)!r} is not JSON: {error}; mend the file") from None
     if not isinstance(data, Mapping):
         raise ConfigError(f"Config.load: {str(path)!r} must hold a JSON object, got {type(data).__name__}")
@@ -270,8 +277,8 @@ def _explain(detail: ErrorDetails) -> str:
     """One line for one wrong field."""
     block: type[BaseModel] = Config
     location: list[str] = []
-    for part in map(str, detail["loc"]):
-        if part in OPTIMIZERS:  # the member of the union, not a key
+    for index, part in enumerate(map(str, detail["loc"])):
+        if index == 1 and location == ["optimizer"]:  # the member of the union, not a key
             block = OPTIMIZERS[part]
             continue
         location.append(part)
@@ -285,6 +292,8 @@ def _explain(detail: ErrorDetails) -> str:
     key = location[-1]
     if key in NOT_YET:
         return f"{field}: fzero knows this DeepSpeed key and does not honour it yet; remove it to run without"
+    if key in block.model_fields:
+        return f"{field}: stands beside {block.model_fields[key].alias!r}, which is the same; remove one of them"
     nearest = difflib.get_close_matches(key, block.model_fields, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"known here: {', '.join(block.model_fields)}"
     return f"{field}: unknown key; {hint}"

@@ -116,7 +116,7 @@ class TrainStep:
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
         self._transform = cfg.optimizer.transform()
         self._micro_batch = cfg.batch_sizes(axis.size).micro
-        self._state_dict_names = list(model.state_dict())
+        self._stored_names = _stored_names(model)
 
     @property
     def specs(self) -> TrainState:
@@ -149,6 +149,7 @@ class TrainStep:
             ValueError: a name or shape that does not fit, or a module on `meta` that nothing initialises.
         """
         if params is not None:
+            params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
             initialise.check_names(self._model, params)
         flats, grads, optimizer = {}, {}, {}
         for unit in self.plan.units:
@@ -183,7 +184,7 @@ class TrainStep:
         return flat_P
 
     def gather(self, state: TrainState, *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
-        """The full state dict: the model's own names, fp32 (where floating), on the CPU.
+        """The full state dict: the model's own names, floating tensors in fp32 (or fp64, if they are), on the CPU.
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters. One unit is gathered at a time.
 
@@ -201,8 +202,7 @@ class TrainStep:
         if not keep:
             return {}
         full |= {name: _portable(tensor) for name, tensor in state.buffers.items()}
-        owners = {name: self.plan.aliases.get(name, name) for name in self._state_dict_names}
-        return {name: full[owner] for name, owner in owners.items() if owner in full}
+        return {key: full[name] for key, name in self._stored_names.items()}
 
     # --- the step ------------------------------------------------------------------------------------------------
 
@@ -220,7 +220,9 @@ class TrainStep:
         self._check_batch(batch)
         if not self._donate:
             state = optree.tree_map(torch.clone, state)
-        buffers = dict(state.buffers)
+        moving = self._moving_buffers
+        # The state given must stay good when this step raises, so that buffers change in a copy.
+        buffers = {n: tensor.clone() if moving is None or n in moving else tensor for n, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
         work = Pass(self.plan, self._axis, state.params, state.grads, self.schedule if self._learns else None)
         with _random_state(state.rng) as rng, bound(self._model, self.plan.aliases, work.fetch, buffers):
@@ -355,6 +357,7 @@ class TrainStep:
         So BatchNorm's running statistics see the global batch. Which buffers change is agreed on in the first step.
         """
         if self.world_size == 1 or not buffers:
+            self._moving_buffers = (self._moving_buffers or frozenset()) | moved
             return buffers
         if self._moving_buffers is None or not self._learns:
             self._moving_buffers = frozenset().union(*collectives.exchange(moved, self._axis, label="moving buffers"))
@@ -435,8 +438,19 @@ def _check_same(axis: Real, cfg: Config, model: nn.Module, the_plan: Plan) -> No
                 )
 
 
+def _stored_names(model: nn.Module) -> dict[str, str]:
+    """The keys of the model's state dict, each with the name under which its tensor is stored.
+
+    They differ for tied tensors, and where a module's hook writes keys of its own (a checkpoint wrapper hides itself).
+    """
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    tensors = model.state_dict(keep_vars=True)
+    return {key: names[id(tensor)] for key, tensor in tensors.items() if id(tensor) in names}
+
+
 def _portable(tensor: Tensor) -> Tensor:
-    copy = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
+    dtype = torch.float32 if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
+    copy = tensor.detach().to("cpu", dtype)
     return copy.clone() if copy.data_ptr() == tensor.data_ptr() or copy._base is not None else copy
 
 

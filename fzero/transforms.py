@@ -109,7 +109,7 @@ def sgd(
         if state.momentum is not None:
             # torch.optim dampens every gradient but the first; the step is a tensor, so this is data, not a branch.
             kept = torch.where(state.step == 0, 1.0, 1.0 - dampening) if dampening else None
-            state.momentum.mul_(momentum).add_(grad if kept is None else grad * kept)
+            state.momentum.mul_(momentum).add_(grad if kept is None else grad.mul_(kept))
             direction = grad.add_(state.momentum, alpha=momentum) if nesterov else state.momentum
         param.add_(direction, alpha=-lr)
         return grad, param, SGDState(state.step.add_(1), state.momentum)

@@ -27,7 +27,7 @@ from torch import Tensor
 from fzero import collectives
 from fzero.collectives import Axis, Real, Sim
 from fzero.transforms import Transform
-from sharding import Partition, Replicated, Sharded, Spec, TensorSpec
+from sharding import Partial, Partition, Replicated, Sharded, Spec, TensorSpec
 from sharding.views import dtype_name, pad, take_shard
 
 
@@ -143,21 +143,21 @@ def _map(
 
     def one(path: tuple[Any, ...], x: Tensor, spec: TensorSpec) -> Tensor:
         name = ".".join(map(str, path)) or "the tensor"
-        if isinstance(spec.spec, Sharded) and spec.spec.axis != axis.name:
+        if isinstance(spec.spec, Sharded | Partial) and spec.spec.axis != axis.name:
             raise ValueError(
                 f"{name}: its spec {spec.spec!r} must name the axis in use, got {axis.name!r}; bind that axis"
             )
-        expected = spec.shape if full else spec.local_shape(axis.size)
-        found = tuple(x.shape[1:]) if isinstance(axis, Sim) else tuple(x.shape)
-        if found != tuple(expected):
+        rows = (axis.size,) if isinstance(axis, Sim) else ()
+        expected = (*rows, *(spec.shape if full else spec.local_shape(axis.size)))
+        if tuple(x.shape) != expected:
             raise ValueError(
-                f"{name}: must have the shape {tuple(expected)} of {spec}, got {found}; "
-                f"pass {'full tensors' if full else f'shards of {axis.size} ranks'} or make the specs anew"
+                f"{name}: must have the shape {expected} of {spec}{', a row for each rank' if rows else ''}, got "
+                f"{tuple(x.shape)}; pass {'full tensors' if full else f'shards of {axis.size} ranks'} or make the specs anew"
             )
         partition = spec.partition(axis.size)
         if isinstance(spec.spec, Sharded):
             out = sharded(x, partition)
-            return out if full else out.reshape(*x.shape[: isinstance(axis, Sim)], *spec.shape)
+            return out if full else out.reshape((*rows, *spec.shape))
         return replicated(x, partition) if isinstance(spec.spec, Replicated) else x
 
     return optree.tree_map_with_path(one, tree, specs)

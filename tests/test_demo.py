@@ -1,5 +1,6 @@
 """The demo, as a user runs it: in processes of its own, with the smallest model."""
 
+import importlib
 import json
 import math
 import os
@@ -17,9 +18,13 @@ COMMAND = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--size", "t
 
 
 @pytest.fixture
-def text(monkeypatch):
+def examples(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    return pytest.importorskip("text")
+
+
+@pytest.fixture
+def text(examples):
+    return importlib.import_module("text")
 
 
 def processes_of(out: Path) -> list[psutil.Process]:
@@ -27,7 +32,7 @@ def processes_of(out: Path) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or [])]
 
 
-def test_the_demo_learns_and_leaves_its_picture_and_its_numbers(tmp_path):
+def test_the_demo_learns_and_leaves_its_picture_and_its_numbers(tmp_path, examples):
     run = subprocess.run([*COMMAND, tmp_path, "--steps", "40"], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "gzip -9" in run.stdout and "Python by this model" in run.stdout and "step 40/40" in run.stdout
@@ -36,6 +41,9 @@ def test_the_demo_learns_and_leaves_its_picture_and_its_numbers(tmp_path):
     losses = result["training_bits_per_byte"]
     assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert math.isfinite(result["validation_bits_per_byte"]) and 1 < result["gzip_bits_per_byte"] < 4
+    gpt = importlib.import_module("gpt")
+    numel = sum(parameter.numel() for parameter in gpt.GPT(gpt.SIZES["tiny"]).parameters())
+    assert 1 <= result["state_nbytes"] / (16 * numel / 2) < 1.01  # ZeRO-3 on two ranks, and a little padding
     assert not processes_of(tmp_path)
 
 
