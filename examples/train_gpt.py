@@ -23,7 +23,6 @@ from typing import Any
 
 import optree
 import torch
-import torch.distributed as dist
 from gpt import GPT, SIZES
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -121,9 +120,9 @@ def train(options: argparse.Namespace) -> None:
 
 def agree(stop: threading.Event) -> bool:
     """Whether any rank was asked to stop. *Collective*: one that left alone would leave the others waiting for it."""
-    asked = torch.tensor(int(stop.is_set()))
-    dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-    return bool(asked)
+    asked = torch.tensor(float(stop.is_set()))
+    mean = fzero.reduce_scatter_grads(asked, fzero.specs_of(asked), fzero.join())
+    return mean.item() > 0
 
 
 def describe(losses: list[float], num_steps: int, pace: float, *, num_tokens: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate, takewhile
 from types import MethodType
 from typing import Any
 
@@ -34,7 +35,7 @@ class _Parameters(dict[str, Any]):
         super().__setitem__(key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return self[key] if key in self else default  # noqa: SIM401 - it would call itself
 
     def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
         return ((key, self[key]) for key in self)
@@ -60,7 +61,7 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
     homes: list[tuple[dict[str, Tensor | None], str, str, Tensor]] = []
     names_of: dict[int, str] = {}  # by the identity of the module's own parameter
     listers: list[nn.Module] = []
-    lister = _lister(names_of, set(aliases.values()), fetch)
+    lister, parents = _lister(names_of, set(aliases.values()), fetch), _parents_of_ties(aliases)
     try:
         for prefix, module in model.named_modules():
             dot = f"{prefix}." if prefix else ""
@@ -68,7 +69,7 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
             names = {key: aliases.get(name, name) for key, name in names.items()}
             names_of |= {id(module._parameters[key]): name for key, name in names.items()}
             module.__dict__["_parameters"] = _Parameters(module._parameters, names, fetch)
-            if type(module).named_parameters is nn.Module.named_parameters:
+            if prefix in parents and type(module).named_parameters is nn.Module.named_parameters:
                 module.__dict__["named_parameters"] = MethodType(lister, module)
                 listers.append(module)
             module.__dict__["_buffers"] = dict(module._buffers)
@@ -93,11 +94,20 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
             module._flat_weights = own_weights
 
 
-def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[..., Any]:
-    """The method `named_parameters` of a bound module. It tells one parameter from another by what the module owns, not by what is fetched.
+def _parents_of_ties(aliases: dict[str, str]) -> set[str]:
+    """The root, and the names of the modules that hold two ends of a tie."""
+    parents = {""}
+    for alias, owner in aliases.items():
+        steps = takewhile(lambda pair: pair[0] == pair[1], zip(alias.split("."), owner.split(".")))
+        parents |= set(accumulate((step for step, _ in steps), "{}.{}".format))
+    return parents
 
-    A tied parameter that is fetched again, its unit entered anew, is another tensor. And no list of what came before
-    keeps gathered parameters alive.
+
+def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[..., Any]:
+    """The method `named_parameters` of a bound module, which tells parameters apart by what the module owns.
+
+    Not by what is fetched: a tied parameter whose unit is entered anew is another tensor, and would be listed twice.
+    Nor does a list of what came before keep all that was gathered alive.
     """
 
     def named_parameters(

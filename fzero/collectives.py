@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from torch import Tensor
 from sharding import reference
 
 TIMEOUT = timedelta(minutes=10)
+_STARTER = ThreadPoolExecutor(1, thread_name_prefix="fzero-send")
 
 # torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -114,13 +116,13 @@ class Pending:
     """
 
     label: str
-    works: Sequence[dist.Work]
+    works: Sequence[dist.Work] | Future[list[dist.Work]]
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
         """The result. Raises `CollectiveError` when another rank has died or the timeout has passed."""
         try:
-            for work in self.works:
+            for work in self.works.result() if isinstance(self.works, Future) else self.works:
                 work.wait()
         except RuntimeError as error:
             raise _failed(self.label, error) from error
@@ -182,15 +184,13 @@ def start_all_gather(shard_S: Tensor, full_P: Tensor, axis: Real, *, label: str 
     if full_WS[axis.rank].data_ptr() != shard_S.data_ptr():
         full_WS[axis.rank].copy_(shard_S)
     received = {rank: full_WS[rank] for rank in range(axis.size) if rank != axis.rank}
-    return Pending(label, _swap(label, received, dict.fromkeys(received, shard_S), axis), lambda: full_P)
+    return Pending(label, _swap(received, dict.fromkeys(received, shard_S), axis), lambda: full_P)
 
 
 def start_reduce_scatter(
     full_P: Tensor, axis: Real, *, out_S: Tensor | None = None, label: str = "reduce_scatter"
 ) -> Pending:
-    """Starts to average `full_P` over the ranks; the result is this rank's shard (S) of the mean.
-
-    The sum is made in rank order and then multiplied by 1/W.
+    """Starts to sum `full_P` over the ranks, in rank order; the result is this rank's shard (S) of the sum.
 
     *Collective:* every rank of `axis`; each sends `(W-1)/W · P` elements.
 
@@ -201,27 +201,27 @@ def start_reduce_scatter(
     if axis.size == 1:
         return Pending(label, (), lambda: full_P if out_S is None or out_S is full_P else out_S.copy_(full_P))
     shard_numel = full_P.numel() // axis.size
-    mean_S = full_P.new_empty(shard_numel) if out_S is None else out_S
+    sum_S = full_P.new_empty(shard_numel) if out_S is None else out_S
     _tell(axis, "reduce_scatter", label, shard_numel * (axis.size - 1), full_P)
     if full_P.numel() == 0:
-        return Pending(label, (), lambda: mean_S)
+        return Pending(label, (), lambda: sum_S)
     if axis.is_nccl:
-        sum_S = full_P.new_empty(shard_numel)
-        works = _start(label, _reduce_scatter, sum_S, full_P, axis)
-        return Pending(label, works, lambda: torch.mul(sum_S, 1 / axis.size, out=mean_S))
+        return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis), lambda: sum_S)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
-    received = dict(zip(others, full_P.new_empty(len(others), shard_numel), strict=True))
-    works = _swap(label, received, {rank: full_WS[rank] for rank in others}, axis)
+    # The result's own memory takes the first arrival, unless the memory is a summand.
+    is_summand = sum_S.data_ptr() == full_WS[axis.rank].data_ptr()
+    buffers = [*([] if is_summand else [sum_S]), *full_P.new_empty(len(others) - (not is_summand), shard_numel)]
+    received = dict(zip(others, buffers, strict=True))
+    works = _swap(received, {rank: full_WS[rank] for rank in others}, axis)
 
     def finish() -> Tensor:
         summands = [received.get(rank, full_WS[axis.rank]) for rank in range(axis.size)]
-        total_S = torch.add(
-            summands[0], summands[1], out=received[others[0]]
-        )  # not into mean_S, which may be a summand
-        for summand in summands[2:]:
+        total_S = received[others[0]] if axis.size > 2 else sum_S
+        torch.add(summands[0], summands[1], out=total_S)
+        for summand in summands[2:-1]:
             total_S.add_(summand)
-        return torch.mul(total_S, 1 / axis.size, out=mean_S)
+        return total_S if axis.size == 2 else torch.add(total_S, summands[-1], out=sum_S)
 
     return Pending(label, works, finish)
 
@@ -233,17 +233,24 @@ def _start(label: str, collective: Callable[..., Any], out: Tensor, x: Tensor, a
         raise _failed(label, error) from error
 
 
-def _swap(label: str, received: dict[int, Tensor], sent: dict[int, Tensor], axis: Real) -> list[dist.Work]:
+def _swap(received: dict[int, Tensor], sent: dict[int, Tensor], axis: Real) -> Future[list[dist.Work]]:
     """Starts to receive a tensor from, and to send one to, each of some ranks of `axis`.
 
-    Sends between two ranks arrive in the order in which they were started.
+    Sends between two ranks arrive in the order in which they were started. They are started on a thread of their own,
+    because gloo begins to copy at once and would hold up the compute.
     """
-    try:
-        works = [dist.irecv(x, axis.global_rank(rank), group=axis.group) for rank, x in received.items()]
-        works += [dist.isend(x, axis.global_rank(rank), group=axis.group) for rank, x in sent.items()]
-    except RuntimeError as error:
-        raise _failed(label, error) from error
-    return [work for work in works if work is not None]
+
+    transfers = [(dist.irecv, rank, x) for rank, x in received.items()]
+    transfers += [(dist.isend, rank, x) for rank, x in sent.items()]
+
+    def start() -> list[dist.Work]:
+        works = []
+        while transfers:  # emptied, so that nothing here keeps the tensors alive
+            transfer, rank, x = transfers.pop(0)
+            works.append(transfer(x, axis.global_rank(rank), group=axis.group))
+        return [work for work in works if work is not None]
+
+    return _STARTER.submit(start)
 
 
 def _tell(axis: Real, collective: str, label: str, num_elements: int, tensor: Tensor) -> None:
@@ -266,7 +273,8 @@ def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
     """This rank's shard of the mean over ranks: P → S (`Sim`: [W, P] → [W, S]). *Collective:* sends (W-1)/W · P."""
     if isinstance(axis, Sim):
         return reference.reduce_scatter(full, "mean")
-    return start_reduce_scatter(full.contiguous(), axis).wait()
+    shard = start_reduce_scatter(full.contiguous(), axis).wait()
+    return shard * (1 / axis.size)
 
 
 def stack(x: Tensor, axis: Real, *, label: str = "stack") -> Tensor:

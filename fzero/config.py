@@ -169,7 +169,8 @@ class ZeroOptimization(Block):
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)] = 0
     """Which of optimizer state (1), gradients (2) and parameters (3) are divided among the ranks."""
     reduce_bucket_size: Count = 500_000_000
-    """Modules outside repeated blocks are joined into one unit, reduced by one collective, up to this size."""
+    """Most elements of full gradients that wait for their reduction, besides those of one unit and never more than two
+    units. Also, modules outside repeated blocks are joined into one unit up to this size."""
     round_robin_gradients: bool = False
     """Order of the parameters inside a flat buffer: dealt out to the ranks in turn, instead of as declared."""
     stage3_param_persistence_threshold: Elements = Field(100_000, alias="param_persistence_threshold")
@@ -209,10 +210,10 @@ class Config(Block):
 
         >>> Config.load({"zero_optimization": {"stage": "2"}}).zero_optimization.stage
         2
-        >>> Config.load({"optimizer": {"type": "AdamV"}})
+        >>> Config.load({"optimizer": {"type": "AdanW"}})
         Traceback (most recent call last):
         ...
-        fzero.config.ConfigError: optimizer: no optimizer is named 'AdamV'; did you mean 'AdamW'? (known: Adam, AdamW, SGD)
+        fzero.config.ConfigError: optimizer: no optimizer is named 'AdanW'; did you mean 'AdamW'? (known: Adam, AdamW, SGD)
         """
         if isinstance(source, Config):
             return source
@@ -241,13 +242,17 @@ class Config(Block):
         train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
         if train is None:
             return BatchSizes(None if micro is None else micro * world_size, micro)
-        if micro is None:
-            micro = train // world_size
-        if micro * world_size != train:
+        if micro is None and train % world_size:
             raise ConfigError(
-                f"train_batch_size: must equal train_micro_batch_size_per_gpu × world size, got {train} for "
-                f"{micro or 'at least 1'} × {world_size}; give a multiple of {world_size * max(micro, 1)}, or one key only"
+                f"train_batch_size: must be a multiple of the {world_size} ranks, got {train}; give one, or start another "
+                f"number of ranks"
             )
+        if micro is not None and micro * world_size != train:
+            raise ConfigError(
+                f"train_batch_size: must equal train_micro_batch_size_per_gpu × ranks = {micro} × {world_size}, got "
+                f"{train}; give {micro * world_size}, or one of the two keys only"
+            )
+        micro = train // world_size
         return BatchSizes(train, micro)
 
 

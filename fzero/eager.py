@@ -19,7 +19,7 @@ Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard,
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,9 +37,25 @@ from sharding import Replicated, Sharded
 from sharding.views import take_shard, unflatten
 
 
-def new_flat(purpose: Literal["gather", "gradient"], buffer: BufferPlan, like: Tensor) -> Tensor:
-    """A full flat buffer (P), uninitialised. Everything large that a pass allocates for itself comes from here."""
-    return like.new_empty(buffer.padded_numel)
+class Scratch:
+    """Full flat buffers (P) for gathered parameters and unreduced gradients, kept for the next taker of the same size.
+
+    Memory that is new to the process costs a page fault for every 4 kB. CUDA's allocator keeps memory by itself.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def take(self, buffer: BufferPlan, like: Tensor) -> Tensor:
+        """An uninitialised buffer."""
+        free = self._free[buffer.padded_numel, like.dtype]
+        return free.pop() if free else like.new_empty(buffer.padded_numel)
+
+    def give(self, flat: Tensor) -> None:
+        """Takes a buffer back, unless somebody still holds a view of it."""
+        storage = flat.untyped_storage()
+        if flat.device.type == "cpu" and torch._C._storage_Use_Count(storage._cdata) == 2:  # `flat` and `storage`
+            self._free[flat.numel(), flat.dtype].append(flat)
 
 
 class _Recipe(NamedTuple):
@@ -88,6 +104,14 @@ class _Grads:
     written: set[str] = field(default_factory=set)
 
 
+class _Reduction(NamedTuple):
+    """A unit's reduce-scatters under way, with the full gradients that they read."""
+
+    numel: int
+    reads: _Grads
+    started: list[tuple[BufferPlan, Pending, bool]]
+
+
 class Pass:
     """One forward and backward on one rank: what is gathered now, what has come, and which collective is next.
 
@@ -100,6 +124,7 @@ class Pass:
         grads: where the mean gradients go, by key: whole (P) in stages 0 and 1, this rank's shards (S) otherwise. None
             is a forward only.
         schedule: the events to follow, or None to negotiate them; `executed` tells what was done.
+        scratch: where full buffers come from.
     """
 
     def __init__(
@@ -109,8 +134,9 @@ class Pass:
         params: dict[str, Tensor],
         grads: dict[str, Tensor] | None,
         schedule: Sequence[Event] | None,
+        scratch: Scratch,
     ) -> None:
-        self.plan, self.axis, self.params, self.schedule = plan, axis, params, schedule
+        self.plan, self.axis, self.params, self.schedule, self.scratch = plan, axis, params, schedule, scratch
         self.trains, self.grads = grads is not None, grads or {}
         self.executed: list[Event] = []
         self._units = {unit.name: unit for unit in plan.units}
@@ -128,7 +154,7 @@ class Pass:
         self._open_stays: defaultdict[str, int] = defaultdict(int)
         self._ready: set[str] = set()
         self._filling: defaultdict[str, _Grads] = defaultdict(_Grads)
-        self._in_flight: tuple[_Grads, list[tuple[BufferPlan, Pending, bool]]] | None = None
+        self._in_flight: deque[_Reduction] = deque()
         self._reduced: set[str] = set()  # keys of gradients that have been reduced in this pass
         self._joins: list[Pending] = []  # stage 0: all-gathers of mean gradients
 
@@ -164,8 +190,13 @@ class Pass:
             self._leaves.clear()
             self._present = None
         for name in [name for name in self._live if name != unit]:
-            for flat in self._live.pop(name).values():
+            for key, flat in self._live.pop(name).items():
                 del self._by_storage[flat.untyped_storage().data_ptr()]
+                self._give_back(flat, key)
+
+    def _give_back(self, flat: Tensor, key: str) -> None:
+        if flat is not self.params[key] and flat is not self.grads.get(key):
+            self.scratch.give(flat)
 
     def _gathered(self, unit: UnitPlan) -> dict[str, Tensor]:
         """The unit's gathered buffers, alive; the others are released, and the next gather is started."""
@@ -222,17 +253,19 @@ class Pass:
         start, stop = buffer.layout.bounds(name)
         target = self._flat_grad(filling, buffer)[start:stop].view(grad.shape)
         if name in filling.written:
-            target.add_(grad)
-        else:
+            target.add_(grad, alpha=1 / self.axis.size)
+        elif self.axis.size == 1:
             target.copy_(grad)
-            filling.written.add(name)
+        else:  # the share of the mean: dividing here costs no pass over memory of its own
+            torch.mul(grad, 1 / self.axis.size, out=target)
+        filling.written.add(name)
 
     def _flat_grad(self, filling: _Grads, buffer: BufferPlan) -> Tensor:
         """Where the unreduced gradient is collected (P): where it will stay, if all of it stays on this rank."""
         if buffer.key not in filling.flats:
             store = self.grads[buffer.key]
             stays = store.numel() == buffer.padded_numel and buffer.key not in self._reduced
-            filling.flats[buffer.key] = store if stays else new_flat("gradient", buffer, store)
+            filling.flats[buffer.key] = store if stays else self.scratch.take(buffer, store)
         return filling.flats[buffer.key]
 
     def _stay_ended(self, unit: str) -> None:
@@ -320,7 +353,7 @@ class Pass:
                     self.params[buffer.key],
                     self.params[buffer.key]
                     if self.axis.size == 1
-                    else new_flat("gather", buffer, self.params[buffer.key]),
+                    else self.scratch.take(buffer, self.params[buffer.key]),
                     self.axis,
                     label=f"gather {buffer.key}",
                 ),
@@ -331,12 +364,14 @@ class Pass:
 
     def _drop_gathers(self) -> None:
         for gathers in self._gathering.values():
-            for _, pending in gathers:
-                pending.wait()
+            for buffer, pending in gathers:
+                self._give_back(pending.wait(), buffer.key)
         self._gathering.clear()
 
     def _start_reduce(self, unit: UnitPlan) -> None:
-        self._end_reduce()
+        numel = sum(buffer.padded_numel for buffer in unit.buffers if buffer.trainable)
+        while self._in_flight and sum(r.numel for r in self._in_flight) + numel > self.plan.max_reducing:
+            self._end_reduce()
         self._ready.discard(unit.name)
         filling = self._filling.pop(unit.name, _Grads())
         started = []
@@ -350,15 +385,13 @@ class Pass:
                     flat_P, self.axis, out_S=None if is_late else self._own(buffer), label=f"reduce {buffer.key}"
                 )
                 started.append((buffer, pending, is_late))
-        self._in_flight = (filling, started)
+        self._in_flight.append(_Reduction(numel, filling, started))
 
     def _end_reduce(self) -> None:
-        """Waits for the reduction in flight. In stage 0 the mean is then joined, over the gradient it was made of."""
-        if self._in_flight is None:
-            return
-        _, started = self._in_flight
-        self._in_flight = None
-        for buffer, pending, is_late in started:
+        """Waits for the oldest reduction. In stage 0 the mean is then joined, over the gradient it was made of."""
+        _, reads, started = self._in_flight.popleft()
+        while started:  # emptied, so that nothing here holds the gradients that are given back
+            buffer, pending, is_late = started.pop(0)
             mean_S = pending.wait()
             if is_late:
                 self._end_joins()
@@ -368,6 +401,10 @@ class Pass:
                 self._joins.append(
                     collectives.start_all_gather(self._own(buffer), store, self.axis, label=f"join {buffer.key}")
                 )
+
+        pending = None
+        for key, flat_P in reads.flats.items():
+            self._give_back(flat_P, key)
 
     def _own(self, buffer: BufferPlan) -> Tensor:
         """This rank's shard (S) of the mean gradient."""
@@ -399,7 +436,8 @@ class Pass:
                 f"gradients of unit {next(iter(self._filling))!r} came after its reduction, which they did not do in the "
                 f"first step; pass schedule='negotiated'"
             )
-        self._end_reduce()
+        while self._in_flight:
+            self._end_reduce()
         self._end_joins()
         self._drop_gathers()
         self._release_all_but("")

@@ -105,6 +105,7 @@ class Plan:
         buffers: the specs of the module's own buffers, by name.
         prefetch: whether the next unit's gather starts one unit early.
         max_live: most gathered elements that an early gather may lead to.
+        max_reducing: most elements of full gradients that wait for their reduction, besides those of one unit.
     """
 
     stage: int
@@ -115,6 +116,7 @@ class Plan:
     buffers: dict[str, TensorSpec] = field(repr=False)
     prefetch: bool
     max_live: int
+    max_reducing: int
 
     @property
     def flat_buffers(self) -> tuple[BufferPlan, ...]:
@@ -216,6 +218,7 @@ def plan(model: nn.Module, cfg: Config | Any, *, world_size: int = 1, units: Seq
         buffers={n: TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for n, t in model.named_buffers()},
         prefetch=zero.stage3_prefetch_bucket_size > 0,
         max_live=zero.stage3_max_live_parameters,
+        max_reducing=min(zero.reduce_bucket_size, 2 * max(sum(b.padded_numel for b in u.buffers) for u in unit_plans)),
     )
 
 

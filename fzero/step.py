@@ -25,7 +25,7 @@ from fzero import collectives, initialise
 from fzero.binding import bound
 from fzero.collectives import Pending, Real
 from fzero.config import Config
-from fzero.eager import Pass, may_start_early, own_shard
+from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.plan import BufferPlan, Plan, plan
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
@@ -72,9 +72,10 @@ def make_train_step(
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: told on every rank, when ranks differ.
-        ValueError: the model has no parameters, or a name in `units` matches nothing.
+        ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` matches nothing.
     """
     cfg = Config.load(cfg)
+    _check_no_hooks(model)
     device = _device_of(model)
     axis = mesh if isinstance(mesh, Real) else _bind(mesh, device)
     cfg.batch_sizes(axis.size)
@@ -86,8 +87,8 @@ def make_train_step(
 class TrainStep:
     """`step(state, batch)` → `(state, metrics)`; made by `make_train_step`.
 
-    Keeps no tensors. What it learns in the first step (the order of collectives, which module buffers change) is the
-    same for every state.
+    Keeps no tensors but scratch memory. What it learns in the first step (the order of collectives, which module
+    buffers change) is the same for every state.
 
     Attributes:
         plan: units, flat buffers, bytes and what is sent; `print(step.plan)`.
@@ -114,6 +115,7 @@ class TrainStep:
         self._loss_fn, self._donate, self._learns, self._seed = loss_fn, donate, schedule == "learned", seed
         self._eval_schedule: tuple[Event, ...] | None = None
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
+        self._scratch = Scratch()
         self._transform = cfg.optimizer.transform()
         self._micro_batch = cfg.batch_sizes(axis.size).micro
         self._stored_names = _stored_names(model)
@@ -220,11 +222,14 @@ class TrainStep:
         self._check_batch(batch)
         if not self._donate:
             state = optree.tree_map(torch.clone, state)
-        moving = self._moving_buffers
-        # The state given must stay good when this step raises, so that buffers change in a copy.
-        buffers = {n: tensor.clone() if moving is None or n in moving else tensor for n, tensor in state.buffers.items()}
+        # Buffers change in a copy, so that the state given stays good when this step raises.
+        given = state.buffers
+        moving = self._moving_buffers if self._moving_buffers is not None and self._learns else frozenset(given)
+        buffers = {name: tensor.clone() if name in moving else tensor for name, tensor in given.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        work = Pass(self.plan, self._axis, state.params, state.grads, self.schedule if self._learns else None)
+        work = Pass(
+            self.plan, self._axis, state.params, state.grads, self.schedule if self._learns else None, self._scratch
+        )
         with _random_state(state.rng) as rng, bound(self._model, self.plan.aliases, work.fetch, buffers):
             with work.saving():
                 loss = self._loss(batch)
@@ -236,11 +241,15 @@ class TrainStep:
         moved = {
             name
             for name, (tensor, version) in before.items()
-            if buffers[name] is not tensor or tensor._version != version
+            # The kernel of BatchNorm changes its statistics and not their version: values are compared where there is
+            # a copy and the answer is not yet known.
+            if buffers[name] is not tensor
+            or tensor._version != version
+            or (moving is not self._moving_buffers and not torch.equal(tensor, given[name]))
         }
         buffers = self._agree(buffers, moved)
-        metrics = self._measure(loss.detach(), state)
-        optimizer = self._update(state, metrics.grad_norm)
+        metrics, norm = self._measure(loss.detach(), state)
+        optimizer = self._update(state, norm)
         return TrainState(state.step.add_(1), state.params, state.grads, optimizer, buffers, rng), metrics
 
     def evaluate(self, state: TrainState, batch: Any) -> Tensor:
@@ -248,7 +257,9 @@ class TrainStep:
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
-        work = Pass(self.plan, self._axis, state.params, None, self._eval_schedule if self._learns else None)
+        work = Pass(
+            self.plan, self._axis, state.params, None, self._eval_schedule if self._learns else None, self._scratch
+        )
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
@@ -299,8 +310,8 @@ class TrainStep:
             )
         return loss.reshape(())
 
-    def _measure(self, loss: Tensor, state: TrainState) -> Metrics:
-        """Loss and gradient norm of all ranks, in one small collective."""
+    def _measure(self, loss: Tensor, state: TrainState) -> tuple[Metrics, Tensor]:
+        """Loss and gradient norm of all ranks, in one small collective; the norm in fp64 as well, to clip by."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for buffer in self.plan.flat_buffers:
             if buffer.trainable and buffer.shard_numel:  # in all stages the same numbers, added in the same order
@@ -320,12 +331,11 @@ class TrainStep:
                 else f"loss is {mean_loss.item():.6g}, its gradient is not finite"
             )
             raise FloatingPointError(
-                f"step {int(state.step)}: {what} (losses {rows[:, 0].tolist()}, gradient norm {norm.item():.6g}); the state was not "
-                f"updated: lower the learning rate, set gradient_clipping, or look at this batch"
+                f"step {int(state.step)}: {what} (losses {rows[:, 0].tolist()}, gradient norm {norm.item():.6g}); "
+                f"the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
             )
-        return Metrics(
-            mean_loss.float(), norm.float(), torch.tensor(self._cfg.optimizer.params.lr, device=self._device)
-        )
+        lr = torch.tensor(self._cfg.optimizer.params.lr, device=self._device)
+        return Metrics(mean_loss.float(), norm.float(), lr), norm
 
     def _update(self, state: TrainState, norm: Tensor) -> dict[str, Any]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
@@ -374,7 +384,9 @@ class TrainStep:
         for dtype, names in by_dtype.items():
             flat = torch.cat([buffers[name].reshape(-1) for name in names])
             rows = collectives.stack(flat, self._axis, label="module buffers")
-            agreed = _mean_in_rank_order(rows) if dtype.is_floating_point else rows[0]
+            agreed = rows[0]
+            if dtype.is_floating_point:  # what is equal stays so to the last bit
+                agreed = torch.where((rows == rows[0]).all(dim=0), rows[0], _mean_in_rank_order(rows))
             for name, values in zip(names, agreed.split([buffers[name].numel() for name in names]), strict=True):
                 buffers[name].copy_(values.view(buffers[name].shape))
         return buffers
@@ -412,6 +424,16 @@ def _bind(mesh: Mesh | None, device: torch.device) -> Real:
             f"not supported yet"
         )
     return axis
+
+
+def _check_no_hooks(model: nn.Module) -> None:
+    """Hooks of modules run as they are; those of a parameter would not, for the module's parameters are not used."""
+    for name, param in model.named_parameters():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name!r}: has a gradient hook, which would never be called; remove it, and change the gradient "
+                f"in the forward (a torch.autograd.Function around the parameter) or the parameter after the step"
+            )
 
 
 def _check_same(axis: Real, cfg: Config, model: nn.Module, the_plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -95,43 +96,48 @@ def test_parameters_kept_whole_are_joined_and_not_gathered(ranks: RankPool) -> N
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-class Alive:
-    """The most elements that were alive at once in the flat buffers of one purpose, seen at every allocation."""
+class Alive(eager.Scratch):
+    """Counts the elements of full buffers that are alive, and the most at once: taken, and not given back or freed."""
 
     def __init__(self) -> None:
-        self.refs: dict[str, list[tuple[StorageWeakRef, int]]] = {"gather": [], "gradient": []}
-        self.peak = Counter({"gather": 0, "gradient": 0})
-        self.total = Counter({"gather": 0, "gradient": 0})
+        super().__init__()
+        self.alive: dict[str, dict[int, tuple[StorageWeakRef, int]]] = {"gather": {}, "gradient": {}}
+        self.peak, self.total = Counter(gather=0, gradient=0), Counter(gather=0, gradient=0)
 
     def now(self, purpose: str) -> int:
-        self.refs[purpose] = [(ref, numel) for ref, numel in self.refs[purpose] if not ref.expired()]
-        return sum(numel for _, numel in self.refs[purpose])
+        return sum(numel for ref, numel in self.alive[purpose].values() if not ref.expired())
 
-    def new_flat(self, purpose: str, buffer: Any, like: torch.Tensor) -> torch.Tensor:
-        flat = like.new_empty(buffer.padded_numel)
-        self.refs[purpose].append((StorageWeakRef(flat.untyped_storage()), flat.numel()))
+    def take(self, buffer: Any, like: torch.Tensor) -> torch.Tensor:
+        caller = sys._getframe(1).f_code.co_name
+        purpose = "gradient" if "grad" in caller else "gather"
+        flat = super().take(buffer, like)
+        storage = flat.untyped_storage()
+        self.alive[purpose][storage.data_ptr()] = (StorageWeakRef(storage), flat.numel())
         self.total[purpose] += flat.numel()
         self.peak[purpose] = max(self.peak[purpose], self.now(purpose))
         return flat
 
+    def give(self, flat: torch.Tensor) -> None:
+        super().give(flat)
+        if any(flat is free for frees in self._free.values() for free in frees):
+            for known in self.alive.values():
+                known.pop(flat.data_ptr(), None)
 
-def _peaks(stage: int, model: type[torch.nn.Module], data: Any) -> list[tuple[Alive, fzero.Plan, tuple[int, int]]]:
+
+def _peaks(stage: int, model: type[torch.nn.Module], data: Any) -> list[Any]:
     """Peaks of the first step, which negotiates its collectives, and of the third, which follows the schedule."""
     seen = []
-    original = eager.new_flat
     gc.disable()  # what only the garbage collector would free must count as alive
     try:
-        step = fzero.make_train_step(make(model), config(stage))
+        step = fzero.make_train_step(make(model), config(stage, reduce_bucket_size=1))
         state = step.init()
         for index in range(3):
-            alive = Alive()
-            eager.new_flat = alive.new_flat  # type: ignore[assignment]
+            alive = step._scratch = Alive()
             state, _ = step(state, part(data(index), step.rank, step.world_size))
-            left = (alive.now("gather"), alive.now("gradient"))
-            alive.refs.clear()
-            seen.append((alive, step.plan, left))
+            left = alive.now("gather"), alive.now("gradient")
+            reused = sum(flat.numel() for frees in alive._free.values() for flat in frees)
+            seen.append((alive.peak, alive.total, left, reused, step.plan))
     finally:
-        eager.new_flat = original
         gc.enable()
     return [seen[0], seen[2]]
 
@@ -140,26 +146,26 @@ def _peaks(stage: int, model: type[torch.nn.Module], data: Any) -> list[tuple[Al
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_stage_3_holds_at_most_the_two_largest_units(ranks: RankPool, world_size: int, model: Any, data: Any) -> None:
     for seen in ranks(world_size, _peaks, 3, model, data):
-        for index, (alive, plan, left) in enumerate(seen):
+        for index, (peak, total, left, reused, plan) in enumerate(seen):
             two_largest = sum(sorted(unit.gathered_numel for unit in plan.units)[-2:])
-            assert max(unit.gathered_numel for unit in plan.units) <= alive.peak["gather"] <= two_largest
-            assert left == (0, 0)
+            assert max(unit.gathered_numel for unit in plan.units) <= peak["gather"] <= two_largest
+            assert left == (0, 0) and reused > 0
             whole = sum(unit.gathered_numel for unit in plan.units)
-            assert alive.total["gather"] > whole, "units must be gathered again in the backward"
+            assert total["gather"] > whole, "units must be gathered again in the backward"
             if index == 1 and model is Plain:
-                assert alive.peak["gather"] == two_largest, "the next unit must be gathered early"
+                assert peak["gather"] == two_largest, "the next unit must be gathered early"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_full_gradients_alive_are_bounded_by_the_buckets_filled_and_sent(
+def test_full_gradients_alive_are_bounded_by_the_bucket_sent_and_the_unit_filled(
     ranks: RankPool, world_size: int, stage: int
 ) -> None:
     for seen in ranks(world_size, _peaks, stage, Plain, vectors):
-        for alive, plan, _ in seen:
+        for peak, total, _, _, plan in seen:
             largest = max(sum(b.padded_numel for b in unit.buffers) for unit in plan.units)
-            assert alive.total["gradient"] == sum(buffer.padded_numel for buffer in plan.flat_buffers)
-            assert largest <= alive.peak["gradient"] <= 2 * largest < alive.total["gradient"]
+            assert total["gradient"] == sum(buffer.padded_numel for buffer in plan.flat_buffers)
+            assert largest <= peak["gradient"] <= 2 * largest < total["gradient"]
 
 
 def _state_matches_specs(stage: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -190,11 +196,14 @@ def test_specs_and_planned_bytes_are_those_of_the_state(ranks: RankPool, world_s
 @pytest.mark.parametrize("world_size", [1, 2, 4, 64])
 def test_planned_bytes_are_the_papers_formula(world_size: int) -> None:
     """ZeRO §3 and figure 1 with fp32 and Adam: 4Ψ parameters, 4Ψ gradients, 8Ψ moments."""
-    model = Plain(width=64)  # 5 · 4160 elements: every shard is whole, up to 64 ranks with an alignment of 32
-    psi = 5 * 64 * 65
+    model = Plain(width=64)
     for stage in range(4):
-        found = fzero.plan(model, config(stage), world_size=world_size).bytes_per_rank
-        steps = 4 * 5  # one 0-d step counter for each flat buffer
-        assert found["parameters"] == 4 * psi // (world_size if stage >= 3 else 1)
-        assert found["gradients"] == 4 * psi // (world_size if stage >= 2 else 1)
-        assert found["optimizer"] - steps == 8 * psi // (world_size if stage >= 1 else 1)
+        plan = fzero.plan(model, config(stage), world_size=world_size)
+        psi = sum(param.numel() for param in model.parameters()) + plan.padding
+        counters = 4 * len(plan.flat_buffers)  # one 0-d step counter for each
+        assert plan.bytes_per_rank == {
+            "parameters": 4 * psi // (world_size if stage >= 3 else 1),
+            "gradients": 4 * psi // (world_size if stage >= 2 else 1),
+            "optimizer": 8 * psi // (world_size if stage >= 1 else 1) + counters,
+        }
+        assert plan.padding < 32 * world_size * len(plan.flat_buffers)

@@ -177,9 +177,7 @@ def _verbs_on_a_rank(trees: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @settings(max_examples=10)
 @given(trees=st.lists(trees_of_specs(), min_size=8, max_size=8))
-def test_real_ranks_and_a_simulated_axis_give_the_same_bits(
-    ranks: RankPool, world_size: int, trees: list[Any]
-) -> None:
+def test_real_ranks_and_a_simulated_axis_give_the_same_bits(ranks: RankPool, world_size: int, trees: list[Any]) -> None:
     axis = fzero.Sim("data", world_size)
     on_ranks = ranks(world_size, _verbs_on_a_rank, trees)
     for index, specs in enumerate(trees):
@@ -247,11 +245,15 @@ TWO = fzero.Sim("data", 2)
 
 def test_a_leaf_of_another_shape_is_named_with_its_shape_and_its_specs() -> None:
     specs = {"layer": [TensorSpec((3, 2), "float32", Sharded("data"))]}
-    with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(2, 3, 2\).*got \(2, 2, 3\); pass full tensors"):
+    with pytest.raises(
+        ValueError, match=r"layer\.0: must have the shape \(2, 3, 2\).*got \(2, 2, 3\); pass full tensors"
+    ):
         fzero.shard({"layer": [torch.zeros(2, 2, 3)]}, specs, TWO)
     with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(2, 3, 2\).*got \(2, 6\); pass full tensors"):
         fzero.reduce_scatter_grads({"layer": [torch.zeros(2, 6)]}, specs, TWO)
-    with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(2, 3\).*got \(2, 4\); pass shards of 2 ranks"):
+    with pytest.raises(
+        ValueError, match=r"layer\.0: must have the shape \(2, 3\).*got \(2, 4\); pass shards of 2 ranks"
+    ):
         fzero.gather({"layer": [torch.zeros(2, 4)]}, specs, TWO)
     with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(6,\).*got \(3, 2\)"):
         fzero.gather({"layer": [torch.zeros(3, 2)]}, specs, fzero.Real("data"))

@@ -130,23 +130,46 @@ def train_plainly(
     num_steps: int = 10,
     clip: float = 1.0,
     loss_of: Callable[[nn.Module, Any], Tensor] | None = None,
+    num_parts: int = 1,
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """The oracle: one process, the global batch, torch.optim."""
+    """The oracle: one process, the global batch, torch.optim.
+
+    With `num_parts` it plays so many ranks, one after the other: each part of the batch meets the same buffers, and
+    their losses, gradients and floating buffers are averaged. What a model computes over a batch needs that.
+    """
     module = make(model)
     params = [p for p in module.parameters() if p.requires_grad]
     optimizer = make_optimizer(params)
     curve = []
     for index in range(num_steps):
-        batch = data(index)
         optimizer.zero_grad()
-        loss = loss_of(module, batch) if loss_of else module(*batch)
-        loss.backward()
+        before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        losses, after = [], []
+        for rank in range(num_parts):
+            _assign(module, before)
+            batch = part(data(index), rank, num_parts)
+            losses.append(loss_of(module, batch) if loss_of else module(*batch))
+            (losses[-1] / num_parts).backward()
+            after.append({name: buffer.detach().clone() for name, buffer in module.named_buffers()})
+        loss = torch.stack(losses).mean()
+        _assign(module, {name: _mean([buffers[name] for buffers in after]) for name in before})
         for param in params:  # a parameter without a gradient has a zero one: which ones have none may depend on data
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        norm = nn.utils.clip_grad_norm_(params, clip if clip else float("inf"))
+        norm = nn.utils.get_total_norm([param.grad.double() for param in params])
+        nn.utils.clip_grad_norm_(params, clip if clip else float("inf"))
         optimizer.step()
         curve.append((loss.item(), norm.item()))
     return curve, copy.deepcopy(module.state_dict())
+
+
+def _assign(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).mean(0) if tensors[0].is_floating_point() else tensors[0]
 
 
 def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,0 +1,126 @@
+"""Imports go down only: a walk over the source of every module, without running any."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fzero
+
+ROOT = Path(__file__).parents[1]
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    # integers and names only, no torch
+    (
+        *("sharding.checks", "sharding.dtypes", "sharding.partition", "sharding.order", "sharding.layout"),
+        *("sharding.specs", "sharding.buckets", "sharding.transfer", "sharding"),
+    ),
+    # tensors cut and joined by a layout; collectives on stacked ranks; what property tests try
+    ("sharding.views", "sharding.reference", "sharding.toy_models", "sharding.testing"),
+    # pure
+    ("fzero.transforms", "fzero.schedule", "fzero.state", "fzero.config", "fzero.plan"),
+    # the only door to torch.distributed
+    ("fzero.collectives",),
+    # what moves state, and what runs a model
+    ("fzero.verbs", "fzero.binding", "fzero.initialise", "fzero.eager"),
+    # their composition
+    ("fzero.step",),
+    ("fzero",),
+)
+"""From the lowest up. A module imports modules of lower layers, and those to its left in its own."""
+
+ORDER = [module for layer in LAYERS for module in layer]
+INTEGERS_ONLY, PACKAGES = LAYERS[0], ("sharding", "fzero")
+PUBLIC_MODULES = {"sharding", "sharding.views", "sharding.reference", "sharding.testing"}
+"""What users may import of sharding; of fzero, the package itself."""
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Every import of a file, also inside functions: (module, name from it or None)."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports by full name only"
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def imported_modules(path: Path) -> set[str]:
+    """`from fzero import collectives` imports the module, and `from sharding.views import pad` one as well."""
+    modules = set()
+    for module, name in imports(path):
+        inner = f"{module}.{name}"
+        modules.add(inner if inner in ORDER else module)
+    return modules
+
+
+def attributes(path: Path) -> set[str]:
+    """Every dotted name that is read, such as `torch.distributed.all_reduce`."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    names = {ast.unparse(node) for node in nodes}
+    return {name for name in names if name.replace(".", "").isidentifier()}
+
+
+def test_every_module_has_its_layer() -> None:
+    assert sorted(map(name_of, files(*PACKAGES))) == sorted(ORDER)
+
+
+@pytest.mark.parametrize("path", files(*PACKAGES), ids=name_of)
+def test_imports_go_down_only(path: Path) -> None:
+    own = [module for module in imported_modules(path) if module.partition(".")[0] in PACKAGES]
+    name = name_of(path)
+    below = set(ORDER[: ORDER.index(name)])
+    assert set(own) <= below, f"{name} imports from above or beside: {sorted(set(own) - below)}"
+
+
+def test_modules_of_integers_do_not_import_torch() -> None:
+    for path in files("sharding"):
+        if name_of(path) in INTEGERS_ONLY:
+            assert not any(module.partition(".")[0] == "torch" for module in imported_modules(path)), path
+
+
+def test_torch_distributed_is_named_behind_one_door_only() -> None:
+    def uses(path: Path) -> bool:
+        names = {f"{module}.{name}" if name else module for module, name in imports(path)} | attributes(path)
+        return any(f"{name}.".startswith("torch.distributed.") for name in names)
+
+    assert {name_of(path) for path in files("fzero", "sharding", "examples") if uses(path)} == {"fzero.collectives"}
+
+
+@pytest.mark.parametrize("path", files("examples", "benchmarks"), ids=name_of)
+def test_examples_and_benchmarks_import_public_names_only(path: Path) -> None:
+    for module, name in imports(path):
+        if module.partition(".")[0] == "fzero":
+            assert module == "fzero" and (name is None or name in fzero.__all__), f"{module}: {name}"
+        if module.partition(".")[0] == "sharding":
+            assert module in PUBLIC_MODULES, module
+            assert name is None or not name.startswith("_"), f"{module}: {name}"
+    for name in attributes(path):
+        package, _, rest = name.partition(".")
+        if package == "fzero":
+            assert rest.partition(".")[0] in fzero.__all__, name
+
+
+def test_nothing_but_a_test_imports_a_test() -> None:
+    tests = {path.stem for path in files("tests")}
+    own = {path.stem for path in files("examples", "benchmarks")}  # they stand beside the file that imports them
+    for path in files(*PACKAGES, "examples", "benchmarks"):
+        found = {module.partition(".")[0] for module in imported_modules(path)} - own
+        assert not found & (tests | {"tests", "pytest"}), f"{path} imports {sorted(found & tests)}"
+
+
+def test_every_public_name_exists_and_is_told_in_alphabetical_order() -> None:
+    assert all(hasattr(fzero, name) for name in fzero.__all__)
+    assert list(fzero.__all__) == sorted(fzero.__all__)
