@@ -76,7 +76,7 @@ def train(options: argparse.Namespace) -> None:
     console = Console(quiet=step.rank != 0, highlight=False, soft_wrap=True)
     live = console.is_terminal  # a line that changes; a log gets a new line now and then
     training_text, held_out_text = read_text()
-    console.print(str(step.plan))
+    console.print(step.plan)
     console.print(f"{len(training_text):,} bytes of Python to learn from; one file in twenty is held out")
 
     losses: list[float] = []

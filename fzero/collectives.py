@@ -240,6 +240,7 @@ def _swap(received: dict[int, Tensor], sent: dict[int, Tensor], axis: Real) -> F
     because gloo begins to copy at once and would hold up the compute.
     """
 
+    transfers: list[tuple[Callable[..., Any], int, Tensor]]
     transfers = [(dist.irecv, rank, x) for rank, x in received.items()]
     transfers += [(dist.isend, rank, x) for rank, x in sent.items()]
 

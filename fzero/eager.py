@@ -20,7 +20,7 @@ Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard,
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -94,6 +94,10 @@ class _Leaf(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.work._write_grad(ctx.name, grads[0])
         return ctx.work._anchor.detach(), None, None, None
+
+
+_root: Callable[..., Tensor] = _Root.apply  # type: ignore[assignment]
+_leaf: Callable[..., Tensor] = _Leaf.apply  # type: ignore[assignment]
 
 
 @dataclass(slots=True)
@@ -173,16 +177,17 @@ class Pass:
     def _enter(self, unit_name: str) -> None:
         """Makes `unit_name` the present unit and its parameters the leaves."""
         unit = self._units[unit_name]
-        flats = self._gathered(unit)
         self._entered.add(unit_name)
-        self._present = unit_name
-        self._recorded.discard(unit_name)
-        with torch.enable_grad():
-            root = _Root.apply(self._anchor, self, unit_name) if self.trains else None
+        # Also inside the model's own no_grad and inference mode: what is entered there may be used with gradients later.
+        with torch.inference_mode(False), torch.enable_grad():
+            flats = self._gathered(unit)
+            self._present = unit_name
+            self._recorded.discard(unit_name)
+            root = _root(self._anchor, self, unit_name) if self.trains else None
             for buffer in unit.buffers:
                 views = unflatten(flats.get(buffer.key, self.params[buffer.key]), buffer.layout)
                 if buffer.trainable and root is not None:
-                    views = {name: _Leaf.apply(root, view, self, name) for name, view in views.items()}
+                    views = {name: _leaf(root, view, self, name) for name, view in views.items()}
                 self._leaves.update(views)
 
     def _release_all_but(self, unit: str) -> None:
@@ -229,7 +234,7 @@ class Pass:
         if tensor.layout == torch.strided:
             unit, key, dtype = self._by_storage.get(tensor.untyped_storage().data_ptr(), (None, "", None))
             if unit is not None and dtype == tensor.dtype:
-                return _Recipe(unit, key, tensor.storage_offset(), tuple(tensor.size()), tensor.stride())
+                return _Recipe(unit, key, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride())
         return tensor.detach(), tensor._version
 
     def _unpack(self, packed: tuple[Tensor, int] | _Recipe) -> Tensor:
@@ -402,7 +407,7 @@ class Pass:
                     collectives.start_all_gather(self._own(buffer), store, self.axis, label=f"join {buffer.key}")
                 )
 
-        pending = None
+        del pending
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)
 

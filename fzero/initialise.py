@@ -7,6 +7,7 @@ seed and the module's name: the numbers depend neither on the world size nor on 
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 
@@ -83,7 +84,7 @@ def _initialise(
 ) -> dict[str, Tensor]:
     """The module's own tensors, made real, filled under their own seed, and given back; the module stays on `meta`."""
     where = f"module {prefix or '(root)'!r} ({type(module).__name__})"
-    fill = init_fn or getattr(module, "reset_parameters", None)
+    fill = getattr(module, "reset_parameters", None) if init_fn is None else functools.partial(init_fn, module)
     if fill is None:
         raise ValueError(
             f"init: {where} is on meta and has no reset_parameters; pass init_fn=, or build it with values"
@@ -98,7 +99,7 @@ def _initialise(
         }
         module.__dict__["_buffers"] = {key: None if b is None else _blank(b, device) for key, b in buffers.items()}
         try:
-            fill() if init_fn is None else init_fn(module)
+            fill()
             filled = {**module._parameters, **module._buffers}
         finally:
             module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers

@@ -12,13 +12,14 @@ and names only. Shape letters: N elements of a buffer, P padded = W·S, S elemen
 from __future__ import annotations
 
 import fnmatch
+import io
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import optree
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from torch import nn
 
@@ -162,8 +163,13 @@ class Plan:
             "all_gather in the backward": sum(cut) - kept,
         }
 
+    def __rich__(self) -> Group:
+        return _report(self)
+
     def __str__(self) -> str:
-        return _table(self)
+        console = Console(width=120, file=io.StringIO())
+        console.print(self, soft_wrap=True)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
 def plan(model: nn.Module, cfg: Config | Any, *, world_size: int = 1, units: Sequence[str] | None = None) -> Plan:
@@ -359,7 +365,8 @@ def _nbytes(specs: Any, world_size: int) -> int:
     return sum(spec.local_nbytes(world_size) for spec in optree.tree_leaves(specs))
 
 
-def _table(plan: Plan) -> str:
+def _report(plan: Plan) -> Group:
+    """The units as a table, and in words what a rank holds and sends."""
     table = Table(title=f"ZeRO stage {plan.stage} on {plan.world_size} ranks", title_justify="left")
     table.add_column("unit")
     table.add_column("flat buffer")
@@ -375,18 +382,19 @@ def _table(plan: Plan) -> str:
                 f"{buffer.layout.partition.padding:,}",
                 f"{buffer.spec(buffer.row.params).local_shape(plan.world_size)[0]:,}",
             )
-    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table)
     held = ", ".join(f"{name} {_human(nbytes)}" for name, nbytes in plan.bytes_per_rank.items())
     sent = ", ".join(f"{numel:,} in {name}" for name, numel in plan.sent_per_step.items() if numel)
-    console.print(f"bytes of model state on a rank: {held}", soft_wrap=True)
-    console.print(f"elements that a rank sends in a step: {sent or 'none'}", soft_wrap=True)
-    return console.export_text()
+    return Group(
+        table,
+        f"a rank holds: {held}; its parameters are the master copy that the optimizer updates",
+        f"elements that a rank sends in a step: {sent or 'none'}",
+    )
 
 
-def _human(nbytes: int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000 or unit == "GB":
-            return f"{nbytes:.3g} {unit}" if nbytes < 1000 else f"{nbytes:,.1f} {unit}"
-        nbytes /= 1000  # type: ignore[assignment]
-    raise AssertionError
+def _human(nbytes: float) -> str:
+    """Bytes in the largest decimal unit below them."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.2f} GB"

@@ -5,30 +5,32 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+Leaf = TypeVar("Leaf")
 
-class TrainState(NamedTuple):
+
+class TrainState(NamedTuple, Generic[Leaf]):
     """This rank's part of the model state between two steps.
 
     A dict key such as `"h.3/float32"` names a flat buffer: the unit, then its dtype. `step.specs` has the same
     structure, with a `sharding.TensorSpec` for every tensor.
     """
 
-    step: Tensor
+    step: Leaf
     """Number of optimizer steps taken; 0-d int64, on the CPU."""
-    params: dict[str, Tensor]
+    params: dict[str, Leaf]
     """Flat buffers: whole (P elements) in stages 0–2, this rank's shard (S elements) in stage 3."""
-    grads: dict[str, Tensor]
+    grads: dict[str, Leaf]
     """Flat mean gradients of the last step: whole in stages 0–1 (in stage 1 only this rank's shard is the mean, the
     rest is what this rank alone computed), this rank's shard in stages 2–3. Each step writes them anew."""
     optimizer: dict[str, Any]
     """Per trainable flat buffer the transform's state: whole in stage 0, this rank's shard in stages 1–3."""
-    buffers: dict[str, Tensor]
+    buffers: dict[str, Leaf]
     """The module's own buffers (BatchNorm's running statistics, rotary tables), by name, the same on every rank."""
-    rng: dict[str, Tensor]
+    rng: dict[str, Leaf]
     """The state of the random generators by device type; every rank has its own."""
 
 

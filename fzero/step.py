@@ -121,7 +121,7 @@ class TrainStep:
         self._stored_names = _stored_names(model)
 
     @property
-    def specs(self) -> TrainState:
+    def specs(self) -> TrainState[TensorSpec]:
         """How every tensor of the state is divided and placed, in the state's own structure."""
         device_types = ("cpu", "cuda") if self._device.type == "cuda" else ("cpu",)
         return TrainState(
@@ -137,7 +137,7 @@ class TrainStep:
 
     def init(
         self, params: Mapping[str, Tensor] | None = None, *, init_fn: initialise.InitFn | None = None
-    ) -> TrainState:
+    ) -> TrainState[Tensor]:
         """A new state, this rank's part.
 
         *Collective:* every rank. Rank 0's values are used: each flat buffer is broadcast once, unless all of it was on
@@ -185,7 +185,7 @@ class TrainStep:
             return take_shard(flat_P, buffer.layout.partition, self.rank).clone()
         return flat_P
 
-    def gather(self, state: TrainState, *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
+    def gather(self, state: TrainState[Tensor], *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
         """The full state dict: the model's own names, floating tensors in fp32 (or fp64, if they are), on the CPU.
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters. One unit is gathered at a time.
@@ -208,7 +208,7 @@ class TrainStep:
 
     # --- the step ------------------------------------------------------------------------------------------------
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
         """One optimizer step on this rank's `batch`.
 
         *Collective:* every rank, with batches of the same size. Sends what `plan.sent_per_step` says.
@@ -252,7 +252,7 @@ class TrainStep:
         optimizer = self._update(state, norm)
         return TrainState(state.step.add_(1), state.params, state.grads, optimizer, buffers, rng), metrics
 
-    def evaluate(self, state: TrainState, batch: Any) -> Tensor:
+    def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
@@ -310,7 +310,7 @@ class TrainStep:
             )
         return loss.reshape(())
 
-    def _measure(self, loss: Tensor, state: TrainState) -> tuple[Metrics, Tensor]:
+    def _measure(self, loss: Tensor, state: TrainState[Tensor]) -> tuple[Metrics, Tensor]:
         """Loss and gradient norm of all ranks, in one small collective; the norm in fp64 as well, to clip by."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for buffer in self.plan.flat_buffers:
@@ -337,7 +337,7 @@ class TrainStep:
         lr = torch.tensor(self._cfg.optimizer.params.lr, device=self._device)
         return Metrics(mean_loss.float(), norm.float(), lr), norm
 
-    def _update(self, state: TrainState, norm: Tensor) -> dict[str, Any]:
+    def _update(self, state: TrainState[Tensor], norm: Tensor) -> dict[str, Any]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
         clip = self._cfg.gradient_clipping
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else None
@@ -387,7 +387,7 @@ class TrainStep:
             agreed = rows[0]
             if dtype.is_floating_point:  # what is equal stays so to the last bit
                 agreed = torch.where((rows == rows[0]).all(dim=0), rows[0], _mean_in_rank_order(rows))
-            for name, values in zip(names, agreed.split([buffers[name].numel() for name in names]), strict=True):
+            for name, values in zip(names, torch.split(agreed, [buffers[name].numel() for name in names]), strict=True):
                 buffers[name].copy_(values.view(buffers[name].shape))
         return buffers
 

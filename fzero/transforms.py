@@ -18,12 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from sharding import Replicated, TensorSpec
+
+Leaf = TypeVar("Leaf")
+"""What stands in a state: tensors, or their specs."""
 
 
 class Transform(NamedTuple):
@@ -78,11 +81,11 @@ def scale(factor: float) -> Transform:
     return Transform(init, update, place)
 
 
-class SGDState(NamedTuple):
+class SGDState(NamedTuple, Generic[Leaf]):
     """`step` counts updates (0-d float32); `momentum` is the running direction, None when the factor is 0."""
 
-    step: Tensor
-    momentum: Tensor | None
+    step: Leaf
+    momentum: Leaf | None
 
 
 def sgd(
@@ -99,10 +102,10 @@ def sgd(
             f"sgd: nesterov needs momentum > 0 and dampening = 0, got {momentum} and {dampening}; change these"
         )
 
-    def init(param: Tensor) -> SGDState:
+    def init(param: Tensor) -> SGDState[Tensor]:
         return SGDState(_no_steps(param), torch.zeros_like(param) if momentum else None)
 
-    def update(grad: Tensor, param: Tensor, state: SGDState) -> tuple[Tensor, Tensor, SGDState]:
+    def update(grad: Tensor, param: Tensor, state: SGDState[Tensor]) -> tuple[Tensor, Tensor, SGDState[Tensor]]:
         if weight_decay:
             grad.add_(param, alpha=weight_decay)
         direction = grad
@@ -114,18 +117,18 @@ def sgd(
         param.add_(direction, alpha=-lr)
         return grad, param, SGDState(state.step.add_(1), state.momentum)
 
-    def place(param: TensorSpec) -> SGDState:
+    def place(param: TensorSpec) -> SGDState[TensorSpec]:
         return SGDState(_step_spec(param), param if momentum else None)
 
     return Transform(init, update, place)
 
 
-class AdamState(NamedTuple):
+class AdamState(NamedTuple, Generic[Leaf]):
     """`step` counts updates (0-d float32); the moments have the parameter's shape and dtype."""
 
-    step: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    step: Leaf
+    exp_avg: Leaf
+    exp_avg_sq: Leaf
 
 
 def adamw(
@@ -149,10 +152,10 @@ def _adam(
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{name}: each of betas must be in [0, 1), got {betas}; DeepSpeed and torch use (0.9, 0.999)")
 
-    def init(param: Tensor) -> AdamState:
+    def init(param: Tensor) -> AdamState[Tensor]:
         return AdamState(_no_steps(param), torch.zeros_like(param), torch.zeros_like(param))
 
-    def update(grad: Tensor, param: Tensor, state: AdamState) -> tuple[Tensor, Tensor, AdamState]:
+    def update(grad: Tensor, param: Tensor, state: AdamState[Tensor]) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
         step = state.step.add_(1)
         if param.numel():
             kernel(
@@ -162,7 +165,7 @@ def _adam(
             )  # fmt: skip
         return grad, param, AdamState(step, state.exp_avg, state.exp_avg_sq)
 
-    def place(param: TensorSpec) -> AdamState:
+    def place(param: TensorSpec) -> AdamState[TensorSpec]:
         return AdamState(_step_spec(param), param, param)
 
     return Transform(init, update, place)

@@ -478,6 +478,7 @@ CASES = {
     "hooks of modules": Case(Hooked),
     "penalty": Case(TiedEnds, loss_fn=with_penalty),
     "against itself": Case(TiedEnds, loss_fn=against_itself),
+    "one unit against itself": Case(attention, sequences, loss_fn=against_itself),
     "gradient penalty": Case(Plain, loss_fn=with_gradient_penalty),
     "round robin": Case(Odd, tokens, zero={"round_robin_gradients": True}),
     "no prefetch": Case(Odd, tokens, zero={"stage3_prefetch_bucket_size": 0}),
