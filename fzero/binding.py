@@ -56,8 +56,9 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
             assigns anew takes the old one's place in the mapping.
     """
     found = [(module, module._parameters, module._buffers) for module in model.modules()]
-    recurrent = [(module, module._flat_weights) for module in model.modules() if isinstance(module, nn.RNNBase)]
-    hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module, _ in recurrent]
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    flat_weights = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
+    hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module in recurrent]
     homes: list[tuple[dict[str, Tensor | None], str, str, Tensor]] = []
     names_of: dict[int, str] = {}  # by the identity of the module's own parameter
     listers: list[nn.Module] = []
@@ -90,8 +91,8 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
             module.__dict__["_parameters"], module.__dict__["_buffers"] = own_parameters, own_buffers
         for hook in hooks:
             hook.remove()
-        for module, own_weights in recurrent:
-            module._flat_weights = own_weights
+        for module, own_weights, own_refs in flat_weights:
+            module._flat_weights, module._flat_weight_refs = own_weights, own_refs
 
 
 def _parents_of_ties(aliases: dict[str, str]) -> set[str]:

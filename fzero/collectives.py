@@ -168,10 +168,15 @@ def shutdown() -> None:
 # --- collectives that overlap compute (Real axes) ----------------------------------------------------------------
 
 
-def start_all_gather(shard_S: Tensor, full_P: Tensor, axis: Real, *, label: str = "all_gather") -> Pending:
+def start_all_gather(
+    shard_S: Tensor, full_P: Tensor, axis: Real, *, after: Pending | None = None, label: str = "all_gather"
+) -> Pending:
     """Starts to fill `full_P` with the shards of all ranks, in rank order. `shard_S` may be a slice of `full_P`.
 
     *Collective:* every rank of `axis`; each sends `(W-1)/W · P` elements.
+
+    Args:
+        after: the collective that writes `shard_S`; it is ended first, without holding up the caller.
     """
     if axis.size == 1:
         return Pending(label, (), lambda: full_P if shard_S.data_ptr() == full_P.data_ptr() else full_P.copy_(shard_S))
@@ -184,7 +189,7 @@ def start_all_gather(shard_S: Tensor, full_P: Tensor, axis: Real, *, label: str 
     if full_WS[axis.rank].data_ptr() != shard_S.data_ptr():
         full_WS[axis.rank].copy_(shard_S)
     received = {rank: full_WS[rank] for rank in range(axis.size) if rank != axis.rank}
-    return Pending(label, _swap(received, dict.fromkeys(received, shard_S), axis), lambda: full_P)
+    return Pending(label, _swap(received, dict.fromkeys(received, shard_S), axis, after), lambda: full_P)
 
 
 def start_reduce_scatter(
@@ -226,6 +231,16 @@ def start_reduce_scatter(
     return Pending(label, works, finish)
 
 
+def start_all_reduce(full_P: Tensor, axis: Real, *, label: str = "all_reduce") -> Pending:
+    """Starts to sum `full_P` over the ranks, in rank order and in place: a reduce-scatter, then an all-gather.
+
+    *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements.
+    """
+    shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
+    reduction = start_reduce_scatter(full_P, axis, out_S=shard_S, label=label)
+    return start_all_gather(shard_S, full_P, axis, after=None if axis.is_nccl else reduction, label=label)
+
+
 def _start(label: str, collective: Callable[..., Any], out: Tensor, x: Tensor, axis: Real) -> list[dist.Work]:
     try:
         return [collective(out, x, group=axis.group, async_op=True)]
@@ -233,18 +248,21 @@ def _start(label: str, collective: Callable[..., Any], out: Tensor, x: Tensor, a
         raise _failed(label, error) from error
 
 
-def _swap(received: dict[int, Tensor], sent: dict[int, Tensor], axis: Real) -> Future[list[dist.Work]]:
+def _swap(
+    received: dict[int, Tensor], sent: dict[int, Tensor], axis: Real, after: Pending | None = None
+) -> Future[list[dist.Work]]:
     """Starts to receive a tensor from, and to send one to, each of some ranks of `axis`.
 
     Sends between two ranks arrive in the order in which they were started. They are started on a thread of their own,
     because gloo begins to copy at once and would hold up the compute.
     """
-
     transfers: list[tuple[Callable[..., Any], int, Tensor]]
     transfers = [(dist.irecv, rank, x) for rank, x in received.items()]
     transfers += [(dist.isend, rank, x) for rank, x in sent.items()]
 
     def start() -> list[dist.Work]:
+        if after is not None:
+            after.wait()
         works = []
         while transfers:  # emptied, so that nothing here keeps the tensors alive
             transfer, rank, x = transfers.pop(0)

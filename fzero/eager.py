@@ -160,7 +160,6 @@ class Pass:
         self._filling: defaultdict[str, _Grads] = defaultdict(_Grads)
         self._in_flight: deque[_Reduction] = deque()
         self._reduced: set[str] = set()  # keys of gradients that have been reduced in this pass
-        self._joins: list[Pending] = []  # stage 0: all-gathers of mean gradients
 
     # --- parameters --------------------------------------------------------------------------------------------
 
@@ -384,29 +383,26 @@ class Pass:
             if buffer.trainable:
                 flat_P = self._flat_grad(filling, buffer)
                 _zero_gaps(flat_P, buffer, filling.written)
-                is_late = buffer.key in self._reduced
+                started.append((buffer, self._reduce(flat_P, buffer), buffer.key in self._reduced))
                 self._reduced.add(buffer.key)
-                pending = collectives.start_reduce_scatter(
-                    flat_P, self.axis, out_S=None if is_late else self._own(buffer), label=f"reduce {buffer.key}"
-                )
-                started.append((buffer, pending, is_late))
         self._in_flight.append(_Reduction(numel, filling, started))
 
+    def _reduce(self, flat_P: Tensor, buffer: BufferPlan) -> Pending:
+        """Starts to add up what every rank wrote: to the whole (P) in stage 0, to this rank's shard (S) otherwise."""
+        label = f"reduce {buffer.key}"
+        if isinstance(buffer.row.grads, Replicated):
+            return collectives.start_all_reduce(flat_P, self.axis, label=label)
+        out_S = None if buffer.key in self._reduced else self._own(buffer)
+        return collectives.start_reduce_scatter(flat_P, self.axis, out_S=out_S, label=label)
+
     def _end_reduce(self) -> None:
-        """Waits for the oldest reduction. In stage 0 the mean is then joined, over the gradient it was made of."""
+        """Waits for the oldest reduction."""
         _, reads, started = self._in_flight.popleft()
         while started:  # emptied, so that nothing here holds the gradients that are given back
             buffer, pending, is_late = started.pop(0)
-            mean_S = pending.wait()
+            mean = pending.wait()
             if is_late:
-                self._end_joins()
-                self._own(buffer).add_(mean_S)
-            if isinstance(buffer.row.grads, Replicated):
-                store = self.grads[buffer.key]
-                self._joins.append(
-                    collectives.start_all_gather(self._own(buffer), store, self.axis, label=f"join {buffer.key}")
-                )
-
+                (self.grads[buffer.key] if mean.numel() == buffer.padded_numel else self._own(buffer)).add_(mean)
         del pending
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)
@@ -414,11 +410,6 @@ class Pass:
     def _own(self, buffer: BufferPlan) -> Tensor:
         """This rank's shard (S) of the mean gradient."""
         return own_shard(self.grads[buffer.key], buffer, self.axis.rank)
-
-    def _end_joins(self) -> None:
-        for pending in self._joins:
-            pending.wait()
-        self._joins.clear()
 
     def finish(self) -> None:
         """Ends the backward: reduces what is left.
@@ -443,7 +434,6 @@ class Pass:
             )
         while self._in_flight:
             self._end_reduce()
-        self._end_joins()
         self._drop_gathers()
         self._release_all_but("")
 

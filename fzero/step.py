@@ -163,6 +163,7 @@ class TrainStep:
                 if buffer.trainable:
                     grads[buffer.key] = torch.zeros_like(self._cut(buffer, flat_P, buffer.row.grads))
                     optimizer[buffer.key] = self._transform.init(self._cut(buffer, flat_P, buffer.row.optimizer))
+            del values, flat_P  # before the next unit's are made
         buffers = self._first_values(list(self.plan.buffers), params, init_fn)
         buffers = {name: self._from_rank_0(buffers[name].clone(), name) for name in self.plan.buffers}
         rng = {kind: _generator(kind, self._seed * 1_000_003 + self.rank).get_state() for kind in self.specs.rng}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,19 +14,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import RankError, RankPool
+from ranks import RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training import (
-    GLOBAL_BATCH, VOCABULARY, Block, Odd, Plain, config, make, part, tokens, train, train_plainly, vectors,
+    GLOBAL_BATCH,
+    VOCABULARY,
+    Block,
+    Odd,
+    Plain,
+    config,
+    make,
+    part,
+    tokens,
+    train,
+    train_plainly,
+    vectors,
 )  # fmt: skip
 
 import fzero
-from fzero import initialise
 from sharding.testing import models
 from sharding.toy_models import ToyModel, ToyRecipe, make_toy_model
 
@@ -100,8 +110,9 @@ class TiedEnds(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inlet, self.outlet = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inlet = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.outlet = nn.Linear(WIDTH, WIDTH)
         self.outlet.weight = self.inlet.weight
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -534,3 +545,606 @@ def test_an_ordinary_model_trains_alike_in_all_stages_and_like_the_plain_loop(
     atol = 2e-6 if case.dtype is None else 1e-9
     for key, weight in first_weights.items():
         torch.testing.assert_close(weight.double(), plain_weights[key].double(), rtol=0, atol=atol, msg=key)
+
+
+@pytest.mark.parametrize("how", ["alone", "tuple", "key", "vector"])
+def test_the_loss_is_found_in_what_the_model_returns(how: str) -> None:
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        out = model(*batch)
+        return out if how == "alone" else out[None if how == "vector" else "loss" if how == "key" else 0].reshape(())
+
+    maker = lambda: Returns(how)  # noqa: E731
+    curve, _ = train(maker, vectors, config(3), num_steps=2)
+    plain, _ = train_plainly(maker, vectors, adamw, num_steps=2, loss_of=loss_of)
+    assert curve[0] == pytest.approx(plain[0], rel=1e-6)  # fp32
+
+
+def _weigh_everything(model: nn.Module, batch: Any) -> Tensor:
+    storages: list[StorageWeakRef] = []
+    penalty = torch.zeros(())
+    for param in model.parameters():
+        storages = [storage for storage in storages if not storage.expired()]
+        if all(storage.cdata != param.untyped_storage()._cdata for storage in storages):
+            storages.append(StorageWeakRef(param.untyped_storage()))
+        assert len(storages) <= 2, "the unit at hand, and the one before while it is replaced"
+        penalty = penalty + param.square().sum()
+    return model(*batch) + penalty
+
+
+def _train_weighing_everything() -> int:
+    return len(train(Plain, vectors, config(3), num_steps=3, loss_fn=_weigh_everything)[0])
+
+
+def test_going_through_all_parameters_holds_one_unit_at_a_time(ranks: RankPool) -> None:
+    assert ranks(2, _train_weighing_everything) == [3, 3]
+
+
+# --- the user's module is left alone -----------------------------------------------------------------------------
+
+
+class Peculiar(TwoNames):
+    """Every sort of thing that binding touches: ties, buffers, recurrent weights, hooks, modes, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.dropout = nn.Dropout(0.5)
+        self.frozen_norm = nn.BatchNorm1d(WIDTH).eval()
+        self.fails = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.frozen_norm(self.recurrent(self.dropout(x)[:, None])[0][:, 0])
+        loss = super().forward(x, y)
+        if self.fails:
+            raise RuntimeError("the model fails here")
+        return loss
+
+
+def _everything(model: nn.Module) -> dict[str, Any]:
+    """All that a module has, by identity; tensors with their values."""
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            found[f"{prefix}.{key}"] = (type(value), str(list(value)) if isinstance(value, dict) else str(value))
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            grad = None if tensor is None else tensor.grad
+            found[f"{prefix}.{key}"] = (id(tensor), None if tensor is None else tensor.tolist(), grad)
+        if isinstance(module, nn.RNNBase):
+            found[f"{prefix}.flat"] = [id(weight) for weight in module._flat_weights]
+    return found
+
+
+def _process_rng() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_users_module_and_random_state_are_left_as_they_were(stage: int) -> None:
+    model = make(Peculiar)
+    before, rng = _everything(model), _process_rng()
+    step = fzero.make_train_step(model, config(stage))
+    state = step.init()
+    for index in range(2):
+        state, _ = step(state, vectors(index))
+        assert _everything(model) == before and _process_rng() == rng
+    step.evaluate(state, vectors(2))
+    step.gather(state)
+    assert _everything(model) == before and _process_rng() == rng
+    assert len(list(model.parameters())) == len([n for b in step.plan.flat_buffers for n in b.layout.names])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_exception_in_the_forward_leaves_the_module_the_random_state_and_the_state_good(stage: int) -> None:
+    model = make(Peculiar)
+    step = fzero.make_train_step(model, config(stage))
+    state, _ = step(step.init(), vectors(0))
+    before, rng, values = _everything(model), _process_rng(), _values(state)
+    model.fails = True
+    for action in (step, step.evaluate):
+        with pytest.raises(RuntimeError, match="the model fails here"):
+            action(state, vectors(1))
+    with pytest.raises(FloatingPointError, match="the state was not updated"):
+        model.fails = False
+        step(state, (vectors(1)[0], vectors(1)[1] * torch.inf))
+    assert _everything(model) == before and _process_rng() == rng
+    _assert_equal(_values(state)._replace(grads={}), values._replace(grads={}))
+    again, _ = step(state, vectors(1))
+    _, other_state = _step_twice(stage)
+    _assert_equal(_values(again), _values(other_state))
+
+
+def _values(state: fzero.TrainState) -> fzero.TrainState:
+    return optree.tree_map(torch.clone, state)
+
+
+def _assert_equal(one: Any, other: Any) -> None:
+    tensors, tree = optree.tree_flatten(one)
+    others, other_tree = optree.tree_flatten(other)
+    assert tree == other_tree
+    assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+
+
+def _step_twice(stage: int) -> tuple[fzero.TrainStep, fzero.TrainState]:
+    step = fzero.make_train_step(make(Peculiar), config(stage))
+    state = step.init()
+    for index in range(2):
+        state, _ = step(state, vectors(index))
+    return step, state
+
+
+def test_the_batch_is_not_written() -> None:
+    step = fzero.make_train_step(make(Buffers), config(0))
+    state = step.init()
+    for index in range(3):
+        batch = vectors(index)
+        state, _ = step(state, batch)
+        state.buffers["seen"].zero_()
+        _assert_equal(batch, vectors(index))
+    assert not any(tensor.requires_grad for tensor in optree.tree_leaves(state))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_model_may_move_to_meta_after_init(stage: int) -> None:
+    curves = []
+    for moves in (False, True):
+        model = make(Odd)
+        step = fzero.make_train_step(model, config(stage))
+        state = step.init()
+        if moves:
+            model.to("meta")
+            assert all(param.is_meta for param in model.parameters())
+        curve = []
+        for index in range(3):
+            state, metrics = step(state, tokens(index))
+            curve.append((metrics.loss.item(), step.evaluate(state, tokens(9)).item()))
+        curves.append((curve, step.gather(state)))
+    assert curves[0][0] == curves[1][0]
+    _assert_equal(curves[0][1], curves[1][1])
+
+
+def test_a_hook_on_a_parameter_is_refused() -> None:
+    for attach in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
+        model = make(Plain)
+        attach(model.blocks[1].scale, lambda x: None)
+        with pytest.raises(ValueError, match=r"'blocks.1.scale': has a gradient hook"):
+            fzero.make_train_step(model, config(0))
+
+
+class Overwrites(nn.Module):
+    """Changes in place what the backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.blocks[0](x)
+        squared = hidden.square()
+        hidden += 1
+        return F.mse_loss(self.blocks[1](squared), y)
+
+
+class Clamps(Overwrites):
+    """Changes its own parameter in place."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.blocks[0].weight.clamp_(-0.1, 0.1)
+        return F.mse_loss(self.blocks[0](x), y)
+
+
+def _raises_runtime_errors(model: type[nn.Module]) -> list[str]:
+    said = []
+    for stage in range(4):
+        step = fzero.make_train_step(make(model), config(stage))
+        with pytest.raises(RuntimeError) as caught:
+            step(step.init(), part(vectors(0), step.rank, step.world_size))
+        said.append(str(caught.value))
+    return said
+
+
+def test_changing_what_the_backward_needs_raises_in_every_stage_like_plain_autograd(ranks: RankPool) -> None:
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        make(Overwrites)(*vectors(0)).backward()
+    for world_size in (1, 2):
+        for said in ranks(world_size, _raises_runtime_errors, Overwrites):
+            assert all("in place" in text or "inplace" in text for text in said), said
+
+
+def test_changing_a_parameter_in_the_forward_raises_in_every_stage() -> None:
+    # In stage 3 the change would be lost, and in the others it would not: no stage may take it.
+    assert all("inplace" in text for text in _raises_runtime_errors(Clamps))
+
+
+# --- the state is a value ----------------------------------------------------------------------------------------
+
+
+def _tries_a_step_twice(stage: int) -> None:
+    step = fzero.make_train_step(make(Peculiar), config(stage), donate=False)
+    batch = [part(vectors(index), step.rank, step.world_size) for index in range(2)]
+    start = step.init()
+    kept = _values(start)
+    once, _ = step(start, batch[0])
+    _assert_equal(start, kept)
+    assert not {t.data_ptr() for t in optree.tree_leaves(start) if t.numel()} & {
+        t.data_ptr() for t in optree.tree_leaves(once) if t.numel()
+    }
+    other, _ = step(start, batch[1])
+    again, _ = step(start, batch[0])
+    _assert_equal(again, once)
+    assert any(not torch.equal(once.params[key], other.params[key]) for key in once.params)
+    step.evaluate(once, batch[1])
+    _assert_equal(again, once)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_donation_a_state_stays_good_and_gives_the_same_bits_again(
+    ranks: RankPool, world_size: int, stage: int
+) -> None:
+    ranks(world_size, _tries_a_step_twice, stage)
+
+
+class Noisy(nn.Module):
+    """Dropout alone decides the loss; what it kept is left in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.register_buffer("kept", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mask = self.dropout(torch.ones(WIDTH))
+        self.kept += mask
+        return F.mse_loss(self.linear(x * mask), y)
+
+
+def _noise(stage: int, seed: int) -> tuple[list[float], Tensor, list[int]]:
+    step = fzero.make_train_step(make(Noisy), config(stage), seed=seed)
+    state, losses = step.init(), []
+    same = vectors(0)
+    for _ in range(3):
+        state, metrics = step(state, same)
+        losses.append(metrics.loss.item())
+    return losses, state.buffers["kept"], state.rng["cpu"].tolist()
+
+
+def test_dropout_differs_from_rank_to_rank_and_step_to_step_and_is_reproducible(ranks: RankPool) -> None:
+    results = {stage: ranks(2, _noise, stage, 0) for stage in (0, 3)}
+    assert results[0][0][2] != results[0][1][2], "each rank has its own random state"
+    assert len(set(results[0][0][0])) == 3
+    # The mean over two ranks of what was kept: with one mask for both it were 0, 2, 4 or 6, with two also 1, 3 and 5.
+    assert (results[0][0][1] % 2 == 1).any()
+    torch.manual_seed(123)
+    for repeated in (results[3], ranks(2, _noise, 0, 0)):
+        for (losses, kept, rng), (first_losses, first_kept, first_rng) in zip(repeated, results[0], strict=True):
+            assert (losses, rng) == (first_losses, first_rng)
+            assert torch.equal(kept, first_kept)
+    assert ranks(2, _noise, 0, 1)[0][0] != results[0][0][0]
+
+
+class Modes(nn.Module):
+    """Behaves otherwise in evaluation mode, in every way that a module may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.5, batch_first=True)
+        self.norm, self.linear = nn.BatchNorm1d(5), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.tensor(0))
+        self.norm.eval()  # frozen statistics
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.norm(self.attention(x))
+        return F.mse_loss(self.linear(x) + (100 if self.training else 0), y)
+
+
+def _evaluates(stage: int) -> tuple[float, Weights]:
+    model = make(Modes)
+    step = fzero.make_train_step(model, config(stage))
+    state, _ = step(step.init(), part(sequences(0), step.rank, step.world_size))
+    kept, modes = _values(state), [module.training for module in model.modules()]
+    first = step.evaluate(state, part(sequences(1), step.rank, step.world_size))
+    second = step.evaluate(state, part(sequences(1), step.rank, step.world_size))
+    assert first.item() == second.item() and not first.requires_grad
+    _assert_equal(state, kept)
+    assert modes == [module.training for module in model.modules()] and len(set(modes)) == 2
+    return first.item(), step.gather(state)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_evaluation_is_the_mean_loss_in_evaluation_mode_and_changes_nothing(
+    ranks: RankPool, world_size: int, stage: int
+) -> None:
+    on_ranks = ranks(world_size, _evaluates, stage)
+    plain = make(Modes, seed=1)
+    plain.load_state_dict(on_ranks[0][1])
+    with torch.no_grad():
+        expected = plain.eval()(*sequences(1)).item()
+    for loss, _ in on_ranks:
+        assert loss == pytest.approx(expected, rel=1e-6)  # fp32
+
+
+def _norm_statistics(stage: int, schedule: str) -> Weights:
+    step = fzero.make_train_step(make(TwoNames), config(stage), schedule=schedule)
+    state = step.init()
+    for index in range(3):
+        state, _ = step(state, part(vectors(index), step.rank, step.world_size))
+    return state.buffers
+
+
+@pytest.mark.parametrize("schedule", ["learned", "negotiated"])
+def test_buffers_that_the_forward_changes_are_equal_on_all_ranks(ranks: RankPool, schedule: str) -> None:
+    # The kernel of BatchNorm does not tell that it wrote: a step that trusted version counters would not notice.
+    one, other = ranks(2, _norm_statistics, 0, schedule)
+    _assert_equal(one, other)
+    assert one["norm.num_batches_tracked"] == 6  # called under both its names
+    assert one["norm.running_mean"].abs().min() > 0
+
+
+def test_float64_is_not_rounded_anywhere_in_the_state() -> None:
+    model = make(Odd).double()
+    step = fzero.make_train_step(model, config(3))
+    gathered = step.gather(step.init())
+    assert {tensor.dtype for tensor in gathered.values()} == {torch.float64}
+    _assert_equal(gathered, dict(model.state_dict()))
+
+
+# --- first values ------------------------------------------------------------------------------------------------
+
+
+class Resettable(nn.Module):
+    """On `meta` all of it can be initialised: each module has a `reset_parameters`; ends are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(5))
+        self.norm = nn.BatchNorm1d(7)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head.weight = self.embed.weight
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embed(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden = self.recurrent(self.norm(hidden))[0]
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+class Lives(TorchDispatchMode):
+    """When each storage of floating numbers was born and had died, counted in operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.alive: dict[int, tuple[StorageWeakRef, int, int]] = {}  # by address: birth and elements
+        self.ended: list[tuple[int, int, int]] = []  # birth, end and elements
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.now += 1
+        for address in [address for address, (ref, *_) in self.alive.items() if ref.expired()]:
+            _, birth, numel = self.alive.pop(address)
+            self.ended.append((birth, self.now, numel))
+        out = func(*args, **(kwargs or {}))
+        for tensor in optree.tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.is_meta and tensor.numel():
+                storage = tensor.untyped_storage()
+                numel = storage.nbytes() // tensor.element_size()
+                self.alive.setdefault(storage.data_ptr(), (StorageWeakRef(storage), self.now, numel))
+        return out
+
+    def peak_beside(self, kept: set[int]) -> int:
+        """The most elements alive at once in storages other than those at the addresses `kept`."""
+        lives = [(birth, self.now + 1, numel) for at, (_, birth, numel) in self.alive.items() if at not in kept]
+        lives += self.ended
+        return max(sum(n for birth, end, n in lives if birth <= now < end) for now in range(self.now + 1))
+
+
+def _init_on_meta(stage: int, seed: int = 0) -> tuple[Weights, int, int, int]:
+    with torch.device("meta"):
+        model = Resettable()
+    rng = _process_rng()
+    step = fzero.make_train_step(model, config(stage), seed=seed)
+    gc.disable()  # what only the garbage collector would free must count as alive
+    try:
+        with Lives() as lives:
+            state = step.init()
+    finally:
+        gc.enable()
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert _process_rng() == rng
+    peak = lives.peak_beside({tensor.untyped_storage().data_ptr() for tensor in optree.tree_leaves(state)})
+    largest = max(sum(buffer.padded_numel for buffer in unit.buffers) for unit in step.plan.units)
+    return step.gather(state), peak, largest, sum(unit.numel for unit in step.plan.units)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_on_meta_is_filled_alike_on_any_number_of_ranks(ranks: RankPool, stage: int) -> None:
+    weights, *_ = _init_on_meta(stage)
+    for world_size in (2, 3):
+        for found, *_ in ranks(world_size, _init_on_meta, stage):
+            _assert_equal(found, weights)
+    other, *_ = _init_on_meta(stage, seed=1)
+    assert not torch.equal(other["head.weight"], weights["head.weight"])
+    first, second = (weights[f"blocks.{index}.up.weight"] for index in range(2))
+    assert not torch.equal(first, second), "modules have seeds of their own"
+    assert (weights["embed.weight"].std() - 1).abs() < 0.2  # nn.Embedding draws from N(0, 1), 464 values
+    assert torch.equal(weights["norm.running_var"], torch.ones(7)) and torch.equal(
+        weights["head.weight"], weights["embed.weight"]
+    )
+    model = make(Resettable, seed=5)
+    model.load_state_dict(weights, strict=True)
+
+
+def test_a_model_on_meta_is_never_whole_on_a_rank(ranks: RankPool) -> None:
+    for _, peak, largest, whole in ranks(2, _init_on_meta, 3):
+        # Beside the state itself: one unit, once as it was filled and once as a flat buffer, and this rank's half of it.
+        assert largest < peak <= 2.5 * largest < whole / 2
+
+
+def test_an_init_fn_fills_the_modules_on_meta() -> None:
+    def fill(module: nn.Module) -> None:
+        for key, param in module.named_parameters(recurse=False):
+            param.fill_(len(key))
+        if isinstance(module, nn.BatchNorm1d):
+            module.reset_running_stats()
+
+    with torch.device("meta"):
+        model = Resettable()
+    step = fzero.make_train_step(model, config(3))
+    weights = step.gather(step.init(init_fn=fill))
+    for key, weight in weights.items():
+        if key in dict(model.named_parameters()):
+            assert (weight == len(key.rpartition(".")[2])).all()
+
+
+class Bare(nn.Module):
+    """Has a parameter and no `reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+class Forgets(Bare):
+    """Its `reset_parameters` leaves one parameter out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(3))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (Bare, r"module 'body.1' \(Bare\) is on meta and has no reset_parameters; pass init_fn="),
+        (Forgets, r"module 'body.1' \(Forgets\) leaves 'body.1.shift' without values; pass an init_fn="),
+    ],
+)
+def test_a_module_on_meta_that_nothing_fills_is_named(inner: type[nn.Module], message: str) -> None:
+    with torch.device("meta"):
+        model = Fit(nn.Linear(3, 3), inner())
+    with pytest.raises(ValueError, match=message):
+        fzero.make_train_step(model, config(3)).init()
+
+
+def _init_from_weights(stage: int, on_meta: bool) -> tuple[Weights, Weights]:
+    given = dict(make(Resettable, seed=7).state_dict())
+    if on_meta:
+        with torch.device("meta"):
+            model = Resettable()
+    else:
+        model = make(Resettable, seed=8)
+    step = fzero.make_train_step(model, config(stage))
+    state = step.init(given)
+    found = step.gather(state)
+    state, _ = step(state, part(tokens(0), step.rank, step.world_size))  # may not write into what was given
+    _assert_equal(given, dict(make(Resettable, seed=7).state_dict()))
+    return found, given
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_init_takes_given_weights(ranks: RankPool, world_size: int, on_meta: bool) -> None:
+    for found, given_ in ranks(world_size, _init_from_weights, 3, on_meta):
+        assert list(found) == list(given_)
+        _assert_equal(found, given_)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm.weight": torch.ones(8)}, r"'norm.weight' must have the model's shape \(7,\), got \(8,\)"),
+        ({"norm.wait": torch.ones(7)}, r"'norm.wait' is not a parameter or buffer of Resettable \(1 such names\)"),
+        ({"norm.weight": None}, r"'norm.weight' is missing"),
+    ],
+)
+def test_given_weights_that_do_not_fit_are_named(change: dict[str, Tensor | None], message: str) -> None:
+    weights = {**make(Resettable).state_dict(), **change}
+    step = fzero.make_train_step(make(Resettable), config(0))
+    with pytest.raises(ValueError, match=message):
+        step.init({name: tensor for name, tensor in weights.items() if tensor is not None})
+
+
+@pytest.mark.parametrize("maker", [Wrapped, Resettable, TwoNames])
+def test_init_takes_what_gather_gives(maker: Callable[[], nn.Module]) -> None:
+    step = fzero.make_train_step(make(maker), config(3))
+    state = step.init()
+    other = fzero.make_train_step(make(maker, seed=1), config(1)).init(step.gather(state))
+    _assert_equal({**other.params, **other.buffers}, {**state.params, **state.buffers})  # alone, shards are whole
+
+
+def _start_unlike_others() -> tuple[Weights, Weights]:
+    rank = fzero.join().rank
+    model = make(Resettable, seed=rank)
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.add_(rank)
+    step = fzero.make_train_step(model, config(3))
+    return dict(model.state_dict()), step.gather(step.init())
+
+
+def test_ranks_that_start_apart_get_rank_0s_weights_and_buffers(ranks: RankPool) -> None:
+    results = ranks(3, _start_unlike_others)
+    first, _ = results[0]
+    assert not torch.equal(results[1][0]["head.bias"], first["head.bias"])
+    for _, found in results:
+        _assert_equal(found, first)
+
+
+# --- random models -----------------------------------------------------------------------------------------------
+
+NUM_FEATURE_SAMPLES = 6
+
+
+def _toy_data(features: int) -> Callable[[int], tuple[Tensor, ...]]:
+    def data(step: int) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(step)
+        return (torch.randn(NUM_FEATURE_SAMPLES, features, generator=generator, dtype=torch.float64),)
+
+    return data
+
+
+def _toy(recipe: ToyRecipe) -> Callable[[], nn.Module]:
+    return lambda: make_toy_model(recipe).double()
+
+
+def _train_toy(recipe: ToyRecipe, stages: tuple[int, ...], threshold: int) -> list[tuple[Curve, Weights]]:
+    data = _toy_data(recipe.features)
+    cfgs = [config(stage, optimizer=ADAMW, stage3_param_persistence_threshold=threshold) for stage in stages]
+    return [train(_toy(recipe), data, cfg, num_steps=2) for cfg in cfgs]
+
+
+def _assert_toys_train_alike(recipe: ToyRecipe, results: list[tuple[Curve, Weights]]) -> None:
+    plain_curve, plain_weights = train_plainly(_toy(recipe), _toy_data(recipe.features), adamw, num_steps=2)
+    first_curve, first_weights = results[0]
+    for curve, weights in results:
+        assert curve == first_curve
+        assert list(weights) == list(plain_weights)
+        assert all(torch.equal(weights[name], first_weights[name]) for name in weights)
+    # Metrics are fp32; weights are fp64, and sums add in another order.
+    torch.testing.assert_close(torch.tensor(first_curve), torch.tensor(plain_curve), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(first_weights, plain_weights, rtol=0, atol=1e-9)
+
+
+@settings(max_examples=25)
+@given(model=models(), threshold=st.sampled_from([0, 5, 10**6]))
+def test_any_model_trains_alike_in_all_stages_and_like_the_plain_loop(model: ToyModel, threshold: int) -> None:
+    _assert_toys_train_alike(model.recipe, _train_toy(model.recipe, (0, 1, 2, 3), threshold))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_model_trains_alike_on_several_ranks(ranks: RankPool, world_size: int) -> None:
+    @settings(max_examples=8)
+    @given(model=models(), threshold=st.sampled_from([0, 5, 10**6]))
+    def trains_alike(model: ToyModel, threshold: int) -> None:
+        on_ranks = ranks(world_size, _train_toy, model.recipe, (0, 1, 2, 3), threshold)
+        _assert_toys_train_alike(model.recipe, [result for results in on_ranks for result in results])
+
+    trains_alike()

@@ -67,7 +67,8 @@ def _sent_in_third_step(stage: int, threshold: int) -> tuple[Counter[str], dict[
     sent = Counter({"gather": 0, "reduce": 0, "join": 0, "mean": 0})
     for record in log:
         assert record.nbytes == record.num_elements * (8 if record.label == "mean loss" else 4)
-        sent[record.label.split()[0]] += record.num_elements
+        kind = record.label.split()[0]
+        sent["join" if (kind, record.collective) == ("reduce", "all_gather") else kind] += record.num_elements
     numel = sum(buffer.padded_numel for buffer in step.plan.flat_buffers)
     last = step.plan.units[-1].gathered_numel
     return sent, step.plan.sent_per_step, numel, last
