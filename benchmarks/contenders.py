@@ -46,10 +46,11 @@ def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 def make_floor(size: Size, stage: int) -> Step:
     """What no step of this stage can do without, each part alone, over flat buffers that stay where they are.
 
-    A reduce-scatter is an all-to-all and a sum in rank order, an all-gather is one broadcast per rank: on gloo both
-    beat the collectives of those names. Stage 0 takes the faster of that pair and an all-reduce; stage 3 gathers twice.
+    Both collectives are made of sends and receives, which on gloo beat the collectives of their names, all-to-all and
+    broadcasts. Stage 0 takes the faster of that pair and an all-reduce; stage 3 gathers twice.
     """
-    model, world_size = GPT(size), dist.get_world_size()
+    model, world_size, rank = GPT(size), dist.get_world_size(), dist.get_rank()
+    others = [other for other in range(world_size) if other != rank]
     shard_numel = -(-sum(param.numel() for param in model.parameters()) // world_size)
     flat_P = torch.zeros(world_size * shard_numel)
     shards_WS, received_WS = flat_P.view(world_size, shard_numel), torch.zeros(world_size, shard_numel)
@@ -57,15 +58,20 @@ def make_floor(size: Size, stage: int) -> Step:
     updated.grad = torch.zeros_like(updated)
     optimizer = torch.optim.AdamW([updated], fused=True, **ADAMW)
 
+    def swap(received: Tensor, sent: Callable[[int], Tensor]) -> None:
+        works = [dist.irecv(received[other], other) for other in others]
+        works += [dist.isend(sent(other), other) for other in others]
+        for work in works:
+            work.wait()
+
     def reduce_scatter() -> None:
-        dist.all_to_all_single(received_WS.view(-1), flat_P)
-        for part in received_WS[1:]:
-            received_WS[0] += part
-        received_WS[0] /= world_size
+        swap(received_WS, lambda other: shards_WS[other])
+        for other in others:
+            received_WS[rank] += received_WS[other]
+        received_WS[rank] /= world_size
 
     def all_gather() -> None:
-        for work in [dist.broadcast(shard, src=rank, async_op=True) for rank, shard in enumerate(shards_WS)]:
-            work.wait()
+        swap(shards_WS, lambda other: shards_WS[rank])
 
     def measure(part: Callable[[], object]) -> float:
         dist.barrier()
