@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from fzero import collectives
@@ -177,8 +178,9 @@ class Pass:
         """Makes `unit_name` the present unit and its parameters the leaves."""
         unit = self._units[unit_name]
         self._entered.add(unit_name)
-        # Also inside the model's own no_grad and inference mode: what is entered there may be used with gradients later.
-        with torch.inference_mode(False), torch.enable_grad():
+        # Also inside the model's own no_grad, inference mode or torch.func transform: what is entered there may be used
+        # outside it later.
+        with torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack():
             flats = self._gathered(unit)
             self._present = unit_name
             self._recorded.discard(unit_name)
@@ -195,7 +197,7 @@ class Pass:
             self._present = None
         for name in [name for name in self._live if name != unit]:
             for key, flat in self._live.pop(name).items():
-                del self._by_storage[flat.untyped_storage().data_ptr()]
+                self._by_storage.pop(_address(flat), None)
                 self._give_back(flat, key)
 
     def _give_back(self, flat: Tensor, key: str) -> None:
@@ -211,7 +213,8 @@ class Pass:
             flats = {buffer.key: pending.wait() for buffer, pending in self._gathering.pop(unit.name)}
             self._live[unit.name] = flats
             for key, flat in flats.items():
-                self._by_storage[flat.untyped_storage().data_ptr()] = (unit, key, flat.dtype)
+                if flat.numel():  # what is empty is everywhere and nowhere
+                    self._by_storage[_address(flat)] = (unit, key, flat.dtype)
         if self.schedule is not None and not self._gathering and len(self.executed) < len(self.schedule):
             event = self.schedule[len(self.executed)]
             if event.kind == "gather" and may_start_early(self.plan, unit.name, event.unit):
@@ -231,7 +234,7 @@ class Pass:
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | _Recipe:
         if tensor.layout == torch.strided:
-            unit, key, dtype = self._by_storage.get(tensor.untyped_storage().data_ptr(), (None, "", None))
+            unit, key, dtype = self._by_storage.get(_address(tensor), (None, "", None))
             if unit is not None and dtype == tensor.dtype:
                 return _Recipe(unit, key, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride())
         return tensor.detach(), tensor._version
@@ -328,7 +331,7 @@ class Pass:
                 else [_KINDS.index(wanted.kind), names.index(wanted.unit) if wanted.unit else -1]
             )
             rows = collectives.stack(torch.tensor(code, device=self._device), self.axis, label="negotiate").tolist()
-            served = _serve(rows)
+            served = _serve(rows, in_forward=self._in_forward)
             if served is None:
                 return
             event = Event(_KINDS[served[0]], names[served[1]] if served[1] >= 0 else "")
@@ -441,11 +444,22 @@ class Pass:
 _KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")
 
 
-def _serve(rows: list[list[int]]) -> list[int] | None:
-    """Whose wish is served: the lowest rank's that wants a collective; a turn only when all want it; None at the end."""
+def _serve(rows: list[list[int]], *, in_forward: bool) -> list[int] | None:
+    """Whose wish is served: that of the unit declared first, in the backward last; None at the end.
+
+    So when the ranks run different units, the order is most often one in which a rank could run them all. A unit's
+    gather comes before its reduction, and the turn when all want it.
+    """
     wishes = [row for row in rows if row[0] >= 0]
-    collectives_wanted = [row for row in wishes if row[0] != _KINDS.index("turn")]
-    return next(iter(collectives_wanted or wishes), None)
+    return min(wishes, key=lambda row: (row[0], row[1]) if in_forward else (-row[1], row[0]), default=None)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the tensor's storage begins; -1 for a wrapper (of torch.func, of a tensor subclass), which has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return -1
 
 
 def _zero_gaps(flat_P: Tensor, buffer: BufferPlan, written: set[str]) -> None:

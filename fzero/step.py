@@ -80,7 +80,7 @@ def make_train_step(
     axis = mesh if isinstance(mesh, Real) else _bind(mesh, device)
     cfg.batch_sizes(axis.size)
     the_plan = plan(model, cfg, world_size=axis.size, units=units)
-    _check_same(axis, cfg, model, the_plan)
+    _check_same(axis, cfg, model, the_plan, schedule)
     return TrainStep(model, cfg, the_plan, axis, device, loss_fn, donate, schedule, seed)
 
 
@@ -437,15 +437,16 @@ def _check_no_hooks(model: nn.Module) -> None:
             )
 
 
-def _check_same(axis: Real, cfg: Config, model: nn.Module, the_plan: Plan) -> None:
+def _check_same(axis: Real, cfg: Config, model: nn.Module, the_plan: Plan, schedule: str) -> None:
     """Raises on every rank when ranks were given different models or configurations."""
     mine = {
-        "configuration": {key: str(value) for key, value in cfg.model_dump().items()},
+        "configuration": _dotted(cfg.model_dump()),
         "parameters": {
             n: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()
         },
         "buffers": {n: f"{tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()},
         "units": {unit.name: str(unit.numel) for unit in the_plan.units},
+        "arguments": {"schedule": schedule},
         "torch": {"version": torch.__version__},
     }
     everyone = collectives.exchange(mine, axis, label="compare models and configurations")
@@ -459,6 +460,15 @@ def _check_same(axis: Real, cfg: Config, model: nn.Module, the_plan: Plan) -> No
                     f"{subject}: must be the same on all ranks, but {name!r} is {first.get(name)!r} on rank 0 and "
                     f"{theirs[subject].get(name)!r} on rank {rank}; start every rank with the same model and configuration"
                 )
+
+
+def _dotted(block: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """The values of nested mappings, as text, by dotted name."""
+    values: dict[str, str] = {}
+    for key, value in block.items():
+        name = f"{prefix}{key}"
+        values |= _dotted(value, f"{name}.") if isinstance(value, Mapping) else {name: str(value)}
+    return values
 
 
 def _stored_names(model: nn.Module) -> dict[str, str]:

@@ -93,12 +93,21 @@ def _serve(pipe: Connection, rank: int, port: int, path: list[str]) -> None:
         except Exception as raised:
             text = traceback.format_exc()
             error = raised if _can_be_sent(raised) else RuntimeError(repr(raised))
+            _forget_frames(raised)
             if dist.is_initialized():  # so that the others do not wait for this rank
                 dist.destroy_process_group()
             joined = 0
         pipe.send_bytes(pickle.dumps((value, error, text)))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drops what the frames of an error hold: a collective under way there would keep the connections open."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__context__
 
 
 def _can_be_sent(error: Exception) -> bool:

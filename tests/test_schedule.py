@@ -102,21 +102,22 @@ NOTHING = [-1, -1]
 
 
 @pytest.mark.parametrize(
-    ("rows", "served"),
+    ("rows", "forward", "backward"),
     [
-        ([NOTHING, NOTHING], None),
-        ([[GATHER, 2], [GATHER, 1]], [GATHER, 2]),
-        ([NOTHING, [REDUCE, 1]], [REDUCE, 1]),
-        ([[REDUCE, 0], [GATHER, 1]], [REDUCE, 0]),
-        ([[TURNS, -1], [GATHER, 1]], [GATHER, 1]),
-        ([[GATHER, 1], [TURNS, -1]], [GATHER, 1]),
-        ([[TURNS, -1], [TURNS, -1]], [TURNS, -1]),
+        ([NOTHING, NOTHING], None, None),
+        ([[GATHER, 2], [GATHER, 1]], [GATHER, 1], [GATHER, 2]),
+        ([NOTHING, [REDUCE, 1]], [REDUCE, 1], [REDUCE, 1]),
+        ([[REDUCE, 3], [GATHER, 1], [GATHER, 2]], [GATHER, 1], [REDUCE, 3]),
+        ([[REDUCE, 1], [REDUCE, 2], [GATHER, 2]], [GATHER, 2], [GATHER, 2]),
+        ([[TURNS, -1], [GATHER, 1]], [GATHER, 1], [GATHER, 1]),
+        ([[TURNS, -1], [TURNS, -1]], [TURNS, -1], [TURNS, -1]),
     ],
 )
-def test_the_lowest_rank_that_needs_a_collective_is_served_and_a_turn_comes_last(
-    rows: list[list[int]], served: list[int] | None
+def test_the_unit_declared_first_is_served_and_in_the_backward_the_last_one(
+    rows: list[list[int]], forward: list[int] | None, backward: list[int] | None
 ) -> None:
-    assert _serve(rows) == served
+    assert _serve(rows, in_forward=True) == _serve(rows[::-1], in_forward=True) == forward
+    assert _serve(rows, in_forward=False) == _serve(rows[::-1], in_forward=False) == backward
 
 
 @st.composite
@@ -128,19 +129,46 @@ def wishes_of_a_rank(draw: st.DrawFn) -> list[list[int]]:
     return [*forward, [TURNS, -1], *backward]
 
 
-@given(st.lists(wishes_of_a_rank(), min_size=1, max_size=4))
-def test_every_wish_of_every_rank_is_served_in_its_order_with_one_turn(wishes: list[list[list[int]]]) -> None:
+@st.composite
+def ranks_that_skip_units(draw: st.DrawFn, num_units: int = 5) -> list[list[list[int]]]:
+    """What ranks need in a pass when each runs some of the units, and some rank runs each of them."""
+    on_ranks = draw(st.lists(st.sets(st.integers(0, num_units - 1)), min_size=1, max_size=4))
+    on_ranks[0] |= set(range(num_units)) - set().union(*on_ranks)
+    return [_pass_over(sorted(units), num_units) for units in on_ranks]
+
+
+def _pass_over(units: list[int], num_units: int) -> list[list[int]]:
+    """The pass of a rank that runs `units`, and after them one unit that stays for the backward."""
+    last = num_units
+    backward = [wish for unit in reversed(units) for wish in ([GATHER, unit], [REDUCE, unit])]
+    return [*([GATHER, unit] for unit in [*units, last]), [TURNS, -1], [REDUCE, last], *backward]
+
+
+@given(ranks_that_skip_units())
+def test_the_order_negotiated_by_ranks_that_skip_units_is_one_for_a_rank_that_runs_them_all(
+    wishes: list[list[list[int]]],
+) -> None:
+    assert negotiate(wishes) == _pass_over(list(range(5)), 5)
+
+
+def negotiate(wishes: list[list[list[int]]]) -> list[list[int]]:
+    """The events that ranks with these wishes agree on, as `Pass` asks for them."""
     places = [0] * len(wishes)
-    events = []
+    events: list[list[int]] = []
     while True:
         rows = [mine[at] if at < len(mine) else NOTHING for mine, at in zip(wishes, places, strict=True)]
-        served = _serve(rows)
+        served = _serve(rows, in_forward=[TURNS, -1] not in events)
         if served is None:
-            break
+            assert places == [len(mine) for mine in wishes]
+            return events
         events.append(served)
         places = [at + (row == served) for at, row in zip(places, rows, strict=True)]
         assert len(events) <= sum(map(len, wishes)), "somebody waits for ever"
-    assert places == [len(mine) for mine in wishes]
+
+
+@given(st.lists(wishes_of_a_rank(), min_size=1, max_size=4))
+def test_every_wish_of_every_rank_is_served_in_its_order_with_one_turn(wishes: list[list[list[int]]]) -> None:
+    events = negotiate(wishes)
     assert events.count([TURNS, -1]) == 1
     for mine in wishes:
         remaining = iter(events)
