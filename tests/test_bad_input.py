@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import RankError, RankPool
 from torch import Tensor, nn
-from training import GLOBAL_BATCH, Odd, Plain, adamw, config, make, part, train, train_plainly, vectors
+from training import GLOBAL_BATCH, Plain, adamw, config, make, part, train, train_plainly, vectors
 
 import fzero
 from fzero import CollectiveError, ConfigError, MismatchError, ScheduleError
@@ -181,7 +181,7 @@ def test_a_limit_of_live_parameters_below_the_largest_unit_is_told_with_the_unit
 
 
 def test_an_unknown_stage_is_told_by_the_step_as_by_the_configuration() -> None:
-    with pytest.raises(ConfigError, match="zero_optimization.stage: must be 0, 1, 2 or 3, got 4"):
+    with pytest.raises(ConfigError, match=r"zero_optimization.stage: must be 0, 1, 2 or 3, got 4"):
         fzero.make_train_step(Plain(), config(4))
 
 
@@ -270,7 +270,7 @@ def test_a_loss_that_depends_on_no_parameter_is_refused(answer: Any, stage: int)
 
 def test_a_model_without_a_trainable_parameter_is_refused_at_the_step() -> None:
     step = fzero.make_train_step(Says(lambda y: y.sum()).requires_grad_(False), config(2))
-    with pytest.raises(ValueError, match="loss: .* must depend on a trainable parameter and does not; unfreeze one"):
+    with pytest.raises(ValueError, match=r"loss: .* must depend on a trainable parameter and does not; unfreeze one"):
         step(step.init(), torch.ones(3))
 
 

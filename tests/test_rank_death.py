@@ -124,26 +124,25 @@ def test_when_a_rank_is_killed_the_others_end_by_themselves_and_say_why(scenario
             assert_ends_with_collective_error(job, rank)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_when_a_rank_raises_it_ends_with_its_own_error_and_so_do_the_others(stage: int) -> None:
-    with Job(2, "raises in the backward", stage, victim=1) as job:
+def test_when_a_rank_raises_it_ends_with_its_own_error_and_the_others_with_theirs() -> None:
+    with Job(2, "raises in the backward", 0, victim=1) as job:  # while reductions are under way
         code, errors = job.end_of(1)
         assert code == 1 and "ZeroDivisionError" in errors and "CollectiveError" not in errors
         assert_ends_with_collective_error(job, 0)
 
 
 def test_when_a_rank_is_stuck_the_others_end_after_the_timeout() -> None:
-    with Job(2, "sleeps", 3, victim=1) as job:
+    with Job(2, "sleeps", 0, victim=1) as job:
         code, errors = job.end_of(0)
         assert code == 1 and "CollectiveError: " in errors and "did not arrive in time" in errors
         assert job.ranks[1].poll() is None, "the stuck rank has ended"
 
 
 def test_a_normal_end_is_silent_every_time() -> None:
-    jobs = [("ends", 0), ("ends with shutdown", 2), ("ends", 3), ("ends with shutdown", 3), ("ends", 3)]
+    jobs = [("ends", 0), ("ends", 3), ("ends", 3), ("ends with shutdown", 3)]
     with ExitStack() as stack:  # all at once: a race at the exit shows rather on a busy machine
         started = [stack.enter_context(Job(2, scenario, stage)) for scenario, stage in jobs]
-        assert [job.end_of(rank) for job in started for rank in range(2)] == [Ended(0, "")] * 10
+        assert [job.end_of(rank) for job in started for rank in range(2)] == [Ended(0, "")] * 8
 
 
 if __name__ == "__main__":
