@@ -188,7 +188,13 @@ def launch(num_ranks: int) -> int:
     """
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(num_ranks)}
+        # Without GPUs: the demo is for every machine, and two ranks cannot share one.
+        job = {
+            "CUDA_VISIBLE_DEVICES": "",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(probe.getsockname()[1]),
+            "WORLD_SIZE": str(num_ranks),
+        }
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     ranks: list[subprocess.Popen[bytes]] = []

@@ -115,6 +115,7 @@ def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[
         self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         again: dict[str, Tensor] = {}
+        seen: set[str] = set()
         for key, own in self._named_members(
             lambda member: dict.items(member._parameters), prefix, recurse, remove_duplicate
         ):
@@ -122,6 +123,9 @@ def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[
             if name is None:  # the model put it there
                 yield key, own
                 continue
+            if remove_duplicate and name in seen:  # `model.to("meta")` gives the ends of a tie parameters of their own
+                continue
+            seen.add(name)
             value = again[name] if name in again else fetch(name)
             if name in tied:
                 again[name] = value

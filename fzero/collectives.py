@@ -83,10 +83,6 @@ class Real:
         if self.size > 1 and not dist.is_initialized():
             raise ValueError(f"Real: {self.size} ranks need a process group; start with torchrun and use fzero.join()")
 
-    @property
-    def is_nccl(self) -> bool:
-        return self.size > 1 and dist.get_backend(self.group) == "nccl"
-
     def global_rank(self, rank: int) -> int:
         """The rank in the whole job of `rank` on this axis."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -124,6 +120,8 @@ class Pending:
         try:
             for work in self.works.result() if isinstance(self.works, Future) else self.works:
                 work.wait()
+        except CollectiveError:
+            raise
         except RuntimeError as error:
             raise _failed(self.label, error) from error
         return self.finish()
@@ -159,6 +157,18 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
     return Real(name, dist.get_world_size(), dist.get_rank())
 
 
+def check_backend(device: torch.device) -> None:
+    """Raises ValueError when the process group that was joined cannot send tensors of `device`."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    needed, found = ("nccl" if device.type == "cuda" else "gloo"), str(dist.get_backend_config())
+    if needed not in found:
+        raise ValueError(
+            f"process group: a model on {device} needs the backend {needed!r}, got {found!r}; join with "
+            f"fzero.join({device.type!r}), or put the model on the other device"
+        )
+
+
 def shutdown() -> None:
     """Leaves the process group, if there is one. *Collective:* call it on every rank, once, at the end."""
     if dist.is_initialized():
@@ -183,7 +193,7 @@ def start_all_gather(
     _tell(axis, "all_gather", label, shard_S.numel() * (axis.size - 1), shard_S)
     if full_P.numel() == 0:
         return Pending(label, (), lambda: full_P)
-    if axis.is_nccl:
+    if full_P.is_cuda:
         return Pending(label, _start(label, _all_gather, full_P, shard_S, axis), lambda: full_P)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     if full_WS[axis.rank].data_ptr() != shard_S.data_ptr():
@@ -210,7 +220,7 @@ def start_reduce_scatter(
     _tell(axis, "reduce_scatter", label, shard_numel * (axis.size - 1), full_P)
     if full_P.numel() == 0:
         return Pending(label, (), lambda: sum_S)
-    if axis.is_nccl:
+    if full_P.is_cuda:
         return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis), lambda: sum_S)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
@@ -238,7 +248,7 @@ def start_all_reduce(full_P: Tensor, axis: Real, *, label: str = "all_reduce") -
     """
     shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
     reduction = start_reduce_scatter(full_P, axis, out_S=shard_S, label=label)
-    return start_all_gather(shard_S, full_P, axis, after=None if axis.is_nccl else reduction, label=label)
+    return start_all_gather(shard_S, full_P, axis, after=None if full_P.is_cuda else reduction, label=label)
 
 
 def _start(label: str, collective: Callable[..., Any], out: Tensor, x: Tensor, axis: Real) -> list[dist.Work]:

@@ -8,8 +8,8 @@ No graph is captured. The model runs as it is, `bound` to tensors that this file
    one is saved as a recipe (buffer, offset, size, stride), and unpacking the recipe enters the unit again.
 3. Each parameter is the output of a `_Leaf`, whose backward writes the gradient into the unit's flat gradient at once,
    and all leaves of a unit hang on one `_Root`, whose backward runs when the last gradient of the unit has come: the
-   unit is complete and its reduce-scatter starts. At most one reduction is in flight, so that stage 2 never holds
-   more full gradients than the unit being filled and the unit being sent.
+   unit is complete and its reduce-scatter starts. What is in flight is bounded (`Plan.max_reducing`), so that stage 2
+   never holds all full gradients.
 
 The collectives follow the `Event`s of `fzero.schedule`. All stages run this same code: the specs decide whether a
 gather moves anything and whether a full gradient is dropped, so that all stages do the same arithmetic.
@@ -155,6 +155,7 @@ class Pass:
         self._gathering: dict[str, list[tuple[BufferPlan, Pending]]] = {}
         self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
         self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
+        self._versions = {key: flat._version for key, flat in params.items()}
         self._entered: set[str] = set()
         self._open_stays: defaultdict[str, int] = defaultdict(int)
         self._ready: set[str] = set()
@@ -198,7 +199,15 @@ class Pass:
         for name in [name for name in self._live if name != unit]:
             for key, flat in self._live.pop(name).items():
                 self._by_storage.pop(_address(flat), None)
+                self._check_unchanged(key, flat)
                 self._give_back(flat, key)
+
+    def _check_unchanged(self, key: str, flat: Tensor) -> None:
+        if flat._version != self._versions[key]:
+            raise ValueError(
+                f"parameters of {key!r}: must not be changed in place by the forward, and were; what a gathered unit is "
+                f"given is dropped with it, so register what the forward changes as a buffer"
+            )
 
     def _give_back(self, flat: Tensor, key: str) -> None:
         if flat is not self.params[key] and flat is not self.grads.get(key):
@@ -212,6 +221,7 @@ class Pass:
                 self._advance_to(Event("gather", unit.name))
             flats = {buffer.key: pending.wait() for buffer, pending in self._gathering.pop(unit.name)}
             self._live[unit.name] = flats
+            self._versions |= {key: flat._version for key, flat in flats.items()}
             for key, flat in flats.items():
                 if flat.numel():  # what is empty is everywhere and nowhere
                     self._by_storage[_address(flat)] = (unit, key, flat.dtype)
@@ -414,12 +424,20 @@ class Pass:
         """This rank's shard (S) of the mean gradient."""
         return own_shard(self.grads[buffer.key], buffer, self.axis.rank)
 
+    def close(self) -> None:
+        """Lets go of every tensor, without waiting for the garbage collector; the end of a pass that raised."""
+        for held in (self._leaves, self._live, self._gathering, self._filling, self._in_flight, self._by_storage):
+            held.clear()  # type: ignore[attr-defined]
+
     def finish(self) -> None:
         """Ends the backward: reduces what is left.
 
         *Collective:* every rank; takes part in what only other ranks needed.
         """
         self._leaves.clear()
+        for buffer in self.plan.flat_buffers:
+            if isinstance(buffer.row.params, Replicated):
+                self._check_unchanged(buffer.key, self.params[buffer.key])
         self._ready |= self._entered
         if self.schedule is None:
             for unit in reversed(self.plan.units):

@@ -38,9 +38,8 @@ def values_of(
         ValueError: a tensor is missing, has another shape, or cannot be initialised; the message names it.
     """
     values: dict[str, Tensor] = {}
+    initialised: dict[str, dict[str, Tensor]] = {}  # by module
     for name in names:
-        if name in values:
-            continue
         prefix, _, key = name.rpartition(".")
         module = model.get_submodule(prefix)
         own = module._parameters[key] if key in module._parameters else module._buffers[key]
@@ -58,7 +57,9 @@ def values_of(
         elif own.device.type != "meta":
             values[name] = own.detach().to(device)
         else:
-            values |= _initialise(module, prefix, init_fn, seed, device)
+            if prefix not in initialised:
+                initialised[prefix] = _initialise(module, prefix, init_fn, seed, device)
+            values[name] = initialised[prefix][name]
     return values
 
 

@@ -147,15 +147,16 @@ class Plan:
         """Elements that one rank sends to the others in a step, by collective, padding included.
 
         ZeRO §7: 2Ψ(W-1)/W in stages 0–2, 3Ψ(W-1)/W in stage 3. The last unit of the forward is the first of the
-        backward and is not gathered twice, so that stage 3 sends up to one unit less; a unit that is used in several
-        separate places is gathered for each (`TrainStep.schedule` tells, after the first step).
+        backward and is not gathered twice. Nor is one whose weights the backward does not need (an embedding), and one
+        that is used in several separate places is gathered for each: `TrainStep.schedule` tells, after the first step.
         """
         others = self.world_size - 1
         shards = [(buffer, buffer.shard_numel * others) for buffer in self.flat_buffers]
         whole = [n for b, n in shards if b.trainable and isinstance(b.row.params, Replicated)]
         cut = [n for b, n in shards if isinstance(b.row.params, Sharded)]
         gathered_units = [unit for unit in self.units if unit.gathered_numel]
-        kept = sum(b.shard_numel * others for b in gathered_units[-1].buffers) if gathered_units else 0
+        last = gathered_units[-1].buffers if gathered_units else ()
+        kept = sum(b.shard_numel * others for b in last if isinstance(b.row.params, Sharded))
         return {
             "reduce_scatter of gradients": sum(n for b, n in shards if b.trainable),
             "all_gather of gradients" if self.stage == 0 else "all_gather of updated parameters": sum(whole),

@@ -24,8 +24,9 @@ class TrainState(NamedTuple, Generic[Leaf]):
     params: dict[str, Leaf]
     """Flat buffers: whole (P elements) in stages 0–2, this rank's shard (S elements) in stage 3."""
     grads: dict[str, Leaf]
-    """Flat mean gradients of the last step: whole in stages 0–1 (in stage 1 only this rank's shard is the mean, the
-    rest is what this rank alone computed), this rank's shard in stages 2–3. Each step writes them anew."""
+    """Where a step collects the flat mean gradients, anew each time: whole in stages 0–1 (in stage 1 only this rank's
+    shard is reduced), this rank's shard in stages 2–3. Afterwards they hold what the update left of them: clipped, and
+    for SGD with the weight decay added."""
     optimizer: dict[str, Any]
     """Per trainable flat buffer the transform's state: whole in stage 0, this rank's shard in stages 1–3."""
     buffers: dict[str, Leaf]

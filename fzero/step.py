@@ -13,6 +13,7 @@ Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard,
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -74,6 +75,8 @@ def make_train_step(
         MismatchError: told on every rank, when ranks differ.
         ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` matches nothing.
     """
+    if schedule not in ("learned", "negotiated"):
+        raise ValueError(f"schedule: must be 'learned' or 'negotiated', got {schedule!r}; pass one of these")
     cfg = Config.load(cfg)
     _check_no_hooks(model)
     device = _device_of(model)
@@ -95,6 +98,7 @@ class TrainStep:
         specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
         schedule: the events of a step in order, after the first one.
         rank, world_size: this process' place.
+        device: where the state is, and the batch must be.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class TrainStep:
     ) -> None:
         self.plan, self.rank, self.world_size = plan, axis.rank, axis.size
         self.schedule: tuple[Event, ...] | None = None
-        self._model, self._cfg, self._axis, self._device = model, cfg, axis, device
+        self._model, self._cfg, self._axis, self.device = model, cfg, axis, device
         self._loss_fn, self._donate, self._learns, self._seed = loss_fn, donate, schedule == "learned", seed
         self._eval_schedule: tuple[Event, ...] | None = None
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
@@ -123,7 +127,7 @@ class TrainStep:
     @property
     def specs(self) -> TrainState[TensorSpec]:
         """How every tensor of the state is divided and placed, in the state's own structure."""
-        device_types = ("cpu", "cuda") if self._device.type == "cuda" else ("cpu",)
+        device_types = ("cpu", "cuda") if self.device.type == "cuda" else ("cpu",)
         return TrainState(
             step=TensorSpec((), "int64"),
             params={b.key: b.spec(b.row.params) for b in self.plan.flat_buffers},
@@ -140,8 +144,7 @@ class TrainStep:
     ) -> TrainState[Tensor]:
         """A new state, this rank's part.
 
-        *Collective:* every rank. Rank 0's values are used: each flat buffer is broadcast once, unless all of it was on
-        `meta` and so is equal everywhere.
+        *Collective:* every rank. Rank 0's values are used: each flat buffer is broadcast once.
 
         Args:
             params: a full state dict; None takes the model's present weights. Weights on `meta` are initialised.
@@ -174,7 +177,7 @@ class TrainStep:
     ) -> dict[str, Tensor]:
         return initialise.values_of(
             self._model, names, aliases=self.plan.aliases, given=params, init_fn=init_fn, seed=self._seed,
-            device=self._device,
+            device=self.device,
         )  # fmt: skip
 
     def _from_rank_0(self, value: Tensor, name: str) -> Tensor:
@@ -194,6 +197,8 @@ class TrainStep:
         Args:
             to: `"all"` gives it to every rank, `"rank0"` to rank 0 alone and `{}` to the others.
         """
+        if to not in ("all", "rank0"):
+            raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
         full: dict[str, Tensor] = {}
         keep = to == "all" or self.rank == 0
         for buffer in self.plan.flat_buffers:
@@ -216,7 +221,8 @@ class TrainStep:
 
         Raises:
             ValueError: the batch has another size than configured, or the loss is not a scalar.
-            FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated).
+            FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated). On CUDA
+                a device-side assertion ends the process instead, so that no step waits for the device.
             ScheduleError: the units ran in another order than in the first step.
             CollectiveError: another rank died or did not come.
         """
@@ -231,12 +237,19 @@ class TrainStep:
         work = Pass(
             self.plan, self._axis, state.params, state.grads, self.schedule if self._learns else None, self._scratch
         )
-        with _random_state(state.rng) as rng, bound(self._model, self.plan.aliases, work.fetch, buffers):
-            with work.saving():
-                loss = self._loss(batch)
-            work.turn()
-            torch.autograd.backward(loss)
-        work.finish()
+        try:
+            with (
+                _random_state(state.rng, self.device) as rng,
+                bound(self._model, self.plan.aliases, work.fetch, buffers),
+            ):
+                with work.saving():
+                    loss = self._loss(batch)
+                work.turn()
+                torch.autograd.backward(loss)
+            work.finish()
+        except BaseException:
+            work.close()
+            raise
         if self._learns and self.schedule is None:
             self.schedule = early(work.executed, lambda present, next_: may_start_early(self.plan, present, next_))
         moved = {
@@ -267,7 +280,7 @@ class TrainStep:
             buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
             with (
                 torch.no_grad(),
-                _random_state(state.rng),
+                _random_state(state.rng, self.device),
                 bound(self._model, self.plan.aliases, work.fetch, buffers),
             ):
                 loss = self._loss(batch)
@@ -313,7 +326,7 @@ class TrainStep:
 
     def _measure(self, loss: Tensor, state: TrainState[Tensor]) -> tuple[Metrics, Tensor]:
         """Loss and gradient norm of all ranks, in one small collective; the norm in fp64 as well, to clip by."""
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for buffer in self.plan.flat_buffers:
             if buffer.trainable and buffer.shard_numel:  # in all stages the same numbers, added in the same order
                 grad_S = own_shard(state.grads[buffer.key], buffer, self.rank)
@@ -322,7 +335,7 @@ class TrainStep:
         rows = collectives.stack(torch.stack([loss.double(), squares]), self._axis, label="mean loss")
         mean_loss = _mean_in_rank_order(rows[:, 0])
         norm = (_mean_in_rank_order(rows[:, 1]) * self.world_size).sqrt()
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             torch._assert_async((mean_loss + norm).isfinite(), "fzero: the loss or the gradient norm is not finite")
         elif not math.isfinite(mean_loss) or not math.isfinite(norm):
             ranks = [rank for rank, value in enumerate(rows[:, 0].tolist()) if not math.isfinite(value)]
@@ -335,7 +348,7 @@ class TrainStep:
                 f"step {int(state.step)}: {what} (losses {rows[:, 0].tolist()}, gradient norm {norm.item():.6g}); "
                 f"the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
             )
-        lr = torch.tensor(self._cfg.optimizer.params.lr, device=self._device)
+        lr = torch.full((), self._cfg.optimizer.params.lr, device=self.device)  # a fill does not wait for the device
         return Metrics(mean_loss.float(), norm.float(), lr), norm
 
     def _update(self, state: TrainState[Tensor], norm: Tensor) -> dict[str, Any]:
@@ -414,11 +427,19 @@ def _device_of(model: nn.Module) -> torch.device:
         raise ValueError(f"model: must be on one device, found {sorted(map(str, devices))}; move it with model.to(...)")
     if devices:
         return devices.pop()
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
 def _bind(mesh: Mesh | None, device: torch.device) -> Real:
     axis = collectives.join(device)
+    collectives.check_backend(device)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"model: must be on this rank's own device cuda:{torch.cuda.current_device()}, got {device}; call "
+            f"torch.cuda.set_device(LOCAL_RANK) before model.cuda()"
+        )
     if mesh is not None and (mesh.size != axis.size or mesh.axis_size("data") != axis.size):
         raise ValueError(
             f"mesh: its axis 'data' must hold all {axis.size} ranks of the job, got {mesh}; meshes with further axes are "
@@ -499,20 +520,20 @@ def _generator(device_type: str, seed: int) -> torch.Generator:
 
 
 @contextmanager
-def _random_state(rng: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def _random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Runs on the random state `rng`, and leaves the process' own as it was; the mapping given is the state after."""
     after: dict[str, Tensor] = {}
     own = {"cpu": torch.get_rng_state()}
     torch.set_rng_state(rng["cpu"])
     if "cuda" in rng:
-        own["cuda"] = torch.cuda.get_rng_state()
-        torch.cuda.set_rng_state(rng["cuda"])
+        own["cuda"] = torch.cuda.get_rng_state(device)
+        torch.cuda.set_rng_state(rng["cuda"], device)
     try:
         yield after
         after["cpu"] = torch.get_rng_state()
         if "cuda" in rng:
-            after["cuda"] = torch.cuda.get_rng_state()
+            after["cuda"] = torch.cuda.get_rng_state(device)
     finally:
         torch.set_rng_state(own["cpu"])
         if "cuda" in rng:
-            torch.cuda.set_rng_state(own["cuda"])
+            torch.cuda.set_rng_state(own["cuda"], device)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import RankPool
+from ranks import RankError, RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -1199,3 +1199,62 @@ def test_any_model_trains_alike_on_several_ranks(ranks: RankPool, world_size: in
         _assert_toys_train_alike(model.recipe, [result for results in on_ranks for result in results])
 
     trains_alike()
+
+
+class Teacher(nn.Module):
+    """A frozen copy that the forward moves towards the trained layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9)
+        return (self.student(x) - self.teacher(x)).square().mean()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_parameter_that_the_forward_changes_is_refused_in_every_stage(ranks: RankPool, stage: int) -> None:
+    with pytest.raises(RankError) as raised:
+        ranks(2, train, Teacher, rows_of_four, config(stage), num_steps=1)
+    assert all(
+        isinstance(error, ValueError) and "must not be changed in place" in str(error) for error in raised.value.errors
+    )
+
+
+def rows_of_four(step: int) -> Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+
+
+def test_a_penalty_over_parameters_counts_a_tie_once_also_after_the_module_went_to_meta() -> None:
+    def penalty(model: nn.Module, batch: Tensor) -> Tensor:
+        return sum(param.square().sum() for param in model.parameters())  # type: ignore[return-value]
+
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    step = fzero.make_train_step(model, config(3), loss_fn=penalty)
+    state = step.init()
+    expected = model[0].weight.detach().square().sum()
+    model.to("meta")
+    _, metrics = step(state, torch.zeros(1, 3))
+    torch.testing.assert_close(metrics.loss, expected)
+
+
+def test_a_state_dict_is_taken_as_far_as_it_goes_by_a_module_on_meta() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    given = {name: torch.full(tensor.shape, 7.0) for name, tensor in model.state_dict().items()}
+    del given["1.num_batches_tracked"]
+    step = fzero.make_train_step(model, config(2), loss_fn=lambda model, x: model(x).sum())
+    full = step.gather(step.init(given))
+    assert full.pop("1.num_batches_tracked") == 0
+    assert all(bool((tensor == 7).all()) for tensor in full.values())
+
+
+@pytest.mark.parametrize(("call", "field"), [(lambda step: step.gather(step.init(), to="rank1"), "to")])
+def test_a_word_that_is_not_a_choice_is_told(call: Any, field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}: must be"):
+        call(fzero.make_train_step(nn.Linear(2, 2), config(1)))
+    with pytest.raises(ValueError, match="schedule: must be"):
+        fzero.make_train_step(nn.Linear(2, 2), config(1), schedule="learnt")  # type: ignore[arg-type]
