@@ -425,8 +425,11 @@ class Pass:
         return own_shard(self.grads[buffer.key], buffer, self.axis.rank)
 
     def close(self) -> None:
-        """Lets go of every tensor, without waiting for the garbage collector; the end of a pass that raised."""
-        for held in (self._leaves, self._live, self._gathering, self._filling, self._in_flight, self._by_storage):
+        """Lets go of gathered and collected tensors; the end of a pass that raised.
+
+        Not of collectives under way: gloo would wait for the other ranks before it frees a receive.
+        """
+        for held in (self._leaves, self._live, self._filling, self._by_storage):
             held.clear()  # type: ignore[attr-defined]
 
     def finish(self) -> None:
