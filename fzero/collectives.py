@@ -19,8 +19,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,7 @@ from sharding import reference
 
 TIMEOUT = timedelta(minutes=10)
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="fzero-send")
+_KEEPERS: list[Thread] = []  # of collectives that were abandoned
 
 # torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -117,6 +120,11 @@ class Pending:
 
     def wait(self) -> Tensor:
         """The result. Raises `CollectiveError` when another rank has died or the timeout has passed."""
+        self.end()
+        return self.finish()
+
+    def end(self) -> None:
+        """Waits until everything has been sent and received."""
         try:
             for work in self.works.result() if isinstance(self.works, Future) else self.works:
                 work.wait()
@@ -124,7 +132,29 @@ class Pending:
             raise
         except RuntimeError as error:
             raise _failed(self.label, error) from error
-        return self.finish()
+
+
+def abandon(pendings: Sequence[Pending]) -> None:
+    """Keeps collectives that nobody will wait for until they end, on a thread that does not hold up the process' end.
+
+    gloo forgets a send that is freed early, so that the rank that receives would wait for ever, and before it frees a
+    receive it waits for the rank that sends.
+    """
+
+    def end() -> None:
+        for pending in pendings:
+            with suppress(RuntimeError):
+                pending.end()
+
+    keeper = Thread(target=end, daemon=True, name="fzero-abandoned")
+    _KEEPERS.append(keeper)
+    keeper.start()
+
+
+def settle() -> None:
+    """Waits until abandoned collectives have ended, which write into tensors that come next to use."""
+    while _KEEPERS:
+        _KEEPERS.pop().join()
 
 
 def _failed(label: str, error: Exception) -> CollectiveError:

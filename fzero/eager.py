@@ -23,7 +23,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -120,7 +120,8 @@ class _Reduction(NamedTuple):
 class Pass:
     """One forward and backward on one rank: what is gathered now, what has come, and which collective is next.
 
-    Lives for one step. Use: run the model `bound` to `fetch` inside `saving()`, then `turn()`, the backward, `finish()`.
+    Lives for one `with` statement. Use: run the model `bound` to `fetch` inside `saving()`, then `turn()`, the backward,
+    `finish()`.
 
     Args:
         plan: the units and their specs.
@@ -162,6 +163,19 @@ class Pass:
         self._filling: defaultdict[str, _Grads] = defaultdict(_Grads)
         self._in_flight: deque[_Reduction] = deque()
         self._reduced: set[str] = set()  # keys of gradients that have been reduced in this pass
+
+    def __enter__(self) -> Self:
+        collectives.settle()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """After an error lets go of what is gathered, of what is collected and of collectives under way."""
+        if kind is not None:
+            gathers = [pending for started in self._gathering.values() for _, pending in started]
+            reductions = [pending for reduction in self._in_flight for _, pending, _ in reduction.started]
+            collectives.abandon(gathers + reductions)
+            for held in (self._leaves, self._live, self._filling, self._by_storage):
+                held.clear()  # type: ignore[attr-defined]
 
     # --- parameters --------------------------------------------------------------------------------------------
 
@@ -423,14 +437,6 @@ class Pass:
     def _own(self, buffer: BufferPlan) -> Tensor:
         """This rank's shard (S) of the mean gradient."""
         return own_shard(self.grads[buffer.key], buffer, self.axis.rank)
-
-    def close(self) -> None:
-        """Lets go of gathered and collected tensors; the end of a pass that raised.
-
-        Not of collectives under way: gloo would wait for the other ranks before it frees a receive.
-        """
-        for held in (self._leaves, self._live, self._filling, self._by_storage):
-            held.clear()  # type: ignore[attr-defined]
 
     def finish(self) -> None:
         """Ends the backward: reduces what is left.

@@ -234,10 +234,8 @@ class TrainStep:
         moving = self._moving_buffers if self._moving_buffers is not None and self._learns else frozenset(given)
         buffers = {name: tensor.clone() if name in moving else tensor for name, tensor in given.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        work = Pass(
-            self.plan, self._axis, state.params, state.grads, self.schedule if self._learns else None, self._scratch
-        )
-        try:
+        schedule = self.schedule if self._learns else None
+        with Pass(self.plan, self._axis, state.params, state.grads, schedule, self._scratch) as work:
             with (
                 _random_state(state.rng, self.device) as rng,
                 bound(self._model, self.plan.aliases, work.fetch, buffers),
@@ -247,9 +245,6 @@ class TrainStep:
                 work.turn()
                 torch.autograd.backward(loss)
             work.finish()
-        except BaseException:
-            work.close()
-            raise
         if self._learns and self.schedule is None:
             self.schedule = early(work.executed, lambda present, next_: may_start_early(self.plan, present, next_))
         moved = {
@@ -271,14 +266,13 @@ class TrainStep:
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
-        work = Pass(
-            self.plan, self._axis, state.params, None, self._eval_schedule if self._learns else None, self._scratch
-        )
+        schedule = self._eval_schedule if self._learns else None
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
             buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
             with (
+                Pass(self.plan, self._axis, state.params, None, schedule, self._scratch) as work,
                 torch.no_grad(),
                 _random_state(state.rng, self.device),
                 bound(self._model, self.plan.aliases, work.fetch, buffers),

@@ -6,6 +6,7 @@ process group, and returns what each rank returned. The function must be importa
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import sys
@@ -108,6 +109,7 @@ def _forget_frames(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__context__
+    gc.collect()
 
 
 def _can_be_sent(error: Exception) -> bool:

@@ -339,6 +339,42 @@ def test_what_is_not_finite_on_one_rank_is_told_on_every_rank_and_the_step_never
         assert ended_alike
 
 
+def _goes_on(stage: int, where: str) -> bool:
+    """Whether a run ends alike with and without a batch in whose middle every rank raises."""
+
+    def loss_of(model: torch.nn.Module, batch: Any) -> Tensor:
+        x, y, raises = batch
+        for number, block in enumerate(model.blocks):
+            x = block(x)
+            if raises and number == 2 and where == "forward":
+                raise ZeroDivisionError
+            if raises and number == 2 and where == "backward":
+                x.register_hook(lambda grad: 1 / 0)
+        return torch.nn.functional.mse_loss(x, y)
+
+    ends = []
+    for bad_at in (0, 2, None):
+        step = fzero.make_train_step(make(Plain), config(stage), loss_fn=loss_of)
+        state = step.init()
+        for index in range(4):
+            x, y = part(vectors(index), step.rank, step.world_size)
+            if index == bad_at:
+                with pytest.raises(ZeroDivisionError):
+                    step(state, (x + 1, y, True))
+            state, _ = step(state, (x, y, False))
+        ends.append(state)
+    return all(optree.tree_leaves(optree.tree_map(lambda *x: torch.equal(x[0], x[1]) and torch.equal(x[1], x[2]), *ends)))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", range(4))
+def test_after_an_error_that_every_rank_raises_state_and_ranks_are_good(
+    ranks: RankPool, stage: int, where: str
+) -> None:
+    for world_size in (2, 3):
+        assert ranks(world_size, _goes_on, stage, where) == [True] * world_size
+
+
 # --- units that run on some ranks only ---------------------------------------------------------------------------
 
 
