@@ -7,22 +7,23 @@ A collective takes an *axis*, a value that says who takes part, never a process 
 
 Collectives that can overlap compute return a `Pending`: they have been started, and `wait()` gives the result.
 
-On NCCL the named collectives are the fast ones. On gloo they are not: an all-gather and a reduce-scatter made of sends
-and receives, with a sum in rank order, are three to four times as fast. The sum in rank order (x[0] + x[1] + …) also
-fixes the bits: they do not depend on the layout, the stage or the slice.
+On NCCL the named collectives are the fast ones. On gloo they are not (but for an all-reduce of two ranks): an all-gather
+and a reduce-scatter made of sends and receives, with a sum in rank order, are three to four times as fast. The sum in
+rank order (x[0] + x[1] + …) also fixes the bits: they do not depend on the layout, the stage or the slice.
 
 Shapes: P padded elements = W·S, S elements of a shard, W ranks.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from sharding import reference
 
 TIMEOUT = timedelta(minutes=10)
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="fzero-send")
-_KEEPERS: list[Thread] = []  # of collectives that were abandoned
+_ABANDONED: list[Pending] = []
 
 # torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -135,26 +136,24 @@ class Pending:
 
 
 def abandon(pendings: Sequence[Pending]) -> None:
-    """Keeps collectives that nobody will wait for until they end, on a thread that does not hold up the process' end.
+    """Keeps collectives that nobody will wait for, until `settle`.
 
-    gloo forgets a send that is freed early, so that the rank that receives would wait for ever, and before it frees a
+    gloo forgets a send that is freed early, so that the rank that receives would wait for ever; and before it frees a
     receive it waits for the rank that sends.
     """
-
-    def end() -> None:
-        for pending in pendings:
-            with suppress(RuntimeError):
-                pending.end()
-
-    keeper = Thread(target=end, daemon=True, name="fzero-abandoned")
-    _KEEPERS.append(keeper)
-    keeper.start()
+    _ABANDONED.extend(pendings)
 
 
 def settle() -> None:
     """Waits until abandoned collectives have ended, which write into tensors that come next to use."""
-    while _KEEPERS:
-        _KEEPERS.pop().join()
+    while _ABANDONED:
+        with suppress(CollectiveError):
+            _ABANDONED.pop(0).end()
+
+
+@atexit.register
+def _never_free() -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_ABANDONED))
 
 
 def _failed(label: str, error: Exception) -> CollectiveError:
@@ -200,7 +199,11 @@ def check_backend(device: torch.device) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the process group, if there is one. *Collective:* call it on every rank, once, at the end."""
+    """Leaves the process group, if there is one. *Collective:* call it on every rank, once, at the end.
+
+    After an error on this rank alone it tells the others, whose collectives fail then.
+    """
+    _ABANDONED.clear()  # a collective under way would keep the connections open
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -224,7 +227,7 @@ def start_all_gather(
     if full_P.numel() == 0:
         return Pending(label, (), lambda: full_P)
     if full_P.is_cuda:
-        return Pending(label, _start(label, _all_gather, full_P, shard_S, axis), lambda: full_P)
+        return Pending(label, _start(label, _all_gather, full_P, shard_S, axis=axis), lambda: full_P)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     if full_WS[axis.rank].data_ptr() != shard_S.data_ptr():
         full_WS[axis.rank].copy_(shard_S)
@@ -251,7 +254,7 @@ def start_reduce_scatter(
     if full_P.numel() == 0:
         return Pending(label, (), lambda: sum_S)
     if full_P.is_cuda:
-        return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis), lambda: sum_S)
+        return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis=axis), lambda: sum_S)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     # The result's own memory takes the first arrival, unless the memory is a summand.
@@ -272,18 +275,35 @@ def start_reduce_scatter(
 
 
 def start_all_reduce(full_P: Tensor, axis: Real, *, label: str = "all_reduce") -> Pending:
-    """Starts to sum `full_P` over the ranks, in rank order and in place: a reduce-scatter, then an all-gather.
+    """Starts to sum `full_P` over the ranks, in rank order and in place.
 
     *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements.
     """
+    _tell(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)
+    if axis.size == 2 and full_P.numel():  # two summands have one order, so the named collective gives the same bits
+        return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis), lambda: full_P)
+    silent = replace(axis, observe=None)
     shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
-    reduction = start_reduce_scatter(full_P, axis, out_S=shard_S, label=label)
-    return start_all_gather(shard_S, full_P, axis, after=None if full_P.is_cuda else reduction, label=label)
+    reduction = start_reduce_scatter(full_P, silent, out_S=shard_S, label=label)
+    return start_all_gather(shard_S, full_P, silent, after=None if full_P.is_cuda else reduction, label=label)
 
 
-def _start(label: str, collective: Callable[..., Any], out: Tensor, x: Tensor, axis: Real) -> list[dist.Work]:
+def start_stack(x: Tensor, axis: Real, *, label: str = "stack") -> Pending:
+    """Starts to stack the small tensors of all ranks along a new first dimension. *Collective:* sends (W-1) · numel."""
+    if axis.size == 1:
+        return Pending(label, (), lambda: x[None])
+    rows = x.new_empty((axis.size, *x.shape))
+    _tell(axis, "stack", label, x.numel() * (axis.size - 1), x)
     try:
-        return [collective(out, x, group=axis.group, async_op=True)]
+        works = [dist.all_gather(list(rows), x.contiguous(), group=axis.group, async_op=True)]
+    except RuntimeError as error:
+        raise _failed(label, error) from error
+    return Pending(label, works, lambda: rows)
+
+
+def _start(label: str, collective: Callable[..., Any], *tensors: Tensor, axis: Real) -> list[dist.Work]:
+    try:
+        return [collective(*tensors, group=axis.group, async_op=True)]
     except RuntimeError as error:
         raise _failed(label, error) from error
 
@@ -338,15 +358,7 @@ def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
 
 def stack(x: Tensor, axis: Real, *, label: str = "stack") -> Tensor:
     """The small tensors of all ranks, stacked along a new first dimension. *Collective:* sends (W-1) · numel."""
-    if axis.size == 1:
-        return x[None]
-    rows = x.new_empty((axis.size, *x.shape))
-    _tell(axis, "stack", label, x.numel() * (axis.size - 1), x)
-    try:
-        dist.all_gather(list(rows), x.contiguous(), group=axis.group)
-    except RuntimeError as error:
-        raise _failed(label, error) from error
-    return rows
+    return start_stack(x, axis, label=label).wait()
 
 
 def broadcast(x: Tensor, axis: Real, *, source: int = 0, label: str = "broadcast") -> Tensor:

@@ -120,8 +120,8 @@ class _Reduction(NamedTuple):
 class Pass:
     """One forward and backward on one rank: what is gathered now, what has come, and which collective is next.
 
-    Lives for one `with` statement. Use: run the model `bound` to `fetch` inside `saving()`, then `turn()`, the backward,
-    `finish()`.
+    Lives for one `with` statement. Use: run the model `bound` to `fetch` inside `saving()`, then `turn(loss)`, the
+    backward, `finish()`.
 
     Args:
         plan: the units and their specs.
@@ -162,6 +162,7 @@ class Pass:
         self._ready: set[str] = set()
         self._filling: defaultdict[str, _Grads] = defaultdict(_Grads)
         self._in_flight: deque[_Reduction] = deque()
+        self._losses: Pending | None = None
         self._reduced: set[str] = set()  # keys of gradients that have been reduced in this pass
 
     def __enter__(self) -> Self:
@@ -173,7 +174,7 @@ class Pass:
         if kind is not None:
             gathers = [pending for started in self._gathering.values() for _, pending in started]
             reductions = [pending for reduction in self._in_flight for _, pending, _ in reduction.started]
-            collectives.abandon(gathers + reductions)
+            collectives.abandon(gathers + reductions + ([self._losses] if self._losses else []))
             for held in (self._leaves, self._live, self._filling, self._by_storage):
                 held.clear()  # type: ignore[attr-defined]
 
@@ -317,10 +318,16 @@ class Pass:
 
     # --- the order of collectives ------------------------------------------------------------------------------
 
-    def turn(self) -> None:
-        """Ends the forward. *Collective:* takes part in gathers that only other ranks needed."""
+    def turn(self, loss: Tensor) -> None:
+        """Ends the forward. *Collective:* takes part in gathers that only other ranks needed, and tells the loss."""
         self._advance_to(TURN)
         self._in_forward = False
+        self._losses = collectives.start_stack(loss.detach().double(), self.axis, label="losses")
+
+    def losses(self) -> Tensor:
+        """Every rank's loss in rank order (W), fp64; once, after `turn`."""
+        assert self._losses is not None
+        return self._losses.wait()
 
     def _advance_to(self, wanted: Event) -> None:
         """Issues the events that come before `wanted`, and `wanted` itself."""

@@ -158,8 +158,9 @@ class Plan:
         last = gathered_units[-1].buffers if gathered_units else ()
         kept = sum(b.shard_numel * others for b in last if isinstance(b.row.params, Sharded))
         return {
-            "reduce_scatter of gradients": sum(n for b, n in shards if b.trainable),
-            "all_gather of gradients" if self.stage == 0 else "all_gather of updated parameters": sum(whole),
+            "all_reduce of gradients": 2 * sum(whole) * (self.stage == 0),
+            "reduce_scatter of gradients": sum(n for b, n in shards if b.trainable) * (self.stage > 0),
+            "all_gather of updated parameters": sum(whole) * (self.stage > 0),
             "all_gather in the forward": sum(cut),
             "all_gather in the backward": sum(cut) - kept,
         }

@@ -242,9 +242,10 @@ class TrainStep:
             ):
                 with work.saving():
                     loss = self._loss(batch)
-                work.turn()
+                work.turn(loss)
                 torch.autograd.backward(loss)
             work.finish()
+            losses = work.losses()
         if self._learns and self.schedule is None:
             self.schedule = early(work.executed, lambda present, next_: may_start_early(self.plan, present, next_))
         moved = {
@@ -257,7 +258,7 @@ class TrainStep:
             or (moving is not self._moving_buffers and not torch.equal(tensor, given[name]))
         }
         buffers = self._agree(buffers, moved)
-        metrics, norm = self._measure(loss.detach(), state)
+        metrics, norm = self._measure(losses, state)
         optimizer = self._update(state, norm)
         return TrainState(state.step.add_(1), state.params, state.grads, optimizer, buffers, rng), metrics
 
@@ -277,15 +278,15 @@ class TrainStep:
                 _random_state(state.rng, self.device),
                 bound(self._model, self.plan.aliases, work.fetch, buffers),
             ):
-                loss = self._loss(batch)
-                work.turn()
+                work.turn(self._loss(batch))
                 work.finish()
+                losses = work.losses()
         finally:
             for module, mode in modes:
                 module.training = mode
         if self._learns and self._eval_schedule is None:
             self._eval_schedule = tuple(work.executed)
-        return _mean_in_rank_order(collectives.stack(loss.double(), self._axis, label="mean loss")).float()
+        return _mean_in_rank_order(losses).float()
 
     def _loss(self, batch: Any) -> Tensor:
         if self._loss_fn is not None:
@@ -318,28 +319,30 @@ class TrainStep:
             )
         return loss.reshape(())
 
-    def _measure(self, loss: Tensor, state: TrainState[Tensor]) -> tuple[Metrics, Tensor]:
-        """Loss and gradient norm of all ranks, in one small collective; the norm in fp64 as well, to clip by."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+    def _measure(self, losses: Tensor, state: TrainState[Tensor]) -> tuple[Metrics, Tensor]:
+        """The metrics, and the gradient norm in fp64 as well, to clip by. *Collective* where gradients are sharded."""
+        held = [rank for rank in range(self.world_size) if self.plan.stage == 0 or rank == self.rank]
+        squares = torch.zeros(len(held), dtype=torch.float64, device=self.device)
         for buffer in self.plan.flat_buffers:
             if buffer.trainable and buffer.shard_numel:  # in all stages the same numbers, added in the same order
-                grad_S = own_shard(state.grads[buffer.key], buffer, self.rank)
-                dtype = torch.promote_types(grad_S.dtype, torch.float32)
-                squares += torch.linalg.vector_norm(grad_S, dtype=dtype).double().square()
-        rows = collectives.stack(torch.stack([loss.double(), squares]), self._axis, label="mean loss")
-        mean_loss = _mean_in_rank_order(rows[:, 0])
-        norm = (_mean_in_rank_order(rows[:, 1]) * self.world_size).sqrt()
+                for index, rank in enumerate(held):
+                    grad_S = own_shard(state.grads[buffer.key], buffer, rank)
+                    dtype = torch.promote_types(grad_S.dtype, torch.float32)
+                    squares[index] += torch.linalg.vector_norm(grad_S, dtype=dtype).double().square()
+        if len(held) < self.world_size:
+            squares = collectives.stack(squares[0], self._axis, label="squared norms")
+        mean_loss, norm = _mean_in_rank_order(losses), (_mean_in_rank_order(squares) * self.world_size).sqrt()
         if self.device.type != "cpu":
             torch._assert_async((mean_loss + norm).isfinite(), "fzero: the loss or the gradient norm is not finite")
         elif not math.isfinite(mean_loss) or not math.isfinite(norm):
-            ranks = [rank for rank, value in enumerate(rows[:, 0].tolist()) if not math.isfinite(value)]
+            ranks = [rank for rank, value in enumerate(losses.tolist()) if not math.isfinite(value)]
             what = (
                 f"loss is not finite on ranks {ranks}"
                 if ranks
                 else f"loss is {mean_loss.item():.6g}, its gradient is not finite"
             )
             raise FloatingPointError(
-                f"step {int(state.step)}: {what} (losses {rows[:, 0].tolist()}, gradient norm {norm.item():.6g}); "
+                f"step {int(state.step)}: {what} (losses {losses.tolist()}, gradient norm {norm.item():.6g}); "
                 f"the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
             )
         lr = torch.full((), self._cfg.optimizer.params.lr, device=self.device)  # a fill does not wait for the device

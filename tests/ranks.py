@@ -74,6 +74,8 @@ def _serve(pipe: Connection, rank: int, port: int, path: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
+    from fzero import shutdown
+
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     joined = 0
@@ -95,8 +97,7 @@ def _serve(pipe: Connection, rank: int, port: int, path: list[str]) -> None:
             text = traceback.format_exc()
             error = raised if _can_be_sent(raised) else RuntimeError(repr(raised))
             _forget_frames(raised)
-            if dist.is_initialized():  # so that the others do not wait for this rank
-                dist.destroy_process_group()
+            shutdown()  # so that the others do not wait for this rank
             joined = 0
         pipe.send_bytes(pickle.dumps((value, error, text)))
     if dist.is_initialized():

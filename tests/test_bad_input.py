@@ -363,7 +363,9 @@ def _goes_on(stage: int, where: str) -> bool:
                     step(state, (x + 1, y, True))
             state, _ = step(state, (x, y, False))
         ends.append(state)
-    return all(optree.tree_leaves(optree.tree_map(lambda *x: torch.equal(x[0], x[1]) and torch.equal(x[1], x[2]), *ends)))
+    return all(
+        optree.tree_leaves(optree.tree_map(lambda *x: torch.equal(x[0], x[1]) and torch.equal(x[1], x[2]), *ends))
+    )
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

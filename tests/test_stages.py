@@ -64,11 +64,12 @@ def _sent_in_third_step(stage: int, threshold: int) -> tuple[Counter[str], dict[
     for index in range(3):
         log.clear()
         state, _ = step(state, part(vectors(index), step.rank, step.world_size))
-    sent = Counter({"gather": 0, "reduce": 0, "join": 0, "mean": 0})
+    sent: Counter[str] = Counter()
     for record in log:
-        assert record.nbytes == record.num_elements * (8 if record.label == "mean loss" else 4)
-        kind = record.label.split()[0]
-        sent["join" if (kind, record.collective) == ("reduce", "all_gather") else kind] += record.num_elements
+        is_metric = record.label in ("losses", "squared norms")
+        assert record.nbytes == record.num_elements * (8 if is_metric else 4)
+        kind = {"reduce_scatter": "reduce_scatter of gradients", "all_reduce": "all_reduce of gradients"}
+        sent["metrics" if is_metric else kind.get(record.collective, record.label.split()[0])] += record.num_elements
     numel = sum(buffer.padded_numel for buffer in step.plan.flat_buffers)
     last = step.plan.units[-1].gathered_numel
     return sent, step.plan.sent_per_step, numel, last
@@ -81,16 +82,17 @@ def test_a_step_sends_what_the_paper_and_the_plan_say(ranks: RankPool, world_siz
         share = numel * (world_size - 1) // world_size
         kept = last * (world_size - 1) // world_size
         # ZeRO §7: 2Ψ, and 3Ψ in stage 3, here without the second gather of the unit that ends the forward.
-        assert sum(sent.values()) - sent["mean"] == (3 * share - kept if stage == 3 else 2 * share)
-        assert sent["mean"] == 2 * (world_size - 1)
-        assert sent["reduce"] == planned["reduce_scatter of gradients"]
+        assert sum(sent.values()) - sent["metrics"] == (3 * share - kept if stage == 3 else 2 * share)
+        assert sent["metrics"] == (1 if stage == 0 else 2) * (world_size - 1)
+        for kind in ("all_reduce of gradients", "reduce_scatter of gradients"):
+            assert sent[kind] == planned[kind]
         assert sent["gather"] == planned["all_gather in the forward"] + planned["all_gather in the backward"]
-        assert sent["join"] == sum(n for name, n in planned.items() if name.startswith("all_gather of"))
+        assert sent["join"] == planned["all_gather of updated parameters"]
 
 
 def test_parameters_kept_whole_are_joined_and_not_gathered(ranks: RankPool) -> None:
     for sent, planned, numel, _ in ranks(2, _sent_in_third_step, 3, 1000):
-        assert sent["gather"] == 0 and sent["join"] == sent["reduce"] == numel // 2
+        assert sent["gather"] == 0 and sent["join"] == sent["reduce_scatter of gradients"] == numel // 2
         assert sent["join"] == planned["all_gather of updated parameters"]
 
 
