@@ -119,6 +119,13 @@ class TrainStep:
         self._loss_fn, self._donate, self._learns, self._seed = loss_fn, donate, schedule == "learned", seed
         self._eval_schedule: tuple[Event, ...] | None = None
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
+        # Statistics may rest in the first step (a module in evaluation mode) and move later, which no version tells.
+        self._statistics = {
+            f"{name}.{buffer}".removeprefix(".")
+            for name, module in model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase)
+            for buffer, _ in module.named_buffers(recurse=False)
+        } & set(plan.buffers)
         self._scratch = Scratch()
         self._transform = cfg.optimizer.transform()
         self._micro_batch = cfg.batch_sizes(axis.size).micro
@@ -257,7 +264,7 @@ class TrainStep:
             or tensor._version != version
             or (moving is not self._moving_buffers and not torch.equal(tensor, given[name]))
         }
-        buffers = self._agree(buffers, moved)
+        buffers = self._agree(buffers, moved | self._statistics)
         metrics, norm = self._measure(losses, state)
         optimizer = self._update(state, norm)
         return TrainState(state.step.add_(1), state.params, state.grads, optimizer, buffers, rng), metrics

@@ -922,6 +922,23 @@ def test_buffers_that_the_forward_changes_are_equal_on_all_ranks(ranks: RankPool
     assert one["norm.running_mean"].abs().min() > 0
 
 
+def _late_statistics() -> Weights:
+    model = make(TwoNames)
+    step = fzero.make_train_step(model, config(0))
+    model.norm.eval()
+    state = step.init()
+    for index in range(3):
+        state, _ = step(state, part(vectors(index), step.rank, step.world_size))
+        model.norm.train()
+    return state.buffers
+
+
+def test_statistics_that_rest_in_the_first_step_are_averaged_later(ranks: RankPool) -> None:
+    one, other = ranks(2, _late_statistics)
+    _assert_equal(one, other)
+    assert one["norm.num_batches_tracked"] == 4  # two steps, under both its names
+
+
 def test_float64_is_not_rounded_anywhere_in_the_state() -> None:
     model = make(Odd).double()
     step = fzero.make_train_step(model, config(3))
