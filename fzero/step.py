@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -22,11 +23,12 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero import collectives, initialise
+from fzero import collectives, initialise, lr_schedules
 from fzero.binding import bound
 from fzero.collectives import Pending, Real
 from fzero.config import Config
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
+from fzero.lr_schedules import Schedule
 from fzero.plan import BufferPlan, Plan, plan
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
@@ -48,6 +50,7 @@ def make_train_step(
     mesh: Mesh | Real | None = None,
     units: Sequence[str] | None = None,
     donate: bool = True,
+    lr_schedule: Schedule | None = None,
     schedule: Literal["learned", "negotiated"] = "learned",
     seed: int = 0,
 ) -> TrainStep:
@@ -66,6 +69,7 @@ def make_train_step(
         mesh: the ranks: a `sharding.Mesh` whose one axis of more than one rank is `"data"`, or a bound axis.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         donate: the step may write into the state it is given, which must not be used again. False works on a copy.
+        lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's.
         schedule: `"learned"` fixes the order of collectives in the first step. `"negotiated"` agrees on it in every
             step: for models whose units run in an order that depends on data. Slower, nothing starts early.
         seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
@@ -84,7 +88,7 @@ def make_train_step(
     cfg.batch_sizes(axis.size)
     the_plan = plan(model, cfg, world_size=axis.size, units=units)
     _check_same(axis, cfg, model, the_plan, schedule)
-    return TrainStep(model, cfg, the_plan, axis, device, loss_fn, donate, schedule, seed)
+    return TrainStep(model, cfg, the_plan, axis, device, loss_fn, donate, lr_schedule, schedule, seed)
 
 
 class TrainStep:
@@ -110,6 +114,7 @@ class TrainStep:
         device: torch.device,
         loss_fn: LossFn | None,
         donate: bool,
+        lr_schedule: Schedule | None,
         schedule: Literal["learned", "negotiated"],
         seed: int,
     ) -> None:
@@ -127,7 +132,9 @@ class TrainStep:
             for buffer, _ in module.named_buffers(recurse=False)
         } & set(plan.buffers)
         self._scratch = Scratch()
-        self._transform = cfg.optimizer.transform()
+        fixed = lr_schedules.constant(cfg.optimizer.params.lr)
+        self._rate = lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else fixed)
+        self._momentum = _momentum_schedule(cfg)
         self._micro_batch = cfg.batch_sizes(axis.size).micro
         self._stored_names = _stored_names(model)
 
@@ -164,6 +171,7 @@ class TrainStep:
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
             initialise.check_names(self._model, params)
         flats, grads, optimizer = {}, {}, {}
+        transform = self._cfg.optimizer.transform()
         for unit in self.plan.units:
             names = [name for buffer in unit.buffers for name in buffer.layout.names]
             values = self._first_values(names, params, init_fn)
@@ -172,7 +180,7 @@ class TrainStep:
                 flats[buffer.key] = self._cut(buffer, self._from_rank_0(flat_P, buffer.key), buffer.row.params)
                 if buffer.trainable:
                     grads[buffer.key] = torch.zeros_like(self._cut(buffer, flat_P, buffer.row.grads))
-                    optimizer[buffer.key] = self._transform.init(self._cut(buffer, flat_P, buffer.row.optimizer))
+                    optimizer[buffer.key] = transform.init(self._cut(buffer, flat_P, buffer.row.optimizer))
             del values, flat_P  # before the next unit's are made
         buffers = self._first_values(list(self.plan.buffers), params, init_fn)
         buffers = {name: self._from_rank_0(buffers[name].clone(), name) for name in self.plan.buffers}
@@ -352,11 +360,15 @@ class TrainStep:
                 f"step {int(state.step)}: {what} (losses {losses.tolist()}, gradient norm {norm.item():.6g}); "
                 f"the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
             )
-        lr = torch.full((), self._cfg.optimizer.params.lr, device=self.device)  # a fill does not wait for the device
+        lr = torch.full((), self._rate(int(state.step)), device=self.device)  # a fill does not wait for the device
         return Metrics(mean_loss.float(), norm.float(), lr), norm
 
     def _update(self, state: TrainState[Tensor], norm: Tensor) -> dict[str, Any]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
+        num_updates, momentum = int(state.step), self._momentum
+        transform = self._cfg.optimizer.transform(
+            lr=self._rate(num_updates), momentum=momentum(num_updates) if momentum else None
+        )
         clip = self._cfg.gradient_clipping
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else None
         optimizer: dict[str, Any] = {}
@@ -370,7 +382,7 @@ class TrainStep:
                 share, grad = own_shard(param, buffer, self.rank), own_shard(grad, buffer, self.rank)
             if factor is not None:
                 grad.mul_(factor.to(grad.dtype))
-            _, new, optimizer[buffer.key] = self._transform.update(grad, share, state.optimizer[buffer.key])
+            _, new, optimizer[buffer.key] = transform.update(grad, share, state.optimizer[buffer.key])
             if new is not share:
                 share.copy_(new)
             if share is not param:
@@ -434,6 +446,19 @@ def _device_of(model: nn.Module) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
+def _momentum_schedule(cfg: Config) -> Schedule | None:
+    """The first beta as a function of the number of updates so far, where the scheduler moves it."""
+    momentum = cfg.scheduler.momentum() if cfg.scheduler else None
+    if momentum is not None and not hasattr(cfg.optimizer.params, "betas"):
+        warnings.warn(
+            f"scheduler.params.cycle_momentum: {cfg.optimizer.type} has no betas, so that only the learning rate cycles "
+            f"(as in DeepSpeed); set it to false",
+            stacklevel=4,
+        )
+        return None
+    return momentum
 
 
 def _bind(mesh: Mesh | None, device: torch.device) -> Real:
