@@ -31,7 +31,7 @@ from fzero.transforms import Transform
 
 NOT_YET = frozenset(
     """
-    gradient_accumulation_steps managed_gradient_accumulation steps_per_print prescale_gradients
+    managed_gradient_accumulation steps_per_print prescale_gradients
     gradient_predivide_factor gradient_allreduce_op sparse_gradients communication_data_type
     seq_parallel_communication_data_type disable_allgather data_types zero_allow_untested_optimizer
     zero_force_ds_cpu_optimizer fp16 bf16 bfloat16 amp torch_autocast wall_clock_breakdown memory_breakdown
@@ -306,7 +306,9 @@ class OneCycle(Scheduler):
 
     def momentum(self) -> Schedule | None:
         p = self.params
-        return self._cycle(p.cycle_min_mom, p.cycle_max_mom, p.decay_mom_rate, inverse=True) if p.cycle_momentum else None
+        return (
+            self._cycle(p.cycle_min_mom, p.cycle_max_mom, p.decay_mom_rate, inverse=True) if p.cycle_momentum else None
+        )
 
     def _cycle(self, low: float, high: float, decay_rate: float, *, inverse: bool = False) -> Schedule:
         p = self.params
@@ -379,10 +381,11 @@ class ZeroOptimization(Block):
 
 
 class BatchSizes(NamedTuple):
-    """Samples per step of all ranks, and per step of one rank; None when the configuration names no batch size."""
+    """Samples per step of all ranks and per micro-step of one, None when no batch size is named; micro-steps per step."""
 
     train: int | None
     micro: int | None
+    num_micro_steps: int
 
 
 class Config(Block):
@@ -392,6 +395,8 @@ class Config(Block):
     """Samples per optimizer step, all ranks together."""
     train_micro_batch_size_per_gpu: Count | None = None
     """Samples per rank and micro-step."""
+    gradient_accumulation_steps: Count | None = None
+    """Micro-steps in one step, whose gradients are averaged before the one update; None is inferred, or 1."""
     optimizer: Optimizer = AdamW()
     """An optimizer by name with its hyper-parameters; upper and lower case do not matter."""
     scheduler: AnyScheduler | None = None
@@ -423,37 +428,44 @@ class Config(Block):
             raise ConfigError(
                 f"Config.load: needs a mapping or the path of a JSON file, got {type(source).__name__}; pass one of these"
             )
-        if source.get("gradient_accumulation_steps") == 1:
-            source = {key: value for key, value in source.items() if key != "gradient_accumulation_steps"}
         try:
             return cls.model_validate(source)
         except ValidationError as error:
             raise ConfigError("\n".join(_explain(detail) for detail in error.errors())) from None
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
-        """The batch sizes on `world_size` ranks, the missing one inferred.
+        """The batch sizes on `world_size` ranks, the missing ones inferred: train = micro × accumulation × ranks.
 
         Raises:
             ConfigError: they do not fit each other and the world size.
 
-        >>> Config.load({"train_batch_size": 8}).batch_sizes(world_size=4)
-        BatchSizes(train=8, micro=2)
+        >>> Config.load({"train_batch_size": 24, "gradient_accumulation_steps": 3}).batch_sizes(world_size=4)
+        BatchSizes(train=24, micro=2, num_micro_steps=3)
         """
-        train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
-        if train is None:
-            return BatchSizes(None if micro is None else micro * world_size, micro)
-        if micro is None and train % world_size:
+        train, micro, steps = (
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+        )
+        if train is None and micro is None:
+            if steps not in (None, 1):
+                raise ConfigError(
+                    f"gradient_accumulation_steps: needs train_batch_size or train_micro_batch_size_per_gpu beside it, got "
+                    f"{steps} alone; give one of the two"
+                )
+            return BatchSizes(None, None, 1)
+        if steps is None:
+            steps = train // (micro * world_size) if train and micro else 1
+        if micro is None:
+            assert train is not None
+            micro = train // (steps * world_size)
+        product = micro * steps * world_size
+        if train not in (None, product) or not product:
             raise ConfigError(
-                f"train_batch_size: must be a multiple of the {world_size} ranks, got {train}; give one, or start another "
-                f"number of ranks"
+                f"train_batch_size: must equal train_micro_batch_size_per_gpu × gradient_accumulation_steps × ranks, got "
+                f"{train} for {micro} × {steps} × {world_size}; change one of them, or leave one out to have it inferred"
             )
-        if micro is not None and micro * world_size != train:
-            raise ConfigError(
-                f"train_batch_size: must equal train_micro_batch_size_per_gpu × ranks = {micro} × {world_size}, got "
-                f"{train}; give {micro * world_size}, or one of the two keys only"
-            )
-        micro = train // world_size
-        return BatchSizes(train, micro)
+        return BatchSizes(product, micro, steps)
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -131,6 +131,8 @@ class Pass:
             is a forward only.
         schedule: the events to follow, or None to negotiate them; `executed` tells what was done.
         scratch: where full buffers come from.
+        is_first, is_last: the micro-step's place among those of one step. After the first, gradients are added to what
+            `grads` holds; before the last, gradients that stay whole are not reduced.
     """
 
     def __init__(
@@ -141,7 +143,11 @@ class Pass:
         grads: dict[str, Tensor] | None,
         schedule: Sequence[Event] | None,
         scratch: Scratch,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> None:
+        self.is_first, self.is_last = is_first, is_last
         self.plan, self.axis, self.params, self.schedule, self.scratch = plan, axis, params, schedule, scratch
         self.trains, self.grads = grads is not None, grads or {}
         self.executed: list[Event] = []
@@ -163,6 +169,9 @@ class Pass:
         self._filling: defaultdict[str, _Grads] = defaultdict(_Grads)
         self._in_flight: deque[_Reduction] = deque()
         self._losses: Pending | None = None
+        self._share = 1.0  # by which gradients are multiplied before they are added up
+        # Keys of whole gradients that hold something, to which the next is added.
+        self._held = set() if is_first else {b.key for b in plan.flat_buffers if b.trainable}
         self._reduced: set[str] = set()  # keys of gradients that have been reduced in this pass
 
     def __enter__(self) -> Self:
@@ -285,19 +294,21 @@ class Pass:
         start, stop = buffer.layout.bounds(name)
         target = self._flat_grad(filling, buffer)[start:stop].view(grad.shape)
         if name in filling.written:
-            target.add_(grad, alpha=1 / self.axis.size)
-        elif self.axis.size == 1:
+            target.add_(grad, alpha=self._share)
+        elif self._share == 1:
             target.copy_(grad)
         else:  # the share of the mean: dividing here costs no pass over memory of its own
-            torch.mul(grad, 1 / self.axis.size, out=target)
+            torch.mul(grad, self._share, out=target)
         filling.written.add(name)
 
     def _flat_grad(self, filling: _Grads, buffer: BufferPlan) -> Tensor:
         """Where the unreduced gradient is collected (P): where it will stay, if all of it stays on this rank."""
         if buffer.key not in filling.flats:
             store = self.grads[buffer.key]
-            stays = store.numel() == buffer.padded_numel and buffer.key not in self._reduced
+            stays = self._is_whole(buffer) and buffer.key not in self._reduced
             filling.flats[buffer.key] = store if stays else self.scratch.take(buffer, store)
+            if stays and buffer.key in self._held:
+                filling.written.update(buffer.layout.names)
         return filling.flats[buffer.key]
 
     def _stay_ended(self, unit: str) -> None:
@@ -318,14 +329,22 @@ class Pass:
 
     # --- the order of collectives ------------------------------------------------------------------------------
 
-    def turn(self, loss: Tensor) -> None:
-        """Ends the forward. *Collective:* takes part in gathers that only other ranks needed, and tells the loss."""
+    def turn(self, loss: Tensor, weight: Tensor | None = None, *, share: float = 1.0) -> None:
+        """Ends the forward. *Collective:* takes part in gathers that only other ranks needed, and tells the loss.
+
+        Args:
+            loss: this rank's, 0-d.
+            weight: what the loss, a sum, is a sum of; None where it is a mean.
+            share: factor of the gradients that the backward gives.
+        """
         self._advance_to(TURN)
-        self._in_forward = False
-        self._losses = collectives.start_stack(loss.detach().double(), self.axis, label="losses")
+        self._in_forward, self._share = False, share
+        weight = loss.new_tensor(-1.0) if weight is None else weight
+        row = torch.stack([loss.detach().double(), weight.detach().to(loss.device, torch.float64)])
+        self._losses = collectives.start_stack(row, self.axis, label="losses")
 
     def losses(self) -> Tensor:
-        """Every rank's loss in rank order (W), fp64; once, after `turn`."""
+        """Every rank's loss and weight in rank order (W, 2), fp64, the weight of a mean -1; once, after `turn`."""
         assert self._losses is not None
         return self._losses.wait()
 
@@ -417,17 +436,29 @@ class Pass:
             if buffer.trainable:
                 flat_P = self._flat_grad(filling, buffer)
                 _zero_gaps(flat_P, buffer, filling.written)
-                started.append((buffer, self._reduce(flat_P, buffer), buffer.key in self._reduced))
+                if not self.is_last and self._is_whole(buffer):
+                    self._held.add(buffer.key)
+                    continue
+                started.append((buffer, self._reduce(flat_P, buffer), self._adds(buffer)))
                 self._reduced.add(buffer.key)
-        self._in_flight.append(_Reduction(numel, filling, started))
+        if started:
+            self._in_flight.append(_Reduction(numel, filling, started))
 
     def _reduce(self, flat_P: Tensor, buffer: BufferPlan) -> Pending:
         """Starts to add up what every rank wrote: to the whole (P) in stage 0, to this rank's shard (S) otherwise."""
         label = f"reduce {buffer.key}"
         if isinstance(buffer.row.grads, Replicated):
             return collectives.start_all_reduce(flat_P, self.axis, label=label)
-        out_S = None if buffer.key in self._reduced else self._own(buffer)
+        out_S = None if self._adds(buffer) else self._own(buffer)
         return collectives.start_reduce_scatter(flat_P, self.axis, out_S=out_S, label=label)
+
+    def _adds(self, buffer: BufferPlan) -> bool:
+        """Whether a reduction is added to one that came before, in this micro-step or an earlier one."""
+        return buffer.key in self._reduced or not (self.is_first or self._is_whole(buffer))
+
+    def _is_whole(self, buffer: BufferPlan) -> bool:
+        """Whether all of the gradient stays on this rank."""
+        return self.grads[buffer.key].numel() == buffer.padded_numel
 
     def _end_reduce(self) -> None:
         """Waits for the oldest reduction."""

@@ -97,7 +97,9 @@ def warmup_cosine_lr(
     return _after(0.0, rate)
 
 
-def lr_range_test(min_lr: float = 1e-3, *, step_size: int = 2000, step_rate: float = 1.0, staircase: bool = False) -> Schedule:
+def lr_range_test(
+    min_lr: float = 1e-3, *, step_size: int = 2000, step_rate: float = 1.0, staircase: bool = False
+) -> Schedule:
     """DeepSpeed's `LRRangeTest` (arXiv:1803.09820): grows without end, to find the largest rate that still trains."""
 
     def rate(i: int) -> float:

@@ -106,6 +106,7 @@ class Plan:
         buffers: the specs of the module's own buffers, by name.
         prefetch: whether the next unit's gather starts one unit early.
         max_live: most gathered elements that an early gather may lead to.
+        num_micro_steps: micro-batches in one step.
         max_reducing: most elements of full gradients that wait for their reduction, besides those of one unit.
     """
 
@@ -118,6 +119,7 @@ class Plan:
     prefetch: bool
     max_live: int
     max_reducing: int
+    num_micro_steps: int = 1
 
     @property
     def flat_buffers(self) -> tuple[BufferPlan, ...]:
@@ -146,11 +148,12 @@ class Plan:
     def sent_per_step(self) -> dict[str, int]:
         """Elements that one rank sends to the others in a step, by collective, padding included.
 
-        ZeRO §7: 2Ψ(W-1)/W in stages 0–2, 3Ψ(W-1)/W in stage 3. The last unit of the forward is the first of the
+        ZeRO §7: 2Ψ(W-1)/W in stages 0–2, 3Ψ(W-1)/W in stage 3; with accumulation stage 2 reduces and stage 3 gathers and
+        reduces in every micro-step. The last unit of the forward is the first of the
         backward and is not gathered twice. Nor is one whose weights the backward does not need (an embedding), and one
         that is used in several separate places is gathered for each: `TrainStep.schedule` tells, after the first step.
         """
-        others = self.world_size - 1
+        others, micro_steps = self.world_size - 1, self.num_micro_steps
         shards = [(buffer, buffer.shard_numel * others) for buffer in self.flat_buffers]
         whole = [n for b, n in shards if b.trainable and isinstance(b.row.params, Replicated)]
         cut = [n for b, n in shards if isinstance(b.row.params, Sharded)]
@@ -159,10 +162,11 @@ class Plan:
         kept = sum(b.shard_numel * others for b in last if isinstance(b.row.params, Sharded))
         return {
             "all_reduce of gradients": 2 * sum(whole) * (self.stage == 0),
-            "reduce_scatter of gradients": sum(n for b, n in shards if b.trainable) * (self.stage > 0),
+            "reduce_scatter of gradients": sum(n for b, n in shards if b.trainable)
+            * ((0, 1, micro_steps, micro_steps)[self.stage]),
             "all_gather of updated parameters": sum(whole) * (self.stage > 0),
-            "all_gather in the forward": sum(cut),
-            "all_gather in the backward": sum(cut) - kept,
+            "all_gather in the forward": sum(cut) * micro_steps,
+            "all_gather in the backward": (sum(cut) - kept) * micro_steps,
         }
 
     def __rich__(self) -> Group:
@@ -226,6 +230,7 @@ def plan(model: nn.Module, cfg: Config | Any, *, world_size: int = 1, units: Seq
         buffers={n: TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for n, t in model.named_buffers()},
         prefetch=zero.stage3_prefetch_bucket_size > 0,
         max_live=zero.stage3_max_live_parameters,
+        num_micro_steps=cfg.batch_sizes(world_size).num_micro_steps,
         max_reducing=min(zero.reduce_bucket_size, 2 * max(sum(b.padded_numel for b in u.buffers) for u in unit_plans)),
     )
 

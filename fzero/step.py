@@ -135,7 +135,7 @@ class TrainStep:
         fixed = lr_schedules.constant(cfg.optimizer.params.lr)
         self._rate = lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else fixed)
         self._momentum = _momentum_schedule(cfg)
-        self._micro_batch = cfg.batch_sizes(axis.size).micro
+        _, self._micro_batch, self._num_micro_steps = cfg.batch_sizes(axis.size)
         self._stored_names = _stored_names(model)
 
     @property
@@ -241,7 +241,7 @@ class TrainStep:
             ScheduleError: the units ran in another order than in the first step.
             CollectiveError: another rank died or did not come.
         """
-        self._check_batch(batch)
+        micro_batches = self._split(batch)
         if not self._donate:
             state = optree.tree_map(torch.clone, state)
         # Buffers change in a copy, so that the state given stays good when this step raises.
@@ -249,20 +249,11 @@ class TrainStep:
         moving = self._moving_buffers if self._moving_buffers is not None and self._learns else frozenset(given)
         buffers = {name: tensor.clone() if name in moving else tensor for name, tensor in given.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        schedule = self.schedule if self._learns else None
-        with Pass(self.plan, self._axis, state.params, state.grads, schedule, self._scratch) as work:
-            with (
-                _random_state(state.rng, self.device) as rng,
-                bound(self._model, self.plan.aliases, work.fetch, buffers),
-            ):
-                with work.saving():
-                    loss = self._loss(batch)
-                work.turn(loss)
-                torch.autograd.backward(loss)
-            work.finish()
-            losses = work.losses()
-        if self._learns and self.schedule is None:
-            self.schedule = early(work.executed, lambda present, next_: may_start_early(self.plan, present, next_))
+        losses, is_sum = [], False
+        with _random_state(state.rng, self.device) as rng:
+            for index, micro_batch in enumerate(micro_batches):
+                of_ranks, is_sum = self._micro_step(state, buffers, micro_batch, index)
+                losses.append(of_ranks)
         moved = {
             name
             for name, (tensor, version) in before.items()
@@ -273,9 +264,33 @@ class TrainStep:
             or (moving is not self._moving_buffers and not torch.equal(tensor, given[name]))
         }
         buffers = self._agree(buffers, moved | self._statistics)
-        metrics, norm = self._measure(losses, state)
-        optimizer = self._update(state, norm)
+        metrics, factor = self._measure(torch.stack(losses), state, is_sum=is_sum)
+        optimizer = self._update(state, factor)
         return TrainState(state.step.add_(1), state.params, state.grads, optimizer, buffers, rng), metrics
+
+    def _micro_step(
+        self, state: TrainState[Tensor], buffers: dict[str, Tensor], batch: Any, index: int
+    ) -> tuple[Tensor, bool]:
+        """Forward and backward of one micro-batch, whose gradients join `state.grads`.
+
+        Returns:
+            The losses and weights of all ranks (W, 2), and whether they are sums.
+        """
+        schedule = self.schedule if self._learns else None
+        place = {"is_first": index == 0, "is_last": index == self._num_micro_steps - 1}
+        with Pass(self.plan, self._axis, state.params, state.grads, schedule, self._scratch, **place) as work:
+            with bound(self._model, self.plan.aliases, work.fetch, buffers):
+                with work.saving():
+                    loss, weight = self._loss(batch)
+                # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
+                share = 1 / (self.world_size * self._num_micro_steps) if weight is None else 1.0
+                work.turn(loss, weight, share=share)
+                torch.autograd.backward(loss)
+            work.finish()
+            losses = work.losses()
+        if self._learns and self.schedule is None:
+            self.schedule = early(work.executed, lambda present, next_: may_start_early(self.plan, present, next_))
+        return losses, weight is not None
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
@@ -293,7 +308,8 @@ class TrainStep:
                 _random_state(state.rng, self.device),
                 bound(self._model, self.plan.aliases, work.fetch, buffers),
             ):
-                work.turn(self._loss(batch))
+                loss, weight = self._loss(batch)
+                work.turn(loss, weight)
                 work.finish()
                 losses = work.losses()
         finally:
@@ -301,12 +317,21 @@ class TrainStep:
                 module.training = mode
         if self._learns and self._eval_schedule is None:
             self._eval_schedule = tuple(work.executed)
-        return _mean_in_rank_order(losses).float()
+        return _mean_of(losses, is_sum=weight is not None)[0].float()
 
-    def _loss(self, batch: Any) -> Tensor:
+    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight."""
+        weight = None
         if self._loss_fn is not None:
             loss: Any = self._loss_fn(self._model, batch)
             source = "loss_fn"
+            if isinstance(loss, tuple) and len(loss) == 2:
+                loss, weight = loss[0], torch.as_tensor(loss[1], device=self.device).detach()
+                if weight.numel() != 1 or not (weight.device.type != "cpu" or weight >= 0):
+                    raise ValueError(
+                        f"loss: {source} must give a weight that is one number, not negative, beside the sum, got "
+                        f"{weight.tolist()}; give the number of what was summed, tokens say"
+                    )
         else:
             source = f"{type(self._model).__name__}'s output"
             if isinstance(batch, Mapping):
@@ -332,10 +357,16 @@ class TrainStep:
             raise ValueError(
                 f"loss: {source} must depend on a trainable parameter and does not; unfreeze one, or drop no_grad"
             )
-        return loss.reshape(())
+        return loss.reshape(()), None if weight is None else weight.reshape(())
 
-    def _measure(self, losses: Tensor, state: TrainState[Tensor]) -> tuple[Metrics, Tensor]:
-        """The metrics, and the gradient norm in fp64 as well, to clip by. *Collective* where gradients are sharded."""
+    def _measure(self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool) -> tuple[Metrics, Tensor | None]:
+        """The metrics, and the factor that the gradients still need, None for 1. *Collective* where they are sharded.
+
+        Args:
+            losses: of every micro-step and rank, with their weights (A, W, 2).
+            state: holds the gradients.
+            is_sum: whether each loss is a sum, to be divided by the sum of the weights.
+        """
         held = [rank for rank in range(self.world_size) if self.plan.stage == 0 or rank == self.rank]
         squares = torch.zeros(len(held), dtype=torch.float64, device=self.device)
         for buffer in self.plan.flat_buffers:
@@ -346,31 +377,36 @@ class TrainStep:
                     squares[index] += torch.linalg.vector_norm(grad_S, dtype=dtype).double().square()
         if len(held) < self.world_size:
             squares = collectives.stack(squares[0], self._axis, label="squared norms")
-        mean_loss, norm = _mean_in_rank_order(losses), (_mean_in_rank_order(squares) * self.world_size).sqrt()
+        mean_loss, weight = _mean_of(losses.flatten(0, 1), is_sum=is_sum)
+        norm = (_mean_in_rank_order(squares) * self.world_size).sqrt()
+        norm = norm if weight is None else norm / weight
         if self.device.type != "cpu":
             torch._assert_async((mean_loss + norm).isfinite(), "fzero: the loss or the gradient norm is not finite")
         elif not math.isfinite(mean_loss) or not math.isfinite(norm):
-            ranks = [rank for rank, value in enumerate(losses.tolist()) if not math.isfinite(value)]
+            by_rank = losses[..., 0].mean(dim=0).tolist()
+            ranks = [rank for rank, value in enumerate(by_rank) if not math.isfinite(value)]
             what = (
                 f"loss is not finite on ranks {ranks}"
                 if ranks
                 else f"loss is {mean_loss.item():.6g}, its gradient is not finite"
             )
             raise FloatingPointError(
-                f"step {int(state.step)}: {what} (losses {losses.tolist()}, gradient norm {norm.item():.6g}); "
+                f"step {int(state.step)}: {what} (losses {by_rank}, gradient norm {norm.item():.6g}); "
                 f"the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
             )
         lr = torch.full((), self._rate(int(state.step)), device=self.device)  # a fill does not wait for the device
-        return Metrics(mean_loss.float(), norm.float(), lr), norm
+        clip = self._cfg.gradient_clipping
+        factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else None
+        if weight is not None:
+            factor = 1 / weight if factor is None else factor / weight
+        return Metrics(mean_loss.float(), norm.float(), lr), factor
 
-    def _update(self, state: TrainState[Tensor], norm: Tensor) -> dict[str, Any]:
+    def _update(self, state: TrainState[Tensor], factor: Tensor | None) -> dict[str, Any]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
         num_updates, momentum = int(state.step), self._momentum
         transform = self._cfg.optimizer.transform(
             lr=self._rate(num_updates), momentum=momentum(num_updates) if momentum else None
         )
-        clip = self._cfg.gradient_clipping
-        factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else None
         optimizer: dict[str, Any] = {}
         joins: list[Pending] = []
         for buffer in self.plan.flat_buffers:
@@ -421,15 +457,53 @@ class TrainStep:
                 buffers[name].copy_(values.view(buffers[name].shape))
         return buffers
 
-    def _check_batch(self, batch: Any) -> None:
-        """The leading dimension of every tensor, where they agree, must be the configured micro-batch."""
-        if self._micro_batch is None:
+    def _split(self, batch: Any) -> Iterator[Any]:
+        """The micro-batches of a step: the next ones of an iterator, or equal parts of the leading dimension."""
+        if isinstance(batch, Iterator):
+            for index in range(self._num_micro_steps):
+                try:
+                    micro_batch = next(batch)
+                except StopIteration:
+                    raise ValueError(
+                        f"batch: the iterator must give {self._num_micro_steps} micro-batches "
+                        f"(gradient_accumulation_steps), ended after {index}; drop the last incomplete step"
+                    ) from None
+                self._check_batch(micro_batch, self._micro_batch)
+                yield micro_batch
             return
-        sizes = {x.shape[0] for x in optree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim > 0}
-        if len(sizes) == 1 and sizes != {self._micro_batch}:
+        if self._micro_batch is not None:
+            self._check_batch(batch, self._micro_batch * self._num_micro_steps)
+        if self._num_micro_steps == 1:
+            yield batch
+            return
+        batch = dict(batch) if isinstance(batch, Mapping) else batch
+        leaves, treespec = optree.tree_flatten(batch, none_is_leaf=True)
+        for parts in zip(*map(self._parts, leaves), strict=True):
+            yield treespec.unflatten(parts)
+
+    def _parts(self, x: Any) -> Sequence[Any]:
+        if x is None or isinstance(x, bool | int | float | str) or (isinstance(x, Tensor) and x.ndim == 0):
+            return [x] * self._num_micro_steps
+        if not isinstance(x, Tensor):
             raise ValueError(
-                f"batch: must hold {self._micro_batch} samples on each rank (train_micro_batch_size_per_gpu, or "
-                f"train_batch_size / {self.world_size} ranks), got {sizes.pop()}; mend the loader or the configuration"
+                f"batch: a {type(x).__name__} cannot be divided into the {self._num_micro_steps} micro-batches "
+                f"(gradient_accumulation_steps); pass tensors in tuples, lists and dicts, or an iterator of micro-batches"
+            )
+        if x.shape[0] % self._num_micro_steps:
+            raise ValueError(
+                f"batch: the leading dimension of every tensor must be a multiple of the {self._num_micro_steps} "
+                f"micro-batches (gradient_accumulation_steps), got shape {tuple(x.shape)}; pass an iterator of micro-batches"
+            )
+        return x.chunk(self._num_micro_steps)
+
+    def _check_batch(self, batch: Any, expected: int | None) -> None:
+        """The leading dimension of every tensor, where they agree, must be what was configured."""
+        sizes = {x.shape[0] for x in optree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim > 0}
+        if expected is not None and len(sizes) == 1 and sizes != {expected}:
+            raise ValueError(
+                f"batch: must hold {expected} samples on each rank (from train_batch_size, "
+                f"train_micro_batch_size_per_gpu, gradient_accumulation_steps and {self.world_size} ranks), got "
+                f"{sizes.pop()}; mend the loader or the configuration"
             )
 
 
@@ -535,6 +609,22 @@ def _portable(tensor: Tensor) -> Tensor:
     dtype = torch.float32 if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
     copy = tensor.detach().to("cpu", dtype)
     return copy.clone() if copy.data_ptr() == tensor.data_ptr() or copy._base is not None else copy
+
+
+def _mean_of(rows: Tensor, *, is_sum: bool) -> tuple[Tensor, Tensor | None]:
+    """The mean of losses with their weights (M, 2), and the sum of the weights if the losses are sums."""
+    agreed = ((rows[:, 1] >= 0) == is_sum).all()
+    message = "loss_fn: must give a mean always or a (sum, weight) always, got both; give the same on all ranks"
+    if rows.device.type != "cpu":
+        torch._assert_async(agreed, message)
+    elif not agreed:
+        raise ValueError(message)
+    mean, weight = _mean_in_rank_order(rows).unbind()
+    if is_sum and rows.device.type == "cpu" and weight == 0:
+        raise ValueError(
+            "loss_fn: its weights must not all be 0 in a step, and were, on every rank; leave out such a batch"
+        )
+    return (mean / weight, weight * rows.shape[0]) if is_sum else (mean, None)
 
 
 def _mean_in_rank_order(rows: Tensor) -> Tensor:

@@ -114,10 +114,6 @@ def test_an_optimizer_without_a_type_is_adamw() -> None:
     assert Config.load({"optimizer": {"params": {"lr": 0.5}}}) == Config.load(optimizer("AdamW", lr=0.5))
 
 
-def test_gradient_accumulation_over_one_step_is_none_at_all() -> None:
-    assert Config.load({"gradient_accumulation_steps": 1}) == Config()
-
-
 # --- what it means -----------------------------------------------------------------------------------------------
 
 
@@ -176,34 +172,42 @@ def test_every_hyper_parameter_of_an_optimizer_reaches_its_update() -> None:
 counts = st.integers(1, 30)
 
 
-@given(counts, world_sizes())
-def test_the_missing_batch_size_is_inferred(micro: int, world_size: int) -> None:
-    assert Config().batch_sizes(world_size) == (None, None)
-    both = (micro * world_size, micro)
-    assert Config(train_micro_batch_size_per_gpu=micro).batch_sizes(world_size) == both
-    assert Config(train_batch_size=micro * world_size).batch_sizes(world_size) == both
-    assert Config(train_batch_size=both[0], train_micro_batch_size_per_gpu=micro).batch_sizes(world_size) == both
+@given(counts, counts, world_sizes())
+def test_what_is_missing_of_the_batch_triple_is_inferred(micro: int, steps: int, world_size: int) -> None:
+    train = micro * steps * world_size
+    keys = {
+        "train_batch_size": train, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps
+    }  # fmt: skip
+    assert Config().batch_sizes(world_size) == (None, None, 1)
+    assert Config(**keys).batch_sizes(world_size) == (train, micro, steps)
+    for left_out in keys:
+        given = {key: value for key, value in keys.items() if key != left_out}
+        assert Config(**given).batch_sizes(world_size) == (train, micro, steps)
+    assert Config(train_batch_size=micro * world_size).batch_sizes(world_size) == (micro * world_size, micro, 1)
+    assert Config(train_micro_batch_size_per_gpu=micro).batch_sizes(world_size) == (micro * world_size, micro, 1)
 
 
-@given(counts, st.none() | counts, world_sizes())
+@given(counts, st.none() | counts, st.none() | counts, world_sizes())
 def test_batch_sizes_fit_each_other_and_the_world_size_or_are_refused(
-    train: int, micro: int | None, world_size: int
+    train: int, micro: int | None, steps: int | None, world_size: int
 ) -> None:
-    cfg = Config(train_batch_size=train, train_micro_batch_size_per_gpu=micro)
-    fits = train % world_size == 0 if micro is None else train == micro * world_size
-    if fits:
+    cfg = Config(
+        train_batch_size=train, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps
+    )  # fmt: skip
+    known = (micro or 1) * (steps or 1) * world_size
+    is_all = micro is not None and steps is not None
+    if (train == known) if is_all else train % known == 0:
         found = cfg.batch_sizes(world_size)
-        assert found.train == train and found.micro is not None and found.micro * world_size == train
+        assert found.train == train == found.micro * found.num_micro_steps * world_size
+        assert micro in (None, found.micro) and steps in (None, found.num_micro_steps)
         return
-    with pytest.raises(ConfigError, match=rf"train_batch_size: must .*\b{world_size}\b.*, got {train}; give"):
+    with pytest.raises(ConfigError, match=rf"train_batch_size: must equal .*, got {train} for .* × {world_size};"):
         cfg.batch_sizes(world_size)
 
 
-def test_the_advice_about_batch_sizes_is_right() -> None:
-    with pytest.raises(ConfigError, match="give 6, or one of the two keys only"):
-        Config(train_batch_size=12, train_micro_batch_size_per_gpu=2).batch_sizes(world_size=3)
-    with pytest.raises(ConfigError, match="must be a multiple of the 3 ranks, got 8; give one"):
-        Config(train_batch_size=8).batch_sizes(world_size=3)
+def test_accumulation_without_a_batch_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps: needs train_batch_size or .*, got 4 alone"):
+        Config(gradient_accumulation_steps=4).batch_sizes(1)
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------
@@ -233,7 +237,7 @@ def test_a_key_is_either_honoured_or_not() -> None:
         (zero(Stage=1), "zero_optimization.Stage: unknown key; did you mean 'stage'?"),
         (optimizer("SGD", momentun=0.9), "optimizer.params.momentun: unknown key; did you mean 'momentum'?"),
         (optimizer("Adam", beta=0.9), "optimizer.params.beta: unknown key; did you mean 'betas'?"),
-        ({"qqqq": 1}, "qqqq: unknown key; known here: train_batch_size, train_micro_batch_size_per_gpu, optimizer, "),
+        ({"qqqq": 1}, "qqqq: unknown key; known here: train_batch_size, train_micro_batch_size_per_gpu, "),
         ({"Adam": {}}, "Adam: unknown key; known here: train_batch_size"),
         ({"optimizer": {"AdamW": {}}}, "optimizer.AdamW: unknown key; known here: type, params"),
         (optimizer("SGD", SGD=1), "optimizer.params.SGD: unknown key; known here: lr"),

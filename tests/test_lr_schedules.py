@@ -99,7 +99,11 @@ def test_a_cycle_stays_between_its_ends_and_reaches_both(up: int, down: int, sta
 
 @pytest.mark.parametrize(
     ("name", "params"),
-    [("StepLR", {"step_size": 3}), ("CosineAnnealingLR", {"T_max": 7}), ("OneCycleLR", {"max_lr": 0.5, "total_steps": 12})],
+    [
+        ("StepLR", {"step_size": 3}),
+        ("CosineAnnealingLR", {"T_max": 7}),
+        ("OneCycleLR", {"max_lr": 0.5, "total_steps": 12}),
+    ],
 )
 def test_a_torch_class_by_name_has_its_own_values_in_any_order_of_asking(name: str, params: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD([torch.zeros(())], lr=0.25, momentum=0.9)
@@ -169,7 +173,10 @@ def test_the_rate_is_a_function_of_the_state_and_a_metric() -> None:
         ({"type": "WarmupLr"}, "scheduler: no scheduler is named 'WarmupLr'; did you mean 'WarmupLR'"),
         ({"type": "ReduceLROnPlateau"}, "scheduler: no scheduler is named 'ReduceLROnPlateau'"),
         ({"type": "StepLR", "params": {"step_sise": 2}}, r"scheduler: StepLR does not take \{'step_sise': 2\}"),
-        ({"type": "WarmupLR", "params": {"warmup_steps": 4}}, "scheduler.params.warmup_steps: unknown key; did you mean"),
+        (
+            {"type": "WarmupLR", "params": {"warmup_steps": 4}},
+            "scheduler.params.warmup_steps: unknown key; did you mean",
+        ),
         ({"type": "WarmupLR", "params": {"warmup_type": "exp"}}, "scheduler.params.warmup_type: must be 'log' or"),
         ({"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}, "scheduler.params.cycle_max_lr: Field required"),
         ({"type": "WarmupLR", "params": {"last_batch_iteration": 7}}, "scheduler.params.last_batch_iteration: must be"),
