@@ -63,7 +63,8 @@ def make_train_step(
         model: any module. Its structure is used at every step, its weights by `init` only, and they are never written:
             `model.to("meta")` after `init` frees them. A model on `meta` is initialised unit by unit.
         cfg: a `Config`, a mapping in DeepSpeed's schema, or the path of a JSON file.
-        loss_fn: `loss_fn(model, batch)` returns the scalar loss, where `model` is called like the module. None calls
+        loss_fn: `loss_fn(model, batch)` returns the scalar loss, or `(sum, weight)` for a mean over the weights of all
+            micro-batches and ranks (tokens, say); `model` is called like the module. None calls
             the model with the batch (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as
             `model(**batch)`) and takes the output if it is a scalar, its `.loss`, or its first item.
         mesh: the ranks: a `sharding.Mesh` whose one axis of more than one rank is `"data"`, or a bound axis.
@@ -234,6 +235,11 @@ class TrainStep:
 
         *Collective:* every rank, with batches of the same size. Sends what `plan.sent_per_step` says.
 
+        Args:
+            state: of `init` or the step before; donated (see `make_train_step`).
+            batch: this rank's samples. With `gradient_accumulation_steps` it is cut into so many micro-batches along the
+                leading dimension of its tensors; or it is an iterator of micro-batches, of which the next ones are taken.
+
         Raises:
             ValueError: the batch has another size than configured, or the loss is not a scalar.
             FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated). On CUDA
@@ -241,7 +247,9 @@ class TrainStep:
             ScheduleError: the units ran in another order than in the first step.
             CollectiveError: another rank died or did not come.
         """
-        micro_batches = self._split(batch)
+        micro_batches = list(
+            self._split(batch)
+        )  # at once: an iterator of the user's must not meet the state's generators
         if not self._donate:
             state = optree.tree_map(torch.clone, state)
         # Buffers change in a copy, so that the state given stays good when this step raises.
