@@ -1,11 +1,13 @@
 """What a run is told: the DeepSpeed JSON people already have, read into checked, frozen values.
 
-Every key is one of three: honoured here; known to DeepSpeed and not honoured yet (an error that says so); unknown
-(an error with the nearest name). Nothing is ignored.
+Every key is one of four: honoured here; accepted because it has nothing to do here, with the reason (`Config.notes`);
+known to DeepSpeed and not honoured yet (an error that says so, unless its value switches it off); unknown (an error with
+the nearest name). Nothing is ignored in silence.
 """
 
 from __future__ import annotations
 
+import base64
 import difflib
 import json
 from collections.abc import Mapping
@@ -19,6 +21,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     ValidationError,
     model_validator,
@@ -26,34 +29,9 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from fzero import lr_schedules, transforms
+from fzero.deepspeed_keys import NOT_YET, Note, settle
 from fzero.lr_schedules import Schedule
 from fzero.transforms import Transform
-
-NOT_YET = frozenset(
-    """
-    managed_gradient_accumulation steps_per_print prescale_gradients
-    gradient_predivide_factor gradient_allreduce_op sparse_gradients communication_data_type
-    seq_parallel_communication_data_type disable_allgather data_types zero_allow_untested_optimizer
-    zero_force_ds_cpu_optimizer fp16 bf16 bfloat16 amp torch_autocast wall_clock_breakdown memory_breakdown
-    dump_state dataloader_drop_last checkpoint activation_checkpointing flops_profiler aio pipeline
-    hybrid_engine tensorboard csv_monitor wandb comet comms_logger autotuning elasticity progressive_layer_drop
-    eigenvalue curriculum_learning data_efficiency compression_training sparse_attention compile tensor_parallel
-    expert_parallel use_data_before_expert_parallelism sequence_parallel_size data_parallel_size nebula
-    datastates graph_harvesting vocabulary_size weight_quantization timers log_level legacy_fusion
-    contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions
-    allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer
-    zenflow sub_group_size cpu_offload cpu_offload_params cpu_offload_use_pin_memory
-    stage3_model_persistence_threshold stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
-    stage3_gather_fp16_weights_on_model_save stage3_module_granularity_threshold
-    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters legacy_stage1
-    zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
-    zeropp_loco_param mics_shard_size mics_hierarchical_params_gather memory_efficient_linear
-    override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks
-    save_muon_momentum_buffer_in_memory leaf_module torch_adam fused amsgrad maximize foreach capturable
-    differentiable decoupled_weight_decay bias_correction set_grad_none freeze_step
-    """.split()  # noqa: SIM905 - a list of names reads better so
-)
-"""DeepSpeed 0.19 keys that fzero knows and does not honour yet."""
 
 
 class ConfigError(ValueError):
@@ -89,7 +67,9 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class Block(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class AdamWParams(Block):
@@ -405,10 +385,18 @@ class Config(Block):
     gradient_clipping: Rate = 1.0
     """Largest global 2-norm of the gradient; 0 switches clipping off. The default is DeepSpeed 0.19's."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
+    _notes: tuple[Note, ...] = PrivateAttr(())
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """The keys that were read and change nothing, each with the reason."""
+        return self._notes
 
     @classmethod
     def load(cls, source: Mapping[str, Any] | str | Path | Config) -> Config:
-        """Reads a mapping or the path of a JSON file.
+        """Reads a mapping, the path of a JSON file, or a urlsafe-base64 string of JSON (as DeepSpeed's launcher makes).
+
+        A value `"auto"` counts as left out: it is for a program that fills the file in.
 
         Raises:
             ConfigError: one line for every field that is wrong.
@@ -423,13 +411,16 @@ class Config(Block):
         if isinstance(source, Config):
             return source
         if isinstance(source, str | Path):
-            source = _read(Path(source))
+            source = _read(source)
         if not isinstance(source, Mapping):
             raise ConfigError(
                 f"Config.load: needs a mapping or the path of a JSON file, got {type(source).__name__}; pass one of these"
             )
+        kept, notes = settle(source)
         try:
-            return cls.model_validate(source)
+            cfg = cls.model_validate(kept)
+            cfg._notes = notes
+            return cfg
         except ValidationError as error:
             raise ConfigError("\n".join(_explain(detail) for detail in error.errors())) from None
 
@@ -468,9 +459,15 @@ class Config(Block):
         return BatchSizes(product, micro, steps)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(source: str | Path) -> Mapping[str, Any]:
+    path = Path(source)
     try:
-        data = json.loads(path.read_text(), object_pairs_hook=_no_duplicates)
+        text = base64.urlsafe_b64decode(source).decode() if isinstance(source, str) else ""
+    except ValueError:
+        text = ""
+    try:
+        is_json = text.lstrip().startswith("{")
+        data = json.loads(text if is_json else path.read_text(), object_pairs_hook=_no_duplicates)
     except OSError as error:
         raise ConfigError(
             f"Config.load: cannot read {str(path)!r}: {error.strerror}; give a mapping or the path of a JSON file"

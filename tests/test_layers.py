@@ -21,7 +21,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # tensors cut and joined by a layout; collectives on stacked ranks; what property tests try
     ("sharding.views", "sharding.reference", "sharding.toy_models", "sharding.testing"),
     # pure
-    ("fzero.transforms", "fzero.lr_schedules", "fzero.schedule", "fzero.state", "fzero.config", "fzero.plan"),
+    (
+        "fzero.transforms",
+        "fzero.lr_schedules",
+        "fzero.deepspeed_keys",
+        "fzero.schedule",
+        "fzero.state",
+        "fzero.config",
+        "fzero.plan",
+    ),
     # the only door to torch.distributed
     ("fzero.collectives",),
     # what moves state, and what runs a model
