@@ -385,6 +385,7 @@ class Config(Block):
     gradient_clipping: Rate = 1.0
     """Largest global 2-norm of the gradient; 0 switches clipping off. The default is DeepSpeed 0.19's."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
+    """What is divided among the ranks, and how."""
     _notes: tuple[Note, ...] = PrivateAttr(())
 
     @property

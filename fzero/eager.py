@@ -120,7 +120,7 @@ class _Reduction(NamedTuple):
 class Pass:
     """One forward and backward on one rank: what is gathered now, what has come, and which collective is next.
 
-    Lives for one `with` statement. Use: run the model `bound` to `fetch` inside `saving()`, then `turn(loss)`, the
+    Lives for one `with` statement. Use: run the model `bound` to `fetch` inside `saving()`, then `turn(row)`, the
     backward, `finish()`.
 
     Args:
@@ -168,7 +168,7 @@ class Pass:
         self._ready: set[str] = set()
         self._filling: defaultdict[str, _Grads] = defaultdict(_Grads)
         self._in_flight: deque[_Reduction] = deque()
-        self._losses: Pending | None = None
+        self._rows: Pending | None = None
         self._share = 1.0  # by which gradients are multiplied before they are added up
         # Keys of whole gradients that hold something, to which the next is added.
         self._held = set() if is_first else {b.key for b in plan.flat_buffers if b.trainable}
@@ -183,7 +183,7 @@ class Pass:
         if kind is not None:
             gathers = [pending for started in self._gathering.values() for _, pending in started]
             reductions = [pending for reduction in self._in_flight for _, pending, _ in reduction.started]
-            collectives.abandon(gathers + reductions + ([self._losses] if self._losses else []))
+            collectives.abandon(gathers + reductions + ([self._rows] if self._rows else []))
             for held in (self._leaves, self._live, self._filling, self._by_storage):
                 held.clear()  # type: ignore[attr-defined]
 
@@ -329,24 +329,21 @@ class Pass:
 
     # --- the order of collectives ------------------------------------------------------------------------------
 
-    def turn(self, loss: Tensor, weight: Tensor | None = None, *, share: float = 1.0) -> None:
-        """Ends the forward. *Collective:* takes part in gathers that only other ranks needed, and tells the loss.
+    def turn(self, row: Tensor, *, share: float = 1.0) -> None:
+        """Ends the forward. *Collective:* takes part in gathers that only other ranks needed, and sends `row`.
 
         Args:
-            loss: this rank's, 0-d.
-            weight: what the loss, a sum, is a sum of; None where it is a mean.
+            row: a few numbers that every rank tells the others while the backward runs.
             share: factor of the gradients that the backward gives.
         """
         self._advance_to(TURN)
         self._in_forward, self._share = False, share
-        weight = loss.new_tensor(-1.0) if weight is None else weight
-        row = torch.stack([loss.detach().double(), weight.detach().to(loss.device, torch.float64)])
-        self._losses = collectives.start_stack(row, self.axis, label="losses")
+        self._rows = collectives.start_stack(row, self.axis, label="told")
 
-    def losses(self) -> Tensor:
-        """Every rank's loss and weight in rank order (W, 2), fp64, the weight of a mean -1; once, after `turn`."""
-        assert self._losses is not None
-        return self._losses.wait()
+    def told(self) -> Tensor:
+        """Every rank's row, in rank order; once, after `turn`."""
+        assert self._rows is not None
+        return self._rows.wait()
 
     def _advance_to(self, wanted: Event) -> None:
         """Issues the events that come before `wanted`, and `wanted` itself."""

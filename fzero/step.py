@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fzero import collectives, initialise, lr_schedules
 from fzero.binding import bound
-from fzero.collectives import Pending, Real
+from fzero.collectives import CollectiveError, Pending, Real
 from fzero.config import Config
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.lr_schedules import Schedule
@@ -124,6 +124,7 @@ class TrainStep:
         self._model, self._cfg, self._axis, self.device = model, cfg, axis, device
         self._loss_fn, self._donate, self._learns, self._seed = loss_fn, donate, schedule == "learned", seed
         self._eval_schedule: tuple[Event, ...] | None = None
+        self._num_passes = 0
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
         # Statistics may rest in the first step (a module in evaluation mode) and move later, which no version tells.
         self._statistics = {
@@ -253,37 +254,37 @@ class TrainStep:
         if not self._donate:
             state = optree.tree_map(torch.clone, state)
         # Buffers change in a copy, so that the state given stays good when this step raises.
-        given = state.buffers
-        moving = self._moving_buffers if self._moving_buffers is not None and self._learns else frozenset(given)
-        buffers = {name: tensor.clone() if name in moving else tensor for name, tensor in given.items()}
+        buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        losses, is_sum = [], False
+        told, is_sum = [], False
         with _random_state(state.rng, self.device) as rng:
             for index, micro_batch in enumerate(micro_batches):
-                of_ranks, is_sum = self._micro_step(state, buffers, micro_batch, index)
-                losses.append(of_ranks)
-        moved = {
-            name
-            for name, (tensor, version) in before.items()
-            # The kernel of BatchNorm changes its statistics and not their version: values are compared where there is
-            # a copy and the answer is not yet known.
-            if buffers[name] is not tensor
-            or tensor._version != version
-            or (moving is not self._moving_buffers and not torch.equal(tensor, given[name]))
-        }
-        buffers = self._agree(buffers, moved | self._statistics)
-        metrics, factor = self._measure(torch.stack(losses), state, is_sum=is_sum)
+                by_rank, is_sum = self._micro_step(state, buffers, before, micro_batch, index)
+                told.append(by_rank)
+        told_AW3 = torch.stack(told)
+        moved = _moved(buffers, before)
+        if self._moving_buffers is None:  # kernels such as BatchNorm's change a buffer and not its version
+            moved |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
+        buffers = self._agree(buffers, moved, has_news=self.device.type == "cpu" and bool(told_AW3[..., 2].any()))
+        metrics, factor = self._measure(told_AW3[..., :2], state, is_sum=is_sum)
         optimizer = self._update(state, factor)
         return TrainState(state.step.add_(1), state.params, state.grads, optimizer, buffers, rng), metrics
 
     def _micro_step(
-        self, state: TrainState[Tensor], buffers: dict[str, Tensor], batch: Any, index: int
+        self,
+        state: TrainState[Tensor],
+        buffers: dict[str, Tensor],
+        before: dict[str, tuple[Tensor, int]],
+        batch: Any,
+        index: int,
     ) -> tuple[Tensor, bool]:
         """Forward and backward of one micro-batch, whose gradients join `state.grads`.
 
         Returns:
-            The losses and weights of all ranks (W, 2), and whether they are sums.
+            What every rank told (W, 3): its loss, its weight or -1, and whether a buffer moved that never did before;
+            and whether losses are sums.
         """
+        self._num_passes += 1
         schedule = self.schedule if self._learns else None
         place = {"is_first": index == 0, "is_last": index == self._num_micro_steps - 1}
         with Pass(self.plan, self._axis, state.params, state.grads, schedule, self._scratch, **place) as work:
@@ -292,19 +293,38 @@ class TrainStep:
                     loss, weight = self._loss(batch)
                 # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
                 share = 1 / (self.world_size * self._num_micro_steps) if weight is None else 1.0
-                work.turn(loss, weight, share=share)
+                news = _moved(buffers, before) - (self._moving_buffers or set())
+                self._turn(work, loss, weight, len(news), share=share)
                 torch.autograd.backward(loss)
             work.finish()
-            losses = work.losses()
+            told = self._told(work)
         if self._learns and self.schedule is None:
             self.schedule = early(work.executed, lambda present, next_: may_start_early(self.plan, present, next_))
-        return losses, weight is not None
+        return told, weight is not None
+
+    def _turn(self, work: Pass, loss: Tensor, weight: Tensor | None, news: int = 0, *, share: float = 1.0) -> None:
+        """Ends the forward, and tells the other ranks its loss, its weight, `news`, and the number of this pass."""
+        rest = [-1.0 if weight is None else weight, float(news), float(self._num_passes)]
+        row = [loss.detach(), *(torch.as_tensor(x, device=loss.device) for x in rest)]
+        work.turn(torch.stack([x.double() for x in row]), share=share)
+
+    def _told(self, work: Pass) -> Tensor:
+        """What every rank told (W, 3), less the number of its pass, which must be the same."""
+        told = work.told()
+        numbers_W = told[:, 3]
+        if self.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
+            raise CollectiveError(
+                f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes, since an error was "
+                f"raised at different places on different ranks; end the job, and start it again from what was saved"
+            )
+        return told[:, :3]
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
+        self._num_passes += 1
         schedule = self._eval_schedule if self._learns else None
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
@@ -317,15 +337,15 @@ class TrainStep:
                 bound(self._model, self.plan.aliases, work.fetch, buffers),
             ):
                 loss, weight = self._loss(batch)
-                work.turn(loss, weight)
+                self._turn(work, loss, weight)
                 work.finish()
-                losses = work.losses()
+                told = self._told(work)
         finally:
             for module, mode in modes:
                 module.training = mode
         if self._learns and self._eval_schedule is None:
             self._eval_schedule = tuple(work.executed)
-        return _mean_of(losses, is_sum=weight is not None)[0].float()
+        return _mean_of(told[:, :2], is_sum=weight is not None)[0].float()
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight."""
@@ -435,21 +455,23 @@ class TrainStep:
             pending.wait()
         return optimizer
 
-    def _agree(self, buffers: dict[str, Tensor], moved: set[str]) -> dict[str, Tensor]:
+    def _agree(self, buffers: dict[str, Tensor], moved: set[str], *, has_news: bool) -> dict[str, Tensor]:
         """Makes module buffers that the forward changed equal on all ranks: floating ones are averaged, others rank 0's.
 
-        So BatchNorm's running statistics see the global batch. Which buffers change is agreed on in the first step.
+        So BatchNorm's running statistics see the global batch. Which buffers change is agreed on in the first step, and
+        when a rank had news of another one.
         """
         if self.world_size == 1 or not buffers:
             self._moving_buffers = (self._moving_buffers or frozenset()) | moved
             return buffers
-        if self._moving_buffers is None or not self._learns:
-            self._moving_buffers = frozenset().union(*collectives.exchange(moved, self._axis, label="moving buffers"))
+        if self._moving_buffers is None or has_news:
+            everyone = collectives.exchange(moved, self._axis, label="moving buffers")
+            self._moving_buffers = (self._moving_buffers or frozenset()).union(*everyone)
         unexpected = moved - self._moving_buffers
         if unexpected:
             raise ValueError(
-                f"buffer {min(unexpected)!r}: changed for the first time after the first step, so that the ranks did not "
-                f"agree to average it; pass schedule='negotiated'"
+                f"buffer {min(unexpected)!r}: must change in the forward of the first step if it ever does (on the CPU: in "
+                f"a forward), so that the ranks agree to average it; change it there once"
             )
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name in buffers:
@@ -617,6 +639,11 @@ def _portable(tensor: Tensor) -> Tensor:
     dtype = torch.float32 if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
     copy = tensor.detach().to("cpu", dtype)
     return copy.clone() if copy.data_ptr() == tensor.data_ptr() or copy._base is not None else copy
+
+
+def _moved(buffers: dict[str, Tensor], before: dict[str, tuple[Tensor, int]]) -> set[str]:
+    """The names of buffers that are another tensor than before, or another version of it."""
+    return {n for n, (tensor, version) in before.items() if buffers[n] is not tensor or tensor._version != version}
 
 
 def _mean_of(rows: Tensor, *, is_sum: bool) -> tuple[Tensor, Tensor | None]:

@@ -377,6 +377,34 @@ def test_after_an_error_that_every_rank_raises_state_and_ranks_are_good(
         assert ranks(world_size, _goes_on, stage, where) == [True] * world_size
 
 
+def _raises_elsewhere(stage: int) -> None:
+    """Rank 0 raises in the forward and the others in the backward; all go on."""
+
+    def loss_of(model: torch.nn.Module, batch: Any) -> Tensor:
+        x, y, raises = batch
+        x = model.blocks[0](x)
+        if raises and step.rank == 0:
+            raise ZeroDivisionError
+        if raises:
+            x.register_hook(lambda grad: 1 / 0)
+        return torch.nn.functional.mse_loss(x, y)
+
+    step = fzero.make_train_step(make(Plain), config(stage), loss_fn=loss_of)
+    state = step.init()
+    for index in range(6):
+        x, y = part(vectors(index), step.rank, step.world_size)
+        if index == 1:
+            with pytest.raises(ZeroDivisionError):
+                step(state, (x, y, True))
+        state, _ = step(state, (x, y, False))
+
+
+def test_ranks_that_raise_at_different_places_and_go_on_are_told(ranks: RankPool) -> None:
+    errors = errors_of(ranks, 3, _raises_elsewhere, 0)
+    assert_all_raise(errors, CollectiveError, "the ranks are in different steps|the collective failed")
+    assert any("the ranks are in different steps" in str(error) for error in errors)
+
+
 # --- units that run on some ranks only ---------------------------------------------------------------------------
 
 

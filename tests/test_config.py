@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero import Config, ConfigError
+from fzero.__main__ import main
 from fzero.config import OPTIMIZERS, Adam, AdamW, SGDParams
+from fzero.config_table import reference
 from fzero.deepspeed_keys import ACCEPTED, NOT_YET
 from sharding.testing import world_sizes
 
@@ -464,3 +467,37 @@ def test_an_unknown_key_is_refused_by_its_name(block: tuple[str, ...], name: str
     if path in FIELDS or path in (("optimizer", "type"), ("optimizer", "params")):
         return
     assert refusal(_with(path, value)).startswith(".".join(path) + ": ")
+
+
+# --- what is shown -----------------------------------------------------------------------------------------------
+
+
+def test_the_reference_in_docs_is_the_models() -> None:
+    page = Path(__file__).parents[1] / "docs" / "config.md"
+    assert page.read_text() == reference(), "make it anew: python -m fzero config --reference > docs/config.md"
+
+
+def test_every_honoured_key_has_a_meaning_in_the_reference() -> None:
+    for block in (Config, Config.model_fields["zero_optimization"].annotation):
+        assert all(field.description for field in block.model_fields.values() if field.annotation != block)
+
+
+def test_the_command_shows_values_and_reasons_or_every_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SWITCHED_OFF | {"steps_per_print": 10}))
+    assert main(["config", str(path)]) == 0
+    shown = capsys.readouterr().out
+    for row in (
+        r"zero_optimization\.stage +3 +given",
+        r"gradient_clipping +1\.0 +default",
+        r"steps_per_print +10 +accepted +fzero prints nothing",
+        r"optimizer\.params\.lr +auto +auto +left to fzero",
+    ):
+        assert re.search(row, shown), shown
+    path.write_text('{"zero_optimization": {"stage": 7}, "gradient_cliping": 1}')
+    assert main(["config", str(path)]) == 1
+    errors = capsys.readouterr().err
+    assert "zero_optimization.stage: must be 0, 1, 2 or 3" in errors and "did you mean 'gradient_clipping'" in errors

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.schedule",
         "fzero.state",
         "fzero.config",
+        "fzero.config_table",
         "fzero.plan",
     ),
     # the only door to torch.distributed
@@ -37,6 +38,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # their composition
     ("fzero.step",),
     ("fzero",),
+    # the command line
+    ("fzero.__main__",),
 )
 """From the lowest up. A module imports modules of lower layers, and those to its left in its own."""
 

@@ -939,6 +939,44 @@ def test_statistics_that_rest_in_the_first_step_are_averaged_later(ranks: RankPo
     assert one["norm.num_batches_tracked"] == 4  # two steps, under both its names
 
 
+class Counts(nn.Module):
+    """Has a buffer that moves when the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(2))
+
+    def forward(self, x: Tensor, y: Tensor, amount: float) -> Tensor:
+        if amount:
+            self.count += amount
+        return F.mse_loss(self.linear(x), y)
+
+
+def _counts() -> list[list[float]]:
+    step = fzero.make_train_step(make(Counts), config(0))
+    state, seen = step.init(), []
+    for index in range(4):
+        x, y = part(vectors(index), step.rank, step.world_size)
+        if index == 2:
+            with pytest.raises(FloatingPointError):
+                step(state, (x * float("nan"), y, 8.0))
+            seen.append(state.buffers["count"].tolist())
+        # On rank 0 alone it moves for the first time in the second step.
+        state, _ = step(state, (x, y, 4.0 if step.rank == 0 and index == 1 else 0.0))
+        seen.append(state.buffers["count"].tolist())
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_buffer_that_first_moves_late_and_on_one_rank_is_averaged_and_an_error_leaves_it(
+    ranks: RankPool, world_size: int
+) -> None:
+    mean = 4.0 / world_size
+    for seen in ranks(world_size, _counts):
+        assert seen == [[0, 0], [mean, mean], [mean, mean], [mean, mean], [mean, mean]]
+
+
 def test_float64_is_not_rounded_anywhere_in_the_state() -> None:
     model = make(Odd).double()
     step = fzero.make_train_step(model, config(3))

@@ -66,7 +66,7 @@ def _sent_in_third_step(stage: int, threshold: int) -> tuple[Counter[str], dict[
         state, _ = step(state, part(vectors(index), step.rank, step.world_size))
     sent: Counter[str] = Counter()
     for record in log:
-        is_metric = record.label in ("losses", "squared norms")
+        is_metric = record.label in ("told", "squared norms")
         assert record.nbytes == record.num_elements * (8 if is_metric else 4)
         kind = {"reduce_scatter": "reduce_scatter of gradients", "all_reduce": "all_reduce of gradients"}
         sent["metrics" if is_metric else kind.get(record.collective, record.label.split()[0])] += record.num_elements
@@ -83,7 +83,7 @@ def test_a_step_sends_what_the_paper_and_the_plan_say(ranks: RankPool, world_siz
         kept = last * (world_size - 1) // world_size
         # ZeRO §7: 2Ψ, and 3Ψ in stage 3, here without the second gather of the unit that ends the forward.
         assert sum(sent.values()) - sent["metrics"] == (3 * share - kept if stage == 3 else 2 * share)
-        assert sent["metrics"] == (2 if stage == 0 else 3) * (world_size - 1)  # loss, weight, norm
+        assert sent["metrics"] == (4 if stage == 0 else 5) * (world_size - 1)
         for kind in ("all_reduce of gradients", "reduce_scatter of gradients"):
             assert sent[kind] == planned[kind]
         assert sent["gather"] == planned["all_gather in the forward"] + planned["all_gather in the backward"]
