@@ -13,7 +13,7 @@ from fzero.plan import Plan, plan
 from fzero.schedule import Event, ScheduleError
 from fzero.state import Metrics, TrainState
 from fzero.step import MismatchError, TrainStep, make_train_step
-from fzero.transforms import Transform, adam, adamw, chain, scale, sgd
+from fzero.transforms import Transform, adagrad, adam, adamw, chain, lion, scale, sgd
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
 
 __all__ = [
@@ -31,11 +31,13 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "Transform",
+    "adagrad",
     "adam",
     "adamw",
     "chain",
     "gather",
     "join",
+    "lion",
     "make_train_step",
     "optimizer_update",
     "plan",

@@ -107,6 +107,24 @@ class SGDParams(Block):
         return self
 
 
+class AdagradParams(Block):
+    """`optimizer.params` of Adagrad; defaults are torch's."""
+
+    lr: Rate = 1e-2
+    lr_decay: Rate = 0.0
+    weight_decay: Rate = 0.0
+    initial_accumulator_value: Rate = 0.0
+    eps: Rate = 1e-10
+
+
+class LionParams(Block):
+    """`optimizer.params` of Lion; defaults are DeepSpeed's."""
+
+    lr: Rate = 1e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    weight_decay: Rate = 0.0
+
+
 class AdamW(Block):
     type: Literal["AdamW"] = "AdamW"
     params: AdamWParams = AdamWParams()
@@ -132,7 +150,23 @@ class SGD(Block):
         return transforms.sgd(**_now(self.params, lr, momentum))
 
 
-def _now(params: AdamWParams | SGDParams, lr: float | None, momentum: float | None) -> dict[str, Any]:
+class Adagrad(Block):
+    type: Literal["Adagrad"] = "Adagrad"
+    params: AdagradParams = AdagradParams()
+
+    def transform(self, *, lr: float | None = None, momentum: float | None = None) -> Transform:
+        return transforms.adagrad(**_now(self.params, lr, momentum))
+
+
+class Lion(Block):
+    type: Literal["Lion"] = "Lion"
+    params: LionParams = LionParams()
+
+    def transform(self, *, lr: float | None = None, momentum: float | None = None) -> Transform:
+        return transforms.lion(**_now(self.params, lr, momentum))
+
+
+def _now(params: Block, lr: float | None, momentum: float | None) -> dict[str, Any]:
     """The hyper-parameters, with what a schedule says of this step in place of the fixed values."""
     values = params.model_dump()
     if lr is not None:
@@ -142,7 +176,9 @@ def _now(params: AdamWParams | SGDParams, lr: float | None, momentum: float | No
     return values
 
 
-OPTIMIZERS: dict[str, type[Block]] = {"Adam": Adam, "AdamW": AdamW, "SGD": SGD}
+OPTIMIZERS: dict[str, type[Block]] = {
+    "Adam": Adam, "AdamW": AdamW, "SGD": SGD, "Adagrad": Adagrad, "Lion": Lion
+}  # fmt: skip
 
 
 def _optimizer_name(data: Any) -> Any:
@@ -159,7 +195,9 @@ def _optimizer_name(data: Any) -> Any:
     return {**data, "type": name}
 
 
-Optimizer = Annotated[Adam | AdamW | SGD, Field(discriminator="type"), BeforeValidator(_optimizer_name)]
+Optimizer = Annotated[
+    Adam | AdamW | SGD | Adagrad | Lion, Field(discriminator="type"), BeforeValidator(_optimizer_name)
+]
 
 
 class WarmupLRParams(Block):
@@ -404,10 +442,10 @@ class Config(Block):
 
         >>> Config.load({"zero_optimization": {"stage": "2"}}).zero_optimization.stage
         2
-        >>> Config.load({"optimizer": {"type": "AdanW"}})
+        >>> Config.load({"optimizer": {"type": "AdanW"}})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        fzero.config.ConfigError: optimizer: no optimizer is named 'AdanW'; did you mean 'AdamW'? (known: Adam, AdamW, SGD)
+        fzero.config.ConfigError: optimizer: no optimizer is named 'AdanW'; did you mean 'AdamW'? (known: Adam, ...)
         """
         if isinstance(source, Config):
             return source

@@ -248,9 +248,8 @@ class TrainStep:
             ScheduleError: the units ran in another order than in the first step.
             CollectiveError: another rank died or did not come.
         """
-        micro_batches = list(
-            self._split(batch)
-        )  # at once: an iterator of the user's must not meet the state's generators
+        # At once: an iterator of the user's must not meet the state's random generators.
+        micro_batches = list(self._split(batch))
         if not self._donate:
             state = optree.tree_map(torch.clone, state)
         # Buffers change in a copy, so that the state given stays good when this step raises.

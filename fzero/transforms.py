@@ -149,8 +149,7 @@ def _adam(
     name: str, kernel: Callable[..., None], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> Transform:
     _check_range(name, lr=lr, eps=eps, weight_decay=weight_decay)
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{name}: each of betas must be in [0, 1), got {betas}; DeepSpeed and torch use (0.9, 0.999)")
+    _check_betas(name, betas)
 
     def init(param: Tensor) -> AdamState[Tensor]:
         return AdamState(_no_steps(param), torch.zeros_like(param), torch.zeros_like(param))
@@ -169,6 +168,77 @@ def _adam(
         return AdamState(_step_spec(param), param, param)
 
     return Transform(init, update, place)
+
+
+class AdagradState(NamedTuple, Generic[Leaf]):
+    """`step` counts updates (0-d float32); `sum` is that of the squared gradients."""
+
+    step: Leaf
+    sum: Leaf
+
+
+def adagrad(
+    lr: float,
+    *,
+    lr_decay: float = 0.0,
+    weight_decay: float = 0.0,
+    initial_accumulator_value: float = 0.0,
+    eps: float = 1e-10,
+) -> Transform:
+    """`torch.optim.Adagrad` (Duchi et al. 2011; weight decay joins the gradient), by PyTorch's fused kernel."""
+    given = {"initial_accumulator_value": initial_accumulator_value, "eps": eps}
+    _check_range("adagrad", lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, **given)
+
+    def init(param: Tensor) -> AdagradState[Tensor]:
+        return AdagradState(_no_steps(param), torch.full_like(param, initial_accumulator_value))
+
+    def update(grad: Tensor, param: Tensor, state: AdagradState[Tensor]) -> tuple[Tensor, Tensor, AdagradState[Tensor]]:
+        step = state.step.add_(1)
+        if param.numel():
+            torch._fused_adagrad_(
+                [param], [grad], [state.sum], [step],
+                lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, maximize=False,
+            )  # fmt: skip
+        return grad, param, AdagradState(step, state.sum)
+
+    def place(param: TensorSpec) -> AdagradState[TensorSpec]:
+        return AdagradState(_step_spec(param), param)
+
+    return Transform(init, update, place)
+
+
+class LionState(NamedTuple, Generic[Leaf]):
+    """`step` counts updates (0-d float32); `exp_avg` is the momentum."""
+
+    step: Leaf
+    exp_avg: Leaf
+
+
+def lion(lr: float, *, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> Transform:
+    """Lion (Chen et al., arXiv:2302.06675, algorithm 2): the sign of a momentum, with decoupled weight decay."""
+    _check_range("lion", lr=lr, weight_decay=weight_decay)
+    _check_betas("lion", betas)
+
+    def init(param: Tensor) -> LionState[Tensor]:
+        return LionState(_no_steps(param), torch.zeros_like(param))
+
+    def update(grad: Tensor, param: Tensor, state: LionState[Tensor]) -> tuple[Tensor, Tensor, LionState[Tensor]]:
+        # The gradient's memory takes the mix whose sign is the direction, and the momentum follows from the mix: with
+        # g = (mix - b0·m) / (1 - b0), b1·m + (1 - b1)·g has these two factors. So no memory is needed.
+        mix, share = grad.lerp_(state.exp_avg, betas[0]), (1 - betas[1]) / (1 - betas[0])
+        state.exp_avg.mul_(betas[1] - betas[0] * share).add_(mix, alpha=share)
+        param.mul_(1 - lr * weight_decay).add_(mix.sign_(), alpha=-lr)
+        return grad, param, LionState(state.step.add_(1), state.exp_avg)
+
+    def place(param: TensorSpec) -> LionState[TensorSpec]:
+        return LionState(_step_spec(param), param)
+
+    return Transform(init, update, place)
+
+
+def _check_betas(name: str, betas: tuple[float, float]) -> None:
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{name}: each of betas must be in [0, 1), got {betas}; 0.9 for the first is usual")
 
 
 def _no_steps(param: Tensor) -> Tensor:

@@ -331,7 +331,7 @@ def test_an_unknown_key_is_told_with_the_nearest_name_or_all_names(source: Any, 
     ("name", "nearest"), [("Adamm", "Adam"), ("AdanW", "AdamW"), ("sg", "SGD"), ("FusedAdam", "Adam")]
 )
 def test_an_unknown_optimizer_is_told_with_the_nearest_one(name: str, nearest: str) -> None:
-    known = "(known: Adam, AdamW, SGD)"
+    known = "(known: Adam, AdamW, SGD, Adagrad, Lion)"
     assert refusal(optimizer(name)) == f"optimizer: no optimizer is named {name!r}; did you mean {nearest!r}? {known}"
 
 

@@ -45,6 +45,35 @@ def test_all_stages_give_the_same_bits_and_the_plain_loop_to_rounding(
     torch.testing.assert_close(first_weights, plain_weights, rtol=0, atol=1e-5)
 
 
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
+    "SGD": ({"lr": 0.1, "momentum": 0.9}, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+    "Adagrad": ({"lr": 0.05}, lambda params: torch.optim.Adagrad(params, lr=0.05, fused=True)),
+    "Lion": ({"lr": 1e-3, "weight_decay": 0.1}, None),  # torch.optim has none; its update is tested by itself
+}
+
+
+def _train_with(name: str) -> list[Any]:
+    optimizer = {"type": name, "params": OPTIMIZERS[name][0]}
+    return [train(Plain, vectors, config(stage, optimizer=optimizer), num_steps=6) for stage in range(4)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_optimizer_gives_the_same_bits_in_all_stages_and_the_plain_loop_to_rounding(
+    ranks: RankPool, world_size: int, name: str
+) -> None:
+    on_ranks = ranks(world_size, _train_with, name)
+    first_curve, first_weights = on_ranks[0][0]
+    for curve, weights in (result for results in on_ranks for result in results):
+        assert curve == first_curve
+        assert all(torch.equal(weights[key], first_weights[key]) for key in weights)
+    if OPTIMIZERS[name][1] is not None:
+        plain_curve, plain_weights = train_plainly(Plain, vectors, OPTIMIZERS[name][1], num_steps=6)
+        # Rounding only; Adagrad's first step divides a gradient by its own size, as Adam does.
+        torch.testing.assert_close(torch.tensor(first_curve), torch.tensor(plain_curve), rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(first_weights, plain_weights, rtol=0, atol=5e-5)
+
+
 def test_training_moves_the_weights_and_leaves_the_frozen_ones() -> None:
     start = make(Odd).state_dict()
     _, weights = train(Odd, tokens, config(3), num_steps=2)

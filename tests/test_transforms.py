@@ -38,7 +38,18 @@ ADAMS: dict[str, dict[str, Any]] = {
     "no memory": {"lr": 1e-2, "betas": (0.0, 0.0)},
     "large eps": {"lr": 0.1, "eps": 0.5, "weight_decay": 0.1},
 }
+ADAGRADS: dict[str, dict[str, Any]] = {
+    "defaults": {"lr": 1e-2},
+    "weight decay": {"lr": 0.1, "weight_decay": 0.3},
+    "decay": {"lr": 0.1, "lr_decay": 0.5, "initial_accumulator_value": 0.25, "eps": 1e-3},
+}
+LIONS: dict[str, dict[str, Any]] = {
+    "defaults": {"lr": 1e-3},
+    "weight decay": {"lr": 1e-2, "weight_decay": 0.3, "betas": (0.8, 0.95)},
+}
 TRANSFORMS: dict[str, Transform] = {
+    **{f"adagrad, {name}": fzero.adagrad(**values) for name, values in ADAGRADS.items()},
+    **{f"lion, {name}": fzero.lion(**values) for name, values in LIONS.items()},
     **{f"sgd, {name}": fzero.sgd(**values) for name, values in SGDS.items()},
     **{f"adam, {name}": fzero.adam(**values) for name, values in ADAMS.items()},
     **{f"adamw, {name}": fzero.adamw(**values) for name, values in ADAMS.items()},
@@ -125,6 +136,31 @@ def test_sgd_is_the_one_of_torch(values: Any, numel: int) -> None:
         # torch adds (1 - dampening) * gradient to the momentum with one rounding, here it is rounded twice; each of
         # 20 steps may differ by a last bit of the largest summand (momentum up to about 1e3, times lr).
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=20 * 0.1 * 1e3 * 2**-24)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 1000])
+@pytest.mark.parametrize("values", ADAGRADS.values(), ids=ADAGRADS)
+def test_adagrad_is_the_fused_one_of_torch_bit_for_bit(values: Any, numel: int) -> None:
+    param, grads = make_param(numel), make_grads(numel)
+    ours, state = run(fzero.adagrad(**values), param, grads)
+    theirs = run_torch(torch.optim.Adagrad, {"fused": True, **values}, param, grads)
+    assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+    assert state.step == NUM_STEPS
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 1000])
+@pytest.mark.parametrize("values", LIONS.values(), ids=LIONS)
+def test_lion_is_algorithm_2_of_its_paper(values: Any, numel: int) -> None:
+    """Chen et al., arXiv:2302.06675, written as there, in fp64."""
+    param, grads = make_param(numel).double(), make_grads(numel).double()
+    ours, _ = run(fzero.lion(**values), param, grads)
+    beta_1, beta_2 = values.get("betas", (0.9, 0.99))
+    theta, m = param.clone(), torch.zeros_like(param)
+    for g, mine in zip(grads, ours, strict=True):
+        c = beta_1 * m + (1 - beta_1) * g
+        theta = theta - values["lr"] * (c.sign() + values.get("weight_decay", 0.0) * theta)
+        m = beta_2 * m + (1 - beta_2) * g
+        torch.testing.assert_close(mine, theta, rtol=1e-12, atol=1e-12)
 
 
 def test_the_first_gradient_is_not_dampened() -> None:
