@@ -422,9 +422,19 @@ class Config(Block):
     `torch.optim.lr_scheduler`, with its parameters. None keeps the optimizer's lr."""
     gradient_clipping: Rate = 1.0
     """Largest global 2-norm of the gradient; 0 switches clipping off. The default is DeepSpeed 0.19's."""
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """Whether gradients are averaged over the ranks or added up; `sum` not in stage 3, as in DeepSpeed."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """What is divided among the ranks, and how."""
     _notes: tuple[Note, ...] = PrivateAttr(())
+
+    @model_validator(mode="after")
+    def _no_sum_in_stage_3(self) -> Self:
+        if self.gradient_allreduce_op == "sum" and self.zero_optimization.stage == 3:
+            raise ValueError(
+                "gradient_allreduce_op: must be 'mean' in stage 3, got 'sum'; multiply the loss by the ranks"
+            )
+        return self
 
     @property
     def notes(self) -> tuple[Note, ...]:

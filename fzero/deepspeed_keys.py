@@ -51,7 +51,6 @@ ACCEPTED = {
 
 OFF: dict[str, Any] = {
     "managed_gradient_accumulation": True,
-    "gradient_allreduce_op": "mean",
     "amsgrad": False,
     "bias_correction": True,
     "zero_hpz_partition_size": 1,
@@ -63,7 +62,7 @@ OFF: dict[str, Any] = {
 
 NOT_YET = frozenset(
     """
-    managed_gradient_accumulation gradient_allreduce_op sparse_gradients communication_data_type
+    managed_gradient_accumulation sparse_gradients communication_data_type
     seq_parallel_communication_data_type disable_allgather data_types fp16 bf16 bfloat16 amp torch_autocast
     checkpoint activation_checkpointing flops_profiler aio pipeline
     hybrid_engine tensorboard csv_monitor wandb comet comms_logger autotuning elasticity progressive_layer_drop

@@ -291,7 +291,8 @@ class TrainStep:
                 with work.saving():
                     loss, weight = self._loss(batch)
                 # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
-                share = 1 / (self.world_size * self._num_micro_steps) if weight is None else 1.0
+                ranks = self.world_size if self._cfg.gradient_allreduce_op == "mean" else 1
+                share = 1 / (ranks * self._num_micro_steps) if weight is None else 1.0
                 news = _moved(buffers, before) - (self._moving_buffers or set())
                 self._turn(work, loss, weight, len(news), share=share)
                 torch.autograd.backward(loss)
@@ -353,6 +354,11 @@ class TrainStep:
             loss: Any = self._loss_fn(self._model, batch)
             source = "loss_fn"
             if isinstance(loss, tuple) and len(loss) == 2:
+                if self._cfg.gradient_allreduce_op == "sum":
+                    raise ValueError(
+                        f"gradient_allreduce_op: must be 'mean' when {source} gives a sum and its weight, got 'sum'; the "
+                        f"gradient of a weighted mean is divided by all weights"
+                    )
                 loss, weight = loss[0], torch.as_tensor(loss[1], device=self.device).detach()
                 if weight.numel() != 1 or not (weight.device.type != "cpu" or weight >= 0):
                     raise ValueError(

@@ -98,6 +98,22 @@ def test_a_sum_with_a_weight_is_the_mean_over_all_weights(
         assert_close(result, expected)
 
 
+def _norms(op: str, stage: int, num_micro_steps: int) -> list[float]:
+    cfg = config(stage) | STEPS | {"gradient_accumulation_steps": num_micro_steps, "gradient_allreduce_op": op}
+    step = fzero.make_train_step(make(Plain), cfg)
+    _, metrics = step(step.init(), part(vectors(0), step.rank, step.world_size))
+    return [metrics.loss.item(), metrics.grad_norm.item()]
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_may_be_added_up_over_the_ranks_and_are_averaged_over_micro_steps(
+    ranks: RankPool, stage: int, num_micro_steps: int
+) -> None:
+    for mean, total in zip(*(ranks(2, _norms, op, stage, num_micro_steps) for op in ("mean", "sum")), strict=True):
+        assert total == [mean[0], 2 * mean[1]]  # exact: two is a power of two
+
+
 # --- what is sent and held ---------------------------------------------------------------------------------------
 
 

@@ -258,7 +258,6 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
         "fp16": "off",
         "bf16": "off",
         "communication_data_type": "off",
-        "gradient_allreduce_op": "off",
         "optimizer.params.lr": "auto",
         "optimizer.params.torch_adam": "accepted",
         "zero_optimization.overlap_comm": "accepted",
@@ -279,7 +278,6 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
         {"fp16": {}},
         {"fp16": True},
         {"managed_gradient_accumulation": False},
-        {"gradient_allreduce_op": "sum"},
         zero(offload_optimizer={"device": "cpu"}),
         zero(ignore_unused_parameters=False),
         zero(zero_hpz_partition_size=8),
@@ -289,6 +287,11 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
 )
 def test_a_key_that_would_change_something_is_not_accepted(source: Any) -> None:
     assert "does not honour it yet" in refusal(source)
+
+
+def test_gradients_are_not_added_up_in_stage_3() -> None:
+    says = "gradient_allreduce_op: must be 'mean' in stage 3, got 'sum'"
+    assert says in refusal({"gradient_allreduce_op": "sum"} | zero(stage=3))
 
 
 def test_a_key_is_known_in_one_way_only() -> None:
@@ -351,6 +354,7 @@ def test_an_unknown_stage_is_refused_by_its_value(stage: Any) -> None:
         ({"train_batch_size": True}, "train_batch_size"),
         ({"train_batch_size": "some"}, "train_batch_size"),
         ({"gradient_clipping": -1.0}, "gradient_clipping"),
+        ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op"),
         ({"gradient_clipping": True}, "gradient_clipping"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping"),
         (zero(reduce_bucket_size=0), "zero_optimization.reduce_bucket_size"),
