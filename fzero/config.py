@@ -166,6 +166,21 @@ class Lion(Block):
         return transforms.lion(**_now(self.params, lr, momentum))
 
 
+def with_overrides(optimizer: Optimizer, overrides: Mapping[str, Any], field: str) -> Optimizer:
+    """The optimizer with other hyper-parameters, checked like those of the configuration.
+
+    Raises:
+        ConfigError: a hyper-parameter that the optimizer does not have, or a wrong value; begins with `field`.
+    """
+    try:
+        params = type(optimizer.params).model_validate({**optimizer.params.model_dump(), **overrides})
+    except ValidationError as error:
+        problems = [f"{field}.{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
+        known = ", ".join(type(optimizer.params).model_fields)
+        raise ConfigError("\n".join(problems) + f"; {optimizer.type} has: {known}") from None
+    return optimizer.model_copy(update={"params": params})
+
+
 def _now(params: Block, lr: float | None, momentum: float | None) -> dict[str, Any]:
     """The hyper-parameters, with what a schedule says of this step in place of the fixed values."""
     values = params.model_dump()

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import fnmatch
 import io
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from torch import nn
 
-from fzero.config import Config, ConfigError, ZeroOptimization
+from fzero.config import Config, ConfigError, Optimizer, ZeroOptimization, with_overrides
 from sharding import FlatLayout, Partial, Replicated, Sharded, Spec, TensorSpec, declaration, plan_buckets, round_robin
 from sharding.views import dtype_name
 
@@ -50,13 +51,14 @@ STAGES = {
 
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
-    """One flat buffer of a unit: parameters of one dtype, all trainable or all frozen, all small or all not."""
+    """One flat buffer of a unit: parameters of one dtype and group, all trainable or all frozen, all small or all not."""
 
     key: str
     layout: FlatLayout
     dtype: str
     trainable: bool
     row: Row
+    group: int = 0
 
     @property
     def padded_numel(self) -> int:
@@ -178,7 +180,14 @@ class Plan:
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
-def plan(model: nn.Module, cfg: Config | Any, *, world_size: int = 1, units: Sequence[str] | None = None) -> Plan:
+def plan(
+    model: nn.Module,
+    cfg: Config | Any,
+    *,
+    world_size: int = 1,
+    units: Sequence[str] | None = None,
+    param_groups: Sequence[ParamGroup] = (),
+) -> Plan:
     """The plan of `model` under `cfg` on `world_size` ranks; reads shapes only, so the model may be on `meta`.
 
     Args:
@@ -187,6 +196,7 @@ def plan(model: nn.Module, cfg: Config | Any, *, world_size: int = 1, units: Seq
         world_size: number of ranks W.
         units: names of the modules to use as units, with `*` as a wildcard (the outermost matches count); None finds
             repeated blocks.
+        param_groups: parameters with hyper-parameters of their own; see `ParamGroup`. The first that matches counts.
 
     Raises:
         ConfigError, ValueError: the configuration does not fit, or a name in `units` matches nothing.
@@ -198,6 +208,7 @@ def plan(model: nn.Module, cfg: Config | Any, *, world_size: int = 1, units: Seq
     """
     cfg = Config.load(cfg)
     zero = cfg.zero_optimization
+    optimizers = optimizers_of(cfg, param_groups)
     owners = dict(model.named_parameters())
     if not owners:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
@@ -206,7 +217,9 @@ def plan(model: nn.Module, cfg: Config | Any, *, world_size: int = 1, units: Seq
             name,
             tuple(
                 _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, world_size)
-                for kind, names in _by_kind(members, owners, zero.stage3_param_persistence_threshold).items()
+                for kind, names in _by_kind(
+                    members, owners, zero.stage3_param_persistence_threshold, param_groups
+                ).items()
             ),
         )
         for name, members in _find_units(model, owners, units, zero.reduce_bucket_size)
@@ -218,14 +231,17 @@ def plan(model: nn.Module, cfg: Config | Any, *, world_size: int = 1, units: Seq
             f"{zero.stage3_max_live_parameters} for unit {largest.name!r} of {largest.gathered_numel} elements; "
             f"raise it, or name smaller modules in units="
         )
-    transform = cfg.optimizer.transform()
+    transforms = [optimizer.transform() for optimizer in optimizers]
     return Plan(
         stage=zero.stage,
         world_size=world_size,
         units=unit_plans,
         aliases=_aliases(model),
         optimizer={
-            b.key: transform.place(b.spec(b.row.optimizer)) for u in unit_plans for b in u.buffers if b.trainable
+            b.key: transforms[b.group].place(b.spec(b.row.optimizer))
+            for u in unit_plans
+            for b in u.buffers
+            if b.trainable
         },
         buffers={n: TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for n, t in model.named_buffers()},
         prefetch=zero.stage3_prefetch_bucket_size > 0,
@@ -241,16 +257,58 @@ class Kind(NamedTuple):
     dtype: str
     trainable: bool
     small: bool
+    group: int
 
     def __str__(self) -> str:
-        return self.dtype + "/small" * self.small + "/frozen" * (not self.trainable)
+        parts = [
+            self.dtype,
+            "small" * self.small,
+            "frozen" * (not self.trainable),
+            f"group{self.group}" * bool(self.group),
+        ]
+        return "/".join(filter(None, parts))
 
 
-def _by_kind(names: Sequence[str], owners: dict[str, nn.Parameter], threshold: int) -> dict[Kind, list[str]]:
+ParamGroup = Mapping[str, Any]
+"""Hyper-parameters that differ from the configuration's, and under `"params"` whom they are for: a regular expression that
+is searched for in a parameter's name, or a function of name and parameter."""
+
+
+def optimizers_of(cfg: Config, param_groups: Sequence[ParamGroup] = ()) -> list[Optimizer]:
+    """The optimizer of each group: 0 is the configuration's, for the parameters that no group takes.
+
+    Raises:
+        ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have.
+    """
+    optimizers = [cfg.optimizer]
+    for index, group in enumerate(param_groups):
+        if not isinstance(group.get("params"), str) and not callable(group.get("params")):
+            raise ConfigError(
+                f"param_groups[{index}].params: must be a regular expression or a function of name and parameter, got "
+                f"{group.get('params')!r}; say whom the group is for"
+            )
+        overrides = {key: value for key, value in group.items() if key != "params"}
+        optimizers.append(with_overrides(cfg.optimizer, overrides, f"param_groups[{index}]"))
+    return optimizers
+
+
+def _group_of(name: str, param: nn.Parameter, param_groups: Sequence[ParamGroup]) -> int:
+    """The first group that takes the parameter, counted from 1; 0 is none."""
+    for index, group in enumerate(param_groups, 1):
+        match = group["params"]
+        if re.search(match, name) if isinstance(match, str) else match(name, param):
+            return index
+    return 0
+
+
+def _by_kind(
+    names: Sequence[str], owners: dict[str, nn.Parameter], threshold: int, param_groups: Sequence[ParamGroup]
+) -> dict[Kind, list[str]]:
     kinds: dict[Kind, list[str]] = {}
     for name in names:
         param = owners[name]
-        kind = Kind(dtype_name(param.dtype), param.requires_grad, param.numel() < threshold)
+        group = _group_of(name, param, param_groups) if param.requires_grad else 0
+        kind = Kind(dtype_name(param.dtype), param.requires_grad, param.numel() < threshold, group)
         kinds.setdefault(kind, []).append(name)
     return kinds
 
@@ -264,7 +322,7 @@ def _plan_buffer(
         tuple(name for name, _ in params), tuple(tuple(p.shape) for _, p in params), world_size, multiple_of=ALIGNMENT
     )
     row = STAGES[2] if kind.small and zero.stage == 3 else STAGES[zero.stage]
-    return BufferPlan(f"{unit}/{kind}", layout, kind.dtype, kind.trainable, row)
+    return BufferPlan(f"{unit}/{kind}", layout, kind.dtype, kind.trainable, row, kind.group)
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from fzero import collectives, initialise, lr_schedules
 from fzero.binding import bound
 from fzero.collectives import CollectiveError, Pending, Real
-from fzero.config import Config
+from fzero.config import Config, ConfigError, Optimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.lr_schedules import Schedule
-from fzero.plan import BufferPlan, Plan, plan
+from fzero.plan import BufferPlan, ParamGroup, Plan, optimizers_of, plan
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
 from sharding import Mesh, Sharded, TensorSpec
@@ -49,6 +49,7 @@ def make_train_step(
     loss_fn: LossFn | None = None,
     mesh: Mesh | Real | None = None,
     units: Sequence[str] | None = None,
+    param_groups: Sequence[ParamGroup] = (),
     donate: bool = True,
     lr_schedule: Schedule | None = None,
     schedule: Literal["learned", "negotiated"] = "learned",
@@ -69,6 +70,9 @@ def make_train_step(
             `model(**batch)`) and takes the output if it is a scalar, its `.loss`, or its first item.
         mesh: the ranks: a `sharding.Mesh` whose one axis of more than one rank is `"data"`, or a bound axis.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
+        param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
+            first that matches counts. `"params"` may be a function of name and parameter. A group's `lr` scales the
+            schedule: what a schedule makes of the configuration's lr it makes of the group's.
         donate: the step may write into the state it is given, which must not be used again. False works on a copy.
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's.
         schedule: `"learned"` fixes the order of collectives in the first step. `"negotiated"` agrees on it in every
@@ -87,9 +91,10 @@ def make_train_step(
     device = _device_of(model)
     axis = mesh if isinstance(mesh, Real) else _bind(mesh, device)
     cfg.batch_sizes(axis.size)
-    the_plan = plan(model, cfg, world_size=axis.size, units=units)
-    _check_same(axis, cfg, model, the_plan, schedule)
-    return TrainStep(model, cfg, the_plan, axis, device, loss_fn, donate, lr_schedule, schedule, seed)
+    the_plan = plan(model, cfg, world_size=axis.size, units=units, param_groups=param_groups)
+    optimizers = optimizers_of(cfg, param_groups)
+    _check_same(axis, cfg, model, the_plan, {"schedule": schedule, "optimizers": str(optimizers)})
+    return TrainStep(model, cfg, the_plan, optimizers, axis, device, loss_fn, donate, lr_schedule, schedule, seed)
 
 
 class TrainStep:
@@ -111,6 +116,7 @@ class TrainStep:
         model: nn.Module,
         cfg: Config,
         plan: Plan,
+        optimizers: Sequence[Optimizer],
         axis: Real,
         device: torch.device,
         loss_fn: LossFn | None,
@@ -134,8 +140,9 @@ class TrainStep:
             for buffer, _ in module.named_buffers(recurse=False)
         } & set(plan.buffers)
         self._scratch = Scratch()
-        fixed = lr_schedules.constant(cfg.optimizer.params.lr)
-        self._rate = lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else fixed)
+        self._optimizers = optimizers  # of each parameter group
+        rate = lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else None)
+        self._rates = [_rate_of(group.params.lr, cfg.optimizer.params.lr, rate) for group in optimizers]
         self._momentum = _momentum_schedule(cfg)
         _, self._micro_batch, self._num_micro_steps = cfg.batch_sizes(axis.size)
         self._stored_names = _stored_names(model)
@@ -173,7 +180,7 @@ class TrainStep:
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
             initialise.check_names(self._model, params)
         flats, grads, optimizer = {}, {}, {}
-        transform = self._cfg.optimizer.transform()
+        transforms = [group.transform() for group in self._optimizers]
         for unit in self.plan.units:
             names = [name for buffer in unit.buffers for name in buffer.layout.names]
             values = self._first_values(names, params, init_fn)
@@ -182,7 +189,8 @@ class TrainStep:
                 flats[buffer.key] = self._cut(buffer, self._from_rank_0(flat_P, buffer.key), buffer.row.params)
                 if buffer.trainable:
                     grads[buffer.key] = torch.zeros_like(self._cut(buffer, flat_P, buffer.row.grads))
-                    optimizer[buffer.key] = transform.init(self._cut(buffer, flat_P, buffer.row.optimizer))
+                    mine = self._cut(buffer, flat_P, buffer.row.optimizer)
+                    optimizer[buffer.key] = transforms[buffer.group].init(mine)
             del values, flat_P  # before the next unit's are made
         buffers = self._first_values(list(self.plan.buffers), params, init_fn)
         buffers = {name: self._from_rank_0(buffers[name].clone(), name) for name in self.plan.buffers}
@@ -427,7 +435,7 @@ class TrainStep:
                 f"step {int(state.step)}: {what} (losses {by_rank}, gradient norm {norm.item():.6g}); "
                 f"the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
             )
-        lr = torch.full((), self._rate(int(state.step)), device=self.device)  # a fill does not wait for the device
+        lr = torch.full((), self._rates[0](int(state.step)), device=self.device)  # a fill does not wait for the device
         clip = self._cfg.gradient_clipping
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else None
         if weight is not None:
@@ -436,10 +444,12 @@ class TrainStep:
 
     def _update(self, state: TrainState[Tensor], factor: Tensor | None) -> dict[str, Any]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
-        num_updates, momentum = int(state.step), self._momentum
-        transform = self._cfg.optimizer.transform(
-            lr=self._rate(num_updates), momentum=momentum(num_updates) if momentum else None
-        )
+        num_updates = int(state.step)
+        momentum = self._momentum(num_updates) if self._momentum else None
+        transforms = [
+            group.transform(lr=rate(num_updates), momentum=momentum)
+            for group, rate in zip(self._optimizers, self._rates, strict=True)
+        ]
         optimizer: dict[str, Any] = {}
         joins: list[Pending] = []
         for buffer in self.plan.flat_buffers:
@@ -451,7 +461,7 @@ class TrainStep:
                 share, grad = own_shard(param, buffer, self.rank), own_shard(grad, buffer, self.rank)
             if factor is not None:
                 grad.mul_(factor.to(grad.dtype))
-            _, new, optimizer[buffer.key] = transform.update(grad, share, state.optimizer[buffer.key])
+            _, new, optimizer[buffer.key] = transforms[buffer.group].update(grad, share, state.optimizer[buffer.key])
             if new is not share:
                 share.copy_(new)
             if share is not param:
@@ -557,6 +567,20 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
+def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
+    """The learning rate of a parameter group, whose own is `lr` where the configuration's is `base`."""
+    if schedule is None:
+        return lr_schedules.constant(lr)
+    if lr == base:
+        return schedule
+    if base == 0:
+        raise ConfigError(
+            f"optimizer.params.lr: must not be 0 when a parameter group has another lr ({lr}) and a schedule moves both, "
+            f"got 0; the group's is scaled by the ratio, so give the lr that the schedule starts from"
+        )
+    return lambda n: schedule(n) * (lr / base)
+
+
 def _momentum_schedule(cfg: Config) -> Schedule | None:
     """The first beta as a function of the number of updates so far, where the scheduler moves it."""
     momentum = cfg.scheduler.momentum() if cfg.scheduler else None
@@ -596,7 +620,7 @@ def _check_no_hooks(model: nn.Module) -> None:
             )
 
 
-def _check_same(axis: Real, cfg: Config, model: nn.Module, the_plan: Plan, schedule: str) -> None:
+def _check_same(axis: Real, cfg: Config, model: nn.Module, the_plan: Plan, arguments: dict[str, str]) -> None:
     """Raises on every rank when ranks were given different models or configurations."""
     mine = {
         "configuration": _dotted(cfg.model_dump()),
@@ -605,7 +629,8 @@ def _check_same(axis: Real, cfg: Config, model: nn.Module, the_plan: Plan, sched
         },
         "buffers": {n: f"{tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()},
         "units": {unit.name: str(unit.numel) for unit in the_plan.units},
-        "arguments": {"schedule": schedule},
+        "flat buffers": {b.key: ", ".join(b.layout.names) for b in the_plan.flat_buffers},
+        "arguments": arguments,
         "torch": {"version": torch.__version__},
     }
     everyone = collectives.exchange(mine, axis, label="compare models and configurations")

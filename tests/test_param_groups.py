@@ -1,0 +1,111 @@
+"""The laws of parameter groups: each has its own hyper-parameters, in every stage, as in torch.optim."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+from torch import nn
+from training import Plain, config, make, train, train_plainly, vectors
+
+import fzero
+from fzero import ConfigError
+
+GROUPS: list[dict[str, Any]] = [
+    {"params": r"scale$", "weight_decay": 0.0},
+    {"params": lambda name, param: name.startswith("blocks.3"), "lr": 3e-3, "betas": (0.8, 0.95)},
+]
+
+
+class Named(Plain):
+    """`Plain`, whose parameters know their names, so that the plain loop can group them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, param in self.named_parameters():
+            param.name_here = name  # type: ignore[attr-defined]
+
+
+def grouped_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    names = {param: param.name_here for param in params}  # type: ignore[attr-defined]
+    scales = [p for p in params if re.search("scale$", names[p])]
+    slow = [p for p in params if names[p].startswith("blocks.3") and p not in set(scales)]
+    rest = [p for p in params if p not in {*scales, *slow}]
+    groups = [
+        {"params": rest},
+        {"params": scales, "weight_decay": 0.0},
+        {"params": slow, "lr": 3e-3, "betas": (0.8, 0.95)},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def halving_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Halves every group's learning rate after each update."""
+    optimizer = grouped_adamw(params)
+
+    def halve(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    optimizer.register_step_post_hook(halve)
+    return optimizer
+
+
+def _train_all_stages(halving: bool) -> list[Any]:
+    options = {"lr_schedule": lambda n: 1e-2 * 0.5**n} if halving else {}
+    cfgs = [config(stage) for stage in range(4)]
+    return [train(Named, vectors, cfg, num_steps=5, param_groups=GROUPS, **options) for cfg in cfgs]
+
+
+@pytest.mark.parametrize("halving", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_groups_train_alike_in_all_stages_and_like_the_plain_loop(
+    ranks: RankPool, world_size: int, halving: bool
+) -> None:
+    plain_curve, plain_weights = train_plainly(
+        Named, vectors, halving_adamw if halving else grouped_adamw, num_steps=5
+    )  # fmt: skip
+    on_ranks = ranks(world_size, _train_all_stages, halving)
+    first_curve, first_weights = on_ranks[0][0]
+    for curve, weights in (result for results in on_ranks for result in results):
+        assert curve == first_curve
+        assert all(torch.equal(weights[name], first_weights[name]) for name in weights)
+    # Rounding only, as in test_stages; Adam divides small gradients by their own size.
+    torch.testing.assert_close(torch.tensor(first_curve), torch.tensor(plain_curve), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(first_weights, plain_weights, rtol=0, atol=2e-5)
+
+
+def test_a_group_has_flat_buffers_of_its_own_and_the_first_match_counts() -> None:
+    plan = fzero.plan(make(Plain), config(3), world_size=2, param_groups=GROUPS)
+    by_group: dict[int, list[str]] = {}
+    for buffer in plan.flat_buffers:
+        by_group.setdefault(buffer.group, []).extend(buffer.layout.names)
+        assert buffer.key.endswith(f"/group{buffer.group}") == bool(buffer.group)
+    assert sorted(by_group[1]) == [f"blocks.{n}.scale" for n in range(5)]
+    assert by_group[2] == ["blocks.3.weight"]
+
+
+@pytest.mark.parametrize(
+    ("group", "told"),
+    [
+        ({"weight_decay": 0.0}, r"param_groups\[0\].params: must be a regular expression or a function .*, got None"),
+        ({"params": "norm", "momentum": 0.5}, r"param_groups\[0\].momentum: .*AdamW has: lr, betas"),
+        ({"params": "norm", "lr": -1.0}, r"param_groups\[0\].lr: .* got -1.0"),
+    ],
+)
+def test_a_wrong_group_is_told_with_its_field(group: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        fzero.make_train_step(make(Plain), config(0), param_groups=[group])
+
+
+def test_a_group_keeps_its_rate_where_the_others_rest_and_no_schedule_can_scale_zero() -> None:
+    resting = {"type": "SGD", "params": {"lr": 0.0}}
+    groups = [{"params": r"blocks\.2\.weight", "lr": 0.5}]
+    _, weights = train(Plain, vectors, config(0, optimizer=resting), num_steps=1, param_groups=groups)
+    start = make(Plain).state_dict()
+    assert [name for name in start if not torch.equal(weights[name], start[name])] == ["blocks.2.weight"]
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.lr: must not be 0"):
+        train(Plain, vectors, config(0, optimizer=resting), param_groups=groups, lr_schedule=lambda n: 0.5)
