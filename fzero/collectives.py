@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -183,7 +184,18 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
         if on_cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout)
+        atexit.register(_leave)
     return Real(name, dist.get_world_size(), dist.get_rank())
+
+
+def _leave() -> None:
+    """Leaves the group at the end of a process that nothing went wrong in.
+
+    A thread of gloo lets go of a collective's tensors a moment after it has ended, and aborts the process if the interpreter
+    is shutting down by then; leaving the group waits for it. After an error other ranks may be waiting: then just end.
+    """
+    if not _ABANDONED and not hasattr(sys, "last_type"):
+        shutdown()
 
 
 def check_backend(device: torch.device) -> None:

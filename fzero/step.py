@@ -189,8 +189,9 @@ class TrainStep:
                 flats[buffer.key] = self._cut(buffer, self._from_rank_0(flat_P, buffer.key), buffer.row.params)
                 if buffer.trainable:
                     grads[buffer.key] = torch.zeros_like(self._cut(buffer, flat_P, buffer.row.grads))
-                    mine = self._cut(buffer, flat_P, buffer.row.optimizer)
-                    optimizer[buffer.key] = transforms[buffer.group].init(mine)
+                    optimizer[buffer.key] = transforms[buffer.group].init(
+                        self._cut(buffer, flat_P, buffer.row.optimizer)
+                    )
             del values, flat_P  # before the next unit's are made
         buffers = self._first_values(list(self.plan.buffers), params, init_fn)
         buffers = {name: self._from_rank_0(buffers[name].clone(), name) for name in self.plan.buffers}
