@@ -154,6 +154,7 @@ def settle() -> None:
 
 @atexit.register
 def _never_free() -> None:
+    """At the end of a process the system closes the connections; freeing what is abandoned would wait for other ranks."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_ABANDONED))
 
 

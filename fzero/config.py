@@ -29,7 +29,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from fzero import lr_schedules, transforms
-from fzero.deepspeed_keys import NOT_YET, Note, settle
+from fzero.deepspeed_keys import NOT_YET, Note, set_aside
 from fzero.lr_schedules import Schedule
 from fzero.transforms import Transform
 
@@ -70,6 +70,15 @@ class Block(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_auto(cls, data: Any) -> Any:
+        """`"auto"` is for a program that fills the file in; a key that does not exist stays, to be refused."""
+        if not isinstance(data, Mapping):
+            return data
+        known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
+        return {key: value for key, value in data.items() if value != "auto" or key not in known}
 
 
 class AdamWParams(Block):
@@ -276,10 +285,7 @@ class OneCycleParams(Block):
 
 
 class Scheduler(Block):
-    """What every scheduler is: how the learning rate, and for some the momentum, follow from the number of updates."""
-
-    def rate(self, lr: float) -> Schedule:
-        raise NotImplementedError
+    """What every scheduler is: each has a `rate(lr)`, and some move the momentum, by the number of updates."""
 
     def momentum(self) -> Schedule | None:
         return None
@@ -480,7 +486,7 @@ class Config(Block):
             raise ConfigError(
                 f"Config.load: needs a mapping or the path of a JSON file, got {type(source).__name__}; pass one of these"
             )
-        kept, notes = settle(source)
+        kept, notes = set_aside(source)
         try:
             cfg = cls.model_validate(kept)
             cfg._notes = notes

@@ -21,7 +21,7 @@ def table(cfg: Config) -> Table:
     """Every key that is honoured with its value, then the keys that were read and change nothing."""
     rows = Table(title="configuration", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("key", "value", "", "why"):
-        rows.add_column(column)
+        rows.add_column(column, no_wrap=column in ("key", ""))
     for name, value, is_given in _values(cfg):
         rows.add_row(name, str(value), "given" if is_given else "default", "", style=None if is_given else "dim")
     for note in cfg.notes:

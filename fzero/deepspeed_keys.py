@@ -88,10 +88,10 @@ class Note(NamedTuple):
     reason: str
 
 
-def settle(source: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], tuple[Note, ...]]:
+def set_aside(source: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], tuple[Note, ...]]:
     """Parts the keys that change nothing, each with a `Note`, from those that have to be honoured.
 
-    >>> kept, notes = settle({"steps_per_print": 10, "fp16": {"enabled": False}, "gradient_clipping": 0.5})
+    >>> kept, notes = set_aside({"steps_per_print": 10, "fp16": {"enabled": False}, "gradient_clipping": 0.5})
     >>> kept, [note.key for note in notes]
     ({'gradient_clipping': 0.5}, ['steps_per_print', 'fp16'])
     """
@@ -99,16 +99,18 @@ def settle(source: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any],
     notes: list[Note] = []
     for key, value in source.items():
         name = f"{prefix}{key}"
-        if value == "auto":
-            notes.append(Note(name, value, "auto", "left to fzero: the default, or what follows from the other keys"))
-        elif name in ACCEPTED:
+        if name in ACCEPTED:
             notes.append(Note(name, value, "accepted", ACCEPTED[name]))
+        elif value == "auto":
+            notes.append(Note(name, value, "auto", "left to fzero: the default, or what follows from the other keys"))
+            if key not in NOT_YET:
+                kept[key] = value  # a block drops it where it has such a key
         elif key in NOT_YET and _is_off(key, value):
             notes.append(Note(name, value, "off", "it switches off what fzero does not have yet"))
         elif name == "zero_optimization" and isinstance(value, bool):
             kept[name] = {"stage": int(value)}  # before DeepSpeed 0.3: true is stage 1
         elif isinstance(value, Mapping) and key not in NOT_YET:
-            kept[key], inner = settle(value, f"{name}.")
+            kept[key], inner = set_aside(value, f"{name}.")
             notes += inner
         else:
             kept[key] = value

@@ -157,16 +157,21 @@ class Plan:
         """
         others, micro_steps = self.world_size - 1, self.num_micro_steps
         shards = [(buffer, buffer.shard_numel * others) for buffer in self.flat_buffers]
-        whole = [n for b, n in shards if b.trainable and isinstance(b.row.params, Replicated)]
+        trained = [(b.row, n) for b, n in shards if b.trainable]
         cut = [n for b, n in shards if isinstance(b.row.params, Sharded)]
         gathered_units = [unit for unit in self.units if unit.gathered_numel]
         last = gathered_units[-1].buffers if gathered_units else ()
         kept = sum(b.shard_numel * others for b in last if isinstance(b.row.params, Sharded))
         return {
-            "all_reduce of gradients": 2 * sum(whole) * (self.stage == 0),
-            "reduce_scatter of gradients": sum(n for b, n in shards if b.trainable)
-            * ((0, 1, micro_steps, micro_steps)[self.stage]),
-            "all_gather of updated parameters": sum(whole) * (self.stage > 0),
+            "all_reduce of gradients": 2 * sum(n for row, n in trained if isinstance(row.grads, Replicated)),
+            "reduce_scatter of gradients": sum(
+                n * (micro_steps if isinstance(row.grads, Sharded) else 1)
+                for row, n in trained
+                if not isinstance(row.grads, Replicated)
+            ),
+            "all_gather of updated parameters": sum(
+                n for row, n in trained if isinstance(row.params, Replicated) and isinstance(row.optimizer, Sharded)
+            ),
             "all_gather in the forward": sum(cut) * micro_steps,
             "all_gather in the backward": (sum(cut) - kept) * micro_steps,
         }

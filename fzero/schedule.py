@@ -1,7 +1,7 @@
 """In which order are a step's collectives issued? Every rank must issue the same ones in the same order, or all hang.
 
 The order is a value: a tuple of events. The first step *negotiates* it: before every event the ranks tell each other
-what each needs next, the lowest rank that needs something is served, and all take part. So the recorded order is the
+what each needs next, the unit declared first is served (in the backward: last), and all take part. So the recorded order is the
 same on every rank even when their models branch on data. The steps after it *follow* it:
 
 - a rank that does not need a unit this time takes part in its gather all the same, and reduces zeros for it,

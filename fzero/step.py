@@ -65,9 +65,9 @@ def make_train_step(
             `model.to("meta")` after `init` frees them. A model on `meta` is initialised unit by unit.
         cfg: a `Config`, a mapping in DeepSpeed's schema, or the path of a JSON file.
         loss_fn: `loss_fn(model, batch)` returns the scalar loss, or `(sum, weight)` for a mean over the weights of all
-            micro-batches and ranks (tokens, say); `model` is called like the module. None calls
-            the model with the batch (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as
-            `model(**batch)`) and takes the output if it is a scalar, its `.loss`, or its first item.
+            micro-batches and ranks (tokens, say); `model` is called like the module. None calls the model with the batch
+            (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as `model(**batch)`) and takes the
+            output if it is a scalar, its `.loss`, or its first item.
         mesh: the ranks: a `sharding.Mesh` whose one axis of more than one rank is `"data"`, or a bound axis.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
@@ -90,7 +90,6 @@ def make_train_step(
     _check_no_hooks(model)
     device = _device_of(model)
     axis = mesh if isinstance(mesh, Real) else _bind(mesh, device)
-    cfg.batch_sizes(axis.size)
     the_plan = plan(model, cfg, world_size=axis.size, units=units, param_groups=param_groups)
     optimizers = optimizers_of(cfg, param_groups)
     _check_same(axis, cfg, model, the_plan, {"schedule": schedule, "optimizers": str(optimizers)})
@@ -144,7 +143,7 @@ class TrainStep:
         rate = lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else None)
         self._rates = [_rate_of(group.params.lr, cfg.optimizer.params.lr, rate) for group in optimizers]
         self._momentum = _momentum_schedule(cfg)
-        _, self._micro_batch, self._num_micro_steps = cfg.batch_sizes(axis.size)
+        self._micro_batch, self._num_micro_steps = cfg.batch_sizes(axis.size).micro, plan.num_micro_steps
         self._stored_names = _stored_names(model)
 
     @property
@@ -273,7 +272,7 @@ class TrainStep:
         moved = _moved(buffers, before)
         if self._moving_buffers is None:  # kernels such as BatchNorm's change a buffer and not its version
             moved |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
-        buffers = self._agree(buffers, moved, has_news=self.device.type == "cpu" and bool(told_AW3[..., 2].any()))
+        buffers = self._agree(buffers, moved, has_news=self._has_news(told_AW3[..., 2]))
         metrics, factor = self._measure(told_AW3[..., :2], state, is_sum=is_sum)
         optimizer = self._update(state, factor)
         return TrainState(state.step.add_(1), state.params, state.grads, optimizer, buffers, rng), metrics
@@ -471,6 +470,10 @@ class TrainStep:
             pending.wait()
         return optimizer
 
+    def _has_news(self, news: Tensor) -> bool:
+        """Whether any rank saw a buffer move that never did before; reading that would wait for a CUDA device."""
+        return bool(news.any()) if self.device.type == "cpu" else not self._learns
+
     def _agree(self, buffers: dict[str, Tensor], moved: set[str], *, has_news: bool) -> dict[str, Tensor]:
         """Makes module buffers that the forward changed equal on all ranks: floating ones are averaged, others rank 0's.
 
@@ -486,8 +489,8 @@ class TrainStep:
         unexpected = moved - self._moving_buffers
         if unexpected:
             raise ValueError(
-                f"buffer {min(unexpected)!r}: must change in the forward of the first step if it ever does (on the CPU: in "
-                f"a forward), so that the ranks agree to average it; change it there once"
+                f"buffer {min(unexpected)!r}: changed for the first time after the first step (on the CPU: in the backward), so "
+                f"that the ranks did not agree to average it; change it once in the first forward"
             )
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name in buffers:
