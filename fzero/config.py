@@ -30,7 +30,9 @@ from pydantic_core import ErrorDetails
 
 from fzero import lr_schedules, transforms
 from fzero.deepspeed_keys import NOT_YET, Note, set_aside
+from fzero.loss_scaling import LossScaling
 from fzero.lr_schedules import Schedule
+from fzero.precision import Precision
 from fzero.transforms import Transform
 
 
@@ -419,6 +421,111 @@ class ZeroOptimization(Block):
     """No gather starts early when it would bring more gathered elements than this to life."""
 
 
+def _dtype(value: object) -> object:
+    return {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(str(value).lower(), value)
+
+
+Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_dtype)]
+"""A dtype by torch's name or DeepSpeed's (`fp32`, `fp16`, `bf16`)."""
+
+
+def _exponent(value: object) -> object:
+    if not isinstance(_number(value), int):
+        raise ValueError("must be a whole number")
+    return _number(value)
+
+
+class FP16(Block):
+    """DeepSpeed key `fp16`: parameters in fp16 beside an fp32 master, and a scaled loss."""
+
+    enabled: bool = False
+    """Whether parameters, gradients and what is sent are fp16."""
+    auto_cast: bool = False
+    """Whether the floating tensors of a batch are cast to fp16 too."""
+    loss_scale: Rate = 0.0
+    """What the loss is multiplied by; 0 is dynamic."""
+    initial_scale_power: Annotated[int, BeforeValidator(_exponent), Field(ge=0, le=126)] = 16
+    """Dynamic: the first scale is two to this power."""
+    loss_scale_window: Count = 1000
+    """Dynamic: steps without overflow until the scale doubles."""
+    hysteresis: Count = 2
+    """Dynamic: overflows until the scale halves."""
+    consecutive_hysteresis: bool = False
+    """Dynamic: whether a step without overflow gives the hysteresis back."""
+    min_loss_scale: Rate = 1.0
+    """Dynamic: an overflow that would take the scale below is an error."""
+    fp16_master_weights_and_grads: bool = False
+    """Whether the fp16 parameters are the master; the optimizer state stays fp32."""
+
+    def loss_scaling(self) -> LossScaling:
+        return LossScaling(
+            initial=self.loss_scale or 2.0**self.initial_scale_power, dynamic=self.loss_scale == 0,
+            window=self.loss_scale_window, hysteresis=self.hysteresis, consecutive=self.consecutive_hysteresis,
+            minimum=self.min_loss_scale,
+        )  # fmt: skip
+
+
+class BF16(Block):
+    """DeepSpeed key `bf16` (or `bfloat16`): parameters in bf16 beside an fp32 master."""
+
+    enabled: bool = False
+    """Whether parameters, gradients and what is sent are bf16."""
+    auto_cast: bool = False
+    """Whether the floating tensors of a batch are cast to bf16 too. fzero's own key."""
+    check_grad_overflow: bool = True
+    """Whether a step whose gradient is not finite is skipped; false makes it an error."""
+    bf16_master_weights_and_grads: bool = False
+    """Whether the bf16 parameters are the master."""
+    bf16_optimizer_states: bool = False
+    """Whether the optimizer state is bf16 as well; only where the parameters are the master."""
+    stochastic_rounding: bool = False
+    """Whether a bf16 master, and its optimizer state, are rounded up or down at random, which keeps small updates on
+    average. fzero's own key."""
+
+    @model_validator(mode="after")
+    def _needs_a_bf16_master(self) -> Self:
+        for key in ("bf16_optimizer_states", "stochastic_rounding"):
+            if getattr(self, key) and not self.bf16_master_weights_and_grads:
+                raise ValueError(f"{key} needs bf16_master_weights_and_grads, got false; set it to true as well")
+        return self
+
+
+class TorchAutocast(Block):
+    """DeepSpeed key `torch_autocast`: the forward runs under `torch.autocast`."""
+
+    enabled: bool = False
+    """Whether operations choose their precision by torch's lists."""
+    dtype: Dtype = "bfloat16"
+    """The lower precision; with fp16 the loss is scaled by the rules of `fp16`."""
+    lower_precision_safe_modules: tuple[str, ...] = (
+        "torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"
+    )  # fmt: skip
+    """Classes of modules whose own parameters are kept, sent and gathered in the lower precision, beside a master."""
+
+    @model_validator(mode="after")
+    def _is_lower(self) -> Self:
+        if self.enabled and self.dtype == "float32":
+            raise ValueError("dtype: must be 'bfloat16' or 'float16', got 'float32'; or set enabled to false")
+        return self
+
+
+class DataTypes(Block):
+    """DeepSpeed key `data_types`, with the dtypes that it does not name. A value overrides what `fp16` or `bf16` say."""
+
+    param_dtype: Dtype | None = None
+    """Of all floating parameters; null is what `fp16` and `bf16` say, or each parameter's own."""
+    grad_accum_dtype: Dtype | None = None
+    """In which gradients are kept and added up over micro-steps; null is that of the parameters."""
+    reduce_dtype: Dtype | None = None
+    """In which gradients are sent; null is `communication_data_type`, or that of the parameters. fzero's own key."""
+    master_dtype: Dtype | None = None
+    """Of what the optimizer updates; null is fp32 where parameters are cast, else their own. fzero's own key."""
+    optimizer_dtype: Dtype | None = None
+    """Of the optimizer's state; null is that of the master. fzero's own key."""
+    buffer_dtype: Dtype | None = None
+    """Of the module's floating buffers; null leaves them alone."""
+
+
 class BatchSizes(NamedTuple):
     """Samples per step of all ranks and per micro-step of one, None when no batch size is named; micro-steps per step."""
 
@@ -445,6 +552,23 @@ class Config(Block):
     """Largest global 2-norm of the gradient; 0 switches clipping off. The default is DeepSpeed 0.19's."""
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     """Whether gradients are averaged over the ranks or added up; `sum` not in stage 3, as in DeepSpeed."""
+    gradient_norm_type: Literal[2, "inf"] = 2
+    """Which norm of the gradient is clipped and reported: 2, or the largest absolute value. fzero's own key."""
+    prescale_gradients: bool = False
+    """True divides gradients by the ranks before they are added up, whatever `gradient_predivide_factor` says."""
+    gradient_predivide_factor: Annotated[Number, Field(gt=0)] | None = None
+    """What gradients are divided by before they are added up over the ranks, and the rest afterwards; null is the number
+    of ranks, which cannot overflow (DeepSpeed's default is 1)."""
+    communication_data_type: Dtype | None = None
+    """In which dtype gradients are sent; null is that of the parameters."""
+    data_types: DataTypes = DataTypes()
+    """The dtypes one by one."""
+    fp16: FP16 = FP16()
+    """Mixed precision with fp16 and a scaled loss."""
+    bf16: BF16 = Field(BF16(), alias="bfloat16")
+    """Mixed precision with bf16."""
+    torch_autocast: TorchAutocast = TorchAutocast()
+    """Mixed precision by `torch.autocast`."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """What is divided among the ranks, and how."""
     _notes: tuple[Note, ...] = PrivateAttr(())
@@ -456,6 +580,69 @@ class Config(Block):
                 "gradient_allreduce_op: must be 'mean' in stage 3, got 'sum'; multiply the loss by the ranks"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_precision(self) -> Self:
+        enabled = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(self, name).enabled]
+        if len(enabled) > 1:
+            raise ValueError(f"{enabled[0]}.enabled: excludes {enabled[1]}.enabled, got true for both; switch one off")
+        given = self.data_types.param_dtype
+        for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
+            if name in enabled and given not in (None, dtype):
+                raise ValueError(
+                    f"data_types.param_dtype: must be {dtype!r} when {name} is enabled, got {given!r}; leave it out"
+                )
+        if None is not self.communication_data_type != self.data_types.reduce_dtype is not None:
+            raise ValueError(
+                f"data_types.reduce_dtype: is the same as communication_data_type, got {self.data_types.reduce_dtype!r} "
+                f"beside {self.communication_data_type!r}; remove one of them"
+            )
+        return self
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes that all of the keys together ask for."""
+        chosen: dict[str, Any] = {}
+        if self.fp16.enabled:
+            chosen["param_dtype"] = "float16"
+            if self.fp16.fp16_master_weights_and_grads:
+                chosen |= {"master_dtype": "float16", "optimizer_dtype": "float32"}
+        if self.bf16.enabled:
+            chosen["param_dtype"] = "bfloat16"
+            if self.bf16.bf16_master_weights_and_grads:
+                state = "bfloat16" if self.bf16.bf16_optimizer_states else "float32"
+                chosen |= {"master_dtype": "bfloat16", "optimizer_dtype": state}
+                chosen["stochastic_rounding"] = self.bf16.stochastic_rounding
+        if self.torch_autocast.enabled:
+            chosen |= {
+                "autocast": self.torch_autocast.dtype,
+                "safe_modules": self.torch_autocast.lower_precision_safe_modules,
+            }
+        if self.communication_data_type:
+            chosen["reduce_dtype"] = self.communication_data_type
+        chosen |= self.data_types.model_dump(exclude_none=True)
+        return Precision(**chosen)
+
+    @property
+    def casts_batch_to(self) -> str | None:
+        """The dtype that the floating tensors of a batch are cast to (`auto_cast`)."""
+        if self.fp16.enabled and self.fp16.auto_cast:
+            return "float16"
+        return "bfloat16" if self.bf16.enabled and self.bf16.auto_cast else None
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients may be those of a scaled loss."""
+        return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "float16")
+
+    @property
+    def skips_overflow(self) -> bool:
+        """Whether a step with a gradient that is not finite is skipped, and not an error."""
+        return self.scales_loss or (self.bf16.enabled and self.bf16.check_grad_overflow)
+
+    def loss_scaling(self) -> LossScaling:
+        """The rules by which the loss is scaled; a constant 1 where it is not."""
+        return self.fp16.loss_scaling() if self.scales_loss else LossScaling()
 
     @property
     def notes(self) -> tuple[Note, ...]:
@@ -566,7 +753,10 @@ def _explain(detail: ErrorDetails) -> str:
             block = {**OPTIMIZERS, **SCHEDULERS}.get(part, TorchScheduler)
             continue
         location.append(part)
-        annotation = block.model_fields[part].annotation if part in block.model_fields else None
+        if index == len(detail["loc"]) - 1:
+            break
+        fields = {**{field.alias: field for field in block.model_fields.values()}, **block.model_fields}
+        annotation = fields[part].annotation if part in fields else None
         block = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else block
     field = ".".join(location) or "config"
     if detail["type"] != "extra_forbidden":

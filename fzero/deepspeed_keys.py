@@ -16,8 +16,6 @@ ACCEPTED = {
     "dataloader_drop_last": "fzero makes no data loader",
     "zero_allow_untested_optimizer": "it allows nothing more: every optimizer that is taken works in every stage",
     "zero_force_ds_cpu_optimizer": "there is one kind of optimizer",
-    "prescale_gradients": "gradients are divided before they are added up in any case",
-    "gradient_predivide_factor": "the mean is the same; gradients are divided by all ranks before they are added up",
     "zero_optimization.contiguous_gradients": "gradients are always written into flat buffers",
     "zero_optimization.reduce_scatter": "stages 1 to 3 always reduce-scatter",
     "zero_optimization.use_multi_rank_bucket_allreduce": "stages 1 to 3 always reduce-scatter",
@@ -26,7 +24,7 @@ ACCEPTED = {
     "zero_optimization.allgather_size": "updated shards are joined unit by unit",
     "zero_optimization.overlap_comm": "collectives always run beside the compute",
     "zero_optimization.sub_group_size": "the update goes unit by unit",
-    "zero_optimization.load_from_fp32_weights": "parameters are their own master copy",
+    "zero_optimization.load_from_fp32_weights": "a state keeps its master; a new one is made from the weights given",
     "zero_optimization.elastic_checkpoint": "the layout does not depend on it",
     "zero_optimization.stage3_max_reuse_distance": "a unit is released after use and gathered again at the next",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "step.gather gives the weights whenever you ask",
@@ -41,6 +39,8 @@ ACCEPTED = {
     "zero_optimization.enable_sanity_checks": "the checks are always on",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "there is no Muon yet",
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed ignores it too",
+    "bf16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
+    "bfloat16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
     "optimizer.legacy_fusion": "there is one kind of optimizer",
     "optimizer.params.torch_adam": "every Adam here has torch's numbers",
     "optimizer.params.fused": "the update is always PyTorch's fused kernel where it has one",
@@ -62,8 +62,8 @@ OFF: dict[str, Any] = {
 
 NOT_YET = frozenset(
     """
-    managed_gradient_accumulation sparse_gradients communication_data_type
-    seq_parallel_communication_data_type disable_allgather data_types fp16 bf16 bfloat16 amp torch_autocast
+    managed_gradient_accumulation sparse_gradients
+    seq_parallel_communication_data_type disable_allgather amp
     checkpoint activation_checkpointing flops_profiler aio pipeline
     hybrid_engine tensorboard csv_monitor wandb comet comms_logger autotuning elasticity progressive_layer_drop
     eigenvalue curriculum_learning data_efficiency compression_training sparse_attention compile tensor_parallel
@@ -91,9 +91,9 @@ class Note(NamedTuple):
 def set_aside(source: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], tuple[Note, ...]]:
     """Parts the keys that change nothing, each with a `Note`, from those that have to be honoured.
 
-    >>> kept, notes = set_aside({"steps_per_print": 10, "fp16": {"enabled": False}, "gradient_clipping": 0.5})
+    >>> kept, notes = set_aside({"steps_per_print": 10, "amp": {"enabled": False}, "gradient_clipping": 0.5})
     >>> kept, [note.key for note in notes]
-    ({'gradient_clipping': 0.5}, ['steps_per_print', 'fp16'])
+    ({'gradient_clipping': 0.5}, ['steps_per_print', 'amp'])
     """
     kept: dict[str, Any] = {}
     notes: list[Note] = []

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import optree
 import torch
 from torch import Tensor
 
@@ -30,11 +31,31 @@ Leaf = TypeVar("Leaf")
 
 
 class Transform(NamedTuple):
-    """The triple (init, update, place)."""
+    """The triple (init, update, place), and for kernels that can skip by themselves an `update_unless`."""
 
     init: Callable[[Tensor], Any]
     update: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]]
     place: Callable[[TensorSpec], Any]
+    update_unless: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]] | None = None
+
+
+def unless(skip: Tensor, transform: Transform) -> Transform:
+    """The transform whose update leaves parameter and state as they were where `skip` is true (a 0-d bool).
+
+    Data-flow: the host does not read `skip`. The gradient may hold anything then, also NaN.
+    """
+
+    def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        if transform.update_unless is not None:
+            return transform.update_unless(skip, grad, param, state)
+        old = [param, *optree.tree_leaves(state)]
+        copies = [x.clone() for x in old]
+        grad, param, state = transform.update(grad, param, state)
+        for kept, new in zip(copies, [param, *optree.tree_leaves(state)], strict=True):
+            new.copy_(torch.where(skip, kept, new))
+        return grad, param, state
+
+    return Transform(transform.init, update, transform.place)
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -154,20 +175,27 @@ def _adam(
     def init(param: Tensor) -> AdamState[Tensor]:
         return AdamState(_no_steps(param), torch.zeros_like(param), torch.zeros_like(param))
 
-    def update(grad: Tensor, param: Tensor, state: AdamState[Tensor]) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
-        step = state.step.add_(1)
+    def update(
+        grad: Tensor, param: Tensor, state: AdamState[Tensor], found_inf: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
+        step = state.step.add_(1 if found_inf is None else 1 - found_inf)
         if param.numel():
             kernel(
                 [param], [grad], [state.exp_avg], [state.exp_avg_sq], [], [step],
                 lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
-                amsgrad=False, maximize=False,
+                amsgrad=False, maximize=False, found_inf=found_inf,
             )  # fmt: skip
         return grad, param, AdamState(step, state.exp_avg, state.exp_avg_sq)
+
+    def update_unless(
+        skip: Tensor, grad: Tensor, param: Tensor, state: AdamState[Tensor]
+    ) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
+        return update(grad, param, state, skip.float())
 
     def place(param: TensorSpec) -> AdamState[TensorSpec]:
         return AdamState(_step_spec(param), param, param)
 
-    return Transform(init, update, place)
+    return Transform(init, update, place, update_unless)
 
 
 class AdagradState(NamedTuple, Generic[Leaf]):
