@@ -1,13 +1,15 @@
-"""The command line: `python -m fzero config FILE`."""
+"""The command line: `fzero config FILE`, or `python -m fzero config FILE`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 
 from rich.console import Console
 
 from fzero import Config, ConfigError
+from fzero.config import ConfigWarning
 from fzero.config_table import reference, table
 
 
@@ -16,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fzero", description="ZeRO as pure functions on PyTorch")
     commands = parser.add_subparsers(dest="command", required=True)
     config = commands.add_parser("config", help="what a configuration comes to")
-    config.add_argument("file", nargs="?", help="a JSON file with DeepSpeed's keys")
+    config.add_argument("file", nargs="?", help="a JSON or Hjson file with DeepSpeed's keys")
     config.add_argument("--reference", action="store_true", help="print the reference of all keys, as Markdown")
     given = parser.parse_args(arguments)
     if given.reference:
@@ -25,7 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
     if given.file is None:
         config.error("give a FILE, or --reference")
     try:
-        Console().print(table(Config.load(given.file)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConfigWarning)  # the table tells them
+            cfg = Config.load(given.file)
+        Console().print(table(cfg))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

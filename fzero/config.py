@@ -1,15 +1,14 @@
 """What a run is told: the DeepSpeed JSON people already have, read into checked, frozen values.
 
 Every key is one of four: honoured here; accepted because it has nothing to do here, with the reason (`Config.notes`);
-known to DeepSpeed and not honoured yet (an error that says so, unless its value switches it off); unknown (an error with
-the nearest name). Nothing is ignored in silence.
+known to DeepSpeed and not honoured yet (an error that says so, or a warning where training is right without it, unless
+its value switches it off); unknown (an error with the nearest name). Nothing is ignored in silence.
 """
 
 from __future__ import annotations
 
-import base64
 import difflib
-import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -29,15 +28,18 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from fzero import lr_schedules, transforms
-from fzero.deepspeed_keys import NOT_YET, Note, set_aside
+from fzero.config_conflicts import conflicts
+from fzero.config_files import ConfigError as ConfigError  # users know it from here
+from fzero.config_files import read
+from fzero.config_sieve import SAYS_NOT_YET, Note, set_aside, unknown_key
 from fzero.loss_scaling import LossScaling
 from fzero.lr_schedules import Schedule
 from fzero.precision import Precision
 from fzero.transforms import Transform
 
 
-class ConfigError(ValueError):
-    """A configuration that fzero will not run; the message names the field, the rule, the value and the fix."""
+class ConfigWarning(UserWarning):
+    """A key that fzero does not honour yet, where training is right without it."""
 
 
 def _number(value: object) -> object:
@@ -649,11 +651,17 @@ class Config(Block):
         """The keys that were read and change nothing, each with the reason."""
         return self._notes
 
+    @property
+    def conflicts(self) -> tuple[Note, ...]:
+        """The keys that were given and are useless beside the others, or contradict them, each with the reason."""
+        return conflicts(self, self._notes)
+
     @classmethod
     def load(cls, source: Mapping[str, Any] | str | Path | Config) -> Config:
-        """Reads a mapping, the path of a JSON file, or a urlsafe-base64 string of JSON (as DeepSpeed's launcher makes).
+        """Reads a mapping, the path of a JSON or Hjson file, or a urlsafe-base64 string of JSON.
 
-        A value `"auto"` counts as left out: it is for a program that fills the file in.
+        A value `"auto"` counts as left out: it is for a program that fills the file in. Warns (`ConfigWarning`) of each
+        key that is not honoured yet where training is right without it.
 
         Raises:
             ConfigError: one line for every field that is wrong.
@@ -663,23 +671,29 @@ class Config(Block):
         >>> Config.load({"optimizer": {"type": "AdanW"}})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        fzero.config.ConfigError: optimizer: no optimizer is named 'AdanW'; did you mean 'AdamW'? (known: Adam, ...)
+        fzero.config_files.ConfigError: optimizer: no optimizer is named 'AdanW'; did you mean 'AdamW'? (known: Adam, ...)
         """
         if isinstance(source, Config):
             return source
         if isinstance(source, str | Path):
-            source = _read(source)
+            source = read(source)
         if not isinstance(source, Mapping):
             raise ConfigError(
                 f"Config.load: needs a mapping or the path of a JSON file, got {type(source).__name__}; pass one of these"
             )
-        kept, notes = set_aside(source)
+        kept, notes, problems = set_aside(source)
+        cfg, wrong = None, list(problems)
         try:
             cfg = cls.model_validate(kept)
-            cfg._notes = notes
-            return cfg
         except ValidationError as error:
-            raise ConfigError("\n".join(_explain(detail) for detail in error.errors())) from None
+            wrong += map(_explain, error.errors())
+        if cfg is None or wrong:
+            raise ConfigError("\n".join(wrong)) from None
+        for note in notes:
+            if note.kind == "not yet":
+                warnings.warn(f"{note.key}: {SAYS_NOT_YET}; {note.reason}", ConfigWarning, stacklevel=2)
+        cfg._notes = notes
+        return cfg
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """The batch sizes on `world_size` ranks, the missing ones inferred: train = micro × accumulation × ranks.
@@ -716,34 +730,6 @@ class Config(Block):
         return BatchSizes(product, micro, steps)
 
 
-def _read(source: str | Path) -> Mapping[str, Any]:
-    path = Path(source)
-    try:
-        text = base64.urlsafe_b64decode(source).decode() if isinstance(source, str) else ""
-    except ValueError:
-        text = ""
-    try:
-        is_json = text.lstrip().startswith("{")
-        data = json.loads(text if is_json else path.read_text(), object_pairs_hook=_no_duplicates)
-    except OSError as error:
-        raise ConfigError(
-            f"Config.load: cannot read {str(path)!r}: {error.strerror}; give a mapping or the path of a JSON file"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Config.load: {str(path)!r} is not JSON: {error}; mend the file") from None
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"Config.load: {str(path)!r} must hold a JSON object, got {type(data).__name__}")
-    return data
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigError(f"{key}: a key may stand once in an object, found {keys.count(key)}; remove all but one")
-    return dict(pairs)
-
-
 def _explain(detail: ErrorDetails) -> str:
     """One line for one wrong field."""
     block: type[BaseModel] = Config
@@ -755,19 +741,18 @@ def _explain(detail: ErrorDetails) -> str:
         location.append(part)
         if index == len(detail["loc"]) - 1:
             break
-        fields = {**{field.alias: field for field in block.model_fields.values()}, **block.model_fields}
-        annotation = fields[part].annotation if part in fields else None
+        aliases = {field.alias: name for name, field in block.model_fields.items()}
+        named = block.model_fields.get(aliases.get(part, part))
+        annotation = named.annotation if named else None
         block = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else block
     field = ".".join(location) or "config"
     if detail["type"] != "extra_forbidden":
-        message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        message = " ".join(
+            detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").split("\n")
+        )
         given = "" if isinstance(detail["input"], Mapping) else f", got {detail['input']!r}"
-        return f"{field}: {message}{given}"
+        return f"{field}: {message}{given}" if location else message  # of the whole: the message names the keys
     key = location[-1]
-    if key in NOT_YET:
-        return f"{field}: fzero knows this DeepSpeed key and does not honour it yet; remove it to run without"
     if key in block.model_fields:
         return f"{field}: stands beside {block.model_fields[key].alias!r}, which is the same; remove one of them"
-    nearest = difflib.get_close_matches(key, block.model_fields, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known here: {', '.join(block.model_fields)}"
-    return f"{field}: unknown key; {hint}"
+    return unknown_key(field, tuple(block.model_fields))

@@ -1,41 +1,35 @@
 """What does a configuration come to, and which keys are there? As a table of one configuration, and as the reference.
 
-python -m fzero config FILE          # the effective configuration, and what each key did
-python -m fzero config --reference   # docs/config.md
+fzero config FILE          # the effective configuration, what each key did, and which keys are useless beside others
+fzero config --reference   # docs/config.md
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
-from pydantic import BaseModel
 from rich.table import Table
+from rich.text import Text
 
-from fzero.config import OPTIMIZERS, SCHEDULERS, Config, TorchScheduler
-from fzero.deepspeed_keys import ACCEPTED, NOT_YET, OFF
+from fzero.config import OPTIMIZERS, SCHEDULERS, Block, Config, TorchScheduler
+from fzero.config_conflicts import values
+from fzero.deepspeed_keys import ACCEPTED, HARMLESS, OFF, REFUSED, SPELLINGS
+
+_STYLES = {"conflict": "red", "not yet": "magenta"}
 
 
 def table(cfg: Config) -> Table:
-    """Every key that is honoured with its value, then the keys that were read and change nothing."""
+    """Every key that is honoured with its value, then the keys that change nothing, then those useless beside others."""
     rows = Table(title="configuration", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("key", "value", "", "why"):
         rows.add_column(column, no_wrap=column in ("key", ""))
-    for name, value, is_given in _values(cfg):
-        rows.add_row(name, str(value), "given" if is_given else "default", "", style=None if is_given else "dim")
-    for note in cfg.notes:
-        rows.add_row(note.key, str(note.value), note.kind, note.reason, style="yellow")
+    for name, value, is_given in values(cfg):
+        rows.add_row(name, Text(str(value)), "given" if is_given else "default", "", style=None if is_given else "dim")
+    for note in (*cfg.notes, *cfg.conflicts):
+        style = _STYLES.get(note.kind, "yellow")
+        rows.add_row(note.key, Text(str(note.value)), note.kind, Text(note.reason), style=style)
     return rows
-
-
-def _values(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, bool]]:
-    for key in type(block).model_fields:
-        value = getattr(block, key)
-        if isinstance(value, BaseModel):
-            yield from _values(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value, key in block.model_fields_set
 
 
 def reference() -> str:
@@ -43,13 +37,13 @@ def reference() -> str:
     lines = [
         "# Configuration",
         "",
-        "Made by `python -m fzero config --reference`. The keys are DeepSpeed's; a file that you use there is read here.",
-        "`python -m fzero config FILE` shows what it comes to. A key is honoured (the first tables), accepted because it has",
-        "nothing to do here, or known and not honoured yet, which is an error. Any other key is an error with the nearest",
+        "Made by `fzero config --reference`. The keys are DeepSpeed's; a file that you use there is read here, JSON or Hjson.",
+        "`fzero config FILE` (or `python -m fzero config FILE`) shows what it comes to, and which of its keys are useless",
+        "beside others. A key is honoured (the first tables), accepted because it has nothing to do here, or known and not",
+        "honoured yet: an error, or a warning where training is right without it. Any other key is an error with the nearest",
         'name. A value `"auto"` counts as left out.',
         "",
-        *_section("Top level", Config, skip=("optimizer", "scheduler", "zero_optimization")),
-        *_section("`zero_optimization`", Config.model_fields["zero_optimization"].annotation),
+        *_section("Top level", Config),
         "## `optimizer`",
         "",
         "`type` is one of the names below (upper and lower case do not matter), `params` as follows.",
@@ -61,29 +55,42 @@ def reference() -> str:
     for name, block in SCHEDULERS.items():
         lines += _section(f"{name}", block.model_fields["params"].annotation, level=3)
     lines += [TorchScheduler.__doc__ or "", ""]
-    lines += ["## Accepted", "", "| key | why it has nothing to do |", "| --- | --- |"]
-    lines += [f"| `{key}` | {reason} |" for key, reason in ACCEPTED.items()]
-    lines += ["", "## Not honoured yet", ""]
+    other = {name: alias for alias, name in SPELLINGS.items() if "_fp16_" not in alias}
+    for title, keys in (("Accepted", ACCEPTED), ("Not honoured yet, with a warning", HARMLESS)):
+        lines += [f"## {title}", "", "| key | why |", "| --- | --- |"]
+        lines += [f"| {_spellings(key, other.get(key))} | {reason} |" for key, reason in keys.items()]
+        lines += [""]
+    lines += ["`zero_optimization.stage3_*` keys may stand without `stage3_`.", ""]
+    lines += ["## Not honoured yet, with an error", "", "| key | what to do |", "| --- | --- |"]
+    lines += [f"| `{key}` | {fix} |" for key, fix in REFUSED.items()]
     lines += [
-        "These are errors, unless the value switches them off: `null`, `false`, a block with `enabled: false` or "
-        '`device: "none"`, or one of '
-        + ", ".join(f"`{key}: {str(value).lower()}`" for key, value in sorted(OFF.items()))
-        + ".",
         "",
-        ", ".join(f"`{key}`" for key in sorted(NOT_YET)) + ".",
+        "Neither warns nor fails where the value asks for nothing: `null`, `false`, a block that is not enabled, or one of",
+        ", ".join(f"`{key}: {str(value).lower()}`" for key, value in sorted(OFF.items())) + ".",
         "",
     ]
     return "\n".join(lines)
 
 
-def _section(title: str, block: Any, *, level: int = 2, skip: tuple[str, ...] = ()) -> list[str]:
-    lines = [f"{'#' * level} {title}", "", "| key | default | meaning |", "| --- | --- | --- |"]
+def _section(title: str, block: Any, *, level: int = 2, prefix: str = "") -> list[str]:
+    """The table of a block, and after it a section for each block in it."""
+    lines = [f"{'#' * level} {title}", ""]
+    rows: list[str] = []
+    inner: list[str] = []
     for name, field in block.model_fields.items():
-        if name not in skip:
+        meaning = re.sub(r"\s+", " ", field.description or "")
+        if _is_block(field.annotation):
+            path = f"{prefix}{name}"
+            inner += _section(_spellings(path, field.alias), field.annotation, level=level, prefix=f"{path}.")
+        elif name not in ("optimizer", "scheduler"):
             default = "required" if field.is_required() else f"`{field.default}`"
-            meaning = re.sub(r"\s+", " ", field.description or "")
-            lines.append(f"| {_spellings(name, field.alias)}{_choices(field.annotation)} | {default} | {meaning} |")
-    return [*lines, ""]
+            rows.append(f"| {_spellings(name, field.alias)}{_choices(field.annotation)} | {default} | {meaning} |")
+    about = [re.sub(r"\s+", " ", block.__doc__), ""] if prefix else []
+    return [*lines, *about, "| key | default | meaning |", "| --- | --- | --- |", *rows, "", *inner]
+
+
+def _is_block(annotation: Any) -> TypeGuard[type[Block]]:
+    return isinstance(annotation, type) and issubclass(annotation, Block)
 
 
 def _spellings(name: str, alias: str | None) -> str:

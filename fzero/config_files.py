@@ -1,0 +1,80 @@
+"""How is a configuration read from a file, or from a string of base64?
+
+JSON first, and what is no JSON as Hjson: comments, keys without quotes, trailing commas. A key may stand once in an object.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hjson
+
+
+class ConfigError(ValueError):
+    """A configuration that fzero will not run; the message names the field, the rule, the value and the fix."""
+
+
+class _Repeated(NamedTuple):
+    """In place of the value of a key that stands more than once in an object."""
+
+    times: int
+
+
+def read(source: str | Path) -> Mapping[str, Any]:
+    """The mapping in a JSON or Hjson file, or in a urlsafe-base64 string of JSON.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed, holds no object, or a key stands in an object twice.
+    """
+    text = _from_base64(source) if isinstance(source, str) else None
+    name = repr(str(source)) if text is None else "the base64 string"
+    try:
+        data = _parse(Path(source).read_text("utf-8-sig") if text is None else text)
+    except OSError as error:
+        raise ConfigError(
+            f"Config.load: cannot read {name}: {error.strerror}; give a mapping or the path of a JSON file"
+        ) from None
+    except (ValueError, IndexError, ArithmeticError, RecursionError) as error:  # hjson: all of them
+        raise ConfigError(f"Config.load: {name} is not JSON or Hjson: {error}; mend the file") from None
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"Config.load: {name} must hold a JSON object, got {type(data).__name__}; mend the file")
+    if lines := list(_repeated(data)):
+        raise ConfigError("\n".join(lines))
+    return data
+
+
+def _from_base64(source: str) -> str | None:
+    try:
+        text = base64.urlsafe_b64decode(source).decode()
+    except ValueError:
+        return None
+    return text if text.lstrip().startswith("{") else None
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_told_when_repeated)
+    except json.JSONDecodeError:
+        if not text.strip():  # an object without braces and without keys, to Hjson
+            raise
+        return hjson.loads(text, object_pairs_hook=_told_when_repeated)
+
+
+def _told_when_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    return {key: value if keys.count(key) == 1 else _Repeated(keys.count(key)) for key, value in pairs}
+
+
+def _repeated(data: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(data, _Repeated):
+        yield f"{prefix[:-1]}: a key may stand once in an object, found {data.times}; remove all but one"
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _repeated(value, f"{prefix}{key}.")
+    elif isinstance(data, list):
+        for index, value in enumerate(data):
+            yield from _repeated(value, f"{prefix}{index}.")
