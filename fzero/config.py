@@ -391,7 +391,7 @@ SCHEDULERS: dict[str, type[Scheduler]] = {
 
 def _scheduler_tag(data: Any) -> str:
     given = data.get("type") if isinstance(data, Mapping) else getattr(data, "type", None)
-    return str(given) if given in SCHEDULERS else "torch"
+    return given if isinstance(given, str) and given in SCHEDULERS else "torch"
 
 
 AnyScheduler = Annotated[
@@ -645,6 +645,10 @@ class Config(Block):
     def loss_scaling(self) -> LossScaling:
         """The rules by which the loss is scaled; a constant 1 where it is not."""
         return self.fp16.loss_scaling() if self.scales_loss else LossScaling()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the values are the same, however they were spelt."""
+        return self.__dict__ == other.__dict__ if isinstance(other, Config) else NotImplemented
 
     @property
     def notes(self) -> tuple[Note, ...]:

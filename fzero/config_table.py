@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fzero.config import OPTIMIZERS, SCHEDULERS, Block, Config, TorchScheduler
 from fzero.config_conflicts import values
-from fzero.deepspeed_keys import ACCEPTED, HARMLESS, OFF, REFUSED, SPELLINGS
+from fzero.deepspeed_keys import ACCEPTED, HARMLESS, OFF, REFUSED
 
 _STYLES = {"conflict": "red", "not yet": "magenta"}
 
@@ -55,12 +55,11 @@ def reference() -> str:
     for name, block in SCHEDULERS.items():
         lines += _section(f"{name}", block.model_fields["params"].annotation, level=3)
     lines += [TorchScheduler.__doc__ or "", ""]
-    other = {name: alias for alias, name in SPELLINGS.items() if "_fp16_" not in alias}
     for title, keys in (("Accepted", ACCEPTED), ("Not honoured yet, with a warning", HARMLESS)):
         lines += [f"## {title}", "", "| key | why |", "| --- | --- |"]
-        lines += [f"| {_spellings(key, other.get(key))} | {reason} |" for key, reason in keys.items()]
+        lines += [f"| `{key}` | {reason} |" for key, reason in keys.items()]
         lines += [""]
-    lines += ["`zero_optimization.stage3_*` keys may stand without `stage3_`.", ""]
+    lines += ["All `zero_optimization.stage3_*` keys may stand without `stage3_`.", ""]
     lines += ["## Not honoured yet, with an error", "", "| key | what to do |", "| --- | --- |"]
     lines += [f"| `{key}` | {fix} |" for key, fix in REFUSED.items()]
     lines += [
@@ -98,5 +97,5 @@ def _spellings(name: str, alias: str | None) -> str:
 
 
 def _choices(annotation: Any) -> str:
-    choices = [choice for choice in get_args(annotation) if isinstance(choice, str)]
+    choices = [str(choice) for choice in get_args(annotation) if isinstance(choice, str | int)]
     return f" ({', '.join(choices)})" if choices else ""

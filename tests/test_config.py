@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import re
-from collections.abc import Mapping
+import tomllib
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero import Config, ConfigError
 from fzero.__main__ import main
-from fzero.config import OPTIMIZERS, Adam, AdamW, SGDParams
+from fzero.config import OPTIMIZERS, Adam, AdamW, Block, ConfigWarning, SGDParams
+from fzero.config_sieve import children
 from fzero.config_table import reference
-from fzero.deepspeed_keys import ACCEPTED, NOT_YET
+from fzero.deepspeed_keys import ACCEPTED, HARMLESS, NOT_YET, REFUSED, SPELLINGS, TYPES
 from sharding.testing import world_sizes
 
 
@@ -218,13 +223,96 @@ def test_accumulation_without_a_batch_size_is_refused() -> None:
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
+def at(name: str, value: Any) -> dict[str, Any]:
+    """The configuration with one value at a dotted name."""
+    for key in reversed(name.split(".")):
+        value = {key: value}
+    return value
+
+
+ON: dict[str, Any] = {
+    "managed_gradient_accumulation": False,
+    "zero_optimization.ignore_unused_parameters": False,
+    "optimizer.params.bias_correction": False,
+    "checkpoint": {"tag_validation": "Fail"},
+    "activation_checkpointing": {"profile": True},
+    "datastates": {"any": 1},
+    "datastates_ckpt": {"any": 1},
+    "pipeline": {"stages": 2},
+    "compile": {"deepcompile": True},
+    "compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True}}},
+    "sparse_attention": {},
+    "tensor_parallel": {"autotp_size": 2},
+    "weight_quantization": {},
+    "zero_optimization.offload_param": {"device": "cpu"},
+    "zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"},
+    "zero_optimization.zenflow": {},
+    "zero_optimization.zeropp_loco_param": {"err_beta": 0.5},
+}
+"""Values that ask for something."""
+
+
+def on(key: str) -> Any:
+    return ON.get(key, {"enabled": True} if "enabled" in children(key) else 2)
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_a_key_that_asks_for_what_is_not_there_is_refused_by_its_name_with_what_to_do(key: str) -> None:
+    says = "fzero knows this DeepSpeed key and does not honour it yet"
+    assert refusal(at(key, on(key))) == f"{key}: {says}; {REFUSED[key]}"
+
+
+@pytest.mark.parametrize("key", sorted(HARMLESS))
+def test_a_key_without_which_training_is_right_is_warned_of_and_noted(key: str) -> None:
+    says = "fzero knows this DeepSpeed key and does not honour it yet"
+    with pytest.warns(ConfigWarning) as told:
+        cfg = Config.load(at(key, on(key)))
+    assert [str(warning.message) for warning in told] == [f"{key}: {says}; {HARMLESS[key]}"]
+    assert told[0].filename == __file__
+    assert cfg.notes == ((key, on(key), "not yet", HARMLESS[key]),) and cfg.model_dump() == Config().model_dump()
+
+
 @pytest.mark.parametrize("key", sorted(NOT_YET))
-def test_a_deepspeed_key_that_is_not_honoured_says_so_wherever_it_stands(key: str) -> None:
-    says = "fzero knows this DeepSpeed key and does not honour it yet; remove it to run without"
-    assert refusal({key: 2}) == f"{key}: {says}"
-    assert refusal(zero(**{key: 2})) == f"zero_optimization.{key}: {says}"
-    assert refusal({"optimizer": {"type": "Adam", key: {"enabled": True}}}) == f"optimizer.{key}: {says}"
-    assert refusal(optimizer("SGD", **{key: {}})) == f"optimizer.params.{key}: {says}"
+def test_a_value_that_asks_for_nothing_is_no_error_and_no_warning(key: str) -> None:
+    values: list[Any] = [None, "auto"]
+    if "enabled" in children(key):
+        values += [{"enabled": False}] if key == "weight_quantization" else [{"enabled": False}, {}]
+    for value in values:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ConfigWarning)
+            assert [note.key for note in Config.load(at(key, value)).notes] == [key]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        at("compile", {"offload_activation": True}),
+        at("checkpoint", {"tag_validation": "WARN", "parallel_write": {"pipeline_stage": False}}),
+        at("pipeline", {"stages": "auto", "partition": "best"}),
+        at(
+            "compression_training",
+            {"head_pruning": {"shared_parameters": {}, "different_groups": {"a": {"params": {}}}}},
+        ),
+        at("data_efficiency", {"enabled": False, "data_sampling": {"enabled": True}}),
+        zero(offload_param={"pin_memory": True}, cpu_offload_use_pin_memory=True, mics_shard_size=-1),
+        zero(cpu_offload=False, cpu_offload_param=False, cpu_offload_params=False, legacy_stage1=False),
+        zero(stage3_model_persistence_threshold=9223372036854775807, zero_quantized_weights=False),
+        {"zero_optimization": {"stage": 1, "allgather_size": 5e8}},
+    ],
+)
+def test_blocks_that_are_off_and_older_keys_that_are_off_change_nothing(source: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConfigWarning)
+        cfg = Config.load(source)
+    stage = source.get("zero_optimization", {}).get("stage", 0)
+    assert cfg.model_dump() == Config.load(zero(stage=stage)).model_dump() and cfg.notes
+
+
+def test_an_older_key_and_its_block_exclude_each_other() -> None:
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        says = f"zero_optimization.{old}: stands beside {new!r}, which is the same; remove one of them"
+        assert refusal(zero(**{old: False, new: {"device": "none"}})) == says
+        assert new in refusal(zero(**{old: True}))
 
 
 SWITCHED_OFF = {
@@ -255,9 +343,6 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
     assert kinds == {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
-        "fp16": "off",
-        "bf16": "off",
-        "communication_data_type": "off",
         "optimizer.params.lr": "auto",
         "optimizer.params.torch_adam": "accepted",
         "zero_optimization.overlap_comm": "accepted",
@@ -274,9 +359,6 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
 @pytest.mark.parametrize(
     "source",
     [
-        {"fp16": {"enabled": True}},
-        {"fp16": {}},
-        {"fp16": True},
         {"managed_gradient_accumulation": False},
         zero(offload_optimizer={"device": "cpu"}),
         zero(ignore_unused_parameters=False),
@@ -295,7 +377,10 @@ def test_gradients_are_not_added_up_in_stage_3() -> None:
 
 
 def test_a_key_is_known_in_one_way_only() -> None:
-    assert not {name.rpartition(".")[2] for name in ACCEPTED} & NOT_YET
+    assert len({*ACCEPTED, *HARMLESS, *REFUSED, *SPELLINGS}) == sum(map(len, (ACCEPTED, HARMLESS, REFUSED, SPELLINGS)))
+    assert not {*HONOURED} & {*ACCEPTED, *NOT_YET, *SPELLINGS}
+    typed = " ".join(TYPES.values()).split()
+    assert len(typed) == len({*typed}) and {*typed} <= {*ACCEPTED}
 
 
 def test_older_spellings_of_a_configuration_are_read() -> None:
@@ -305,11 +390,167 @@ def test_older_spellings_of_a_configuration_are_read() -> None:
     assert Config.load(text).gradient_clipping == 0.25
 
 
-def test_a_key_is_either_honoured_or_not() -> None:
-    blocks = (Config, *OPTIMIZERS.values(), *(o.model_fields["params"].annotation for o in OPTIMIZERS.values()))
-    for block in (*blocks, Config.model_fields["zero_optimization"].annotation):
-        names = {*block.model_fields, *(field.alias for field in block.model_fields.values())}
-        assert not names & NOT_YET
+def honoured(block: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of a block's keys, with their aliases, and of the blocks in it."""
+    for name, field in block.model_fields.items():
+        for spelling in {name, field.alias or name}:
+            yield f"{prefix}{spelling}"
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Block):
+                yield from honoured(field.annotation, f"{prefix}{spelling}.")
+
+
+HONOURED = {
+    *honoured(Config),
+    *("optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"),
+    *(
+        f"optimizer.params.{key}"
+        for o in OPTIMIZERS.values()
+        for key in o.model_fields["params"].annotation.model_fields
+    ),
+}
+
+DEEPSPEED = """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
+    steps_per_print optimizer{type params legacy_fusion} scheduler{type params} gradient_clipping prescale_gradients
+    gradient_predivide_factor gradient_allreduce_op sparse_gradients communication_data_type
+    seq_parallel_communication_data_type disable_allgather data_types{grad_accum_dtype param_dtype buffer_dtype}
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    fp16{enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
+        min_loss_scale fp16_master_weights_and_grads}
+    bf16{enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states}
+    bfloat16{enabled immediate_grad_update}
+    amp{enabled opt_level} torch_autocast{enabled dtype lower_precision_safe_modules}
+    wall_clock_breakdown memory_breakdown dump_state dataloader_drop_last
+    checkpoint{tag_validation load_universal use_node_local_storage parallel_write{pipeline_stage}
+        checkpoint_serialization writer{type decoupled io_buffer_size}}
+    activation_checkpointing{partition_activations contiguous_memory_optimization cpu_checkpointing
+        synchronize_checkpoint_boundary profile number_checkpoints}
+    flops_profiler{enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file}
+    aio{block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds}
+    pipeline{stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned}
+    hybrid_engine{enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters
+        tp_gather_partition_size enable_cuda_graph}
+    tensorboard{enabled output_path job_name} csv_monitor{enabled output_path job_name}
+    wandb{enabled group team project} comet{enabled samples_log_interval project workspace api_key}
+    comms_logger{enabled verbose prof_all debug prof_ops}
+    autotuning{enabled fast metric start_profile_step end_profile_step tuner_type tuner_early_stopping tuner_num_trials
+        mp_size num_tuning_micro_batch_sizes max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu
+        results_dir exps_dir overwrite}
+    elasticity{enabled max_train_batch_size micro_batch_sizes min_gpus max_gpus num_gpus_per_node model_parallel_size
+        min_time prefer_larger_batch ignore_non_elastic_batch_info version}
+    progressive_layer_drop{enabled theta gamma} eigenvalue{enabled verbose max_iter tol}
+    curriculum_learning{enabled curriculum_type min_difficulty max_difficulty schedule_type schedule_config{any}}
+    data_efficiency{enabled seed data_sampling{num_epochs num_workers curriculum_learning{enabled curriculum_metrics}
+        dynamic_batching{min_batch_size lr_scaling_method sequence_picking_order}} data_routing{random_ltd{enabled}}}
+    compression_training{weight_quantization{shared_parameters{enabled} different_groups{any{params modules}}}
+        activation_quantization{shared_parameters} sparse_pruning{shared_parameters} row_pruning{shared_parameters}
+        head_pruning{shared_parameters} channel_pruning{shared_parameters} layer_reduction{enabled}}
+    sparse_attention{mode block different_layout_per_head num_local_blocks num_global_blocks attention
+        horizontal_global_attention num_different_global_patterns num_random_blocks local_window_blocks
+        global_block_indices global_block_end_indices num_sliding_window_blocks}
+    compile{deepcompile free_activation free_activation_threshold offload_activation offload_opt_states double_buffer
+        symmetric_memory offload_parameters passes}
+    tensor_parallel{autotp_size preset_model partition_config tp_overlap_comm tp{tp_size tp_grain_size}}
+    expert_parallel{enabled autoep_size} use_data_before_expert_parallelism sequence_parallel_size data_parallel_size
+    nebula{enabled persistent_storage_path} datastates{any} graph_harvesting vocabulary_size
+    weight_quantization{enabled num_bits} timers{throughput{enabled synchronized}} log_level
+    zero_optimization{stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
+        allgather_partitions allgather_bucket_size allgather_size overlap_comm round_robin_gradients
+        load_from_fp32_weights elastic_checkpoint sub_group_size ignore_unused_parameters legacy_stage1
+        offload_param{device nvme_path buffer_count buffer_size max_in_cpu pin_memory}
+        offload_optimizer{device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio
+            super_offload cpuadam_cores_perc}
+        zenflow{topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio
+            full_warm_up_rounds pt_reserved_cores_perc}
+        stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
+        stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
+        stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
+        prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
+        max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold
+        use_all_reduce_for_fetch_params allgather_sequential
+        zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+        zeropp_loco_param{err_beta reset_T} mics_shard_size mics_hierarchical_params_gather memory_efficient_linear
+        override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks
+        save_muon_momentum_buffer_in_memory leaf_module{classes names name_suffixes}
+        cpu_offload cpu_offload_param cpu_offload_params cpu_offload_use_pin_memory
+        stage3_gather_fp16_weights_on_model_save}
+"""
+"""Every key of DeepSpeed 0.19, and the older ones that its files still have."""
+
+
+def dotted(text: str) -> list[str]:
+    """The names of a text such as `a{b c}`: a, a.b, a.c."""
+    names, blocks = [], [""]
+    for word in re.findall(r"\w+|[{}]", text):
+        if word == "{":
+            blocks.append(f"{names[-1]}.")
+        elif word == "}":
+            blocks.pop()
+        else:
+            names.append(blocks[-1] + word)
+    return names
+
+
+def with_type(source: dict[str, Any]) -> dict[str, Any]:
+    """The configuration; its scheduler, if it is a block, is one that exists."""
+    block = source.get("scheduler")
+    return source | {"scheduler": {"type": "WarmupLR", **block}} if isinstance(block, dict) else source
+
+
+@pytest.mark.parametrize("name", dotted(DEEPSPEED))
+def test_every_deepspeed_key_is_honoured_accepted_or_not_honoured_yet(name: str) -> None:
+    blocks = [name[: match.start()] for match in re.finditer(r"\.|$", name)]
+    ways = [any(block in keys for block in blocks) for keys in (ACCEPTED, HARMLESS, REFUSED, SPELLINGS)]
+    assert sum([name in HONOURED, *ways]) == 1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConfigWarning)
+            Config.load(with_type(at(name, "auto")))
+    except ConfigError as error:
+        assert "unknown" not in str(error)
+
+
+@pytest.mark.parametrize("name", sorted({name for name in dotted(DEEPSPEED) if "any" not in name.split(".")}))
+def test_a_misspelt_key_is_refused_everywhere_with_the_nearest_name(name: str) -> None:
+    block = name.rpartition(".")[0]
+    if "*" in children(block):
+        return
+    for value in (1, "auto", {"enabled": False}):
+        message = refusal(with_type(at(f"{name}x", value)))
+        nearest = re.match(rf"{re.escape(name)}x: unknown key; did you mean '(\w+)'\?", message)
+        assert nearest and nearest[1] in {*children(block), *(n.rpartition(".")[2] for n in HONOURED)}, message
+
+
+def test_a_key_that_stands_in_the_wrong_place_is_told_its_place() -> None:
+    says = "unknown key; did you mean"
+    assert refusal({"overlap_comm": True}) == f"overlap_comm: {says} 'zero_optimization.overlap_comm'?"
+    assert refusal(zero(wandb={})) == f"zero_optimization.wandb: {says} 'wandb'?"
+
+
+def _wrong_values() -> Iterator[tuple[str, Any, str]]:
+    wrong: dict[str, Any] = {
+        "true, false or null": "yes", "true or false": None, "a whole number": 0.5, "a whole number or null": True,
+        "a number or null": "often", "a text or null": 3, "an object": 3,
+    }  # fmt: skip
+    for kind, names_of_kind in TYPES.items():
+        yield from ((name, wrong[kind], kind) for name in names_of_kind.split())
+
+
+@pytest.mark.parametrize(("name", "value", "kind"), list(_wrong_values()))
+def test_an_accepted_key_with_a_value_of_another_type_is_refused(name: str, value: Any, kind: str) -> None:
+    assert refusal(at(name, value)) == f"{name}: must be {kind}, got {value!r}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"steps_per_print": float("inf"), "wall_clock_breakdown": None, "vocabulary_size": 1024},
+        zero(overlap_comm=None, sub_group_size=1e12, allgather_bucket_size="500000000", reduce_scatter="false"),
+        zero(leaf_module={"names": ["a"]}) | {"aio": {"thread_count": 1}, "timers": {"throughput": {"enabled": True}}},
+    ],
+)
+def test_an_accepted_key_may_have_every_value_of_its_type(source: Any) -> None:
+    assert {note.kind for note in Config.load(source).notes} == {"accepted"}
 
 
 @pytest.mark.parametrize(
@@ -391,7 +632,7 @@ def test_nesterov_without_momentum_is_told_with_its_values() -> None:
 
 
 def test_every_wrong_field_gets_a_line() -> None:
-    lines = refusal({"train_batch_size": 0, "nope": 1, **zero(stage=7, offload_param={})}).splitlines()
+    lines = refusal({"train_batch_size": 0, "nope": 1, **zero(stage=7, offload_param={"device": "cpu"})}).splitlines()
     assert {line.partition(":")[0] for line in lines} == {
         "train_batch_size", "nope", "zero_optimization.stage", "zero_optimization.offload_param",
     }  # fmt: skip
@@ -407,8 +648,13 @@ def test_every_wrong_field_gets_a_line() -> None:
         ('{"zero_optimization": {"stage": 1, "stage": 1}}', "stage: a key may stand once in an object, found 2"),
         ("[1]", "must hold a JSON object, got list"),
         ("3", "must hold a JSON object, got int"),
-        ("{'stage': 1}", "is not JSON: Expecting property name"),
-        ("", "is not JSON"),
+        ("{'train_batch_size': 0}", "train_batch_size: must be at least 1, got 0"),
+        ("", "is not JSON or Hjson"),
+        ('{"train_batch_size": 8,\n "gradient_clipping" 1}', "line 2"),
+        ("{\n  # a comment\n  stage 1\n}", "line 3"),
+        ("{stage: 1 /* a comment without an end", "is not JSON or Hjson"),
+        ("{zero_optimization: {stage: 1\nstage: 1}}", "zero_optimization.stage: a key may stand once in an object"),
+        ("[" * 100_000, "is not JSON or Hjson"),
         ('{"gradient_clipping": NaN}', "gradient_clipping: must be a finite number, got nan"),
     ],
 )
@@ -423,7 +669,7 @@ def test_what_is_not_a_readable_file_is_refused_by_its_path(tmp_path: Path) -> N
     binary.write_bytes(b"\xff\xfe\x00")
     assert f"cannot read {str(missing)!r}: No such file" in refusal(missing)
     assert f"cannot read {str(tmp_path)!r}: Is a directory" in refusal(tmp_path)
-    assert f"{str(binary)!r} is not JSON" in refusal(binary)
+    assert f"{str(binary)!r} is not JSON or Hjson" in refusal(binary)
 
 
 @pytest.mark.parametrize("source", [3, None, ["stage"], {1, 2}])
@@ -475,6 +721,284 @@ def test_an_unknown_key_is_refused_by_its_name(block: tuple[str, ...], name: str
     assert refusal(_with(path, value)).startswith(".".join(path) + ": ")
 
 
+# --- configurations as people have them -------------------------------------------------------------------------
+
+ZERO_2_OFFLOAD: dict[str, Any] = {
+    "train_batch_size": 16.0,
+    "steps_per_print": 2000,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+    "scheduler": {
+        "type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}
+    },
+    "wall_clock_breakdown": False,
+    "zero_optimization": {
+        "stage": 2,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 2e8,
+        "contiguous_gradients": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+}  # fmt: skip
+ZERO_3_AUTO: dict[str, Any] = {
+    "fp16": {
+        "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": 1000
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "none"},
+        "offload_param": {"device": "none", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": float("inf"),
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}  # fmt: skip
+CHAT: dict[str, Any] = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "steps_per_print": 10,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "none"},
+        "offload_optimizer": {"device": "none"},
+        "stage3_param_persistence_threshold": 1e4,
+        "stage3_max_live_parameters": 3e7,
+        "stage3_prefetch_bucket_size": 3e7,
+        "memory_efficient_linear": False,
+        "zero_quantized_nontrainable_weights": False,
+    },
+    "bfloat16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "prescale_gradients": False,
+    "wall_clock_breakdown": False,
+    "hybrid_engine": {
+        "enabled": False, "max_out_tokens": 512, "inference_tp_size": 1, "release_inference_cache": False,
+        "pin_parameters": True, "tp_gather_partition_size": 8,
+    },
+    "tensorboard": {"enabled": True, "output_path": "step1/ds_tensorboard_logs/", "job_name": "step1_model_tensorboard"},
+    "data_types": {"grad_accum_dtype": "fp32"},
+}  # fmt: skip
+BERT: dict[str, Any] = {
+    "train_batch_size": 4096,
+    "train_micro_batch_size_per_gpu": 16,
+    "steps_per_print": 100,
+    "prescale_gradients": False,
+    "optimizer": {"type": "Adam", "params": {"lr": 6e-3, "betas": [0.9, 0.99], "weight_decay": 0.01}},
+    "scheduler": {
+        "type": "WarmupLR", "params": {"warmup_min_lr": 1e-8, "warmup_max_lr": 6e-3, "warmup_type": "linear"}
+    },
+    "gradient_clipping": 1.0,
+    "wall_clock_breakdown": False,
+    "fp16": {"enabled": True, "loss_scale": 0},
+    "sparse_attention": {"mode": "fixed", "block": 16, "different_layout_per_head": True, "num_local_blocks": 4},
+}  # fmt: skip
+MEGATRON: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 1, "elastic_checkpoint": False, "cpu_offload": False, "legacy_stage1": False},
+    "fp16": {
+        "enabled": True, "loss_scale": 1024, "loss_scale_window": 500, "hysteresis": 2, "initial_scale_power": 12
+    },
+    "activation_checkpointing": {
+        "partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": False,
+        "synchronize_checkpoint_boundary": False,
+    },
+    "data_efficiency": {"enabled": False, "data_sampling": {"num_workers": 0, "curriculum_learning": {"enabled": False}}},
+    "curriculum_learning": {
+        "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 1024,
+        "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 15000, "difficulty_step": 8},
+    },
+    "flops_profiler": {"enabled": False},
+    "comms_logger": {"enabled": True, "verbose": False, "prof_all": True},
+    "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True},
+    "checkpoint": {"use_node_local_storage": True},
+}  # fmt: skip
+SEEDS = (ZERO_2_OFFLOAD, ZERO_3_AUTO, CHAT, BERT, MEGATRON)
+
+
+def test_configurations_as_people_have_them_load_or_say_which_keys_do_not() -> None:
+    asks_for = {
+        "zero_optimization.offload_optimizer": ZERO_2_OFFLOAD,
+        "sparse_attention": BERT,
+        "curriculum_learning": MEGATRON,
+    }
+    for name, source in asks_for.items():
+        assert [line.partition(":")[0] for line in refusal(source).splitlines()] == [name]
+    assert Config.load(ZERO_3_AUTO).zero_optimization.stage == 3
+    with pytest.warns(ConfigWarning, match="^tensorboard: "):
+        cfg = Config.load(CHAT)
+    assert cfg.bf16.enabled and cfg.data_types.grad_accum_dtype == "float32"
+    assert Config.load({"train_batch_size": 16.0}).batch_sizes(4) == (16, 4, 1)
+
+
+@st.composite
+def parts(draw: st.DrawFn, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Some of the keys of a configuration, and in its blocks too; once in a while with another value."""
+    kept = draw(st.sets(st.sampled_from(sorted(source)), min_size=len(source) // 2)) if source else set()
+    part = {
+        key: draw(parts(source[key])) if isinstance(source[key], dict) else source[key] for key in source if key in kept
+    }
+    if part and draw(st.integers(0, 9)) == 0:
+        part[draw(st.sampled_from(sorted(part)))] = draw(json_values)
+    return part
+
+
+def paths(source: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in source.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from paths(value, f"{prefix}{key}.")
+
+
+def in_every_spelling(source: Mapping[str, Any], folder: Path) -> Iterator[Any]:
+    """The same configuration as JSON, as Hjson, and as base64."""
+    text = json.dumps(source)
+    for name, content in (("config.json", text), ("config.hjson", "# a comment\n" + hjson.dumps(source))):
+        path = folder / name
+        path.write_text(content)
+        yield path
+    yield base64.urlsafe_b64encode(text.encode()).decode()
+
+
+@given(st.sampled_from(SEEDS).flatmap(parts))
+def test_a_part_of_a_configuration_loads_and_loads_again_the_same_or_every_line_names_a_key_of_it(
+    tmp_path_factory: pytest.TempPathFactory, source: dict[str, Any]
+) -> None:
+    warnings.simplefilter("ignore", ConfigWarning)
+    try:
+        cfg = Config.load(source)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            field = line.partition(":")[0]
+            assert any(f"{field}.".startswith(f"{path}.") for path in paths(source)), line
+        return
+    folder = tmp_path_factory.getbasetemp()
+    written = cfg.model_dump(mode="json")
+    assert Config.load(cfg.model_dump()) == cfg == Config.load(json.loads(cfg.model_dump_json()))
+    assert all(Config.load(spelling) == cfg for spelling in in_every_spelling(written, folder))
+    loaded = [Config.load(spelling) for spelling in in_every_spelling(source, folder)]
+    assert all(
+        other == cfg and [note.key for note in other.notes] == [note.key for note in cfg.notes] for other in loaded
+    )
+
+
+HJSON = """
+// keys without quotes, comments, and commas that nothing follows
+{
+  train_batch_size: 8          # text after a value
+  'gradient_clipping': 0.5,
+  /* of more
+     lines */
+  optimizer: {type: "AdamW", params: {lr: 1e-4, betas: [0.8, 0.9,], eps: 1e-6, weight_decay: 0.1,},}
+  zero_optimization: {
+    stage: 3
+    reduce_bucket_size: 5e8
+    round_robin_gradients: true
+  }
+}
+"""
+
+
+def test_an_hjson_file_says_the_same_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "config.hjson"
+    path.write_text(HJSON)
+    assert Config.load(path) == Config.load(FULL)
+    path.write_text("\ufeff" + json.dumps(FULL), encoding="utf-8")
+    assert Config.load(path) == Config.load(FULL)
+
+
+def test_every_key_that_stands_twice_gets_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 1, "a": 2, "b": {"c": 1, "c": 2, "c": 3}}')
+    assert refusal(path).splitlines() == [
+        "a: a key may stand once in an object, found 2; remove all but one",
+        "b.c: a key may stand once in an object, found 3; remove all but one",
+    ]
+
+
+# --- keys that are useless beside others -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "reason", "mended"),
+    [
+        (zero(stage=2, stage3_max_live_parameters=1), "zero_optimization.stage3_max_live_parameters",
+         "it is for stage 3, and the stage is 2", zero(stage=3)),
+        (zero(max_reuse_distance=1), "zero_optimization.stage3_max_reuse_distance",
+         "it is for stage 3, and the stage is 0", zero(stage=3)),
+        (zero(round_robin_gradients=True), "zero_optimization.round_robin_gradients",
+         "nothing is divided in stage 0", zero(stage=1)),
+        ({"fp16": {"hysteresis": 4}}, "fp16.hysteresis", "no loss is scaled: fp16 is off", {"fp16": {"enabled": True}}),
+        ({"fp16": {"loss_scale": 4}}, "fp16.loss_scale", "no loss is scaled: fp16 is off",
+         {"torch_autocast": {"enabled": True, "dtype": "fp16"}}),
+        ({"fp16": {"enabled": True, "loss_scale": 8, "initial_scale_power": 4}}, "fp16.initial_scale_power",
+         "the scale is fixed: loss_scale is 8.0", {"fp16": {"loss_scale": 0}}),
+        ({"fp16": {"auto_cast": True}}, "fp16.auto_cast", "fp16 is off", {"fp16": {"enabled": True}}),
+        ({"bf16": {"check_grad_overflow": True}}, "bf16.check_grad_overflow", "bf16 is off", {"bf16": {"enabled": True}}),
+        ({"torch_autocast": {"dtype": "bf16"}}, "torch_autocast.dtype", "torch_autocast is off",
+         {"torch_autocast": {"enabled": True}}),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor",
+         "prescale_gradients divides by all ranks beforehand", {"prescale_gradients": False}),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 20}}},
+         "scheduler.params.warmup_num_steps", "the warmup does not end within total_num_steps, which is 10",
+         {"scheduler": {"params": {"total_num_steps": 20}}}),
+        (optimizer("Adam", lr=1.0) | {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}},
+         "optimizer.params.lr", "WarmupLR sets the rate: its warmup_max_lr is 0.5", optimizer("Adam", lr=0.5)),
+        (optimizer("Adam", lr=1.0) | {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9999}}},
+         "optimizer.params.lr", "WarmupDecayLR sets the rate: its warmup_max_lr is 0.001",
+         {"scheduler": {"params": {"warmup_max_lr": 1.0}}}),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_useless_beside_another_is_told_and_no_error(
+    source: dict[str, Any], key: str, reason: str, mended: dict[str, Any]
+) -> None:
+    found = Config.load(source).conflicts
+    assert [(note.key, note.kind, note.reason) for note in found] == [(key, "conflict", reason)]
+
+    def merged(one: Any, other: Any) -> Any:
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            return other
+        return one | {name: merged(one.get(name), value) for name, value in other.items()}
+
+    assert Config.load(merged(source, mended)).conflicts == ()
+
+
+def test_configurations_are_equal_by_their_values_and_hash_alike() -> None:
+    spelt = Config.load({"steps_per_print": 10, "bfloat16": {"enabled": True}})
+    assert spelt == Config.load({"bf16": {"enabled": True}}) != Config() and spelt.notes
+    assert hash(spelt) == hash(Config.load({"bf16": {"enabled": True}}))
+
+
+def test_what_is_not_given_conflicts_with_nothing() -> None:
+    assert Config().conflicts == () == Config.load(FULL).conflicts
+
+
 # --- what is shown -----------------------------------------------------------------------------------------------
 
 
@@ -483,9 +1007,35 @@ def test_the_reference_in_docs_is_the_models() -> None:
     assert page.read_text() == reference(), "make it anew: python -m fzero config --reference > docs/config.md"
 
 
+def blocks(block: Any) -> Iterator[Any]:
+    yield block
+    for field in block.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Block):
+            yield from blocks(field.annotation)
+
+
 def test_every_honoured_key_has_a_meaning_in_the_reference() -> None:
-    for block in (Config, Config.model_fields["zero_optimization"].annotation):
+    found = list(blocks(Config))
+    assert len(found) > 5
+    for block in found:
         assert all(field.description for field in block.model_fields.values())
+
+
+def test_every_block_has_a_section_in_the_reference() -> None:
+    page = reference()
+    for name, field in Config.model_fields.items():
+        if field.annotation in blocks(Config):
+            section = page.partition(f"\n## `{name}`")[2].partition("\n## ")[0]
+            assert all(f"| `{key}`" in section for key in field.annotation.model_fields)
+    assert "=" not in "".join(
+        re.findall(r"^\|[^|]*\|([^|]*)\|", page.partition("## Accepted")[0], flags=re.MULTILINE)
+    ), "a block as a default"
+
+
+def test_the_console_script_is_the_command() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["fzero"].partition(":")
+    assert getattr(importlib.import_module(module), function) is main
 
 
 def test_the_command_shows_values_and_reasons_or_every_error(
@@ -493,10 +1043,15 @@ def test_the_command_shows_values_and_reasons_or_every_error(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(SWITCHED_OFF | {"steps_per_print": 10}))
-    assert main(["config", str(path)]) == 0
+    given_keys = {"steps_per_print": 10, "wandb": {"enabled": True}, "fp16": {"enabled": False, "hysteresis": 3}}
+    path.write_text(json.dumps(SWITCHED_OFF | given_keys))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConfigWarning)
+        assert main(["config", str(path)]) == 0
     shown = capsys.readouterr().out
     for row in (
+        r"wandb +\{'enabled': True\} +not yet +fzero writes nothing",
+        r"fp16\.hysteresis +3 +conflict +no loss is scaled",
         r"zero_optimization\.stage +3 +given",
         r"gradient_clipping +1\.0 +default",
         r"steps_per_print +10 +accepted +fzero prints nothing",
