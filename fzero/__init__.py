@@ -8,7 +8,7 @@ for batch in loader:
 """
 
 from fzero.collectives import CollectiveError, Real, Sent, Sim, join, shutdown
-from fzero.config import Config, ConfigError
+from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.plan import Plan, plan
 from fzero.schedule import Event, ScheduleError
 from fzero.state import Metrics, TrainState
@@ -20,6 +20,7 @@ __all__ = [
     "CollectiveError",
     "Config",
     "ConfigError",
+    "ConfigWarning",
     "Event",
     "Metrics",
     "MismatchError",

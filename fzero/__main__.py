@@ -8,8 +8,7 @@ import warnings
 
 from rich.console import Console
 
-from fzero import Config, ConfigError
-from fzero.config import ConfigWarning
+from fzero import Config, ConfigError, ConfigWarning
 from fzero.config_table import reference, table
 
 

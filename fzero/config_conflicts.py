@@ -17,6 +17,8 @@ from fzero.deepspeed_keys import SPELLINGS
 
 Values = Mapping[str, Any]
 
+_STAGE = "zero_optimization.stage"
+
 _SCALE = (
     "fp16.loss_scale_window fp16.initial_scale_power fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale"
 )
@@ -43,7 +45,7 @@ def _rate_of_scheduler(v: Values) -> str | None:
     key = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr",
            "LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}.get(name or "")  # fmt: skip
     rate = v.get(f"scheduler.params.{key}")
-    return None if rate in (None, v["optimizer.params.lr"]) else f"{name} sets the rate: its {key} is {rate}"
+    return None if rate in (None, v.get("optimizer.params.lr")) else f"{name} sets the rate: its {key} is {rate}"
 
 
 def _warmup(v: Values) -> str | None:
@@ -74,7 +76,7 @@ RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
     ),
     ("fp16.auto_cast fp16.fp16_master_weights_and_grads", _unless(lambda v: v["fp16.enabled"], "fp16 is off")),
     (
-        "bf16.auto_cast bf16.check_grad_overflow bf16.bf16_* bf16.stochastic_rounding bf16.immediate_grad_update",
+        "bf16.auto_cast bf16.check_grad_overflow bf16.bf16_* bf16.stochastic_rounding b*16.immediate_grad_update",
         _unless(lambda v: v["bf16.enabled"], "bf16 is off"),
     ),
     (
@@ -90,11 +92,13 @@ RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
 )
 """The first rule that holds for a key tells its reason."""
 
-_STAGE = "zero_optimization.stage"
-
 
 def conflicts(cfg: BaseModel, accepted: tuple[Note, ...] = ()) -> tuple[Note, ...]:
-    """The keys given that are of no use beside the others, each with the reason; `accepted` are notes of keys."""
+    """The keys given that are of no use beside the others, each with the reason.
+
+    Args:
+        accepted: notes of the keys that were read and are not in `cfg`, of which those of some use elsewhere count too.
+    """
     rows = list(values(cfg))
     now = {name: value for name, value, _ in rows}
     given = {name: value for name, value, is_given in rows if is_given}

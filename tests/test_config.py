@@ -961,6 +961,8 @@ def test_every_key_that_stands_twice_gets_a_line(tmp_path: Path) -> None:
          "the scale is fixed: loss_scale is 8.0", {"fp16": {"loss_scale": 0}}),
         ({"fp16": {"auto_cast": True}}, "fp16.auto_cast", "fp16 is off", {"fp16": {"enabled": True}}),
         ({"bf16": {"check_grad_overflow": True}}, "bf16.check_grad_overflow", "bf16 is off", {"bf16": {"enabled": True}}),
+        ({"bfloat16": {"immediate_grad_update": True}}, "bfloat16.immediate_grad_update", "bf16 is off",
+         {"bfloat16": {"enabled": True}}),
         ({"torch_autocast": {"dtype": "bf16"}}, "torch_autocast.dtype", "torch_autocast is off",
          {"torch_autocast": {"enabled": True}}),
         ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor",
