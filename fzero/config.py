@@ -745,9 +745,8 @@ def _explain(detail: ErrorDetails) -> str:
         location.append(part)
         if index == len(detail["loc"]) - 1:
             break
-        aliases = {field.alias: name for name, field in block.model_fields.items()}
-        named = block.model_fields.get(aliases.get(part, part))
-        annotation = named.annotation if named else None
+        found = [f.annotation for name, f in block.model_fields.items() if part in (name, f.alias)]
+        annotation = found[0] if found else None
         block = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else block
     field = ".".join(location) or "config"
     if detail["type"] != "extra_forbidden":

@@ -44,12 +44,16 @@ class Sieved(NamedTuple):
     problems: tuple[str, ...]
 
 
-def set_aside(source: Mapping[str, Any], prefix: str = "") -> Sieved:
+def set_aside(source: Mapping[str, Any], prefix: str = "", *, honoured: Collection[str] = frozenset()) -> Sieved:
     """Parts the keys that change nothing, and those that are refused by their name, from those of the models.
+
+    `honoured` are dotted names that this configuration honours though others do not.
 
     >>> found = set_aside({"steps_per_print": 10, "amp": {"enabled": True}, "gradient_clipping": 0.5})
     >>> found.kept, [note.key for note in found.notes], [line.partition(":")[0] for line in found.problems]
     ({'gradient_clipping': 0.5}, ['steps_per_print'], ['amp'])
+    >>> set_aside({"optimizer": {"params": {"amsgrad": True}}}, honoured={"optimizer.params.amsgrad"}).problems
+    ()
     """
     kept: dict[str, Any] = {}
     notes: list[Note] = []
@@ -66,8 +70,10 @@ def set_aside(source: Mapping[str, Any], prefix: str = "") -> Sieved:
             problems += _unknown_inside(name, value)
         elif value == "auto":
             notes.append(Note(given, value, "auto", "left to fzero: the default, or what follows from the other keys"))
-            if name not in NOT_YET:
+            if name not in NOT_YET or name in honoured:
                 kept[key] = value  # a block drops it where it has such a key
+        elif name in honoured:
+            kept[key] = value
         elif name in NOT_YET:
             inside = list(_unknown_inside(name, value))
             problems += inside
@@ -80,7 +86,7 @@ def set_aside(source: Mapping[str, Any], prefix: str = "") -> Sieved:
         elif name == "zero_optimization" and isinstance(value, bool):
             kept[name] = {"stage": int(value)}  # before DeepSpeed 0.3: true is stage 1
         elif isinstance(value, Mapping):
-            kept[key], inner_notes, inner_problems = set_aside(value, f"{given}.")
+            kept[key], inner_notes, inner_problems = set_aside(value, f"{given}.", honoured=honoured)
             notes += inner_notes
             problems += inner_problems
         else:

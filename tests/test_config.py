@@ -378,7 +378,8 @@ def test_gradients_are_not_added_up_in_stage_3() -> None:
 
 def test_a_key_is_known_in_one_way_only() -> None:
     assert len({*ACCEPTED, *HARMLESS, *REFUSED, *SPELLINGS}) == sum(map(len, (ACCEPTED, HARMLESS, REFUSED, SPELLINGS)))
-    assert not {*HONOURED} & {*ACCEPTED, *NOT_YET, *SPELLINGS}
+    everywhere = {name for name in HONOURED if not name.startswith("optimizer.params.")}  # there, the optimizer decides
+    assert not everywhere & {*ACCEPTED, *NOT_YET, *SPELLINGS}
     typed = " ".join(TYPES.values()).split()
     assert len(typed) == len({*typed}) and {*typed} <= {*ACCEPTED}
 
@@ -826,7 +827,7 @@ MEGATRON: dict[str, Any] = {
         "enabled": True, "loss_scale": 1024, "loss_scale_window": 500, "hysteresis": 2, "initial_scale_power": 12
     },
     "activation_checkpointing": {
-        "partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": False,
+        "partition_activations": False, "cpu_checkpointing": True, "contiguous_memory_optimization": False,
         "synchronize_checkpoint_boundary": False,
     },
     "data_efficiency": {"enabled": False, "data_sampling": {"num_workers": 0, "curriculum_learning": {"enabled": False}}},
