@@ -33,7 +33,7 @@ def read(source: str | Path) -> Mapping[str, Any]:
     text = _from_base64(source) if isinstance(source, str) else None
     name = repr(str(source)) if text is None else "the base64 string"
     try:
-        data = _parse(Path(source).read_text("utf-8-sig") if text is None else text)
+        data = _parse(Path(source).read_text("utf-8") if text is None else text)
     except OSError as error:
         raise ConfigError(
             f"Config.load: cannot read {name}: {error.strerror}; give a mapping or the path of a JSON file"

@@ -75,13 +75,12 @@ def set_aside(source: Mapping[str, Any], prefix: str = "", *, honoured: Collecti
         elif name in honoured:
             kept[key] = value
         elif name in NOT_YET:
-            inside = list(_unknown_inside(name, value))
-            problems += inside
+            problems += _unknown_inside(name, value)
             if is_off(name, value):
                 notes.append(Note(given, value, "off", "it switches off what fzero does not have yet"))
             elif name in HARMLESS:
                 notes.append(Note(given, value, "not yet", HARMLESS[name]))
-            elif not inside:
+            else:
                 problems.append(f"{given}: {SAYS_NOT_YET}; {REFUSED[name]}")
         elif name == "zero_optimization" and isinstance(value, bool):
             kept[name] = {"stage": int(value)}  # before DeepSpeed 0.3: true is stage 1
