@@ -176,3 +176,4 @@ def widened(transform: Transform, *, state_dtype: str, rounding: Rounding = to_n
 
 def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
