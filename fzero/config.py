@@ -755,8 +755,8 @@ def _explain(detail: ErrorDetails) -> str:
         location.append(part)
         if index == len(detail["loc"]) - 1:
             break
-        fields = {**{field.alias: field for field in block.model_fields.values()}, **block.model_fields}
-        annotation = fields[part].annotation if part in fields else None
+        found = [f.annotation for name, f in block.model_fields.items() if part in (name, f.alias)]
+        annotation = found[0] if found else None
         block = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else block
     field = ".".join(location) or "config"
     if detail["type"] != "extra_forbidden":

@@ -11,6 +11,7 @@ rounding keeps them on average (Gupta et al. 2015, arXiv:1502.02551).
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -126,7 +127,7 @@ def stochastic(seed: int, start: int) -> Rounding:
             narrow.copy_(wide)
             return
         places = torch.arange(start, start + wide.numel(), device=wide.device)
-        noise = _hash(places + (1_000_003 * seed + 7919 * index) * 2**20) & 0xFFFF
+        noise = _hash(places + zlib.crc32(f"{seed}/{index}".encode())) & 0xFFFF
         bits = wide.contiguous().view(torch.int32) + noise.to(torch.int32)
         # What is cut off are the 16 bits that bf16 does not have. An infinity has none, so that it stays one.
         narrow.copy_(torch.where(wide.isfinite(), (bits & -0x10000).view(torch.float32), wide))
@@ -176,4 +177,3 @@ def widened(transform: Transform, *, state_dtype: str, rounding: Rounding = to_n
 
 def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-

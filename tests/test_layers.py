@@ -23,6 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # pure
     (
         "fzero.transforms",
+        "fzero.precision",
+        "fzero.loss_scaling",
         "fzero.lr_schedules",
         "fzero.deepspeed_keys",
         "fzero.schedule",

@@ -95,7 +95,7 @@ def _sent_in_third_step(stage: int, threshold: int) -> tuple[Counter[str], dict[
         state, _ = step(state, part(vectors(index), step.rank, step.world_size))
     sent: Counter[str] = Counter()
     for record in log:
-        is_metric = record.label in ("told", "squared norms")
+        is_metric = record.label in ("told", "norms")
         assert record.nbytes == record.num_elements * (8 if is_metric else 4)
         kind = {"reduce_scatter": "reduce_scatter of gradients", "all_reduce": "all_reduce of gradients"}
         sent["metrics" if is_metric else kind.get(record.collective, record.label.split()[0])] += record.num_elements
@@ -139,10 +139,10 @@ class Alive(eager.Scratch):
     def now(self, purpose: str) -> int:
         return sum(numel for ref, numel in self.alive[purpose].values() if not ref.expired())
 
-    def take(self, buffer: Any, like: torch.Tensor) -> torch.Tensor:
+    def take(self, buffer: Any, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         caller = sys._getframe(1).f_code.co_name
         purpose = "gradient" if "grad" in caller else "gather"
-        flat = super().take(buffer, like)
+        flat = super().take(buffer, like, dtype)
         storage = flat.untyped_storage()
         self.alive[purpose][storage.data_ptr()] = (StorageWeakRef(storage), flat.numel())
         self.total[purpose] += flat.numel()
@@ -213,6 +213,7 @@ def _state_matches_specs(stage: int) -> tuple[dict[str, int], dict[str, int]]:
         assert tensor.nbytes == spec.local_nbytes(step.world_size)
     held = {
         "parameters": sum(tensor.nbytes for tensor in optree.tree_leaves(state.params)),
+        "master": sum(tensor.nbytes for tensor in optree.tree_leaves(state.master)),
         "gradients": sum(tensor.nbytes for tensor in optree.tree_leaves(state.grads)),
         "optimizer": sum(tensor.nbytes for tensor in optree.tree_leaves(state.optimizer)),
     }
@@ -236,6 +237,7 @@ def test_planned_bytes_are_the_papers_formula(world_size: int) -> None:
         counters = 4 * len(plan.flat_buffers)  # one 0-d step counter for each
         assert plan.bytes_per_rank == {
             "parameters": 4 * psi // (world_size if stage >= 3 else 1),
+            "master": 0,
             "gradients": 4 * psi // (world_size if stage >= 2 else 1),
             "optimizer": 8 * psi // (world_size if stage >= 1 else 1) + counters,
         }
