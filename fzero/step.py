@@ -33,7 +33,7 @@ from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
 from fzero.plan import BufferPlan, ParamGroup, Plan, optimizers_of, plan
-from fzero.precision import Rounding, stochastic, to_nearest, widened
+from fzero.precision import stochastic, widened
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
 from fzero.transforms import Transform, unless
@@ -149,6 +149,8 @@ class TrainStep:
         self._rates = [_rate_of(group.params.lr, cfg.optimizer.params.lr, rate) for group in optimizers]
         self._momentum = _momentum_schedule(cfg)
         self._scaling = cfg.loss_scaling()
+        numels = accumulate((buffer.padded_numel for buffer in plan.flat_buffers), initial=0)
+        self._places = dict(zip((buffer.key for buffer in plan.flat_buffers), numels, strict=False))
         predivide = None if cfg.prescale_gradients else cfg.gradient_predivide_factor
         is_mean = cfg.gradient_allreduce_op == "mean"
         self._predivide = predivide or (axis.size if is_mean else 1)
@@ -217,7 +219,7 @@ class TrainStep:
         }
         if buffer.trainable:
             master = self._cut(buffer, flat_P, buffer.master)
-            parts["optimizer"] = self._transforms(0)(buffer).init(master)
+            parts["optimizer"] = self._transform_of(buffer, 0).init(master)
             shape, dtype = buffer.grads.local_shape(self.world_size), torch_dtype(buffer.dtypes.grad)
             parts["grads"] = torch.zeros(shape, dtype=dtype, device=self.device)
             if buffer.has_master:
@@ -545,33 +547,23 @@ class TrainStep:
         found = int(collectives.stack(torch.tensor(first, device=self.device), self._axis, label="overflow").min())
         return dict(zip(order.values(), order, strict=True)).get(found)
 
-    def _transforms(self, num_updates: int, skip: Tensor | None = None) -> Callable[[BufferPlan], Transform]:
-        """The transform of each flat buffer, for the update after `num_updates` others."""
-        momentum = self._momentum(num_updates) if self._momentum else None
-        by_group = [
-            group.transform(lr=rate(num_updates), momentum=momentum)
-            for group, rate in zip(self._optimizers, self._rates, strict=True)
-        ]
-        by_group = by_group if skip is None else [unless(skip, transform) for transform in by_group]
-        starts = dict(
-            zip(
-                (b.key for b in self.plan.flat_buffers),
-                accumulate((b.padded_numel for b in self.plan.flat_buffers), initial=0),
-            )
+    def _transform_of(
+        self, buffer: BufferPlan, num_updates: int, *, skip: Tensor | None = None, **how: Any
+    ) -> Transform:
+        """The transform of a flat buffer for the update after `num_updates` others; `how` is for `widened`."""
+        transform = self._optimizers[buffer.group].transform(
+            lr=self._rates[buffer.group](num_updates), momentum=self._momentum(num_updates) if self._momentum else None
         )
-
-        def of(buffer: BufferPlan) -> Transform:
-            rounding: Rounding = to_nearest
-            if self._cfg.precision.stochastic_rounding:
-                own = self.rank * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
-                rounding = stochastic(num_updates, starts[buffer.key] + own)
-            return widened(by_group[buffer.group], state_dtype=buffer.dtypes.optimizer, rounding=rounding)
-
-        return of
+        if skip is not None:
+            transform = unless(skip, transform)
+        if self._cfg.precision.stochastic_rounding:
+            own = self.rank * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
+            how["rounding"] = stochastic(num_updates, self._places[buffer.key] + own)
+        return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
 
     def _update(self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor) -> dict[str, Any]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
-        transforms = self._transforms(int(state.step), overflow if self._cfg.skips_overflow else None)
+        num_updates, skip = int(state.step), overflow if self._cfg.skips_overflow else None
         optimizer: dict[str, Any] = {}
         joins: list[Pending] = []
         for buffer in self.plan.flat_buffers:
@@ -582,12 +574,10 @@ class TrainStep:
             if isinstance(buffer.row.optimizer, Sharded):
                 share, grad = own_shard(param, buffer, self.rank), own_shard(grad, buffer, self.rank)
             master = state.master.get(buffer.key, share)
-            grad = grad.to(torch.promote_types(grad.dtype, torch.promote_types(master.dtype, torch.float32)))
-            if factor is not None:
-                grad.mul_(factor.to(grad.dtype))
-            _, _, optimizer[buffer.key] = transforms(buffer).update(grad, master, state.optimizer[buffer.key])
-            if master is not share:
-                share.copy_(master)
+            transform = self._transform_of(
+                buffer, num_updates, skip=skip, factor=factor, out=share if buffer.has_master else None
+            )
+            _, _, optimizer[buffer.key] = transform.update(grad, master, state.optimizer[buffer.key])
             if share is not param:
                 joins.append(collectives.start_all_gather(share, param, self._axis, label=f"join {buffer.key}"))
         for pending in joins:

@@ -335,35 +335,35 @@ def test_the_inf_norm_is_the_largest_gradient_of_all_and_clips_by_it(ranks: Rank
 @given(st.integers(0, 2**31), st.integers(0, 10**7), st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_stochastic_rounding_gives_a_neighbour_and_keeps_what_is_exact(seed: int, start: int, value: float) -> None:
     wide, narrow = torch.full((64,), value), torch.empty(64, dtype=torch.bfloat16)
-    stochastic(seed, start)(wide, narrow, 0)
+    stochastic(seed, start)(wide, narrow, 0, 0)
     bits = wide.view(torch.int32)
     below = (bits & -0x10000).view(torch.float32).bfloat16()
     above = ((bits & -0x10000) + 0x10000).view(torch.float32).bfloat16()
     assert ((narrow == below) | (narrow == above)).all()
     exact = below.float()
-    stochastic(seed, start)(exact, narrow, 0)
+    stochastic(seed, start)(exact, narrow, 0, 0)
     assert torch.equal(narrow, below)
 
 
 def test_stochastic_rounding_is_right_on_average_and_does_not_depend_on_the_cut() -> None:
     wide, narrow = torch.full((1 << 16,), 1 + 2**-10), torch.empty(1 << 16, dtype=torch.bfloat16)
-    stochastic(3, 0)(wide, narrow, 1)
+    stochastic(3, 0)(wide, narrow, 0, 1)
     # A quarter... of the way from 1 to 1 + 2^-7 is 1/8; 65,536 draws, so that one standard deviation is 0.0013.
     assert (narrow.float() > 1).float().mean().item() == pytest.approx(1 / 8, abs=0.006)
     halves = torch.empty_like(narrow)
     for start in (0, 1 << 15):
-        stochastic(3, start)(wide[: 1 << 15], halves[start : start + (1 << 15)], 1)
+        stochastic(3, 0)(wide[: 1 << 15], halves[start : start + (1 << 15)], start, 1)
     assert torch.equal(halves, narrow)
-    stochastic(4, 0)(wide, halves, 1)
+    stochastic(4, 0)(wide, halves, 0, 1)
     assert not torch.equal(halves, narrow)
-    stochastic(3, 0)(wide, halves, 2)
+    stochastic(3, 0)(wide, halves, 0, 2)
     assert not torch.equal(halves, narrow)
 
 
 def test_stochastic_rounding_keeps_infinities_and_nan() -> None:
     wide = torch.tensor([float("inf"), float("-inf"), float("nan")])
     narrow = torch.empty(3, dtype=torch.bfloat16)
-    stochastic(1, 5)(wide, narrow, 0)
+    stochastic(1, 5)(wide, narrow, 0, 0)
     assert narrow[:2].tolist() == [float("inf"), float("-inf")] and narrow[2].isnan()
 
 
@@ -379,6 +379,30 @@ def test_small_updates_are_lost_to_the_nearest_and_kept_at_random() -> None:
 
     assert after(lambda index: {}) == 1.0
     assert after(lambda index: {"rounding": stochastic(index, 0)}) == pytest.approx(1 + 100 / 4096, rel=1e-3)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 100, 128, 1000])
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")], ids=str)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adagrad"])
+def test_tiles_change_nothing(name: str, dtypes: tuple[str, str], numel: int) -> None:
+    def after(tile: int | None) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        transform, out = getattr(fzero, name)(0.1), torch.zeros(numel, dtype=torch.float16)
+        param = torch.randn(numel, generator=generator).to(getattr(torch, dtypes[0]))
+        state = widened(transform, state_dtype=dtypes[1]).init(param)
+        for index in range(3):
+            one = widened(
+                transform, state_dtype=dtypes[1], rounding=stochastic(index, 0), factor=torch.tensor(0.3), out=out,
+                tile=tile,
+            )  # fmt: skip
+            _, param, state = one.update(torch.randn(numel, generator=generator), param, state)
+        assert state.step == 3
+        assert torch.equal(out, param.half())
+        return [param, out, *(x for x in state if x is not None)]
+
+    # Tiles of a multiple of 32, so that a vectorised kernel meets the same lanes.
+    for tile in (32, 128, 1000):
+        assert all(torch.equal(x, y) for x, y in zip(after(tile), after(None), strict=True))
 
 
 def test_a_widened_transform_places_what_it_makes() -> None:
