@@ -40,6 +40,7 @@ def _values(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, bool
 
 def reference() -> str:
     """The configuration reference as Markdown, made from the models."""
+    blocks = ("zero_optimization", "activation_checkpointing")
     lines = [
         "# Configuration",
         "",
@@ -48,8 +49,8 @@ def reference() -> str:
         "nothing to do here, or known and not honoured yet, which is an error. Any other key is an error with the nearest",
         'name. A value `"auto"` counts as left out.',
         "",
-        *_section("Top level", Config, skip=("optimizer", "scheduler", "zero_optimization")),
-        *_section("`zero_optimization`", Config.model_fields["zero_optimization"].annotation),
+        *_section("Top level", Config, skip=("optimizer", "scheduler", *blocks)),
+        *(line for name in blocks for line in _section(f"`{name}`", Config.model_fields[name].annotation)),
         "## `optimizer`",
         "",
         "`type` is one of the names below (upper and lower case do not matter), `params` as follows.",

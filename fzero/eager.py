@@ -155,7 +155,7 @@ class Pass:
         self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
         # On the parameters' device, so that autograd runs every `_Root` and `_Leaf` on one thread.
         self._anchor = torch.empty(0, device=self._device, requires_grad=True)
-        self._in_forward = True
+        self._in_forward, self._runs_again = True, False
         self._present: str | None = None
         self._leaves: dict[str, Tensor] = {}
         self._recorded: set[str] = set()  # units whose present stay autograd knows
@@ -194,10 +194,21 @@ class Pass:
         unit = self._homes[name][0].name
         if unit != self._present:
             self._enter(unit)
-        if self._in_forward and unit not in self._recorded and torch.is_grad_enabled():
+        elif not self._in_forward:
+            self._gathered(self._units[unit])  # as `_unpack` does: the next gather may start now
+        if self._in_forward and not self._runs_again and unit not in self._recorded and torch.is_grad_enabled():
             self._recorded.add(unit)
             self._open_stays[unit] += 1
         return self._leaves[name]
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Inside, a part of the model runs again for its backward: what it is given here gets no gradient."""
+        before, self._runs_again = self._runs_again, True
+        try:
+            yield
+        finally:
+            self._runs_again = before
 
     def _enter(self, unit_name: str) -> None:
         """Makes `unit_name` the present unit and its parameters the leaves."""

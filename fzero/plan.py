@@ -385,7 +385,7 @@ def _find_units(
     A block is a unit. Modules between blocks are joined while they stay below the largest block (or, without blocks,
     the largest module) and below `cap` elements.
     """
-    blocks = _named_blocks(model, patterns) if patterns is not None else _repeated_blocks(model)
+    blocks = blocks_of(model, patterns)
     runs = _runs(blocks, owners)
     sizes = [sum(owners[name].numel() for name in names) for block, names in runs if block is not None]
     if not sizes:
@@ -402,6 +402,11 @@ def _find_units(
             title = first if first == last else f"{first}..{last}"
             units.append((title, [name for index in bucket for name in modules[index][1]]))
     return units
+
+
+def blocks_of(model: nn.Module, patterns: Sequence[str] | None = None) -> list[str]:
+    """The names of the modules that are units by themselves: those named, or the repeated blocks."""
+    return _named_blocks(model, patterns) if patterns is not None else _repeated_blocks(model)
 
 
 def _by_module(names: Sequence[str]) -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
 from itertools import accumulate
 from typing import Any, Literal
@@ -27,12 +27,13 @@ from torch import Tensor, nn
 
 from fzero import collectives, initialise, lr_schedules
 from fzero.binding import bound
+from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.collectives import CollectiveError, Pending, Real
 from fzero.config import Config, ConfigError, Optimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
-from fzero.plan import BufferPlan, ParamGroup, Plan, optimizers_of, plan
+from fzero.plan import BufferPlan, ParamGroup, Plan, blocks_of, optimizers_of, plan
 from fzero.precision import stochastic, widened
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
@@ -58,6 +59,7 @@ def make_train_step(
     donate: bool = True,
     lr_schedule: Schedule | None = None,
     schedule: Literal["learned", "negotiated"] = "learned",
+    checkpoint: Choice | None = None,
     seed: int = 0,
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
@@ -82,12 +84,18 @@ def make_train_step(
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's.
         schedule: `"learned"` fixes the order of collectives in the first step. `"negotiated"` agrees on it in every
             step: for models whose units run in an order that depends on data. Slower, nothing starts early.
+        checkpoint: activation checkpointing: the modules that keep only their inputs for the backward, and run again in
+            it. n is every n-th unit that is one module (a repeated block, or one named in `units`): 1 all of them, 2 the
+            first, the third and so on. Or a function of a module's name and the module, of which the outermost modules it
+            is true of count; what it picks should be no larger than a unit, for all that it uses is gathered while its
+            backward runs. None does as `activation_checkpointing.every` says. The numbers stay the same, bit for bit.
         seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: told on every rank, when ranks differ.
-        ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` matches nothing.
+        ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` or the function
+            `checkpoint` matches nothing, or `checkpoint` is no positive integer.
     """
     if schedule not in ("learned", "negotiated"):
         raise ValueError(f"schedule: must be 'learned' or 'negotiated', got {schedule!r}; pass one of these")
@@ -97,8 +105,12 @@ def make_train_step(
     axis = mesh if isinstance(mesh, Real) else _bind(mesh, device)
     the_plan = plan(model, cfg, world_size=axis.size, units=units, param_groups=param_groups)
     optimizers = optimizers_of(cfg, param_groups)
-    _check_same(axis, cfg, model, the_plan, {"schedule": schedule, "optimizers": str(optimizers)})
-    return TrainStep(model, cfg, the_plan, optimizers, axis, device, loss_fn, donate, lr_schedule, schedule, seed)
+    checkpointing = _checkpointing(model, cfg, checkpoint, units, device)
+    arguments = {"schedule": schedule, "optimizers": str(optimizers), "checkpoint": ", ".join(checkpointing.names)}
+    _check_same(axis, cfg, model, the_plan, arguments)
+    return TrainStep(
+        model, cfg, the_plan, optimizers, axis, device, loss_fn, donate, lr_schedule, schedule, checkpointing, seed
+    )
 
 
 class TrainStep:
@@ -127,12 +139,14 @@ class TrainStep:
         donate: bool,
         lr_schedule: Schedule | None,
         schedule: Literal["learned", "negotiated"],
+        checkpointing: Checkpointing,
         seed: int,
     ) -> None:
         self.plan, self.rank, self.world_size = plan, axis.rank, axis.size
         self.schedule: tuple[Event, ...] | None = None
         self._model, self._cfg, self._axis, self.device = model, cfg, axis, device
         self._loss_fn, self._donate, self._learns, self._seed = loss_fn, donate, schedule == "learned", seed
+        self._checkpointing = checkpointing
         self._eval_schedule: tuple[Event, ...] | None = None
         self._num_passes = 0
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
@@ -335,7 +349,7 @@ class TrainStep:
         schedule = self.schedule if self._learns else None
         place = {"is_first": index == 0, "is_last": index == self._num_micro_steps - 1}
         with Pass(self.plan, self._axis, state.params, state.grads, schedule, self._scratch, **place) as work:
-            with bound(self._model, self.plan.aliases, work.fetch, buffers):
+            with bound(self._model, self.plan.aliases, work.fetch, buffers), self._checkpointed(work):
                 with work.saving():
                     loss, weight = self._loss(batch)
                 # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
@@ -350,6 +364,12 @@ class TrainStep:
         if self._learns and self.schedule is None:
             self.schedule = early(work.executed, lambda present, next_: may_start_early(self.plan, present, next_))
         return told, weight is not None
+
+    def _checkpointed(self, work: Pass) -> AbstractContextManager[None]:
+        return self._checkpointing.applied(
+            self._model, device=self.device, recomputing=work.recomputing, aliases=self.plan.aliases,
+            moving=self._moving_buffers,
+        )  # fmt: skip
 
     def _turn(self, work: Pass, loss: Tensor, weight: Tensor | None, news: int = 0, *, share: float = 1.0) -> None:
         """Ends the forward, and tells the other ranks its loss, its weight, `news`, and the number of this pass."""
@@ -683,6 +703,16 @@ def _device_of(model: nn.Module) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
+def _checkpointing(
+    model: nn.Module, cfg: Config, choice: Choice | None, units: Sequence[str] | None, device: torch.device
+) -> Checkpointing:
+    field, block = "checkpoint", cfg.activation_checkpointing
+    if choice is None:
+        field, choice = "activation_checkpointing.every", block.every
+    names = choose_modules(model, choice, blocks=blocks_of(model, units), field=field)
+    return Checkpointing(names, host_moves(device) if block.cpu_checkpointing else None)
 
 
 def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:

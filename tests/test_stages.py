@@ -156,12 +156,14 @@ class Alive(eager.Scratch):
                 known.pop(flat.data_ptr(), None)
 
 
-def _peaks(stage: int, model: type[torch.nn.Module], data: Any, **zero: Any) -> list[Any]:
+def _peaks(
+    stage: int, model: type[torch.nn.Module], data: Any, checkpoint: int | None = None, **zero: Any
+) -> list[Any]:
     """Peaks of the first step, which negotiates its collectives, and of the third, which follows the schedule."""
     seen = []
     gc.disable()  # what only the garbage collector would free must count as alive
     try:
-        step = fzero.make_train_step(make(model), config(stage, **zero))
+        step = fzero.make_train_step(make(model), config(stage, **zero), checkpoint=checkpoint)
         state = step.init()
         for index in range(3):
             alive = step._scratch = Alive()
@@ -174,10 +176,13 @@ def _peaks(stage: int, model: type[torch.nn.Module], data: Any, **zero: Any) -> 
     return [seen[0], seen[2]]
 
 
+@pytest.mark.parametrize("checkpoint", [None, 1, 2])
 @pytest.mark.parametrize(("model", "data"), [(Plain, vectors), (Odd, tokens)])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_stage_3_holds_at_most_the_two_largest_units(ranks: RankPool, world_size: int, model: Any, data: Any) -> None:
-    for seen in ranks(world_size, _peaks, 3, model, data, reduce_bucket_size=1):
+def test_stage_3_holds_at_most_the_two_largest_units(
+    ranks: RankPool, world_size: int, model: Any, data: Any, checkpoint: int | None
+) -> None:
+    for seen in ranks(world_size, _peaks, 3, model, data, checkpoint, reduce_bucket_size=1):
         for index, (peak, total, left, reused, plan) in enumerate(seen):
             two_largest = sum(sorted(unit.gathered_numel for unit in plan.units)[-2:])
             assert max(unit.gathered_numel for unit in plan.units) <= peak["gather"] <= two_largest
@@ -188,13 +193,14 @@ def test_stage_3_holds_at_most_the_two_largest_units(ranks: RankPool, world_size
                 assert peak["gather"] == two_largest, "the next unit must be gathered early"
 
 
+@pytest.mark.parametrize("checkpoint", [None, 1])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(("zero", "num_sent"), [({"reduce_bucket_size": 1}, 1), ({}, 2)])
 def test_full_gradients_alive_are_bounded_by_what_is_sent_and_the_unit_filled(
-    ranks: RankPool, zero: dict[str, int], num_sent: int, world_size: int, stage: int
+    ranks: RankPool, zero: dict[str, int], num_sent: int, world_size: int, stage: int, checkpoint: int | None
 ) -> None:
-    for seen in ranks(world_size, _peaks, stage, Plain, vectors, **zero):
+    for seen in ranks(world_size, _peaks, stage, Plain, vectors, checkpoint, **zero):
         for peak, total, _, _, plan in seen:
             largest = max(sum(b.padded_numel for b in unit.buffers) for unit in plan.units)
             assert total["gradient"] == sum(buffer.padded_numel for buffer in plan.flat_buffers)
