@@ -23,6 +23,7 @@ from pydantic import (
     PrivateAttr,
     Tag,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails
@@ -528,6 +529,37 @@ class DataTypes(Block):
     """Of the module's floating buffers; null leaves them alone."""
 
 
+class ActivationCheckpointing(Block):
+    """DeepSpeed key `activation_checkpointing`. There the block alone checkpoints nothing, and so it is without `every`."""
+
+    every: Count | None = None
+    """fzero's own key: every n-th unit that is one module keeps only its inputs for the backward, and runs again in it; 1
+    is every unit. None checkpoints what `make_train_step(checkpoint=...)` names."""
+    cpu_checkpointing: bool = False
+    """The inputs that are kept wait in host memory; no effect when nothing is checkpointed, or on the CPU."""
+    partition_activations: bool = False
+    """Refused: there is no model-parallel axis to divide kept inputs over."""
+    contiguous_memory_optimization: bool = False
+    """Refused: it needs `partition_activations`."""
+
+    @field_validator("partition_activations")
+    @classmethod
+    def _no_partitions(cls, value: bool) -> bool:
+        if value:
+            raise ValueError(
+                "must be false: it divides the kept inputs over model-parallel ranks, and there is no model-parallel axis; "
+                "set cpu_checkpointing instead to keep them in host memory"
+            )
+        return value
+
+    @field_validator("contiguous_memory_optimization")
+    @classmethod
+    def _no_contiguous_buffers(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("must be false: it needs partition_activations, which is refused; leave it out")
+        return value
+
+
 class BatchSizes(NamedTuple):
     """Samples per step of all ranks and per micro-step of one, None when no batch size is named; micro-steps per step."""
 
@@ -573,6 +605,8 @@ class Config(Block):
     """Mixed precision by `torch.autocast`."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """What is divided among the ranks, and how."""
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    """Which units keep only their inputs for the backward."""
     _notes: tuple[Note, ...] = PrivateAttr(())
 
     @model_validator(mode="after")

@@ -87,6 +87,14 @@ RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
         "gradient_predivide_factor",
         _unless(lambda v: not v["prescale_gradients"], "prescale_gradients divides by all ranks beforehand"),
     ),
+    (
+        "activation_checkpointing.cpu_checkpointing",
+        lambda v: (
+            "nothing is checkpointed, unless make_train_step(checkpoint=...) says so"
+            if v["activation_checkpointing.cpu_checkpointing"] and v["activation_checkpointing.every"] is None
+            else None
+        ),
+    ),
     ("optimizer.params.lr", _rate_of_scheduler),
     ("scheduler.params.warmup_num_steps", _warmup),
 )

@@ -53,6 +53,9 @@ ACCEPTED = {
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed ignores it too",
     "bf16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
     "bfloat16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "nothing has to wait for the device there",
+    "activation_checkpointing.profile": "fzero prints nothing by itself; use torch.profiler",
+    "activation_checkpointing.number_checkpoints": "it sizes contiguous buffers, which there are none of",
     "optimizer.legacy_fusion": "there is one kind of optimizer",
     "optimizer.params.torch_adam": "every Adam here has torch's numbers",
     "optimizer.params.fused": "the update is always PyTorch's fused kernel where it has one",
@@ -65,7 +68,8 @@ TYPES = {
     "true, false or null": """wall_clock_breakdown memory_breakdown dump_state dataloader_drop_last
         zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather use_data_before_expert_parallelism
         zero_optimization.overlap_comm zero_optimization.cpu_offload_use_pin_memory optimizer.legacy_fusion""",
-    "true or false": """bf16.immediate_grad_update bfloat16.immediate_grad_update
+    "true or false": """activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
+        bf16.immediate_grad_update bfloat16.immediate_grad_update
         zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
         zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.allgather_partitions
         zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
@@ -78,7 +82,7 @@ TYPES = {
     "a whole number": """zero_optimization.allgather_bucket_size zero_optimization.allgather_size
         zero_optimization.sub_group_size zero_optimization.stage3_max_reuse_distance
         zero_optimization.stage3_module_granularity_threshold""",
-    "a whole number or null": "vocabulary_size",
+    "a whole number or null": "vocabulary_size activation_checkpointing.number_checkpoints",
     "a number or null": "steps_per_print",
     "a text or null": "log_level seq_parallel_communication_data_type",
     "an object": "aio timers zero_optimization.leaf_module",
@@ -94,7 +98,6 @@ HARMLESS = {
     "nebula": _SAVES_NOTHING,
     "datastates": _SAVES_NOTHING,
     "datastates_ckpt": _SAVES_NOTHING,
-    "activation_checkpointing": "all activations are kept",
     "flops_profiler": "use torch.profiler",
     "comms_logger": "step.schedule tells the collectives",
     "tensorboard": _WRITES_NOTHING,
@@ -197,8 +200,6 @@ _COMPRESSION = """
 INNER = {
     "aio": "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds",
     "amp": "enabled *",
-    "activation_checkpointing": """partition_activations contiguous_memory_optimization cpu_checkpointing
-        synchronize_checkpoint_boundary profile number_checkpoints""",
     "autotuning": """enabled fast metric metric_path start_profile_step end_profile_step tuner_type
         tuner_early_stopping tuner_num_trials mp_size num_tuning_micro_batch_sizes max_train_batch_size
         min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu results_dir exps_dir

@@ -35,7 +35,7 @@ from fzero.collectives import Pending, Real
 from fzero.plan import BufferPlan, Plan, UnitPlan
 from fzero.schedule import TURN, Event, ScheduleError
 from sharding import Replicated, Sharded
-from sharding.views import take_shard, unflatten
+from sharding.views import take_shard, torch_dtype, unflatten
 
 
 class Scratch:
@@ -47,10 +47,10 @@ class Scratch:
     def __init__(self) -> None:
         self._free: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
 
-    def take(self, buffer: BufferPlan, like: Tensor) -> Tensor:
-        """An uninitialised buffer."""
-        free = self._free[buffer.padded_numel, like.dtype]
-        return free.pop() if free else like.new_empty(buffer.padded_numel)
+    def take(self, buffer: BufferPlan, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised buffer on the device of `like`, and of its dtype unless another is given."""
+        free = self._free[buffer.padded_numel, dtype or like.dtype]
+        return free.pop() if free else like.new_empty(buffer.padded_numel, dtype=dtype)
 
     def give(self, flat: Tensor) -> None:
         """Takes a buffer back, unless somebody still holds a view of it."""
@@ -155,7 +155,7 @@ class Pass:
         self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
         # On the parameters' device, so that autograd runs every `_Root` and `_Leaf` on one thread.
         self._anchor = torch.empty(0, device=self._device, requires_grad=True)
-        self._in_forward = True
+        self._in_forward, self._runs_again = True, False
         self._present: str | None = None
         self._leaves: dict[str, Tensor] = {}
         self._recorded: set[str] = set()  # units whose present stay autograd knows
@@ -194,10 +194,21 @@ class Pass:
         unit = self._homes[name][0].name
         if unit != self._present:
             self._enter(unit)
-        if self._in_forward and unit not in self._recorded and torch.is_grad_enabled():
+        elif not self._in_forward:
+            self._gathered(self._units[unit])  # as `_unpack` does: the next gather may start now
+        if self._in_forward and not self._runs_again and unit not in self._recorded and torch.is_grad_enabled():
             self._recorded.add(unit)
             self._open_stays[unit] += 1
         return self._leaves[name]
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Inside, a part of the model runs again for its backward: what it is given here gets no gradient."""
+        before, self._runs_again = self._runs_again, True
+        try:
+            yield
+        finally:
+            self._runs_again = before
 
     def _enter(self, unit_name: str) -> None:
         """Makes `unit_name` the present unit and its parameters the leaves."""
@@ -293,6 +304,7 @@ class Pass:
         filling = self._filling[unit.name]
         start, stop = buffer.layout.bounds(name)
         target = self._flat_grad(filling, buffer)[start:stop].view(grad.shape)
+        grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
         if name in filling.written:
             target.add_(grad, alpha=self._share)
         elif self._share == 1:
@@ -302,11 +314,16 @@ class Pass:
         filling.written.add(name)
 
     def _flat_grad(self, filling: _Grads, buffer: BufferPlan) -> Tensor:
-        """Where the unreduced gradient is collected (P): where it will stay, if all of it stays on this rank."""
+        """Where the unreduced gradient is collected (P).
+
+        Where it will stay, if all of it stays on this rank and either is sent as it is kept or waits for more micro-steps.
+        """
         if buffer.key not in filling.flats:
             store = self.grads[buffer.key]
             stays = self._is_whole(buffer) and buffer.key not in self._reduced
-            filling.flats[buffer.key] = store if stays else self.scratch.take(buffer, store)
+            reduce_dtype = self._reduce_dtype(buffer)
+            stays &= store.dtype == reduce_dtype or not (self.is_first and self.is_last)
+            filling.flats[buffer.key] = store if stays else self.scratch.take(buffer, store, reduce_dtype)
             if stays and buffer.key in self._held:
                 filling.written.update(buffer.layout.names)
         return filling.flats[buffer.key]
@@ -444,10 +461,15 @@ class Pass:
     def _reduce(self, flat_P: Tensor, buffer: BufferPlan) -> Pending:
         """Starts to add up what every rank wrote: to the whole (P) in stage 0, to this rank's shard (S) otherwise."""
         label = f"reduce {buffer.key}"
+        flat_P = flat_P.to(self._reduce_dtype(buffer))
         if isinstance(buffer.row.grads, Replicated):
             return collectives.start_all_reduce(flat_P, self.axis, label=label)
-        out_S = None if self._adds(buffer) else self._own(buffer)
+        out_S = None if self._adds(buffer) or flat_P.dtype != self.grads[buffer.key].dtype else self._own(buffer)
         return collectives.start_reduce_scatter(flat_P, self.axis, out_S=out_S, label=label)
+
+    def _reduce_dtype(self, buffer: BufferPlan) -> torch.dtype:
+        """The dtype in which gradients are sent; where nobody else is, that in which they are kept."""
+        return torch_dtype(buffer.dtypes.reduce if self.axis.size > 1 else buffer.dtypes.grad)
 
     def _adds(self, buffer: BufferPlan) -> bool:
         """Whether a reduction is added to one that came before, in this micro-step or an earlier one."""
@@ -463,9 +485,12 @@ class Pass:
         while started:  # emptied, so that nothing here holds the gradients that are given back
             buffer, pending, is_late = started.pop(0)
             mean = pending.wait()
+            kept = self.grads[buffer.key] if mean.numel() == buffer.padded_numel else self._own(buffer)
             if is_late:
-                (self.grads[buffer.key] if mean.numel() == buffer.padded_numel else self._own(buffer)).add_(mean)
-        del pending
+                kept.add_(mean)
+            elif kept.data_ptr() != mean.data_ptr():
+                kept.copy_(mean)
+        del pending, mean, kept
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)
 

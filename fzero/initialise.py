@@ -27,7 +27,7 @@ def values_of(
     seed: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """The first values of the parameters and buffers `names`, whole, on `device`.
+    """The first values of the parameters and buffers `names`, whole, on `device`, in the dtype in which they are given.
 
     Args:
         given: a state dict that has them all, under a first or a further name; None takes the model's present values,
@@ -51,7 +51,7 @@ def values_of(
                     f"params: {name!r} must have the model's shape {tuple(own.shape)}, got {tuple(found.shape)}; "
                     f"pass the state dict of the same model"
                 )
-            values[name] = found.detach().to(device=device, dtype=own.dtype)
+            values[name] = found.detach().to(device)
         elif given is not None and key in module._parameters:
             raise ValueError(f"params: {name!r} is missing; pass a state dict with every parameter of the model")
         elif own.device.type != "meta":

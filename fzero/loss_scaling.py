@@ -71,9 +71,7 @@ class LossScaling:
         grows = ~overflow & (num_good > 0) & (num_good % self.window == 0)
         restored = grows | (~overflow if self.consecutive else torch.zeros_like(overflow))
         return LossScale(
-            torch.where(
-                shrinks, (scale / FACTOR).clamp(min=self.minimum), torch.where(grows, scale * FACTOR, scale)
-            ),
+            torch.where(shrinks, (scale / FACTOR).clamp(min=self.minimum), torch.where(grows, scale * FACTOR, scale)),
             torch.where(
                 restored,
                 torch.full_like(hysteresis, self.hysteresis),

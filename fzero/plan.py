@@ -1,7 +1,7 @@
 """How is a model divided among ranks? Units, their flat buffers, and the specs that a ZeRO stage gives them.
 
 1. The model is cut into *units*, gathered and released together: repeated blocks, and the modules between them, joined.
-2. A unit has one flat buffer for each dtype, with separate ones for frozen parameters and for small parameters, which
+2. A unit has one flat buffer for each policy of dtypes, with separate ones for frozen parameters and for small parameters, which
    stage 3 keeps whole on every rank.
 3. A stage is a row of `STAGES`: which of parameters, gradients and optimizer state each rank holds whole.
 
@@ -25,6 +25,7 @@ from rich.table import Table
 from torch import nn
 
 from fzero.config import Config, ConfigError, Optimizer, ZeroOptimization, with_overrides
+from fzero.precision import Dtypes, widened
 from sharding import FlatLayout, Partial, Replicated, Sharded, Spec, TensorSpec, declaration, plan_buckets, round_robin
 from sharding.views import dtype_name
 
@@ -55,7 +56,7 @@ class BufferPlan:
 
     key: str
     layout: FlatLayout
-    dtype: str
+    dtypes: Dtypes
     trainable: bool
     row: Row
     group: int = 0
@@ -68,9 +69,29 @@ class BufferPlan:
     def shard_numel(self) -> int:
         return self.layout.partition.shard_numel
 
-    def spec(self, spec: Spec) -> TensorSpec:
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates a copy of its own, from which the parameters are made."""
+        return self.trainable and self.dtypes.master != self.dtypes.param
+
+    @property
+    def params(self) -> TensorSpec:
+        """What the model computes with."""
+        return self._spec(self.row.params, self.dtypes.param)
+
+    @property
+    def master(self) -> TensorSpec:
+        """What the optimizer updates; in stages 1 and 2 without a copy of its own, a shard of `params`."""
+        return self._spec(self.row.optimizer, self.dtypes.master)
+
+    @property
+    def grads(self) -> TensorSpec:
+        """Where gradients are collected."""
+        return self._spec(self.row.grads, self.dtypes.grad)
+
+    def _spec(self, spec: Spec, dtype: str) -> TensorSpec:
         """The padded flat buffer (P), divided as `spec` says."""
-        return TensorSpec((self.padded_numel,), self.dtype, spec, multiple_of=ALIGNMENT)
+        return TensorSpec((self.padded_numel,), dtype, spec, multiple_of=ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +150,16 @@ class Plan:
 
     @property
     def bytes_per_rank(self) -> dict[str, int]:
-        """Bytes of model state on one rank, padding included: `parameters`, `gradients` and `optimizer`.
+        """Bytes of model state on one rank, padding included: `parameters`, `master`, `gradients` and `optimizer`.
 
-        ZeRO §3: 4Ψ, 4Ψ and 8Ψ bytes for fp32 and Adam, each divided by W from the stage on that shards it. The
-        gradients are alive from the backward to the update only.
+        ZeRO §3: 4Ψ, 0, 4Ψ and 8Ψ bytes for fp32 and Adam, 2Ψ, 4Ψ, 2Ψ and 8Ψ for 16 bits with an fp32 master, each divided
+        by W from the stage on that shards it. The gradients are alive from the backward to the update only.
         """
         trainable = [buffer for buffer in self.flat_buffers if buffer.trainable]
         return {
-            "parameters": sum(b.spec(b.row.params).local_nbytes(self.world_size) for b in self.flat_buffers),
-            "gradients": sum(b.spec(b.row.grads).local_nbytes(self.world_size) for b in trainable),
+            "parameters": sum(b.params.local_nbytes(self.world_size) for b in self.flat_buffers),
+            "master": sum(b.master.local_nbytes(self.world_size) for b in trainable if b.has_master),
+            "gradients": sum(b.grads.local_nbytes(self.world_size) for b in trainable),
             "optimizer": sum(_nbytes(self.optimizer[b.key], self.world_size) for b in trainable),
         }
 
@@ -222,9 +244,7 @@ def plan(
             name,
             tuple(
                 _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, world_size)
-                for kind, names in _by_kind(
-                    members, owners, zero.stage3_param_persistence_threshold, param_groups
-                ).items()
+                for kind, names in _by_kind(members, model, owners, cfg, param_groups).items()
             ),
         )
         for name, members in _find_units(model, owners, units, zero.reduce_bucket_size)
@@ -236,6 +256,7 @@ def plan(
             f"{zero.stage3_max_live_parameters} for unit {largest.name!r} of {largest.gathered_numel} elements; "
             f"raise it, or name smaller modules in units="
         )
+    precision = cfg.precision
     transforms = [optimizer.transform() for optimizer in optimizers]
     return Plan(
         stage=zero.stage,
@@ -243,12 +264,15 @@ def plan(
         units=unit_plans,
         aliases=_aliases(model),
         optimizer={
-            b.key: transforms[b.group].place(b.spec(b.row.optimizer))
+            b.key: widened(transforms[b.group], state_dtype=b.dtypes.optimizer).place(b.master)
             for u in unit_plans
             for b in u.buffers
             if b.trainable
         },
-        buffers={n: TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for n, t in model.named_buffers()},
+        buffers={
+            n: TensorSpec(tuple(t.shape), precision.buffer_dtype_of(dtype_name(t.dtype)))
+            for n, t in model.named_buffers()
+        },
         prefetch=zero.stage3_prefetch_bucket_size > 0,
         max_live=zero.stage3_max_live_parameters,
         num_micro_steps=cfg.batch_sizes(world_size).num_micro_steps,
@@ -259,14 +283,15 @@ def plan(
 class Kind(NamedTuple):
     """What the parameters of one flat buffer have in common."""
 
-    dtype: str
+    dtypes: Dtypes
     trainable: bool
     small: bool
     group: int
 
     def __str__(self) -> str:
+        param, master = self.dtypes.param, self.dtypes.master
         parts = [
-            self.dtype,
+            param if master == param else f"{param}-{master}",
             "small" * self.small,
             "frozen" * (not self.trainable),
             f"group{self.group}" * bool(self.group),
@@ -307,13 +332,21 @@ def _group_of(name: str, param: nn.Parameter, param_groups: Sequence[ParamGroup]
 
 
 def _by_kind(
-    names: Sequence[str], owners: dict[str, nn.Parameter], threshold: int, param_groups: Sequence[ParamGroup]
+    names: Sequence[str],
+    model: nn.Module,
+    owners: dict[str, nn.Parameter],
+    cfg: Config,
+    param_groups: Sequence[ParamGroup],
 ) -> dict[Kind, list[str]]:
     kinds: dict[Kind, list[str]] = {}
+    precision, threshold = cfg.precision, cfg.zero_optimization.stage3_param_persistence_threshold
     for name in names:
         param = owners[name]
+        dtypes = precision.dtypes_of(dtype_name(param.dtype), model.get_submodule(name.rpartition(".")[0]))
+        if not param.requires_grad:  # nothing but the parameter itself is kept
+            dtypes = Dtypes(*[dtypes.param] * len(dtypes))
         group = _group_of(name, param, param_groups) if param.requires_grad else 0
-        kind = Kind(dtype_name(param.dtype), param.requires_grad, param.numel() < threshold, group)
+        kind = Kind(dtypes, param.requires_grad, param.numel() < threshold, group)
         kinds.setdefault(kind, []).append(name)
     return kinds
 
@@ -327,7 +360,7 @@ def _plan_buffer(
         tuple(name for name, _ in params), tuple(tuple(p.shape) for _, p in params), world_size, multiple_of=ALIGNMENT
     )
     row = STAGES[2] if kind.small and zero.stage == 3 else STAGES[zero.stage]
-    return BufferPlan(f"{unit}/{kind}", layout, kind.dtype, kind.trainable, row, kind.group)
+    return BufferPlan(f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group)
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -352,7 +385,7 @@ def _find_units(
     A block is a unit. Modules between blocks are joined while they stay below the largest block (or, without blocks,
     the largest module) and below `cap` elements.
     """
-    blocks = _named_blocks(model, patterns) if patterns is not None else _repeated_blocks(model)
+    blocks = blocks_of(model, patterns)
     runs = _runs(blocks, owners)
     sizes = [sum(owners[name].numel() for name in names) for block, names in runs if block is not None]
     if not sizes:
@@ -369,6 +402,11 @@ def _find_units(
             title = first if first == last else f"{first}..{last}"
             units.append((title, [name for index in bucket for name in modules[index][1]]))
     return units
+
+
+def blocks_of(model: nn.Module, patterns: Sequence[str] | None = None) -> list[str]:
+    """The names of the modules that are units by themselves: those named, or the repeated blocks."""
+    return _named_blocks(model, patterns) if patterns is not None else _repeated_blocks(model)
 
 
 def _by_module(names: Sequence[str]) -> dict[str, list[str]]:
@@ -450,13 +488,16 @@ def _report(plan: Plan) -> Group:
                 str(len(buffer.layout.names)),
                 f"{buffer.layout.numel:,}",
                 f"{buffer.layout.partition.padding:,}",
-                f"{buffer.spec(buffer.row.params).local_shape(plan.world_size)[0]:,}",
+                f"{buffer.params.local_shape(plan.world_size)[0]:,}",
             )
-    held = ", ".join(f"{name} {_human(nbytes)}" for name, nbytes in plan.bytes_per_rank.items())
+    held = ", ".join(f"{name} {_human(nbytes)}" for name, nbytes in plan.bytes_per_rank.items() if nbytes)
+    dtypes = dict.fromkeys(str(b.dtypes) if b.trainable else f"frozen {b.dtypes.param}" for b in plan.flat_buffers)
+    buffers = ", ".join(dict.fromkeys(spec.dtype for spec in plan.buffers.values()))
     sent = ", ".join(f"{numel:,} in {name}" for name, numel in plan.sent_per_step.items() if numel)
     return Group(
         table,
-        f"a rank holds: {held}; its parameters are the master copy that the optimizer updates",
+        f"dtypes: {'; '.join(dtypes)}" + (f"; module buffers {buffers}" if buffers else ""),
+        f"a rank holds: {held}",
         f"elements that a rank sends in a step: {sent or 'none'}",
     )
 

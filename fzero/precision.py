@@ -11,6 +11,7 @@ rounding keeps them on average (Gupta et al. 2015, arXiv:1502.02551).
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -106,27 +107,31 @@ def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
 
 # --- updates of narrow numbers -----------------------------------------------------------------------------------
 
-Rounding = Callable[[Tensor, Tensor, int], None]
-"""Writes wide numbers (first) into narrow ones (second); the integer differs between the tensors of one update."""
+TILE = 1 << 18
+"""Elements that are updated at a time, so that what is made for them stays in the processor's cache."""
+
+Rounding = Callable[[Tensor, Tensor, int, int], None]
+"""Writes wide numbers (first) into narrow ones (second), which begin at `start` (third) in the tensor they are part of; the
+last integer differs between the tensors of one update."""
 
 
-def to_nearest(wide: Tensor, narrow: Tensor, index: int) -> None:
+def to_nearest(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
     narrow.copy_(wide)
 
 
-def stochastic(seed: int, start: int) -> Rounding:
+def stochastic(seed: int, place: int) -> Rounding:
     """Rounds fp32 to bf16 up or down, in proportion to where the number lies between the two.
 
-    The random bits are a hash of `seed` and of the element's place in its whole flat buffer, which begins at `start`: all
-    ranks and stages round alike. Other pairs of dtypes are rounded to the nearest.
+    The random bits are a hash of `seed` and of the element's place among all parameters, where the tensor's first element
+    has the `place`: all ranks and stages round alike. Other pairs of dtypes are rounded to the nearest.
     """
 
-    def round_(wide: Tensor, narrow: Tensor, index: int) -> None:
+    def round_(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
         if wide.dtype != torch.float32 or narrow.dtype != torch.bfloat16 or not wide.numel():
             narrow.copy_(wide)
             return
-        places = torch.arange(start, start + wide.numel(), device=wide.device)
-        noise = _hash(places + (1_000_003 * seed + 7919 * index) * 2**20) & 0xFFFF
+        places = torch.arange(place + start, place + start + wide.numel(), device=wide.device)
+        noise = _hash(places + zlib.crc32(f"{seed}/{index}".encode())) & 0xFFFF
         bits = wide.contiguous().view(torch.int32) + noise.to(torch.int32)
         # What is cut off are the 16 bits that bf16 does not have. An infinity has none, so that it stays one.
         narrow.copy_(torch.where(wide.isfinite(), (bits & -0x10000).view(torch.float32), wide))
@@ -142,30 +147,55 @@ def _hash(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def widened(transform: Transform, *, state_dtype: str, rounding: Rounding = to_nearest) -> Transform:
+def widened(
+    transform: Transform,
+    *,
+    state_dtype: str,
+    rounding: Rounding = to_nearest,
+    factor: Tensor | None = None,
+    out: Tensor | None = None,
+    tile: int | None = TILE,
+) -> Transform:
     """A transform of narrow numbers: what `transform` does with them in fp32 (fp64 if they are), rounded at the end.
 
-    The state's tensors of the parameter's shape are kept in `state_dtype`, others as `transform` makes them. Where all are
-    wide already nothing is copied.
+    Args:
+        transform: elementwise, unless `tile` is None.
+        state_dtype: the dtype in which the state's tensors of the parameter's shape are kept; others stay as they are made.
+        rounding: how narrow numbers are made of wide ones.
+        factor: of the gradient (0-d).
+        out: takes the new parameter too, in its own dtype.
+        tile: how many elements are updated at a time; None is all.
     """
     kept = torch_dtype(state_dtype)
     probe = TensorSpec((1_000_003,), "float32")
     is_like = [spec.shape == probe.shape for spec in optree.tree_leaves(transform.place(probe))]
 
-    def map_like(function: Callable[[Tensor], Tensor], state: Any) -> Any:
-        leaves, treespec = optree.tree_flatten(state)
-        return treespec.unflatten([function(x) if like else x for x, like in zip(leaves, is_like, strict=True)])
-
     def init(param: Tensor) -> Any:
-        return map_like(lambda x: x.to(kept), transform.init(_widen(param)))
+        leaves, treespec = optree.tree_flatten(transform.init(_widen(param)))
+        return treespec.unflatten([x.to(kept) if like else x for x, like in zip(leaves, is_like, strict=True)])
 
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        wide_grad, wide_param, wide_state = transform.update(_widen(grad), _widen(param), map_like(_widen, state))
-        narrow = [param, *optree.tree_leaves(state)]
-        for index, (old, new) in enumerate(zip(narrow, [wide_param, *optree.tree_leaves(wide_state)], strict=True)):
-            if new is not old:
-                (rounding if old.shape == param.shape else to_nearest)(new, old, index)
-        return wide_grad, param, state
+        leaves, treespec = optree.tree_flatten(state)
+        numel, is_narrow = param.numel(), any(x.dtype != _widen(x[:0]).dtype for x in (grad, param))
+        size = tile if tile and (is_narrow or out is not None) else numel
+        starts = range(0, numel, size) if numel > size else (0,)
+        for start in starts:
+            part = slice(start, start + size) if len(starts) > 1 else slice(None)
+            wide_grad = _widen(grad[part])
+            if factor is not None:
+                wide_grad.mul_(factor.to(wide_grad.dtype))
+            # Counters advance once, with the last tile.
+            is_last = start == starts[-1]
+            old = [x[part] if like else x if is_last else x.clone() for x, like in zip(leaves, is_like, strict=True)]
+            wide = [_widen(x) if like else x for x, like in zip(old, is_like, strict=True)]
+            _, wide_param, wide_state = transform.update(wide_grad, _widen(param[part]), treespec.unflatten(wide))
+            new = [wide_param, *treespec.flatten_up_to(wide_state)]
+            for index, (narrow, value, like) in enumerate(zip([param[part], *old], new, [True, *is_like], strict=True)):
+                if value.data_ptr() != narrow.data_ptr():
+                    (rounding if like else to_nearest)(value, narrow, start, index)
+            if out is not None:
+                out[part].copy_(param[part])
+        return grad, param, state
 
     def place(param: TensorSpec) -> Any:
         specs = transform.place(replace(param, dtype=_wide(param.dtype)))
@@ -176,4 +206,3 @@ def widened(transform: Transform, *, state_dtype: str, rounding: Rounding = to_n
 
 def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-

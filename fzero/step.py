@@ -16,7 +16,9 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import astuple
+from itertools import accumulate
 from typing import Any, Literal
 
 import optree
@@ -25,15 +27,19 @@ from torch import Tensor, nn
 
 from fzero import collectives, initialise, lr_schedules
 from fzero.binding import bound
+from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.collectives import CollectiveError, Pending, Real
 from fzero.config import Config, ConfigError, Optimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
+from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
-from fzero.plan import BufferPlan, ParamGroup, Plan, optimizers_of, plan
+from fzero.plan import BufferPlan, ParamGroup, Plan, blocks_of, optimizers_of, plan
+from fzero.precision import stochastic, widened
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
+from fzero.transforms import Transform, unless
 from sharding import Mesh, Sharded, TensorSpec
-from sharding.views import flatten, take_shard, unflatten
+from sharding.views import flatten, take_shard, torch_dtype, unflatten
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 
@@ -53,6 +59,7 @@ def make_train_step(
     donate: bool = True,
     lr_schedule: Schedule | None = None,
     schedule: Literal["learned", "negotiated"] = "learned",
+    checkpoint: Choice | None = None,
     seed: int = 0,
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
@@ -77,12 +84,18 @@ def make_train_step(
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's.
         schedule: `"learned"` fixes the order of collectives in the first step. `"negotiated"` agrees on it in every
             step: for models whose units run in an order that depends on data. Slower, nothing starts early.
+        checkpoint: activation checkpointing: the modules that keep only their inputs for the backward, and run again in
+            it. n is every n-th unit that is one module (a repeated block, or one named in `units`): 1 all of them, 2 the
+            first, the third and so on. Or a function of a module's name and the module, of which the outermost modules it
+            is true of count; what it picks should be no larger than a unit, for all that it uses is gathered while its
+            backward runs. None does as `activation_checkpointing.every` says. The numbers stay the same, bit for bit.
         seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: told on every rank, when ranks differ.
-        ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` matches nothing.
+        ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` or the function
+            `checkpoint` matches nothing, or `checkpoint` is no positive integer.
     """
     if schedule not in ("learned", "negotiated"):
         raise ValueError(f"schedule: must be 'learned' or 'negotiated', got {schedule!r}; pass one of these")
@@ -92,8 +105,12 @@ def make_train_step(
     axis = mesh if isinstance(mesh, Real) else _bind(mesh, device)
     the_plan = plan(model, cfg, world_size=axis.size, units=units, param_groups=param_groups)
     optimizers = optimizers_of(cfg, param_groups)
-    _check_same(axis, cfg, model, the_plan, {"schedule": schedule, "optimizers": str(optimizers)})
-    return TrainStep(model, cfg, the_plan, optimizers, axis, device, loss_fn, donate, lr_schedule, schedule, seed)
+    checkpointing = _checkpointing(model, cfg, checkpoint, units, device)
+    arguments = {"schedule": schedule, "optimizers": str(optimizers), "checkpoint": ", ".join(checkpointing.names)}
+    _check_same(axis, cfg, model, the_plan, arguments)
+    return TrainStep(
+        model, cfg, the_plan, optimizers, axis, device, loss_fn, donate, lr_schedule, schedule, checkpointing, seed
+    )
 
 
 class TrainStep:
@@ -122,12 +139,14 @@ class TrainStep:
         donate: bool,
         lr_schedule: Schedule | None,
         schedule: Literal["learned", "negotiated"],
+        checkpointing: Checkpointing,
         seed: int,
     ) -> None:
         self.plan, self.rank, self.world_size = plan, axis.rank, axis.size
         self.schedule: tuple[Event, ...] | None = None
         self._model, self._cfg, self._axis, self.device = model, cfg, axis, device
         self._loss_fn, self._donate, self._learns, self._seed = loss_fn, donate, schedule == "learned", seed
+        self._checkpointing = checkpointing
         self._eval_schedule: tuple[Event, ...] | None = None
         self._num_passes = 0
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
@@ -143,6 +162,12 @@ class TrainStep:
         rate = lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else None)
         self._rates = [_rate_of(group.params.lr, cfg.optimizer.params.lr, rate) for group in optimizers]
         self._momentum = _momentum_schedule(cfg)
+        self._scaling = cfg.loss_scaling()
+        numels = accumulate((buffer.padded_numel for buffer in plan.flat_buffers), initial=0)
+        self._places = dict(zip((buffer.key for buffer in plan.flat_buffers), numels, strict=False))
+        predivide = None if cfg.prescale_gradients else cfg.gradient_predivide_factor
+        is_mean = cfg.gradient_allreduce_op == "mean"
+        self._predivide = predivide or (axis.size if is_mean else 1)
         self._micro_batch, self._num_micro_steps = cfg.batch_sizes(axis.size).micro, plan.num_micro_steps
         self._stored_names = _stored_names(model)
 
@@ -152,10 +177,12 @@ class TrainStep:
         device_types = ("cpu", "cuda") if self.device.type == "cuda" else ("cpu",)
         return TrainState(
             step=TensorSpec((), "int64"),
-            params={b.key: b.spec(b.row.params) for b in self.plan.flat_buffers},
-            grads={b.key: b.spec(b.row.grads) for b in self.plan.flat_buffers if b.trainable},
+            params={b.key: b.params for b in self.plan.flat_buffers},
+            master={b.key: b.master for b in self.plan.flat_buffers if b.has_master},
+            grads={b.key: b.grads for b in self.plan.flat_buffers if b.trainable},
             optimizer=dict(self.plan.optimizer),
             buffers=dict(self.plan.buffers),
+            loss_scale=LossScale(TensorSpec((), "float32"), TensorSpec((), "int64"), TensorSpec((), "int64")),
             rng={t: TensorSpec(tuple(_generator(t, 0).get_state().shape), "uint8") for t in device_types},
         )
 
@@ -178,24 +205,40 @@ class TrainStep:
         if params is not None:
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
             initialise.check_names(self._model, params)
-        flats, grads, optimizer = {}, {}, {}
-        transforms = [group.transform() for group in self._optimizers]
+        state: dict[str, dict[str, Any]] = {"params": {}, "master": {}, "grads": {}, "optimizer": {}}
         for unit in self.plan.units:
             names = [name for buffer in unit.buffers for name in buffer.layout.names]
             values = self._first_values(names, params, init_fn)
             for buffer in unit.buffers:
-                flat_P = flatten({name: values[name] for name in buffer.layout.names}, buffer.layout)
-                flats[buffer.key] = self._cut(buffer, self._from_rank_0(flat_P, buffer.key), buffer.row.params)
-                if buffer.trainable:
-                    grads[buffer.key] = torch.zeros_like(self._cut(buffer, flat_P, buffer.row.grads))
-                    optimizer[buffer.key] = transforms[buffer.group].init(
-                        self._cut(buffer, flat_P, buffer.row.optimizer)
-                    )
-            del values, flat_P  # before the next unit's are made
-        buffers = self._first_values(list(self.plan.buffers), params, init_fn)
-        buffers = {name: self._from_rank_0(buffers[name].clone(), name) for name in self.plan.buffers}
+                for part, tensors in self._init_buffer(buffer, values).items():
+                    state[part][buffer.key] = tensors
+            del values  # before the next unit's are made
+        found = self._first_values(list(self.plan.buffers), params, init_fn)
+        buffers = {
+            name: self._from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), name)
+            for name, spec in self.plan.buffers.items()
+        }
         rng = {kind: _generator(kind, self._seed * 1_000_003 + self.rank).get_state() for kind in self.specs.rng}
-        return TrainState(torch.zeros((), dtype=torch.int64), flats, grads, optimizer, buffers, rng)
+        num_updates = torch.zeros((), dtype=torch.int64, device=self.device if self._cfg.skips_overflow else "cpu")
+        loss_scale = self._scaling.init(self.device)
+        return TrainState(step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=rng)
+
+    def _init_buffer(self, buffer: BufferPlan, values: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What this rank holds of one flat buffer, from the whole values of its parameters."""
+        dtype = torch_dtype(buffer.dtypes.master)
+        flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
+        flat_P = self._from_rank_0(flat_P, buffer.key)
+        parts: dict[str, Any] = {
+            "params": self._cut(buffer, flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
+        }
+        if buffer.trainable:
+            master = self._cut(buffer, flat_P, buffer.master)
+            parts["optimizer"] = self._transform_of(buffer, 0).init(master)
+            shape, dtype = buffer.grads.local_shape(self.world_size), torch_dtype(buffer.dtypes.grad)
+            parts["grads"] = torch.zeros(shape, dtype=dtype, device=self.device)
+            if buffer.has_master:
+                parts["master"] = master
+        return parts
 
     def _first_values(
         self, names: Sequence[str], params: Mapping[str, Tensor] | None, init_fn: initialise.InitFn | None
@@ -208,16 +251,19 @@ class TrainStep:
     def _from_rank_0(self, value: Tensor, name: str) -> Tensor:
         return collectives.broadcast(value, self._axis, label=f"init {name}")
 
-    def _cut(self, buffer: BufferPlan, flat_P: Tensor, spec: object) -> Tensor:
+    def _cut(self, buffer: BufferPlan, flat_P: Tensor, spec: TensorSpec) -> Tensor:
         """What this rank holds of a flat buffer."""
-        if isinstance(spec, Sharded):
+        if isinstance(spec.spec, Sharded):
             return take_shard(flat_P, buffer.layout.partition, self.rank).clone()
         return flat_P
 
     def gather(self, state: TrainState[Tensor], *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
         """The full state dict: the model's own names, floating tensors in fp32 (or fp64, if they are), on the CPU.
 
-        *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters. One unit is gathered at a time.
+        Where there is a master copy, the weights are the master's.
+
+        *Collective:* every rank; in stage 3, and in stage 1 and 2 where there is a master copy, each sends `(W-1)/W` of the
+        parameters. One unit is gathered at a time.
 
         Args:
             to: `"all"` gives it to every rank, `"rank0"` to rank 0 alone and `{}` to the others.
@@ -227,8 +273,8 @@ class TrainStep:
         full: dict[str, Tensor] = {}
         keep = to == "all" or self.rank == 0
         for buffer in self.plan.flat_buffers:
-            flat = state.params[buffer.key]
-            if isinstance(buffer.row.params, Sharded):
+            flat = state.master.get(buffer.key, state.params[buffer.key])
+            if flat.numel() != buffer.padded_numel:
                 flat = collectives.all_gather(flat, self._axis)
             if keep:
                 full |= {name: _portable(view) for name, view in unflatten(flat, buffer.layout).items()}
@@ -274,8 +320,16 @@ class TrainStep:
             moved |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
         buffers = self._agree(buffers, moved, has_news=self._has_news(told_AW3[..., 2]))
         metrics, factor = self._measure(told_AW3[..., :2], state, is_sum=is_sum)
-        optimizer = self._update(state, factor)
-        return TrainState(state.step.add_(1), state.params, state.grads, optimizer, buffers, rng), metrics
+        optimizer = self._update(state, factor, metrics.overflow)
+        num_updates, loss_scale = state.step.add_(1), state.loss_scale
+        if self._cfg.skips_overflow:
+            num_updates.sub_(metrics.overflow.to(num_updates.dtype))
+            loss_scale = self._scaling.update(loss_scale, metrics.overflow)
+            buffers = _chosen(metrics.overflow, state.buffers, buffers)
+            if self.device.type == "cpu":  # elsewhere the host would have to wait for the overflow
+                rng = _chosen(metrics.overflow, state.rng, rng)
+        new = state._replace(step=num_updates, optimizer=optimizer, buffers=buffers, loss_scale=loss_scale, rng=rng)
+        return new, metrics
 
     def _micro_step(
         self,
@@ -295,20 +349,27 @@ class TrainStep:
         schedule = self.schedule if self._learns else None
         place = {"is_first": index == 0, "is_last": index == self._num_micro_steps - 1}
         with Pass(self.plan, self._axis, state.params, state.grads, schedule, self._scratch, **place) as work:
-            with bound(self._model, self.plan.aliases, work.fetch, buffers):
+            with bound(self._model, self.plan.aliases, work.fetch, buffers), self._checkpointed(work):
                 with work.saving():
                     loss, weight = self._loss(batch)
                 # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
-                ranks = self.world_size if self._cfg.gradient_allreduce_op == "mean" else 1
-                share = 1 / (ranks * self._num_micro_steps) if weight is None else 1.0
+                share = 1 / (self._predivide * (self._num_micro_steps if weight is None else 1))
                 news = _moved(buffers, before) - (self._moving_buffers or set())
                 self._turn(work, loss, weight, len(news), share=share)
+                if self._cfg.scales_loss:
+                    loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * state.loss_scale.scale
                 torch.autograd.backward(loss)
             work.finish()
             told = self._told(work)
         if self._learns and self.schedule is None:
             self.schedule = early(work.executed, lambda present, next_: may_start_early(self.plan, present, next_))
         return told, weight is not None
+
+    def _checkpointed(self, work: Pass) -> AbstractContextManager[None]:
+        return self._checkpointing.applied(
+            self._model, device=self.device, recomputing=work.recomputing, aliases=self.plan.aliases,
+            moving=self._moving_buffers,
+        )  # fmt: skip
 
     def _turn(self, work: Pass, loss: Tensor, weight: Tensor | None, news: int = 0, *, share: float = 1.0) -> None:
         """Ends the forward, and tells the other ranks its loss, its weight, `news`, and the number of this pass."""
@@ -357,6 +418,20 @@ class TrainStep:
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight."""
+        if self._cfg.casts_batch_to is not None:
+            dtype = torch_dtype(self._cfg.casts_batch_to)
+            batch = optree.tree_map(
+                lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
+                dict(batch) if isinstance(batch, Mapping) else batch,
+                none_is_leaf=True,
+            )
+        autocast = self._cfg.precision.autocast
+        if autocast is None:
+            return self._plain_loss(batch)
+        with torch.autocast(self.device.type, dtype=torch_dtype(autocast)):
+            return self._plain_loss(batch)
+
+    def _plain_loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         weight = None
         if self._loss_fn is not None:
             loss: Any = self._loss_fn(self._model, batch)
@@ -408,48 +483,107 @@ class TrainStep:
             state: holds the gradients.
             is_sum: whether each loss is a sum, to be divided by the sum of the weights.
         """
-        held = [rank for rank in range(self.world_size) if self.plan.stage == 0 or rank == self.rank]
-        squares = torch.zeros(len(held), dtype=torch.float64, device=self.device)
-        for buffer in self.plan.flat_buffers:
-            if buffer.trainable and buffer.shard_numel:  # in all stages the same numbers, added in the same order
-                for index, rank in enumerate(held):
-                    grad_S = own_shard(state.grads[buffer.key], buffer, rank)
-                    dtype = torch.promote_types(grad_S.dtype, torch.float32)
-                    squares[index] += torch.linalg.vector_norm(grad_S, dtype=dtype).double().square()
-        if len(held) < self.world_size:
-            squares = collectives.stack(squares[0], self._axis, label="squared norms")
         mean_loss, weight = _mean_of(losses.flatten(0, 1), is_sum=is_sum)
-        norm = (_mean_in_rank_order(squares) * self.world_size).sqrt()
-        norm = norm if weight is None else norm / weight
-        if self.device.type != "cpu":
+        # The gradients collected are these times as large as the gradient meant.
+        mean_over = self.world_size if self._cfg.gradient_allreduce_op == "mean" and weight is None else 1
+        multiple = torch.tensor(mean_over / self._predivide, dtype=torch.float64, device=self.device)
+        multiple = multiple if weight is None else multiple * weight
+        multiple = multiple * state.loss_scale.scale if self._cfg.scales_loss else multiple
+        norm = self._norm(state) / multiple
+        overflow = ~norm.isfinite()
+        if self._cfg.skips_overflow:
+            self._check_loss_scale(state, overflow)
+        elif self.device.type != "cpu":
             torch._assert_async((mean_loss + norm).isfinite(), "fzero: the loss or the gradient norm is not finite")
         elif not math.isfinite(mean_loss) or not math.isfinite(norm):
-            by_rank = losses[..., 0].mean(dim=0).tolist()
-            ranks = [rank for rank, value in enumerate(by_rank) if not math.isfinite(value)]
-            what = (
-                f"loss is not finite on ranks {ranks}"
-                if ranks
-                else f"loss is {mean_loss.item():.6g}, its gradient is not finite"
-            )
-            raise FloatingPointError(
-                f"step {int(state.step)}: {what} (losses {by_rank}, gradient norm {norm.item():.6g}); "
-                f"the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
-            )
-        lr = torch.full((), self._rates[0](int(state.step)), device=self.device)  # a fill does not wait for the device
+            raise FloatingPointError(self._what_is_not_finite(losses, state, norm))
+        rate = self._rates[0](int(state.step))
+        lr = torch.full((), rate, device=self.device)  # a fill does not wait for the device
         clip = self._cfg.gradient_clipping
-        factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else None
-        if weight is not None:
-            factor = 1 / weight if factor is None else factor / weight
-        return Metrics(mean_loss.float(), norm.float(), lr), factor
+        factor = None
+        if clip or weight is not None or self._cfg.scales_loss or mean_over != self._predivide:
+            factor = (clip / (norm + 1e-6)).clamp(max=1.0) / multiple if clip else 1 / multiple
+            factor = torch.where(overflow, torch.ones_like(factor), factor)  # the gradients stay for `first_overflow`
+        scale = state.loss_scale.scale.clone()
+        return Metrics(mean_loss.float(), norm.float(), lr, overflow, scale), factor
 
-    def _update(self, state: TrainState[Tensor], factor: Tensor | None) -> dict[str, Any]:
+    def _norm(self, state: TrainState[Tensor]) -> Tensor:
+        """The global norm of what was collected (0-d float64): from the same numbers in the same order in all stages."""
+        held = [rank for rank in range(self.world_size) if self.plan.stage == 0 or rank == self.rank]
+        is_inf = self._cfg.gradient_norm_type == "inf"
+        parts = torch.zeros(len(held), dtype=torch.float64, device=self.device)
+        for buffer in self.plan.flat_buffers:
+            if buffer.trainable and buffer.shard_numel:
+                for index, rank in enumerate(held):
+                    grad_S = own_shard(state.grads[buffer.key], buffer, rank)
+                    if is_inf:
+                        parts[index] = torch.maximum(parts[index], grad_S.abs().max().double())
+                    else:
+                        dtype = torch.promote_types(grad_S.dtype, torch.float32)
+                        parts[index] += torch.linalg.vector_norm(grad_S, dtype=dtype).double().square()
+        if len(held) < self.world_size:
+            parts = collectives.stack(parts[0], self._axis, label="norms")
+        return parts.max() if is_inf else (_mean_in_rank_order(parts) * self.world_size).sqrt()
+
+    def _check_loss_scale(self, state: TrainState[Tensor], overflow: Tensor) -> None:
+        """Raises on every rank when the loss scale would have to shrink below its minimum."""
+        exhausted = self._scaling.is_exhausted(state.loss_scale, overflow)
+        if self.device.type != "cpu":
+            torch._assert_async(~exhausted, "fzero: an overflow with the loss scale at its minimum")
+        elif exhausted:
+            raise FloatingPointError(
+                f"fp16.min_loss_scale: the gradient overflows with the loss scale at its minimum "
+                f"{state.loss_scale.scale.item():g}, first in {self.first_overflow(state)!r}; the state was not updated: "
+                f"look at this batch, lower the learning rate, or use bf16"
+            )
+
+    def _what_is_not_finite(self, losses: Tensor, state: TrainState[Tensor], norm: Tensor) -> str:
+        by_rank = losses[..., 0].mean(dim=0).tolist()
+        ranks = [rank for rank, value in enumerate(by_rank) if not math.isfinite(value)]
+        mean = losses[..., 0].mean().item()
+        what = f"loss is not finite on ranks {ranks}" if ranks else f"loss is {mean:.6g}, its gradient is not finite"
+        name = self.first_overflow(state)
+        return (
+            f"step {int(state.step)}: {what} (losses {by_rank}, gradient norm {norm.item():.6g}"
+            + (f", first parameter {name!r}" if name else "")
+            + "); the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
+        )
+
+    def first_overflow(self, state: TrainState[Tensor]) -> str | None:
+        """The name of the first parameter, as declared, whose collected gradient is not finite; None if all are finite.
+
+        For the state that a step with `metrics.overflow` gave. Reads the gradients, so on CUDA it waits for the device.
+
+        *Collective:* every rank; sends one number.
+        """
+        order = {name: index for index, (name, _) in enumerate(self._model.named_parameters())}
+        first = len(order)
+        for buffer in self.plan.flat_buffers:
+            if buffer.trainable:
+                grad_S = own_shard(state.grads[buffer.key], buffer, self.rank)
+                for name, start, stop, offset in map(astuple, buffer.layout.fragments(self.rank)):
+                    if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
+                        first = order[name]
+        found = int(collectives.stack(torch.tensor(first, device=self.device), self._axis, label="overflow").min())
+        return dict(zip(order.values(), order, strict=True)).get(found)
+
+    def _transform_of(
+        self, buffer: BufferPlan, num_updates: int, *, skip: Tensor | None = None, **how: Any
+    ) -> Transform:
+        """The transform of a flat buffer for the update after `num_updates` others; `how` is for `widened`."""
+        transform = self._optimizers[buffer.group].transform(
+            lr=self._rates[buffer.group](num_updates), momentum=self._momentum(num_updates) if self._momentum else None
+        )
+        if skip is not None:
+            transform = unless(skip, transform)
+        if self._cfg.precision.stochastic_rounding:
+            own = self.rank * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
+            how["rounding"] = stochastic(num_updates, self._places[buffer.key] + own)
+        return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
+
+    def _update(self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor) -> dict[str, Any]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
-        num_updates = int(state.step)
-        momentum = self._momentum(num_updates) if self._momentum else None
-        transforms = [
-            group.transform(lr=rate(num_updates), momentum=momentum)
-            for group, rate in zip(self._optimizers, self._rates, strict=True)
-        ]
+        num_updates, skip = int(state.step), overflow if self._cfg.skips_overflow else None
         optimizer: dict[str, Any] = {}
         joins: list[Pending] = []
         for buffer in self.plan.flat_buffers:
@@ -459,11 +593,11 @@ class TrainStep:
             share = param
             if isinstance(buffer.row.optimizer, Sharded):
                 share, grad = own_shard(param, buffer, self.rank), own_shard(grad, buffer, self.rank)
-            if factor is not None:
-                grad.mul_(factor.to(grad.dtype))
-            _, new, optimizer[buffer.key] = transforms[buffer.group].update(grad, share, state.optimizer[buffer.key])
-            if new is not share:
-                share.copy_(new)
+            master = state.master.get(buffer.key, share)
+            transform = self._transform_of(
+                buffer, num_updates, skip=skip, factor=factor, out=share if buffer.has_master else None
+            )
+            _, _, optimizer[buffer.key] = transform.update(grad, master, state.optimizer[buffer.key])
             if share is not param:
                 joins.append(collectives.start_all_gather(share, param, self._axis, label=f"join {buffer.key}"))
         for pending in joins:
@@ -571,6 +705,16 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
+def _checkpointing(
+    model: nn.Module, cfg: Config, choice: Choice | None, units: Sequence[str] | None, device: torch.device
+) -> Checkpointing:
+    field, block = "checkpoint", cfg.activation_checkpointing
+    if choice is None:
+        field, choice = "activation_checkpointing.every", block.every
+    names = choose_modules(model, choice, blocks=blocks_of(model, units), field=field)
+    return Checkpointing(names, host_moves(device) if block.cpu_checkpointing else None)
+
+
 def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
     """The learning rate of a parameter group, whose own is `lr` where the configuration's is `base`."""
     if schedule is None:
@@ -673,6 +817,10 @@ def _portable(tensor: Tensor) -> Tensor:
     dtype = torch.float32 if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
     copy = tensor.detach().to("cpu", dtype)
     return copy.clone() if copy.data_ptr() == tensor.data_ptr() or copy._base is not None else copy
+
+
+def _chosen(skip: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.where(skip, before[name], tensor) for name, tensor in after.items()}
 
 
 def _moved(buffers: dict[str, Tensor], before: dict[str, tuple[Tensor, int]]) -> set[str]:

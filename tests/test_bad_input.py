@@ -324,7 +324,10 @@ def _survives(stage: int, bad_at: int, value: float) -> tuple[str, bool, bool]:
     [
         (float("nan"), r"loss is not finite on ranks \[1\] \(losses \[\d.*, nan\]"),
         (float("inf"), r"loss is not finite on ranks \[1\] \(losses \[\d.*, inf\]"),
-        (0.0, r"loss is \d.*, its gradient is not finite \(losses \[\d.*, \d.*\], gradient norm (nan|inf)\)"),
+        (
+            0.0,
+            r"loss is \d.*, its gradient is not finite \(losses \[\d.*, \d.*\], gradient norm (nan|inf), first parameter '\w+'\)",
+        ),
     ],
     ids=["nan", "inf", "gradient"],
 )

@@ -23,6 +23,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # pure
     (
         "fzero.transforms",
+        "fzero.precision",
+        "fzero.loss_scaling",
         "fzero.lr_schedules",
         "fzero.deepspeed_keys",
         "fzero.config_sieve",
@@ -37,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # the only door to torch.distributed
     ("fzero.collectives",),
     # what moves state, and what runs a model
-    ("fzero.verbs", "fzero.binding", "fzero.initialise", "fzero.eager"),
+    ("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.eager"),
     # their composition
     ("fzero.step",),
     ("fzero",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +160,102 @@ def train_plainly(
         optimizer.step()
         curve.append((loss.item(), norm.item()))
     return curve, copy.deepcopy(module.state_dict())
+
+
+class Mixed(NamedTuple):
+    """The arithmetic of training in 16 bits, as the plain loop does it: who adds up what, in which dtype."""
+
+    param: torch.dtype
+    reduce: torch.dtype
+    grad: torch.dtype
+    master: torch.dtype = torch.float32
+    optimizer: torch.dtype = torch.float32
+    scale: float = 1.0
+
+
+def train_in_16_bits(
+    model: Callable[[], nn.Module],
+    data: Callable[[int], Any],
+    mixed: Mixed,
+    *,
+    num_steps: int,
+    num_ranks: int,
+    num_micro_steps: int = 1,
+    reduces_each: bool,
+    clip: float = 0.0,
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """The oracle of mixed precision: one process that plays the ranks and micro-steps one after the other, with AdamW.
+
+    Args:
+        reduces_each: whether gradients are added up over the ranks in each micro-step (stages 2 and 3), or over the
+            micro-steps first.
+    """
+    if num_ranks == 1:  # nothing is sent
+        mixed, reduces_each = mixed._replace(reduce=mixed.grad), False
+    module = make(model)
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    masters = {n: p.detach().to(mixed.master) for n, p in module.named_parameters()}
+    module.to(mixed.param)
+    moments = {n: torch.zeros(2, *masters[n].shape, dtype=mixed.optimizer) for n in names}
+    share, curve = 1 / (num_ranks * num_micro_steps), []
+    for index in range(num_steps):
+        with torch.no_grad():
+            for name, param in module.named_parameters():
+                param.copy_(masters[name])
+        losses, grads = [], {}
+        for micro in range(num_micro_steps):
+            for rank in range(num_ranks):
+                batch = part(part(data(index), rank, num_ranks), micro, num_micro_steps)
+                batch = tuple(x.to(mixed.param) if x.is_floating_point() else x for x in batch)
+                module.zero_grad()
+                loss = module(*batch)
+                losses.append(loss.item())
+                (loss.float() * mixed.scale).backward()
+                for name, param in module.named_parameters():
+                    grads[name, micro, rank] = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+        collected = {n: _add_up(grads, n, mixed, share, num_ranks, num_micro_steps, reduces_each) for n in names}
+        norm = sum(g.float().norm().double() ** 2 for g in collected.values()) ** 0.5 / mixed.scale
+        factor = (clip / (norm + 1e-6)).clamp(max=1.0) / mixed.scale if clip else torch.tensor(1 / mixed.scale)
+        for name, grad in collected.items():
+            grad = grad.float() * factor.float()
+            param, (m, v) = masters[name].float(), moments[name].float()
+            torch._fused_adamw_(
+                [param], [grad], [m], [v], [], [torch.tensor(index + 1.0)], lr=1e-2, beta1=0.9, beta2=0.999,
+                weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            masters[name] = param.to(mixed.master)
+            moments[name] = torch.stack([m, v]).to(mixed.optimizer)
+        curve.append((sum(losses) / len(losses), norm.item()))
+    return curve, {name: master.float() for name, master in masters.items()}
+
+
+def _add_up(
+    grads: Mapping[Any, Tensor], name: str, mixed: Mixed, share: float, num_ranks: int, num_steps: int, each: bool
+) -> Tensor:
+    def over_ranks(parts: list[Tensor]) -> Tensor:
+        total = parts[0].clone()
+        for part_ in parts[1:]:
+            total += part_
+        return total
+
+    def shared(dtype: torch.dtype, micro: int, rank: int) -> Tensor:
+        grad = grads[name, micro, rank]
+        return (grad.to(torch.promote_types(dtype, grad.dtype)) * share).to(dtype)
+
+    if each or num_steps == 1:
+        total = torch.zeros_like(grads[name, 0, 0], dtype=mixed.grad)
+        for micro in range(num_steps):
+            summed = over_ranks([shared(mixed.reduce, micro, rank) for rank in range(num_ranks)])
+            total = summed.to(mixed.grad) if micro == 0 else total.add_(summed)
+        return total
+    by_rank = []
+    for rank in range(num_ranks):
+        total = shared(mixed.grad, 0, rank)
+        for micro in range(1, num_steps):
+            grad = grads[name, micro, rank]
+            total.add_(grad.to(torch.promote_types(mixed.grad, grad.dtype)), alpha=share)
+        by_rank.append(total.to(mixed.reduce))
+    return over_ranks(by_rank).to(mixed.grad)
 
 
 def _assign(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
