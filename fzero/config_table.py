@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from rich.table import Table
 
-from fzero.config import OPTIMIZERS, SCHEDULERS, Config, TorchScheduler
+from fzero.config import OPTIMIZERS, SCHEDULERS, Config, TorchOptimizer, TorchScheduler
 from fzero.deepspeed_keys import ACCEPTED, NOT_YET, OFF
 
 
@@ -55,11 +55,12 @@ def reference() -> str:
         "`type` is one of the names below (upper and lower case do not matter), `params` as follows.",
         "",
     ]
-    for name, block in OPTIMIZERS.items():
-        lines += _section(f"{name}", block.model_fields["params"].annotation, level=3)
+    for name, optimizer in OPTIMIZERS.items():
+        lines += _section(f"{name}", optimizer.model_fields["params"].annotation, level=3)
+    lines += [TorchOptimizer.__doc__ or "", ""]
     lines += ["## `scheduler`", "", "`type` is one of the names below, `params` as follows.", ""]
-    for name, block in SCHEDULERS.items():
-        lines += _section(f"{name}", block.model_fields["params"].annotation, level=3)
+    for name, scheduler in SCHEDULERS.items():
+        lines += _section(f"{name}", scheduler.model_fields["params"].annotation, level=3)
     lines += [TorchScheduler.__doc__ or "", ""]
     lines += ["## Accepted", "", "| key | why it has nothing to do |", "| --- | --- |"]
     lines += [f"| `{key}` | {reason} |" for key, reason in ACCEPTED.items()]

@@ -39,7 +39,7 @@ ACCEPTED = {
     "zero_optimization.pipeline_loading_checkpoint": "init takes one unit at a time in any case",
     "zero_optimization.log_trace_cache_warnings": "another order of units is an error that names the unit",
     "zero_optimization.enable_sanity_checks": "the checks are always on",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "there is no Muon yet",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon's momentum is part of the state, where that is placed",
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed ignores it too",
     "optimizer.legacy_fusion": "there is one kind of optimizer",
     "optimizer.params.torch_adam": "every Adam here has torch's numbers",
@@ -88,8 +88,12 @@ class Note(NamedTuple):
     reason: str
 
 
-def set_aside(source: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], tuple[Note, ...]]:
+def set_aside(
+    source: Mapping[str, Any], prefix: str = "", *, honoured: frozenset[str] = frozenset()
+) -> tuple[dict[str, Any], tuple[Note, ...]]:
     """Parts the keys that change nothing, each with a `Note`, from those that have to be honoured.
+
+    `honoured` are dotted names that this configuration honours though others do not.
 
     >>> kept, notes = set_aside({"steps_per_print": 10, "fp16": {"enabled": False}, "gradient_clipping": 0.5})
     >>> kept, [note.key for note in notes]
@@ -103,14 +107,16 @@ def set_aside(source: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, An
             notes.append(Note(name, value, "accepted", ACCEPTED[name]))
         elif value == "auto":
             notes.append(Note(name, value, "auto", "left to fzero: the default, or what follows from the other keys"))
-            if key not in NOT_YET:
+            if key not in NOT_YET or name in honoured:
                 kept[key] = value  # a block drops it where it has such a key
+        elif name in honoured:
+            kept[key] = value
         elif key in NOT_YET and _is_off(key, value):
             notes.append(Note(name, value, "off", "it switches off what fzero does not have yet"))
         elif name == "zero_optimization" and isinstance(value, bool):
             kept[name] = {"stage": int(value)}  # before DeepSpeed 0.3: true is stage 1
         elif isinstance(value, Mapping) and key not in NOT_YET:
-            kept[key], inner = set_aside(value, f"{name}.")
+            kept[key], inner = set_aside(value, f"{name}.", honoured=honoured)
             notes += inner
         else:
             kept[key] = value

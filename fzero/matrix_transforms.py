@@ -142,7 +142,7 @@ def adafactor(
             grid.rows_of(box, sums[part.row, :num_rows]).add_(squares.sum(dim=2, keepdim=True))
             grid.columns_of(box, sums[part.row, num_rows:]).add_(squares.sum(dim=1, keepdim=True))
         total = pieces.add_up(torch.cat([sums, pieces.squares(param).to(sums.dtype)], dim=1))
-        row_sums, column_sums, param_squares = total.split([num_rows, num_columns, len(numels)])
+        row_sums, column_sums, param_squares = torch.split(total, [num_rows, num_columns, len(numels)])
         means = {}
         if state.row_var is not None and state.col_var is not None:
             for grid in grids.values():

@@ -111,7 +111,7 @@ class Pieces:
         """The sum of squares of every parameter in every shard held: (len(ranks), parameters), float64."""
         sums = torch.zeros(len(self.ranks), len(self.layout.names), dtype=torch.float64, device=flat.device)
         for part in self.parts:
-            for chunk in part.of(flat).split(CHUNK):
+            for chunk in torch.split(part.of(flat), CHUNK):
                 sums[part.row, part.index] += chunk.to(torch.float64, copy=True).square_().sum()
         return sums
 

@@ -21,10 +21,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import optree
 import torch
 from torch import Tensor
 
-from sharding import Replicated, TensorSpec
+from sharding import Replicated, Sharded, TensorSpec
 
 Leaf = TypeVar("Leaf")
 """What stands in a state: tensors, or their specs."""
@@ -235,6 +236,54 @@ def lion(lr: float, *, betas: tuple[float, float] = (0.9, 0.99), weight_decay: f
         return LionState(step_spec(param), param)
 
     return Transform(init, update, place)
+
+
+def check_elementwise(transform: Transform, *, name: str = "transform") -> None:
+    """Raises unless a shard of the update is the update of a shard, as found by a few updates of random numbers.
+
+    A transform that passes may be used on shards, for which it need not know what they hold. The shards are multiples of
+    32 long, as all are here, so that vectorised kernels do the same to every element.
+
+    Raises:
+        ValueError: two halves, updated one by one, are not the whole bit for bit.
+
+    >>> norm = Transform(lambda p: None, lambda g, p, s: (g, p - g / g.norm(), s), lambda spec: None)
+    >>> check_elementwise(norm, name="norm")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: norm: must be elementwise, ...
+    >>> check_elementwise(adamw(1e-3))
+    """
+    param, grads = trial_tensors(torch.float32)
+    numel = len(param)
+
+    def run(start: int, stop: int) -> tuple[Tensor, list[Tensor]]:
+        x = param[start:stop].clone()
+        state = transform.init(x)
+        for grad in grads:
+            _, x, state = transform.update(grad[start:stop].clone(), x, state)
+        return x, list(optree.tree_leaves(state))
+
+    with torch.random.fork_rng(devices=[]):
+        (whole, whole_state), *halves = (run(*bounds) for bounds in ((0, numel), (0, numel // 2), (numel // 2, numel)))
+    specs = optree.tree_leaves(transform.place(TensorSpec((numel,), "float32", Sharded("data"))))
+    joined = torch.equal(torch.cat([half for half, _ in halves]), whole)
+    for spec, of_all, *of_halves in zip(specs, whole_state, *(state for _, state in halves), strict=True):
+        cut = [torch.cat(of_halves)] if isinstance(spec.spec, Sharded) else of_halves
+        joined = joined and all(torch.equal(x, of_all) for x in cut)
+    if not joined:
+        raise ValueError(
+            f"{name}: must be elementwise, and two halves of {numel // 2} elements updated one by one differ from the whole; a "
+            f"shard does not know the elements of other ranks, so use a transform that takes `pieces`"
+        )
+
+
+def trial_tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A parameter (128,) and gradients for four updates (4, 128), random and of quite different sizes."""
+    generator = torch.Generator().manual_seed(0)
+    param = torch.randn(128, generator=generator)
+    grads = torch.randn(4, 128, generator=generator) * torch.logspace(-3, 2, 128)
+    return param.to(dtype), grads.to(dtype)
 
 
 def check_betas(name: str, betas: tuple[float, float]) -> None:

@@ -23,6 +23,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # pure
     (
         "fzero.transforms",
+        "fzero.pieces",
+        "fzero.matrix_transforms",
+        "fzero.torch_optimizers",
         "fzero.lr_schedules",
         "fzero.deepspeed_keys",
         "fzero.schedule",
