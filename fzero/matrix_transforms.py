@@ -11,14 +11,13 @@ Shape letters: N elements of the flat tensor, W ranks, K partial sums of one sha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Generic, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.pieces import Box, Part, Pieces, boxes
+from fzero.pieces import Pieces, boxes_of, grids_of
 from fzero.transforms import Leaf, Transform, check_betas, check_range, no_steps, step_spec
 from sharding import TensorSpec
 from sharding.layout import FlatLayout
@@ -117,7 +116,7 @@ def adafactor(
         raise ValueError(
             f"adafactor: needs beta2_decay <= 0 and d >= 1, got {beta2_decay} and {d}; -0.8 and 1.0 are usual"
         )
-    grids = _grids(pieces.layout)
+    grids = grids_of(pieces.layout)
     num_rows = sum(grid.matrices * grid.rows for grid in grids.values())
     num_columns = sum(grid.matrices * grid.columns for grid in grids.values())
     has_vectors = any(len(shape) < 2 for shape in pieces.layout.shapes)
@@ -137,7 +136,7 @@ def adafactor(
         numels = torch.tensor([max(numel, 1) for numel in pieces.layout.numels], device=param.device)
 
         sums = grad.new_zeros(len(pieces.ranks), num_rows + num_columns)
-        for part, grid, box in _cut(pieces.parts, grids):
+        for part, grid, box in boxes_of(pieces.parts, grids):
             squares = box.of(part, grad).square()
             grid.rows_of(box, sums[part.row, :num_rows]).add_(squares.sum(dim=2, keepdim=True))
             grid.columns_of(box, sums[part.row, num_rows:]).add_(squares.sum(dim=1, keepdim=True))
@@ -151,7 +150,7 @@ def adafactor(
             state.row_var.lerp_(row_sums, share)
             state.col_var.lerp_(column_sums, share)
             means = {i: grid.all_rows(state.row_var).mean(dim=1).clamp_(min=smallest) for i, grid in grids.items()}
-            for part, grid, box in _cut(pieces.parts, grids):
+            for part, grid, box in boxes_of(pieces.parts, grids):
                 mean = grid.matrices_of(box, means[part.index])
                 estimate = grid.rows_of(box, state.row_var) * grid.columns_of(box, state.col_var)
                 box.of(part, grad).mul_(estimate.div_(mean).clamp_(min=smallest**2).rsqrt_())
@@ -281,60 +280,3 @@ def _step(param: Tensor, direction: Tensor, sizes: Tensor, pieces: Pieces) -> No
     """Moves every parameter against its direction, times its size; overwrites the direction."""
     for part in pieces.parts:
         part.of(param).sub_(part.of(direction).mul_(sizes[part.index]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """A parameter as a stack of matrices, and where its first row and column stand among the statistics of all."""
-
-    matrices: int
-    rows: int
-    columns: int
-    first_row: int
-    first_column: int
-
-    def all_rows(self, statistics: Tensor) -> Tensor:
-        """The entries of this parameter: (matrices, rows)."""
-        return statistics[self.first_row :][: self.matrices * self.rows].view(self.matrices, self.rows)
-
-    def all_columns(self, statistics: Tensor) -> Tensor:
-        """The entries of this parameter: (matrices, columns)."""
-        return statistics[self.first_column :][: self.matrices * self.columns].view(self.matrices, self.columns)
-
-    def rows_of(self, box: Box, statistics: Tensor) -> Tensor:
-        """The entries of a box: (matrices, rows, 1)."""
-        first = self.first_row + box.start // self.columns
-        return statistics[first:][: box.matrices * box.rows].view(box.matrices, box.rows, 1)
-
-    def columns_of(self, box: Box, statistics: Tensor) -> Tensor:
-        """The entries of a box: (matrices, 1, columns)."""
-        matrix = box.start // (self.rows * self.columns)
-        first = self.first_column + matrix * self.columns + box.start % self.columns
-        return statistics[first:][: box.matrices * box.columns].view(box.matrices, 1, box.columns)
-
-    def matrices_of(self, box: Box, values: Tensor) -> Tensor:
-        """One value for each matrix of a box: (matrices, 1, 1)."""
-        first = box.start // (self.rows * self.columns)
-        return values[first:][: box.matrices].view(box.matrices, 1, 1)
-
-
-def _grids(layout: FlatLayout) -> dict[int, _Grid]:
-    """Every parameter that has rows and columns, by its index in the layout."""
-    grids: dict[int, _Grid] = {}
-    first_row = first_column = 0
-    for index, shape in enumerate(layout.shapes):
-        if len(shape) >= 2 and layout.numels[index]:
-            *stack, rows, columns = shape
-            grids[index] = _Grid(math.prod(stack), rows, columns, first_row, first_column)
-            first_row += math.prod(stack) * rows
-            first_column += math.prod(stack) * columns
-    return grids
-
-
-def _cut(parts: tuple[Part, ...], grids: dict[int, _Grid]) -> Iterator[tuple[Part, _Grid, Box]]:
-    """The parts of matrices, as boxes."""
-    for part in parts:
-        if part.index in grids:
-            grid = grids[part.index]
-            for box in boxes(part.start, part.stop, grid.rows, grid.columns):
-                yield part, grid, box

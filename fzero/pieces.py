@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sharding.layout import FlatLayout
 
-CHUNK = 2**20
+CHUNK = 2**18
 """Elements whose squares are in memory at once, in double precision."""
 
 
@@ -167,3 +167,60 @@ def boxes(start: int, stop: int, num_rows: int, num_columns: int) -> Iterator[Bo
             box = Box(start, 1, 1, min(stop - start, num_columns - column))
         yield box
         start += box.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A parameter as a stack of matrices, and where its first row and column stand among the statistics of all."""
+
+    matrices: int
+    rows: int
+    columns: int
+    first_row: int
+    first_column: int
+
+    def all_rows(self, statistics: Tensor) -> Tensor:
+        """The entries of this parameter: (matrices, rows)."""
+        return statistics[self.first_row :][: self.matrices * self.rows].view(self.matrices, self.rows)
+
+    def all_columns(self, statistics: Tensor) -> Tensor:
+        """The entries of this parameter: (matrices, columns)."""
+        return statistics[self.first_column :][: self.matrices * self.columns].view(self.matrices, self.columns)
+
+    def rows_of(self, box: Box, statistics: Tensor) -> Tensor:
+        """The entries of a box: (matrices, rows, 1)."""
+        first = self.first_row + box.start // self.columns
+        return statistics[first:][: box.matrices * box.rows].view(box.matrices, box.rows, 1)
+
+    def columns_of(self, box: Box, statistics: Tensor) -> Tensor:
+        """The entries of a box: (matrices, 1, columns)."""
+        matrix = box.start // (self.rows * self.columns)
+        first = self.first_column + matrix * self.columns + box.start % self.columns
+        return statistics[first:][: box.matrices * box.columns].view(box.matrices, 1, box.columns)
+
+    def matrices_of(self, box: Box, values: Tensor) -> Tensor:
+        """One value for each matrix of a box: (matrices, 1, 1)."""
+        first = box.start // (self.rows * self.columns)
+        return values[first:][: box.matrices].view(box.matrices, 1, 1)
+
+
+def grids_of(layout: FlatLayout) -> dict[int, Grid]:
+    """Every parameter that has rows and columns, by its index in the layout."""
+    grids: dict[int, Grid] = {}
+    first_row = first_column = 0
+    for index, shape in enumerate(layout.shapes):
+        if len(shape) >= 2 and layout.numels[index]:
+            *stack, rows, columns = shape
+            grids[index] = Grid(math.prod(stack), rows, columns, first_row, first_column)
+            first_row += math.prod(stack) * rows
+            first_column += math.prod(stack) * columns
+    return grids
+
+
+def boxes_of(parts: tuple[Part, ...], grids: dict[int, Grid]) -> Iterator[tuple[Part, Grid, Box]]:
+    """The parts of matrices, as boxes."""
+    for part in parts:
+        if part.index in grids:
+            grid = grids[part.index]
+            for box in boxes(part.start, part.stop, grid.rows, grid.columns):
+                yield part, grid, box

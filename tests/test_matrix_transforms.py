@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import RankPool
 from torch import Tensor
 
+from fzero import collectives
 from fzero.matrix_transforms import adafactor, lamb, muon, orthogonalise
 from fzero.pieces import Pieces, boxes
 from fzero.transforms import Transform
@@ -181,6 +184,29 @@ def test_large_parameters_have_the_same_bits_on_three_ranks(name: str, multiple_
     check_same_bits(MAKERS[name], layout, seed=1)
 
 
+def _update_own_shard(name: str, layout: FlatLayout, param_P: Tensor, grads_P: list[Tensor]) -> Tensor:
+    axis = collectives.join()
+    pieces = Pieces(
+        layout,
+        (axis.rank,),
+        stack=lambda partial: collectives.stack(partial[0], axis),
+        join=lambda shard: collectives.all_gather(shard, axis),
+    )
+    shards = [take_shard(grad, layout.partition, axis.rank) for grad in grads_P]
+    return run(MAKERS[name](pieces), take_shard(param_P, layout.partition, axis.rank), shards)[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", ["lamb, defaults", "adafactor, defaults", "muon, defaults"])
+def test_real_ranks_have_the_bits_of_the_whole(ranks: RankPool, name: str, world_size: int) -> None:
+    layout = replace(MATRICES, world_size=world_size, multiple_of=32)
+    params, grads = values(layout)
+    whole, _ = run_whole(MAKERS[name], layout, params, grads)
+    grads_P = [flatten(grad, layout) for grad in grads]
+    shards = ranks(world_size, _update_own_shard, name, layout, flatten(params, layout), grads_P)
+    assert torch.equal(torch.cat(shards), whole)
+
+
 def test_ranks_in_threads_see_each_other_and_a_rank_that_does_not_come() -> None:
     layout = FlatLayout(("w",), ((4,),), 2)
     stacked = Ranks(layout).run(lambda rank, pieces: pieces.stack(torch.full((1, 2), rank)))
@@ -276,8 +302,7 @@ def test_muon_is_the_one_of_torch_on_the_parameters_as_matrices(
     params, grads = values(layout, seed)
     found, _ = run_whole(lambda pieces: muon(**given_values, pieces=pieces), layout, params, grads)
     as_matrix = lambda x: x.reshape(x.shape[0], -1) if x.numel() else x  # noqa: E731
-    flat_params, flat_grads = ({n: as_matrix(x) for n, x in tree.items()} for tree in (params, {}))
-    flat_grads = [{n: as_matrix(x) for n, x in tree.items()} for tree in grads]
+    flat_params, *flat_grads = ({n: as_matrix(x) for n, x in tree.items()} for tree in (params, *grads))
     expected = torch_plainly(torch.optim.Muon, flat_params, flat_grads, **{"weight_decay": 0.0} | given_values)
     # The same operations: what is left is how a fused multiply-add is compiled for other strides, in fp32.
     found_tree = {n: as_matrix(x) for n, x in unflatten(found, layout).items()}
@@ -331,8 +356,8 @@ def test_lamb_and_adafactor_send_sums_only() -> None:
 
 
 def test_adafactor_keeps_a_row_and_a_column_of_a_matrix_and_all_of_a_vector() -> None:
-    matrices = adafactor(0.1, pieces=Pieces.whole(MATRICES)).init(torch.zeros(4 * 33 + 1)[:132].new_zeros(
-        Pieces.whole(MATRICES).numel))  # fmt: skip
+    pieces = Pieces.whole(MATRICES)
+    matrices = adafactor(0.1, pieces=pieces).init(torch.zeros(pieces.numel))
     assert matrices.variance is None
     assert matrices.row_var.shape == (7 + 18 + 4,) and matrices.col_var.shape == (5 + 18 + 11,)
     vectors = FlatLayout(("b", "scale"), ((5,), ()), world_size=1)
