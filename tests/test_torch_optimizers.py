@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import RankPool
 from torch import Tensor
 from torch.optim import Optimizer
+from training import Plain, config, train, train_plainly, vectors
 
 import fzero
 from fzero.plan import ALIGNMENT
@@ -301,3 +303,25 @@ def test_every_class_of_torch_works_or_is_refused_here() -> None:
 def test_before_the_first_update_the_state_is_zeros_and_says_so() -> None:
     state: TorchState[Tensor] = fzero.torch_optimizer("Rprop", lr=0.5).init(make_param(3))
     assert state.step == 0 and not any(x.any() for x in optree.tree_leaves(state))
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+def _train_all_stages(name: str) -> list[Any]:
+    cfgs = [config(stage, optimizer={"type": name, "params": {"lr": 1e-2}}) for stage in range(4)]
+    return [train(Plain, vectors, cfg, num_steps=4) for cfg in cfgs]
+
+
+@pytest.mark.parametrize("name", ["Adamax", "NAdam", "Rprop"])
+def test_training_is_alike_in_all_stages_and_like_the_plain_loop(ranks: RankPool, name: str) -> None:
+    make: Any = classes()[name]
+    plain_curve, plain_weights = train_plainly(Plain, vectors, lambda params: make(params, lr=1e-2), num_steps=4)
+    on_ranks = ranks(2, _train_all_stages, name)
+    first_curve, first_weights = on_ranks[0][0]
+    for curve, weights in (result for results in on_ranks for result in results):
+        assert curve == first_curve
+        assert all(torch.equal(weights[key], first_weights[key]) for key in weights)
+    # Rounding only, as in test_stages; these divide small gradients by their own size.
+    torch.testing.assert_close(torch.tensor(first_curve), torch.tensor(plain_curve), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(first_weights, plain_weights, rtol=0, atol=2e-5)
