@@ -46,7 +46,7 @@ def lamb(
 
     The direction of a parameter, weight decay included, is multiplied by the trust ratio ‖parameter‖ / ‖direction‖, which
     is kept within [min_coeff, max_coeff] (DeepSpeed's names and values) and is 1 where a norm is 0. The moments are
-    corrected for their bias as in Adam and in the paper, unless `bias_correction` is False.
+    corrected for their bias as in Adam and in the paper (not by a factor of `lr`), unless `bias_correction` is False.
 
     *Collective:* an update stacks the partial sums of two norms for each parameter, in float64.
     """
@@ -109,7 +109,8 @@ def adafactor(
     Parameters of more than two dims are stacks of matrices, the last two dims. A buffer that also holds parameters of
     fewer than two dims keeps a second moment as long as the whole buffer: give them a buffer of their own.
 
-    *Collective:* an update stacks R + C sums and one for each parameter, and then one for each parameter, in float64.
+    *Collective:* an update stacks R + C sums and one for each parameter, in the parameter's dtype, and then one for each
+    parameter, in float64.
     """
     check_range("adafactor", lr=lr, weight_decay=weight_decay, eps_1=eps[0] or 0.0, eps_2=eps[1])
     if not (beta2_decay <= 0 and d >= 1):
