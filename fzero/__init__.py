@@ -9,11 +9,14 @@ for batch in loader:
 
 from fzero.collectives import CollectiveError, Real, Sent, Sim, join, shutdown
 from fzero.config import Config, ConfigError, ConfigWarning
+from fzero.matrix_transforms import adafactor, lamb, muon
+from fzero.pieces import Pieces
 from fzero.plan import Plan, plan
 from fzero.schedule import Event, ScheduleError
 from fzero.state import Metrics, TrainState
 from fzero.step import MismatchError, TrainStep, make_train_step
-from fzero.transforms import Transform, adagrad, adam, adamw, chain, lion, scale, sgd
+from fzero.torch_optimizers import torch_optimizer
+from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
 
 __all__ = [
@@ -24,6 +27,7 @@ __all__ = [
     "Event",
     "Metrics",
     "MismatchError",
+    "Pieces",
     "Plan",
     "Real",
     "ScheduleError",
@@ -32,14 +36,18 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "Transform",
+    "adafactor",
     "adagrad",
     "adam",
     "adamw",
     "chain",
+    "check_elementwise",
     "gather",
     "join",
+    "lamb",
     "lion",
     "make_train_step",
+    "muon",
     "optimizer_update",
     "plan",
     "reduce_scatter_grads",
@@ -48,4 +56,5 @@ __all__ = [
     "shard",
     "shutdown",
     "specs_of",
+    "torch_optimizer",
 ]

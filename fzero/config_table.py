@@ -12,7 +12,7 @@ from typing import Any, TypeGuard, get_args
 from rich.table import Table
 from rich.text import Text
 
-from fzero.config import OPTIMIZERS, SCHEDULERS, Block, Config, TorchScheduler
+from fzero.config import OPTIMIZERS, SCHEDULERS, Block, Config, TorchOptimizer, TorchScheduler
 from fzero.config_conflicts import values
 from fzero.deepspeed_keys import ACCEPTED, HARMLESS, OFF, REFUSED
 
@@ -49,11 +49,12 @@ def reference() -> str:
         "`type` is one of the names below (upper and lower case do not matter), `params` as follows.",
         "",
     ]
-    for name, block in OPTIMIZERS.items():
-        lines += _section(f"{name}", block.model_fields["params"].annotation, level=3)
+    for name, optimizer in OPTIMIZERS.items():
+        lines += _section(f"{name}", optimizer.model_fields["params"].annotation, level=3)
+    lines += [TorchOptimizer.__doc__ or "", ""]
     lines += ["## `scheduler`", "", "`type` is one of the names below, `params` as follows.", ""]
-    for name, block in SCHEDULERS.items():
-        lines += _section(f"{name}", block.model_fields["params"].annotation, level=3)
+    for name, scheduler in SCHEDULERS.items():
+        lines += _section(f"{name}", scheduler.model_fields["params"].annotation, level=3)
     lines += [TorchScheduler.__doc__ or "", ""]
     for title, keys in (("Accepted", ACCEPTED), ("Not honoured yet, with a warning", HARMLESS)):
         lines += [f"## {title}", "", "| key | why |", "| --- | --- |"]

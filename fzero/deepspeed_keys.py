@@ -49,7 +49,7 @@ ACCEPTED = {
     "zero_optimization.pipeline_loading_checkpoint": "init takes one unit at a time in any case",
     "zero_optimization.log_trace_cache_warnings": "another order of units is an error that names the unit",
     "zero_optimization.enable_sanity_checks": "the checks are always on",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "there is no Muon yet",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon's momentum is part of the state, where that is placed",
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed ignores it too",
     "bf16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
     "bfloat16.immediate_grad_update": "gradients are reduced as soon as a unit has them",

@@ -11,7 +11,8 @@ stage 0, a shard elsewhere; nothing here knows which):
 A link of a `chain` that changes gradients (`scale`, say) returns the parameter as it was; one that changes the
 parameter consumes the gradient. That one type lets a fused kernel be a link like any other.
 
-All of these are elementwise, so that a shard of the update is the update of a shard.
+All of these are elementwise, so that a shard of the update is the update of a shard; `fzero.matrix_transforms` has those
+that are not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import optree
 import torch
 from torch import Tensor
 
-from sharding import Replicated, TensorSpec
+from sharding import Replicated, Sharded, TensorSpec
 
 Leaf = TypeVar("Leaf")
 """What stands in a state: tensors, or their specs."""
@@ -117,14 +118,14 @@ def sgd(
     Raises:
         ValueError: a negative value, or nesterov without momentum or with dampening.
     """
-    _check_range("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
+    check_range("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(
             f"sgd: nesterov needs momentum > 0 and dampening = 0, got {momentum} and {dampening}; change these"
         )
 
     def init(param: Tensor) -> SGDState[Tensor]:
-        return SGDState(_no_steps(param), torch.zeros_like(param) if momentum else None)
+        return SGDState(no_steps(param), torch.zeros_like(param) if momentum else None)
 
     def update(grad: Tensor, param: Tensor, state: SGDState[Tensor]) -> tuple[Tensor, Tensor, SGDState[Tensor]]:
         if weight_decay:
@@ -139,7 +140,7 @@ def sgd(
         return grad, param, SGDState(state.step.add_(1), state.momentum)
 
     def place(param: TensorSpec) -> SGDState[TensorSpec]:
-        return SGDState(_step_spec(param), param if momentum else None)
+        return SGDState(step_spec(param), param if momentum else None)
 
     return Transform(init, update, place)
 
@@ -169,11 +170,11 @@ def adam(
 def _adam(
     name: str, kernel: Callable[..., None], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> Transform:
-    _check_range(name, lr=lr, eps=eps, weight_decay=weight_decay)
-    _check_betas(name, betas)
+    check_range(name, lr=lr, eps=eps, weight_decay=weight_decay)
+    check_betas(name, betas)
 
     def init(param: Tensor) -> AdamState[Tensor]:
-        return AdamState(_no_steps(param), torch.zeros_like(param), torch.zeros_like(param))
+        return AdamState(no_steps(param), torch.zeros_like(param), torch.zeros_like(param))
 
     def update(
         grad: Tensor, param: Tensor, state: AdamState[Tensor], found_inf: Tensor | None = None
@@ -193,7 +194,7 @@ def _adam(
         return update(grad, param, state, skip.float())
 
     def place(param: TensorSpec) -> AdamState[TensorSpec]:
-        return AdamState(_step_spec(param), param, param)
+        return AdamState(step_spec(param), param, param)
 
     return Transform(init, update, place, update_unless)
 
@@ -215,10 +216,10 @@ def adagrad(
 ) -> Transform:
     """`torch.optim.Adagrad` (Duchi et al. 2011; weight decay joins the gradient), by PyTorch's fused kernel."""
     given = {"initial_accumulator_value": initial_accumulator_value, "eps": eps}
-    _check_range("adagrad", lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, **given)
+    check_range("adagrad", lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, **given)
 
     def init(param: Tensor) -> AdagradState[Tensor]:
-        return AdagradState(_no_steps(param), torch.full_like(param, initial_accumulator_value))
+        return AdagradState(no_steps(param), torch.full_like(param, initial_accumulator_value))
 
     def update(grad: Tensor, param: Tensor, state: AdagradState[Tensor]) -> tuple[Tensor, Tensor, AdagradState[Tensor]]:
         step = state.step.add_(1)
@@ -230,7 +231,7 @@ def adagrad(
         return grad, param, AdagradState(step, state.sum)
 
     def place(param: TensorSpec) -> AdagradState[TensorSpec]:
-        return AdagradState(_step_spec(param), param)
+        return AdagradState(step_spec(param), param)
 
     return Transform(init, update, place)
 
@@ -244,11 +245,11 @@ class LionState(NamedTuple, Generic[Leaf]):
 
 def lion(lr: float, *, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> Transform:
     """Lion (Chen et al., arXiv:2302.06675, algorithm 2): the sign of a momentum, with decoupled weight decay."""
-    _check_range("lion", lr=lr, weight_decay=weight_decay)
-    _check_betas("lion", betas)
+    check_range("lion", lr=lr, weight_decay=weight_decay)
+    check_betas("lion", betas)
 
     def init(param: Tensor) -> LionState[Tensor]:
-        return LionState(_no_steps(param), torch.zeros_like(param))
+        return LionState(no_steps(param), torch.zeros_like(param))
 
     def update(grad: Tensor, param: Tensor, state: LionState[Tensor]) -> tuple[Tensor, Tensor, LionState[Tensor]]:
         # The gradient's memory takes the mix whose sign is the direction, and the momentum follows from the mix: with
@@ -259,25 +260,77 @@ def lion(lr: float, *, betas: tuple[float, float] = (0.9, 0.99), weight_decay: f
         return grad, param, LionState(state.step.add_(1), state.exp_avg)
 
     def place(param: TensorSpec) -> LionState[TensorSpec]:
-        return LionState(_step_spec(param), param)
+        return LionState(step_spec(param), param)
 
     return Transform(init, update, place)
 
 
-def _check_betas(name: str, betas: tuple[float, float]) -> None:
+def check_elementwise(transform: Transform, *, name: str = "transform") -> None:
+    """Raises unless a shard of the update is the update of a shard, as found by a few updates of random numbers.
+
+    A transform that passes may be used on shards, for which it need not know what they hold. The shards are multiples of
+    32 long, as all are here, so that vectorised kernels do the same to every element.
+
+    Raises:
+        ValueError: two halves, updated one by one, are not the whole bit for bit.
+
+    >>> norm = Transform(lambda p: None, lambda g, p, s: (g, p - g / g.norm(), s), lambda spec: None)
+    >>> check_elementwise(norm, name="norm")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: norm: must be elementwise, ...
+    >>> check_elementwise(adamw(1e-3))
+    """
+    param, grads = trial_tensors(torch.float32)
+    numel = len(param)
+
+    def run(start: int, stop: int) -> tuple[Tensor, list[Tensor]]:
+        x = param[start:stop].clone()
+        state = transform.init(x)
+        for grad in grads:
+            _, x, state = transform.update(grad[start:stop].clone(), x, state)
+        return x, list(optree.tree_leaves(state))
+
+    with torch.random.fork_rng(devices=[]):
+        (whole, whole_state), *halves = (run(*bounds) for bounds in ((0, numel), (0, numel // 2), (numel // 2, numel)))
+    specs = optree.tree_leaves(transform.place(TensorSpec((numel,), "float32", Sharded("data"))))
+    joined = torch.equal(torch.cat([half for half, _ in halves]), whole)
+    for spec, of_all, *of_halves in zip(specs, whole_state, *(state for _, state in halves), strict=True):
+        cut = [torch.cat(of_halves)] if isinstance(spec.spec, Sharded) else of_halves
+        joined = joined and all(torch.equal(x, of_all) for x in cut)
+    if not joined:
+        raise ValueError(
+            f"{name}: must be elementwise, and two halves of {numel // 2} elements updated one by one differ from the whole; a "
+            f"shard does not know the elements of other ranks, so use a transform that takes `pieces`"
+        )
+
+
+def trial_tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A parameter (128,) and gradients for four updates (4, 128), random and of quite different sizes."""
+    generator = torch.Generator().manual_seed(0)
+    param = torch.randn(128, generator=generator)
+    grads = torch.randn(4, 128, generator=generator) * torch.logspace(-3, 2, 128)
+    return param.to(dtype), grads.to(dtype)
+
+
+def check_betas(name: str, betas: tuple[float, float]) -> None:
+    """Raises unless both are in [0, 1)."""
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{name}: each of betas must be in [0, 1), got {betas}; 0.9 for the first is usual")
 
 
-def _no_steps(param: Tensor) -> Tensor:
+def no_steps(param: Tensor) -> Tensor:
+    """The count of updates before the first: a float32, as torch.optim's are, where the parameter is."""
     return torch.zeros((), dtype=torch.float32, device=param.device)
 
 
-def _step_spec(param: TensorSpec) -> TensorSpec:
+def step_spec(param: TensorSpec) -> TensorSpec:
+    """Where that count lives: every rank has it."""
     return replace(param, shape=(), dtype="float32", spec=Replicated(), multiple_of=1)
 
 
-def _check_range(name: str, **values: float) -> None:
+def check_range(name: str, **values: float) -> None:
+    """Raises unless all are numbers from 0 on."""
     for field, value in values.items():
         if not value >= 0:
             raise ValueError(f"{name}: {field} must be at least 0, got {value}; give a number that is not negative")

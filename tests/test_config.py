@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from fzero import Config, ConfigError
 from fzero.__main__ import main
-from fzero.config import OPTIMIZERS, Adam, AdamW, Block, ConfigWarning, SGDParams
+from fzero.config import OPTIMIZERS, Adam, AdamW, Block, ConfigWarning, SGDParams, with_overrides
 from fzero.config_sieve import children
 from fzero.config_table import reference
 from fzero.deepspeed_keys import ACCEPTED, HARMLESS, NOT_YET, REFUSED, SPELLINGS, TYPES
@@ -574,10 +574,11 @@ def test_an_unknown_key_is_told_with_the_nearest_name_or_all_names(source: Any, 
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("Adamm", "Adam"), ("AdanW", "AdamW"), ("sg", "SGD"), ("FusedAdam", "Adam")]
+    ("name", "nearest"),
+    [("Adamm", "Adam"), ("AdanW", "AdamW"), ("sg", "SGD"), ("FusedAdam", "Adam"), ("radm", "RAdam")],
 )
 def test_an_unknown_optimizer_is_told_with_the_nearest_one(name: str, nearest: str) -> None:
-    known = "(known: Adam, AdamW, SGD, Adagrad, Lion)"
+    known = "(known: Adam, AdamW, SGD, Adagrad, Lion, Lamb, Adafactor, Muon and elementwise classes of torch.optim)"
     assert refusal(optimizer(name)) == f"optimizer: no optimizer is named {name!r}; did you mean {nearest!r}? {known}"
 
 
@@ -1019,6 +1020,162 @@ def test_configurations_are_equal_by_their_values_and_hash_alike() -> None:
 
 def test_what_is_not_given_conflicts_with_nothing() -> None:
     assert Config().conflicts == () == Config.load(FULL).conflicts
+
+
+# --- optimizers of other kinds -----------------------------------------------------------------------------------
+
+
+def test_the_names_of_all_optimizers_are_read_in_any_case() -> None:
+    for name in (*OPTIMIZERS, "Adamax", "NAdam", "RMSprop", "ASGD", "Rprop", "RAdam", "Adadelta"):
+        for spelling in (name, name.lower(), name.upper()):
+            cfg = Config.load(optimizer(spelling))
+            assert cfg.optimizer.type == name
+            assert Config.load(cfg.model_dump()) == cfg
+
+
+def test_a_class_of_torch_has_its_own_parameters_and_defaults() -> None:
+    cfg = Config.load(optimizer("nadam", weight_decay=0.5, maximize=True, foreach=None))
+    params = cfg.optimizer.params
+    assert (params.lr, params.betas, params.momentum_decay, params.maximize) == (2e-3, (0.9, 0.999), 4e-3, True)
+    assert refusal(optimizer("nadam", momentun_decay=0.1)) == (
+        "optimizer.params.momentun_decay: unknown key; did you mean 'momentum_decay'?"
+    )
+    assert refusal(optimizer("nadam", lr=-1)).startswith("optimizer.params.lr: must be greater than or equal to 0")
+    assert "NAdam: does not take a flat tensor" in refusal(optimizer("nadam", momentum_decay=-1))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("lbfgs", "LBFGS: needs a closure"), ("SparseAdam", "does not support dense gradients")]
+)
+def test_a_class_of_torch_that_cannot_work_on_shards_is_refused_with_the_reason(name: str, reason: str) -> None:
+    message = refusal(optimizer(name))
+    assert message.startswith("optimizer: ") and reason in message
+
+
+def test_lamb_honours_what_adam_does_not() -> None:
+    assert Config.load(optimizer("Lamb", bias_correction=False)).optimizer.params.bias_correction is False
+    assert Config.load(optimizer("Lamb", bias_correction="auto")).optimizer.params.bias_correction is True
+    message = refusal(optimizer("Lamb", min_coeff=2.0, max_coeff=1.0))
+    assert "min_coeff must be at most max_coeff, got 2.0 > 1.0" in message
+
+
+def test_parameters_of_different_kinds_go_different_ways() -> None:
+    kinds = {
+        name: Config.load(optimizer(name)).optimizer.kind_of for name in ("AdamW", "Lamb", "Adafactor", "Muon", "Rprop")
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "h.w": (2, 3),
+        "h.b": (3,),
+        "Embedding.w": (9, 2),
+        "lm_head.w": (9, 2),
+        "conv": (2, 2, 3, 3),
+    }
+    expected = {
+        "AdamW": ["", "", "", "", ""],
+        "Lamb": ["", "", "", "", ""],
+        "Rprop": ["", "", "", "", ""],
+        "Adafactor": ["matrix", "vector", "matrix", "matrix", "matrix"],
+        "Muon": ["muon", "adam", "adam", "adam", "muon"],
+    }
+    assert {name: [kind_of(*item) for item in shapes.items()] for name, kind_of in kinds.items()} == expected
+
+
+def _after_two_updates(block: Any, **asked: Any) -> list[float]:
+    import torch
+
+    from fzero import Pieces
+    from sharding.layout import FlatLayout
+
+    transform = block.transform(pieces=Pieces.whole(FlatLayout(("w",), ((2, 3),), 1)), **asked)
+    param = torch.linspace(-1, 1, 6)
+    state = transform.init(param)
+    for grad in (torch.tensor([1.0, 2.0, -1.0, 0.5, 3.0, 1.0]), torch.tensor([-3.0, 0.25, 1.0, 1.0, 2.0, -1.0])):
+        _, param, state = transform.update(grad, param, state)
+    return param.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "params"),
+    [
+        (
+            "Lamb",
+            "",
+            {
+                "lr": 0.5,
+                "betas": [0.5, 0.5],
+                "eps": 0.5,
+                "weight_decay": 0.5,
+                "max_coeff": 0.5,
+                "bias_correction": False,
+            },
+        ),
+        ("Lamb", "", {"min_coeff": 5.0}),
+        ("Adafactor", "matrix", {"lr": 0.5, "beta2_decay": -0.1, "eps": [2.0, 0.9], "weight_decay": 0.5}),
+        ("Adafactor", "matrix", {"d": 3.0, "lr": 0.5}),
+        (
+            "Muon",
+            "muon",
+            {"lr": 0.5, "muon_lr": 0.25, "momentum": 0.5, "weight_decay": 0.5, "ns_steps": 2, "nesterov": False},
+        ),
+        ("Muon", "adam", {"lr": 0.5, "adam_lr": 0.25, "betas": [0.5, 0.5], "eps": 0.5, "weight_decay": 0.5}),
+        ("Adamax", "", {"lr": 0.5, "betas": [0.5, 0.5], "eps": 0.5, "weight_decay": 0.5, "maximize": True}),
+    ],
+)
+def test_every_hyper_parameter_of_these_reaches_the_update(name: str, kind: str, params: dict[str, Any]) -> None:
+    found = _after_two_updates(Config.load(optimizer(name, **params)).optimizer, kind=kind)
+    for field in params:
+        fewer = {key: value for key, value in params.items() if key != field}
+        other = _after_two_updates(Config.load(optimizer(name, **fewer)).optimizer, kind=kind)
+        assert other != found or (field == "lr" and f"{kind}_lr" in params), f"{name}: {field} changes nothing"
+
+
+def test_a_schedule_moves_the_rates_of_muon_in_proportion_and_the_first_beta_of_its_adam() -> None:
+    both = Config.load(optimizer("Muon", lr=0.5, muon_lr=0.25, adam_lr=0.125)).optimizer
+    halved = Config.load(optimizer("Muon", lr=0.25, muon_lr=0.125, adam_lr=0.0625)).optimizer
+    for kind in ("muon", "adam"):
+        assert _after_two_updates(both, kind=kind, lr=0.25) == _after_two_updates(halved, kind=kind)
+    moved = Config.load(optimizer("Muon", betas=[0.5, 0.95])).optimizer
+    still = Config.load(optimizer("Muon")).optimizer
+    assert _after_two_updates(still, kind="adam", momentum=0.5) == _after_two_updates(moved, kind="adam")
+    assert _after_two_updates(still, kind="muon", momentum=0.5) == _after_two_updates(moved, kind="muon")
+    beta = Config.load(optimizer("Adamax", betas=[0.5, 0.999])).optimizer
+    assert _after_two_updates(Config.load(optimizer("Adamax")).optimizer, momentum=0.5) == _after_two_updates(beta)
+
+
+def test_muons_adam_has_deepspeeds_rate_where_none_is_given() -> None:
+    assert Config.load(optimizer("Muon")).optimizer.params.adam_lr == 3e-4
+    assert Config.load(optimizer("Muon", lr="auto")).optimizer.params.adam_lr == 3e-4
+    assert Config.load(optimizer("Muon", lr=0.5)).optimizer.params.adam_lr is None
+    assert "lr must not be 0 beside muon_lr" in refusal(optimizer("Muon", lr=0, muon_lr=0.5))
+    assert "ns_method" in refusal(optimizer("Muon", ns_method="gram"))
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "message"),
+    [
+        ("Lamb", {}, "Lamb: looks at whole parameters, so that its transform needs pieces, got None"),
+        ("Adafactor", {}, "Adafactor: looks at whole parameters"),
+        ("Muon", {"kind": "muon"}, "Muon: looks at whole parameters"),
+        ("Muon", {}, "Muon: the kind of parameters must be 'muon' or 'adam', got ''"),
+    ],
+)
+def test_a_transform_says_what_it_needs(name: str, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config.load(optimizer(name)).optimizer.transform(**asked)
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Adafactor", "Muon", "Adamax"])
+def test_a_groups_hyper_parameters_are_checked_as_the_configurations(name: str) -> None:
+    block = Config.load(optimizer(name, weight_decay=0.25)).optimizer
+    changed = with_overrides(block, {"lr": 0.5}, "param_groups[0]")
+    assert type(changed) is type(block) and (changed.params.lr, changed.params.weight_decay) == (0.5, 0.25)
+    with pytest.raises(ConfigError, match=rf"param_groups\[0\].foo: .*; {name} has: lr, "):
+        with_overrides(block, {"foo": 1}, "param_groups[0]")
+
+
+def test_a_value_that_only_the_class_itself_refuses_is_refused_in_a_group_too() -> None:
+    with pytest.raises(ConfigError, match=r"^param_groups\[0\]: .*Adamax: does not take .* Invalid epsilon"):
+        with_overrides(Config.load(optimizer("Adamax")).optimizer, {"eps": -1.0}, "param_groups[0]")
 
 
 # --- what is shown -----------------------------------------------------------------------------------------------

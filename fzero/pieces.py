@@ -1,0 +1,226 @@
+"""Which parameters does a flat tensor hold, and how is something summed over one of them that several ranks share?
+
+An optimizer that is not elementwise looks at whole parameters: their norms, their rows and columns, their singular
+values. In stage 0 its flat tensor is the whole buffer, in stages 1-3 one shard, whose ends cut parameters. `Pieces`
+says what is there. Every stage must give the same bits, so sums are made in one way only: for each shard and parameter
+a partial sum, and then the W partial sums of a parameter in rank order, whoever holds the shards.
+
+Shape letters: P padded = W * S, S shard, W ranks, K partial sums of one shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from sharding.layout import FlatLayout
+
+CHUNK = 2**18
+"""Elements whose squares are in memory at once, in double precision."""
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements [start, stop) of the flattened parameter `index`, at `offset` of the flat tensor, in its shard `row`."""
+
+    row: int
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """These elements, as a view."""
+        return flat[self.offset : self.offset + self.stop - self.start]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Which parameters a flat tensor holds, and how to reach the ranks that hold the rest.
+
+    Args:
+        layout: of the whole buffer.
+        ranks: whose shards the tensor holds, one after another: all W in stage 0 (see `whole`), one in stages 1-3.
+        stack: the partial sums (len(ranks), K) -> those of all ranks (W, K), in rank order. *Collective*, unless all are
+            held: sends (W-1) · K.
+        join: the flat tensor -> the whole buffer (P,). *Collective*, unless it is whole: sends (W-1)/W · P.
+
+    Raises:
+        ValueError: the ranks are not all and not one.
+
+    >>> layout = FlatLayout(names=("w", "b"), shapes=((2, 3), (3,)), world_size=2)
+    >>> Pieces(layout, ranks=(1,)).parts
+    (Part(row=0, index=0, start=5, stop=6, offset=0), Part(row=0, index=1, start=0, stop=3, offset=1))
+    >>> [part.row for part in Pieces.whole(layout).parts]
+    [0, 1, 1]
+    """
+
+    layout: FlatLayout
+    ranks: tuple[int, ...]
+    stack: Callable[[Tensor], Tensor] = _same
+    join: Callable[[Tensor], Tensor] = _same
+
+    def __post_init__(self) -> None:
+        everyone = tuple(range(self.layout.world_size))
+        if self.ranks != everyone and (len(self.ranks) != 1 or self.ranks[0] not in everyone):
+            raise ValueError(
+                f"Pieces: ranks must be all {self.layout.world_size} in order, or one of them, got {self.ranks}; pass "
+                f"Pieces.whole(layout) for a whole buffer and ranks=(rank,) for a shard"
+            )
+
+    @classmethod
+    def whole(cls, layout: FlatLayout) -> Self:
+        """Of a whole buffer (P,): nothing is sent."""
+        return cls(layout, tuple(range(layout.world_size)))
+
+    @property
+    def numel(self) -> int:
+        """The elements of the flat tensor, padding included."""
+        return len(self.ranks) * self.layout.partition.shard_numel
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of parameters in the flat tensor, in order."""
+        index_of = {name: index for index, name in enumerate(self.layout.names)}
+        shard_numel = self.layout.partition.shard_numel
+        return tuple(
+            Part(row, index_of[fragment.name], fragment.start, fragment.stop, row * shard_numel + fragment.offset)
+            for row, rank in enumerate(self.ranks)
+            for fragment in self.layout.fragments(rank)
+        )
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        """The sums (K,) over all ranks of the partial ones (len(ranks), K). *Collective:* sends what `stack` sends."""
+        rows_WK = self.stack(partial)
+        assert rows_WK.shape == (self.layout.world_size, partial.shape[1])
+        total = rows_WK[0].clone()
+        for row in rows_WK[1:]:
+            total += row
+        return total
+
+    def squares(self, flat: Tensor) -> Tensor:
+        """The sum of squares of every parameter in every shard held: (len(ranks), parameters), float64."""
+        sums = torch.zeros(len(self.ranks), len(self.layout.names), dtype=torch.float64, device=flat.device)
+        for part in self.parts:
+            for chunk in torch.split(part.of(flat), CHUNK):
+                sums[part.row, part.index] += chunk.to(torch.float64, copy=True).square_().sum()
+        return sums
+
+    def check(self, owner: str, flat: Tensor) -> None:
+        """Raises unless the tensor is one that these pieces describe."""
+        if tuple(flat.shape) != (self.numel,):
+            raise ValueError(
+                f"{owner}: the flat tensor must have {self.numel} elements, those of ranks {self.ranks} of the layout, got "
+                f"shape {tuple(flat.shape)}; pass the Pieces of this tensor"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """`matrices` × `rows` × `columns` neighbours in a stack of matrices; the first is element `start` of the stack."""
+
+    start: int
+    matrices: int
+    rows: int
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Matrices, rows, columns."""
+        return self.matrices, self.rows, self.columns
+
+    @property
+    def numel(self) -> int:
+        """The elements of the box."""
+        return math.prod(self.shape)
+
+    def of(self, part: Part, flat: Tensor) -> Tensor:
+        """The box as a view of the flat tensor that holds it as a piece of `part`: (matrices, rows, columns)."""
+        return part.of(flat)[self.start - part.start :][: self.numel].view(self.shape)
+
+
+def boxes(start: int, stop: int, num_rows: int, num_columns: int) -> Iterator[Box]:
+    """Cuts elements [start, stop) of a stack of matrices into whole matrices, whole rows of one, and parts of a row.
+
+    >>> list(boxes(2, 13, num_rows=2, num_columns=3))  # doctest: +NORMALIZE_WHITESPACE
+    [Box(start=2, matrices=1, rows=1, columns=1), Box(start=3, matrices=1, rows=1, columns=3),
+     Box(start=6, matrices=1, rows=2, columns=3), Box(start=12, matrices=1, rows=1, columns=1)]
+    """
+    matrix = num_rows * num_columns
+    while start < stop:
+        row, column = divmod(start % matrix, num_columns)
+        num_whole = (stop - start) // num_columns if column == 0 else 0
+        if row == column == 0 and stop - start >= matrix:
+            box = Box(start, (stop - start) // matrix, num_rows, num_columns)
+        elif num_whole:
+            box = Box(start, 1, min(num_whole, num_rows - row), num_columns)
+        else:
+            box = Box(start, 1, 1, min(stop - start, num_columns - column))
+        yield box
+        start += box.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A parameter as a stack of matrices, and where its first row and column stand among the statistics of all."""
+
+    matrices: int
+    rows: int
+    columns: int
+    first_row: int
+    first_column: int
+
+    def all_rows(self, statistics: Tensor) -> Tensor:
+        """The entries of this parameter: (matrices, rows)."""
+        return statistics[self.first_row :][: self.matrices * self.rows].view(self.matrices, self.rows)
+
+    def all_columns(self, statistics: Tensor) -> Tensor:
+        """The entries of this parameter: (matrices, columns)."""
+        return statistics[self.first_column :][: self.matrices * self.columns].view(self.matrices, self.columns)
+
+    def rows_of(self, box: Box, statistics: Tensor) -> Tensor:
+        """The entries of a box: (matrices, rows, 1)."""
+        first = self.first_row + box.start // self.columns
+        return statistics[first:][: box.matrices * box.rows].view(box.matrices, box.rows, 1)
+
+    def columns_of(self, box: Box, statistics: Tensor) -> Tensor:
+        """The entries of a box: (matrices, 1, columns)."""
+        matrix = box.start // (self.rows * self.columns)
+        first = self.first_column + matrix * self.columns + box.start % self.columns
+        return statistics[first:][: box.matrices * box.columns].view(box.matrices, 1, box.columns)
+
+    def matrices_of(self, box: Box, values: Tensor) -> Tensor:
+        """One value for each matrix of a box: (matrices, 1, 1)."""
+        first = box.start // (self.rows * self.columns)
+        return values[first:][: box.matrices].view(box.matrices, 1, 1)
+
+
+def grids_of(layout: FlatLayout) -> dict[int, Grid]:
+    """Every parameter that has rows and columns, by its index in the layout."""
+    grids: dict[int, Grid] = {}
+    first_row = first_column = 0
+    for index, shape in enumerate(layout.shapes):
+        if len(shape) >= 2 and layout.numels[index]:
+            *stack, rows, columns = shape
+            grids[index] = Grid(math.prod(stack), rows, columns, first_row, first_column)
+            first_row += math.prod(stack) * rows
+            first_column += math.prod(stack) * columns
+    return grids
+
+
+def boxes_of(parts: tuple[Part, ...], grids: dict[int, Grid]) -> Iterator[tuple[Part, Grid, Box]]:
+    """The parts of matrices, as boxes."""
+    for part in parts:
+        if part.index in grids:
+            grid = grids[part.index]
+            for box in boxes(part.start, part.stop, grid.rows, grid.columns):
+                yield part, grid, box
