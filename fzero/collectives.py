@@ -353,12 +353,12 @@ def _tell(axis: Real, collective: str, label: str, num_elements: int, tensor: Te
 # --- whole collectives, on either axis ---------------------------------------------------------------------------
 
 
-def all_gather(shard: Tensor, axis: Axis) -> Tensor:
+def all_gather(shard: Tensor, axis: Axis, *, label: str = "all_gather") -> Tensor:
     """The shards of all ranks joined in rank order: S → P (`Sim`: [W, S] → [W, P]). *Collective:* sends (W-1)/W · P."""
     if isinstance(axis, Sim):
         return reference.all_gather(shard)
     shard = shard.contiguous()
-    return start_all_gather(shard, shard.new_empty(shard.numel() * axis.size), axis).wait()
+    return start_all_gather(shard, shard.new_empty(shard.numel() * axis.size), axis, label=label).wait()
 
 
 def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:

@@ -217,6 +217,15 @@ class OptimizerBlock(Block):
     type: str
     params: Any
 
+    @property
+    def lr(self) -> float:
+        """The configured learning rate."""
+        return float(self.params.lr)
+
+    def is_elementwise(self, kind: str) -> bool:
+        """Whether the transform of parameters of this kind treats each element by itself."""
+        return True
+
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         """Which of the optimizer's ways a parameter goes; parameters of different kinds are in different flat buffers."""
         return ""
@@ -294,6 +303,9 @@ class Lamb(OptimizerBlock):
     type: Literal["Lamb"] = "Lamb"
     params: LambParams = LambParams()
 
+    def is_elementwise(self, kind: str) -> bool:
+        return False
+
     def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
         return matrix_transforms.lamb(**values, pieces=self._needed(pieces))
 
@@ -301,6 +313,9 @@ class Lamb(OptimizerBlock):
 class Adafactor(OptimizerBlock):
     type: Literal["Adafactor"] = "Adafactor"
     params: AdafactorParams = AdafactorParams()
+
+    def is_elementwise(self, kind: str) -> bool:
+        return False
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         return "matrix" if len(shape) >= 2 else "vector"
@@ -312,6 +327,9 @@ class Adafactor(OptimizerBlock):
 class Muon(OptimizerBlock):
     type: Literal["Muon"] = "Muon"
     params: MuonParams = MuonParams()
+
+    def is_elementwise(self, kind: str) -> bool:
+        return kind == "adam"
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         """Matrices but for embeddings and the output layer go Muon's way, as in DeepSpeed."""

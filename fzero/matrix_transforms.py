@@ -224,7 +224,7 @@ def muon(
     def update(grad: Tensor, param: Tensor, state: MuonState[Tensor]) -> tuple[Tensor, Tensor, MuonState[Tensor]]:
         state.momentum.lerp_(grad, 1 - momentum)
         direction = grad.lerp_(state.momentum, momentum) if nesterov else state.momentum
-        whole_P = pieces.join(direction) if _is_cut(layout) else None
+        whole_P = pieces.join(direction) if is_cut(layout) else None
         if weight_decay:
             param.mul_(1 - lr * weight_decay)
         last, orthogonal = -1, param
@@ -270,8 +270,8 @@ def orthogonalise(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> T
     return x.T if is_tall else x
 
 
-def _is_cut(layout: FlatLayout) -> bool:
-    """Whether a shard ends inside a parameter."""
+def is_cut(layout: FlatLayout) -> bool:
+    """Whether a shard ends inside a parameter, so that Muon has to join the buffer."""
     shard = layout.partition.shard_numel
     spans = [layout.bounds(name) for name in layout.names]
     return any(start // shard != (stop - 1) // shard for start, stop in spans if start < stop)

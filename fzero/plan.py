@@ -15,7 +15,7 @@ import fnmatch
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,10 @@ from rich.table import Table
 from torch import nn
 
 from fzero.config import Config, ConfigError, Optimizer, ZeroOptimization, with_overrides
+from fzero.matrix_transforms import is_cut
+from fzero.pieces import Pieces
 from fzero.precision import Dtypes, widened
+from fzero.transforms import Transform, check_elementwise
 from sharding import FlatLayout, Partial, Replicated, Sharded, Spec, TensorSpec, declaration, plan_buckets, round_robin
 from sharding.views import dtype_name
 
@@ -60,6 +63,8 @@ class BufferPlan:
     trainable: bool
     row: Row
     group: int = 0
+    way: str = ""
+    """Which of its optimizer's ways the parameters go (`OptimizerBlock.kind_of`)."""
 
     @property
     def padded_numel(self) -> int:
@@ -194,6 +199,9 @@ class Plan:
             "all_gather of updated parameters": sum(
                 n for row, n in trained if isinstance(row.params, Replicated) and isinstance(row.optimizer, Sharded)
             ),
+            "all_gather of momentum": sum(
+                n for b, n in shards if b.way == "muon" and isinstance(b.row.optimizer, Sharded) and is_cut(b.layout)
+            ),
             "all_gather in the forward": sum(cut) * micro_steps,
             "all_gather in the backward": (sum(cut) - kept) * micro_steps,
         }
@@ -214,6 +222,7 @@ def plan(
     world_size: int = 1,
     units: Sequence[str] | None = None,
     param_groups: Sequence[ParamGroup] = (),
+    transform: OwnTransform | None = None,
 ) -> Plan:
     """The plan of `model` under `cfg` on `world_size` ranks; reads shapes only, so the model may be on `meta`.
 
@@ -224,6 +233,7 @@ def plan(
         units: names of the modules to use as units, with `*` as a wildcard (the outermost matches count); None finds
             repeated blocks.
         param_groups: parameters with hyper-parameters of their own; see `ParamGroup`. The first that matches counts.
+        transform: in place of the configuration's optimizer; see `make_train_step`.
 
     Raises:
         ConfigError, ValueError: the configuration does not fit, or a name in `units` matches nothing.
@@ -235,7 +245,7 @@ def plan(
     """
     cfg = Config.load(cfg)
     zero = cfg.zero_optimization
-    optimizers = optimizers_of(cfg, param_groups)
+    optimizers = optimizers_of(cfg, param_groups, transform)
     owners = dict(model.named_parameters())
     if not owners:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
@@ -244,7 +254,7 @@ def plan(
             name,
             tuple(
                 _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, world_size)
-                for kind, names in _by_kind(members, model, owners, cfg, param_groups).items()
+                for kind, names in _by_kind(members, model, owners, cfg, param_groups, optimizers).items()
             ),
         )
         for name, members in _find_units(model, owners, units, zero.reduce_bucket_size)
@@ -257,14 +267,16 @@ def plan(
             f"raise it, or name smaller modules in units="
         )
     precision = cfg.precision
-    transforms = [optimizer.transform() for optimizer in optimizers]
     return Plan(
         stage=zero.stage,
         world_size=world_size,
         units=unit_plans,
         aliases=_aliases(model),
         optimizer={
-            b.key: widened(transforms[b.group], state_dtype=b.dtypes.optimizer).place(b.master)
+            b.key: widened(
+                optimizers[b.group].transform(pieces=Pieces.whole(b.layout), kind=b.way),
+                state_dtype=b.dtypes.optimizer,
+            ).place(b.master)
             for u in unit_plans
             for b in u.buffers
             if b.trainable
@@ -287,6 +299,7 @@ class Kind(NamedTuple):
     trainable: bool
     small: bool
     group: int
+    way: str
 
     def __str__(self) -> str:
         param, master = self.dtypes.param, self.dtypes.master
@@ -295,22 +308,74 @@ class Kind(NamedTuple):
             "small" * self.small,
             "frozen" * (not self.trainable),
             f"group{self.group}" * bool(self.group),
+            self.way,
         ]
         return "/".join(filter(None, parts))
 
 
 ParamGroup = Mapping[str, Any]
-"""Hyper-parameters that differ from the configuration's, and under `"params"` whom they are for: a regular expression that
-is searched for in a parameter's name, or a function of name and parameter."""
+"""Hyper-parameters that differ from the configuration's, or a `"transform"` (see `OwnTransform`) with or without an `"lr"`;
+and under `"params"` whom they are for: a regular expression that is searched for in a parameter's name, or a function of
+name and parameter."""
+
+OwnTransform = Transform | Callable[[float], Transform]
+"""A user's transform, or a function of the learning rate that makes one; elementwise, for it works on shards."""
 
 
-def optimizers_of(cfg: Config, param_groups: Sequence[ParamGroup] = ()) -> list[Optimizer]:
-    """The optimizer of each group: 0 is the configuration's, for the parameters that no group takes.
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A user's transform where otherwise an optimizer of the configuration stands.
 
     Raises:
-        ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have.
+        ConfigError: it is not elementwise.
     """
-    optimizers = [cfg.optimizer]
+
+    field: str
+    make: OwnTransform
+    lr: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.make, Transform) and not callable(self.make):
+            raise ConfigError(
+                f"{self.field}: must be a Transform or a function of the learning rate that makes one, got {self.make!r}; "
+                f"see fzero.transforms"
+            )
+        try:
+            check_elementwise(self.transform(), name=self.field)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def __repr__(self) -> str:
+        return f"Own({self.field!r}, lr={self.lr})"  # the same on all ranks
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no learning rate reaches it."""
+        return isinstance(self.make, Transform)
+
+    def is_elementwise(self, kind: str) -> bool:
+        return True
+
+    def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
+        return ""
+
+    def transform(
+        self, *, lr: float | None = None, momentum: float | None = None, pieces: Pieces | None = None, kind: str = ""
+    ) -> Transform:
+        return self.make if isinstance(self.make, Transform) else self.make(self.lr if lr is None else lr)
+
+
+def optimizers_of(
+    cfg: Config, param_groups: Sequence[ParamGroup] = (), transform: OwnTransform | None = None
+) -> list[Optimizer | Own]:
+    """The optimizer of each group: 0 is the configuration's or `transform`, for the parameters that no group takes.
+
+    Raises:
+        ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have; a transform
+            that is not elementwise.
+    """
+    lr = cfg.optimizer.lr
+    optimizers: list[Optimizer | Own] = [cfg.optimizer if transform is None else Own("transform", transform, lr)]
     for index, group in enumerate(param_groups):
         if not isinstance(group.get("params"), str) and not callable(group.get("params")):
             raise ConfigError(
@@ -318,7 +383,17 @@ def optimizers_of(cfg: Config, param_groups: Sequence[ParamGroup] = ()) -> list[
                 f"{group.get('params')!r}; say whom the group is for"
             )
         overrides = {key: value for key, value in group.items() if key != "params"}
-        optimizers.append(with_overrides(cfg.optimizer, overrides, f"param_groups[{index}]"))
+        field = f"param_groups[{index}]"
+        own = overrides.pop("transform", transform)
+        if own is None:
+            optimizers.append(with_overrides(cfg.optimizer, overrides, field))
+            continue
+        optimizers.append(Own(f"{field}.transform", own, overrides.pop("lr", lr)))
+        if overrides:
+            raise ConfigError(
+                f"{field}.{min(overrides)}: a group of a transform has 'params', 'transform' and 'lr' only, got "
+                f"{overrides[min(overrides)]!r}; make the transform with it"
+            )
     return optimizers
 
 
@@ -337,6 +412,7 @@ def _by_kind(
     owners: dict[str, nn.Parameter],
     cfg: Config,
     param_groups: Sequence[ParamGroup],
+    optimizers: Sequence[Optimizer | Own],
 ) -> dict[Kind, list[str]]:
     kinds: dict[Kind, list[str]] = {}
     precision, threshold = cfg.precision, cfg.zero_optimization.stage3_param_persistence_threshold
@@ -346,7 +422,8 @@ def _by_kind(
         if not param.requires_grad:  # nothing but the parameter itself is kept
             dtypes = Dtypes(*[dtypes.param] * len(dtypes))
         group = _group_of(name, param, param_groups) if param.requires_grad else 0
-        kind = Kind(dtypes, param.requires_grad, param.numel() < threshold, group)
+        way = optimizers[group].kind_of(name, tuple(param.shape)) if param.requires_grad else ""
+        kind = Kind(dtypes, param.requires_grad, param.numel() < threshold, group, way)
         kinds.setdefault(kind, []).append(name)
     return kinds
 
@@ -360,7 +437,7 @@ def _plan_buffer(
         tuple(name for name, _ in params), tuple(tuple(p.shape) for _, p in params), world_size, multiple_of=ALIGNMENT
     )
     row = STAGES[2] if kind.small and zero.stage == 3 else STAGES[zero.stage]
-    return BufferPlan(f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group)
+    return BufferPlan(f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way)
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

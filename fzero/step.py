@@ -33,7 +33,8 @@ from fzero.config import Config, ConfigError, Optimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
-from fzero.plan import BufferPlan, ParamGroup, Plan, blocks_of, optimizers_of, plan
+from fzero.pieces import Pieces
+from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
 from fzero.precision import stochastic, widened
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
@@ -56,6 +57,7 @@ def make_train_step(
     mesh: Mesh | Real | None = None,
     units: Sequence[str] | None = None,
     param_groups: Sequence[ParamGroup] = (),
+    transform: OwnTransform | None = None,
     donate: bool = True,
     lr_schedule: Schedule | None = None,
     schedule: Literal["learned", "negotiated"] = "learned",
@@ -80,6 +82,8 @@ def make_train_step(
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
             first that matches counts. `"params"` may be a function of name and parameter. A group's `lr` scales the
             schedule: what a schedule makes of the configuration's lr it makes of the group's.
+        transform: in place of the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or
+            a function of the learning rate that makes one; `fzero.transforms` says how one is made.
         donate: the step may write into the state it is given, which must not be used again. False works on a copy.
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's.
         schedule: `"learned"` fixes the order of collectives in the first step. `"negotiated"` agrees on it in every
@@ -103,8 +107,8 @@ def make_train_step(
     _check_no_hooks(model)
     device = _device_of(model)
     axis = mesh if isinstance(mesh, Real) else _bind(mesh, device)
-    the_plan = plan(model, cfg, world_size=axis.size, units=units, param_groups=param_groups)
-    optimizers = optimizers_of(cfg, param_groups)
+    the_plan = plan(model, cfg, world_size=axis.size, units=units, param_groups=param_groups, transform=transform)
+    optimizers = optimizers_of(cfg, param_groups, transform)
     checkpointing = _checkpointing(model, cfg, checkpoint, units, device)
     arguments = {"schedule": schedule, "optimizers": str(optimizers), "checkpoint": ", ".join(checkpointing.names)}
     _check_same(axis, cfg, model, the_plan, arguments)
@@ -132,7 +136,7 @@ class TrainStep:
         model: nn.Module,
         cfg: Config,
         plan: Plan,
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Optimizer | Own],
         axis: Real,
         device: torch.device,
         loss_fn: LossFn | None,
@@ -160,8 +164,13 @@ class TrainStep:
         self._scratch = Scratch()
         self._optimizers = optimizers  # of each parameter group
         rate = lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else None)
-        self._rates = [_rate_of(group.params.lr, cfg.optimizer.params.lr, rate) for group in optimizers]
-        self._momentum = _momentum_schedule(cfg)
+        if rate is not None and any(isinstance(group, Own) and group.is_fixed for group in optimizers):
+            raise ConfigError(
+                "transform: must be a function of the learning rate where a schedule moves that, got a Transform; pass "
+                "lambda lr: ..."
+            )
+        self._rates = [_rate_of(group.lr, cfg.optimizer.lr, rate) for group in optimizers]
+        self._momentum = _momentum_schedule(cfg, has_betas=not any(isinstance(group, Own) for group in optimizers))
         self._scaling = cfg.loss_scaling()
         numels = accumulate((buffer.padded_numel for buffer in plan.flat_buffers), initial=0)
         self._places = dict(zip((buffer.key for buffer in plan.flat_buffers), numels, strict=False))
@@ -571,15 +580,29 @@ class TrainStep:
         self, buffer: BufferPlan, num_updates: int, *, skip: Tensor | None = None, **how: Any
     ) -> Transform:
         """The transform of a flat buffer for the update after `num_updates` others; `how` is for `widened`."""
-        transform = self._optimizers[buffer.group].transform(
-            lr=self._rates[buffer.group](num_updates), momentum=self._momentum(num_updates) if self._momentum else None
+        optimizer, pieces = self._optimizers[buffer.group], Pieces.whole(buffer.layout)
+        if isinstance(buffer.row.optimizer, Sharded):
+            pieces = Pieces(buffer.layout, (self.rank,), stack=self._stack, join=self._join)
+        transform = optimizer.transform(
+            lr=self._rates[buffer.group](num_updates),
+            momentum=self._momentum(num_updates) if self._momentum else None,
+            pieces=pieces,
+            kind=buffer.way,
         )
+        if not optimizer.is_elementwise(buffer.way):
+            how["tile"] = None
         if skip is not None:
             transform = unless(skip, transform)
         if self._cfg.precision.stochastic_rounding:
             own = self.rank * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
             how["rounding"] = stochastic(num_updates, self._places[buffer.key] + own)
         return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
+
+    def _stack(self, partial: Tensor) -> Tensor:
+        return collectives.stack(partial[0], self._axis, label="optimizer")
+
+    def _join(self, shard_S: Tensor) -> Tensor:
+        return collectives.all_gather(shard_S, self._axis, label="momentum")
 
     def _update(self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor) -> dict[str, Any]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
@@ -729,13 +752,13 @@ def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
     return lambda n: schedule(n) * (lr / base)
 
 
-def _momentum_schedule(cfg: Config) -> Schedule | None:
+def _momentum_schedule(cfg: Config, *, has_betas: bool) -> Schedule | None:
     """The first beta as a function of the number of updates so far, where the scheduler moves it."""
     momentum = cfg.scheduler.momentum() if cfg.scheduler else None
-    if momentum is not None and not hasattr(cfg.optimizer.params, "betas"):
+    if momentum is not None and not (has_betas and hasattr(cfg.optimizer.params, "betas")):
         warnings.warn(
-            f"scheduler.params.cycle_momentum: {cfg.optimizer.type} has no betas, so that only the learning rate cycles "
-            f"(as in DeepSpeed); set it to false",
+            f"scheduler.params.cycle_momentum: {cfg.optimizer.type if has_betas else 'a transform'} has no betas, so that "
+            f"only the learning rate cycles (as in DeepSpeed); set it to false",
             stacklevel=4,
         )
         return None

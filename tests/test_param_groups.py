@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankPool
-from torch import nn
+from torch import Tensor, nn
 from training import Plain, config, make, train, train_plainly, vectors
 
 import fzero
-from fzero import ConfigError
+from fzero import ConfigError, Transform
 
 GROUPS: list[dict[str, Any]] = [
     {"params": r"scale$", "weight_decay": 0.0},
@@ -109,3 +109,63 @@ def test_a_group_keeps_its_rate_where_the_others_rest_and_no_schedule_can_scale_
     assert [name for name in start if not torch.equal(weights[name], start[name])] == ["blocks.2.weight"]
     with pytest.raises(ConfigError, match=r"optimizer\.params\.lr: must not be 0"):
         train(Plain, vectors, config(0, optimizer=resting), param_groups=groups, lr_schedule=lambda n: 0.5)
+
+
+# --- a transform of one's own ------------------------------------------------------------------------------------
+
+
+def signs(lr: float) -> Transform:
+    """Moves by the sign of the gradient."""
+
+    def update(grad: Tensor, param: Tensor, state: tuple[()]) -> tuple[Tensor, Tensor, tuple[()]]:
+        return grad, param - lr * grad.sign(), state  # a new tensor, not the one given
+
+    return Transform(lambda param: (), update, lambda spec: ())
+
+
+def _with_own_transform(stage: int, keys: dict[str, Any]) -> Any:
+    groups = [{"params": r"scale$", "transform": fzero.sgd(0.05)}, {"params": "blocks.3", "lr": 0.02}]
+    schedule = (
+        {"lr_schedule": lambda n: 0.01 / (n + 1), "param_groups": groups[1:]} if keys else {"param_groups": groups}
+    )
+    cfg = config(stage, clip=0.0, optimizer={"type": "AdamW", "params": {"lr": 0.01}})
+    return train(Plain, vectors, cfg, transform=signs, num_steps=4, **schedule)
+
+
+def _by_hand(scheduled: bool) -> dict[str, Tensor]:
+    model = make(Plain)
+    for index in range(4):
+        model.zero_grad()
+        model(*vectors(index)).backward()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                assert param.grad is not None
+                lr = (0.02 if "blocks.3" in name else 0.01) / (index + 1 if scheduled else 1)
+                is_scale = name.endswith("scale") and not scheduled
+                param.sub_(0.05 * param.grad if is_scale else lr * param.grad.sign())
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_transform_of_the_users_own_works_on_shards(ranks: RankPool, world_size: int, scheduled: bool) -> None:
+    expected = _by_hand(scheduled)
+    for stage in range(4):
+        for _, weights in ranks(world_size, _with_own_transform, stage, {"scheduled": 1} if scheduled else {}):
+            # The mean of two means; a gradient within rounding of zero would show as a whole stride.
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
+
+
+def test_a_transform_that_would_be_wrong_on_shards_is_refused_with_the_reason() -> None:
+    by_norm = Transform(lambda p: (), lambda g, p, s: (g, p - g / g.norm(), s), lambda spec: ())
+    with pytest.raises(ConfigError, match="transform: must be elementwise"):
+        fzero.make_train_step(make(Plain), config(0), transform=by_norm)
+    with pytest.raises(ConfigError, match=r"param_groups\[0\].transform: must be elementwise"):
+        fzero.make_train_step(make(Plain), config(0), param_groups=[{"params": "scale", "transform": by_norm}])
+    with pytest.raises(ConfigError, match=r"transform: must be a Transform or a function .*, got 3"):
+        fzero.make_train_step(make(Plain), config(0), transform=3)
+    with pytest.raises(ConfigError, match=r"param_groups\[0\].betas: a group of a transform has .* only, got"):
+        group = {"params": "scale", "transform": signs, "betas": (0.9, 0.9)}
+        fzero.make_train_step(make(Plain), config(0), param_groups=[group])
+    with pytest.raises(ConfigError, match="transform: must be a function of the learning rate where a schedule"):
+        fzero.make_train_step(make(Plain), config(0), transform=fzero.sgd(0.1), lr_schedule=lambda n: 0.1)

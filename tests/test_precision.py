@@ -22,6 +22,7 @@ NUM_STEPS = 4
 STATIC = {"enabled": True, "auto_cast": True, "loss_scale": 1024}
 
 POLICIES: dict[str, tuple[dict[str, Any], Mixed]] = {
+    "fp32": ({}, Mixed(F, F, F)),
     "bf16": ({"bf16": {"enabled": True, "auto_cast": True}}, Mixed(B, B, B)),
     "fp16": ({"fp16": STATIC}, Mixed(H, H, H, scale=1024.0)),
     "bf16, gradients added up in fp32": (
@@ -78,7 +79,7 @@ def test_16_bits_in_all_stages_are_the_plain_loop_in_the_same_arithmetic_bit_for
 
 
 @pytest.mark.parametrize("num_micro_steps", [1, 2])
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_clipping_in_16_bits_is_the_plain_loop_to_the_rounding_of_the_norm(
     ranks: RankPool, world_size: int, policy: str, num_micro_steps: int
