@@ -1,7 +1,8 @@
 """The contenders: each makes a train step for one rank, and `run_rank` runs it in blocks when the driver says so.
 
 A step takes a batch and returns what it measured: its time in ms as `step` and its `loss`, or the floor's parts.
-All train the same GPT from the same seed on the same batches, in fp32, with the same AdamW and without clipping.
+All train the same GPT from the same seed on the same batches, with the same AdamW and without clipping; in fp32, or in
+bf16 with an fp32 master in the way that each offers (DDP has none but `torch.autocast`).
 """
 
 import os
@@ -30,11 +31,12 @@ def timed(train: Callable[[Batch], Tensor]) -> Step:
     return step
 
 
-def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool = False) -> Step:
     """The loop body of the peers that live in PyTorch."""
 
     def train(batch: Batch) -> Tensor:
-        loss = model(*batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(*batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -43,18 +45,20 @@ def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return timed(train)
 
 
-def make_floor(size: Size, stage: int) -> Step:
+def make_floor(size: Size, stage: int, dtype: str) -> Step:
     """What no step of this stage can do without, each part alone, over flat buffers that stay where they are.
 
     Both collectives are made of sends and receives, which on gloo beat the collectives of their names, all-to-all and
     broadcasts. Stage 0 takes the faster of that pair and an all-reduce; stage 3 gathers twice.
     """
-    model, world_size, rank = GPT(size), dist.get_world_size(), dist.get_rank()
+    is_bf16, world_size, rank = dtype == "bf16", dist.get_world_size(), dist.get_rank()
+    model = GPT(size).bfloat16() if is_bf16 else GPT(size)
     others = [other for other in range(world_size) if other != rank]
     shard_numel = -(-sum(param.numel() for param in model.parameters()) // world_size)
-    flat_P = torch.zeros(world_size * shard_numel)
-    shards_WS, received_WS = flat_P.view(world_size, shard_numel), torch.zeros(world_size, shard_numel)
-    updated = torch.zeros_like(flat_P if stage == 0 else received_WS[0])
+    flat_P = torch.zeros(world_size * shard_numel, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+    shards_WS = flat_P.view(world_size, shard_numel)
+    received_WS = torch.zeros_like(shards_WS)
+    updated = torch.zeros_like(flat_P if stage == 0 else received_WS[0], dtype=torch.float32)
     updated.grad = torch.zeros_like(updated)
     optimizer = torch.optim.AdamW([updated], fused=True, **ADAMW)
 
@@ -94,29 +98,32 @@ def make_floor(size: Size, stage: int) -> Step:
     return step
 
 
-def make_ddp(size: Size, stage: int) -> Step:
+def make_ddp(size: Size, stage: int, dtype: str) -> Step:
     """DistributedDataParallel, in stage 1 with ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = nn.parallel.DistributedDataParallel(GPT(size), gradient_as_bucket_view=True)
     if stage == 0:
-        return usual_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
+        return usual_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), autocast=dtype == "bf16")
     sharded = {"optimizer_class": torch.optim.AdamW, "parameters_as_bucket_view": True}
-    return usual_step(model, ZeroRedundancyOptimizer(model.parameters(), **sharded, fused=True, **ADAMW))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), **sharded, fused=True, **ADAMW)
+    return usual_step(model, optimizer, autocast=dtype == "bf16")
 
 
-def make_fsdp2(size: Size, stage: int) -> Step:
+def make_fsdp2(size: Size, stage: int, dtype: str) -> Step:
     """`fully_shard` per block; stage 2 keeps the gathered parameters until the backward pass, stage 3 gathers again."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    narrow = torch.bfloat16 if dtype == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow)
     model, mesh = GPT(size), init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3)
+        fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy)
     return usual_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
 
 
-def make_deepspeed(size: Size, stage: int) -> Step:
+def make_deepspeed(size: Size, stage: int, dtype: str) -> Step:
     """DeepSpeed with its defaults, but PyTorch's fused AdamW and no clipping (its default is a norm of 1)."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -127,6 +134,7 @@ def make_deepspeed(size: Size, stage: int) -> Step:
         "train_micro_batch_size_per_gpu": size.num_rows,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": dtype == "bf16"},
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
@@ -139,7 +147,7 @@ def make_deepspeed(size: Size, stage: int) -> Step:
     return timed(train)
 
 
-def make_fzero(size: Size, stage: int) -> Step:
+def make_fzero(size: Size, stage: int, dtype: str) -> Step:
     import fzero
 
     model = GPT(size)
@@ -148,6 +156,7 @@ def make_fzero(size: Size, stage: int) -> Step:
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": dtype == "bf16"},
     }
     train_step = fzero.make_train_step(model, fzero.Config.load(config))
     state = train_step.init()
@@ -161,7 +170,7 @@ def make_fzero(size: Size, stage: int) -> Step:
     return timed(train)
 
 
-CONTENDERS: dict[str, tuple[Callable[[Size, int], Step], tuple[int, ...]]] = {  # its maker, its stages
+CONTENDERS: dict[str, tuple[Callable[[Size, int, str], Step], tuple[int, ...]]] = {  # its maker, its stages
     "DDP": (make_ddp, (0,)),
     "ZeroRedundancyOptimizer": (make_ddp, (1,)),
     "FSDP2": (make_fsdp2, (2, 3)),
@@ -177,7 +186,7 @@ def peak_resident_mb() -> float:
 
 
 def run_rank(
-    contender: str, stage: int, size: Size, rank: int, world_size: int, folder: Path, pipe: Connection
+    contender: str, stage: int, size: Size, dtype: str, rank: int, world_size: int, folder: Path, pipe: Connection
 ) -> None:
     """One rank of one contender: sends `ready`, then answers each number of steps with what they measured; 0 ends it.
 
@@ -194,7 +203,7 @@ def run_rank(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         torch.manual_seed(0)
         make_step, _ = CONTENDERS[contender]
-        step = make_step(size, stage)
+        step = make_step(size, stage, dtype)
         pipe.send(("ready", None))
         num_done = 0
         while num_steps := pipe.recv():

@@ -2,6 +2,8 @@
 
     make demo                                   stage 3 on two processes
     make demo ARGS="--stage 1 --ranks 3"        another stage, another number of ranks
+    make demo ARGS="--dtype bf16"               parameters in bf16 beside an fp32 master
+    make demo ARGS="--config my.json"           what this file says, a DeepSpeed configuration say
     torchrun --nproc-per-node 2 examples/train_gpt.py --stage 2
 
 `train` is what every rank runs: describe the model without memory, plan who holds what, fill in this rank's part, call
@@ -36,28 +38,34 @@ import fzero
 BATCH_SIZE = 8  # windows per rank and step
 SCORING_BATCH_SIZE = 32  # the same without gradients, which take most of the memory
 STAGES = (0, 1, 2, 3)
-# Model state in fp32 (ZeRO §3): bytes per element, and the first stage that divides them among the ranks.
-FORMULA = {"parameters": (4, 3), "optimizer": (8, 1), "gradients": (4, 2)}
+# Model state (ZeRO §3): the first stage that divides it among the ranks, and bytes per element in 32 bits and in 16.
+FORMULA = {"parameters": (3, 4, 2), "master": (1, 0, 4), "optimizer": (1, 8, 8), "gradients": (2, 4, 2)}
+DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
 BITS = 1 / math.log(2)  # the loss is in nats per byte, compressors count bits
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on the Python standard library with ZeRO.")
-    parser.add_argument("--stage", type=int, default=3, choices=STAGES, help="how much is divided among the ranks")
+    parser.add_argument("--stage", type=int, choices=STAGES, help="how much is divided among the ranks (default 3)")
+    parser.add_argument("--dtype", choices=DTYPES, help="what the model computes with (default fp32)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a configuration, in place of stage and dtype")
     parser.add_argument("--ranks", type=int, default=2, help="number of processes")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
     parser.add_argument("--size", default="small", choices=SIZES, help="size of the model")
     parser.add_argument("--seed", type=int, default=0, help="decides the weights, the batches and the sample")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of the picture and the numbers")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.config and (options.stage is not None or options.dtype):
+        parser.error("--config FILE says the stage and the dtype; leave out --stage and --dtype")
+    return options
 
 
-def config(stage: int, *, lr: float) -> fzero.Config:
-    optimizer = {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1}}
+def config(stage: int, dtype: str) -> fzero.Config:
+    optimizer = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
     # By default stage 3 keeps parameters below 100,000 elements whole on every rank. This model has few others.
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     settings = {"train_micro_batch_size_per_gpu": BATCH_SIZE, "optimizer": optimizer, "zero_optimization": zero}
-    return fzero.Config.load(settings)  # a file with this JSON would do as well
+    return fzero.Config.load(settings | DTYPES[dtype])  # a file with this JSON would do as well
 
 
 def train(options: argparse.Namespace) -> None:
@@ -68,10 +76,19 @@ def train(options: argparse.Namespace) -> None:
     size = SIZES[options.size]
     with torch.device("meta"):
         model = GPT(size)  # names and shapes: while it trains, no rank holds the whole model
-    step = fzero.make_train_step(model, config(options.stage, lr=3e-3), seed=options.seed)
-    # A step is a function and the state is data: another step, with smaller strides, takes the same state to the end.
-    last_steps = fzero.make_train_step(model, config(options.stage, lr=5e-4), seed=options.seed)
+
+    def smaller_at_the_end(num_updates: int) -> float:
+        return 3e-3 if num_updates < 0.75 * options.steps else 5e-4
+
+    if options.config:
+        cfg = fzero.Config.load(options.config)
+        step = fzero.make_train_step(model, cfg, seed=options.seed)
+    else:
+        cfg = config(3 if options.stage is None else options.stage, options.dtype or "fp32")
+        step = fzero.make_train_step(model, cfg, lr_schedule=smaller_at_the_end, seed=options.seed)
     state = step.init()
+    micro_batch, num_micro_steps = cfg.batch_sizes(step.world_size)[1:]
+    batch_size = (micro_batch or BATCH_SIZE) * num_micro_steps
 
     console = Console(quiet=step.rank != 0, highlight=False, soft_wrap=True)
     live = console.is_terminal  # a line that changes; a log gets a new line now and then
@@ -85,11 +102,11 @@ def train(options: argparse.Namespace) -> None:
         task = progress.add_task("the first step", total=options.steps)
         while len(losses) < options.steps and not agree(stop):
             where = {"seed": options.seed, "step": len(losses), "rank": step.rank}
-            batch = random_batch(training_text, context=size.context, batch_size=BATCH_SIZE, **where)
-            state, metrics = (step if len(losses) < 0.75 * options.steps else last_steps)(state, batch)
+            batch = random_batch(training_text, context=size.context, batch_size=batch_size, **where)
+            state, metrics = step(state, batch)
             losses.append(metrics.loss.item() * BITS)
             pace = (time.perf_counter() - started) / len(losses)
-            line = describe(losses, options.steps, pace, num_tokens=BATCH_SIZE * size.context * step.world_size)
+            line = describe(losses, options.steps, pace, num_tokens=batch_size * size.context * step.world_size)
             progress.update(task, completed=len(losses), description=line)
             if not live and len(losses) % max(1, options.steps // 10) == 0:
                 console.print(line)
@@ -105,16 +122,17 @@ def train(options: argparse.Namespace) -> None:
         console.print(f"stopped at step {len(losses)}")
     else:
         weights = step.gather(state, to="rank0")  # whole, in fp32, on rank 0; nothing on the others
+        held = (state.params, state.master, state.grads, state.optimizer)
         if step.rank == 0:
             result = {
                 "training_bits_per_byte": losses,
                 "validation_bits_per_byte": sum(scores) / len(scores),
                 "gzip_bits_per_byte": gzip_bits_per_byte(scored),  # of the very bytes that the model was scored on
                 "num_bytes_scored": len(scored),
-                "state_nbytes": sum(x.nbytes for x in optree.tree_leaves((state.params, state.grads, state.optimizer))),
+                "state_nbytes": sum(x.nbytes for x in optree.tree_leaves(held)),
                 "world_size": step.world_size,
             }
-            report(console, options, result, model, weights)
+            report(console, options, cfg, result, model, weights)
     fzero.shutdown()
 
 
@@ -133,11 +151,13 @@ def describe(losses: list[float], num_steps: int, pace: float, *, num_tokens: in
     return f"{line}, {minutes}:{seconds:02} left"
 
 
-def report(console: Console, options: argparse.Namespace, result: dict[str, Any], model: GPT, weights: Any) -> None:
+def report(
+    console: Console, options: argparse.Namespace, cfg: fzero.Config, result: dict[str, Any], model: GPT, weights: Any
+) -> None:
     """What rank 0 tells at the end: a sample, the score, the picture, and what to try next."""
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "demo.json").write_text(json.dumps(result))
-    draw(result, model, options.stage).savefig(options.out / "demo.png", dpi=120)
+    draw(result, model, cfg).savefig(options.out / "demo.png", dpi=120)
     writer = GPT(model.size)
     writer.load_state_dict(weights)
     generator = torch.Generator().manual_seed(options.seed)
@@ -147,11 +167,11 @@ def report(console: Console, options: argparse.Namespace, result: dict[str, Any]
         f"[bold]{result['validation_bits_per_byte']:.3f}[/] bits per byte on {result['num_bytes_scored']:,} held-out "
         f"bytes; gzip -9 needs [bold]{result['gzip_bits_per_byte']:.3f}[/] for the same bytes\n"
         f"see {options.out}/demo.png for the loss and for the memory of each stage, {options.out}/demo.json for numbers\n"
-        f'another stage, with other options: make demo ARGS="--stage {(options.stage + 1) % 4} --ranks 3 --steps 300"'
+        f'with other options: make demo ARGS="--stage {(cfg.zero_optimization.stage + 1) % 4} --ranks 3 --dtype bf16"'
     )
 
 
-def draw(result: dict[str, Any], model: GPT, stage_of_run: int) -> Figure:
+def draw(result: dict[str, Any], model: GPT, cfg: fzero.Config) -> Figure:
     """The loss curve, and the bytes of model state per rank in every stage beside the formula of the ZeRO paper."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -164,16 +184,23 @@ def draw(result: dict[str, Any], model: GPT, stage_of_run: int) -> Figure:
     left.set(xlabel="step", ylabel="bits per byte", ylim=(1, 6), title="A byte-level GPT on Python's standard library")
     left.legend()
     numel, ranks = sum(parameter.numel() for parameter in model.parameters()), result["world_size"]
+    narrow = int(cfg.precision.param_dtype in ("bfloat16", "float16"))
     for stage in STAGES:
-        planned = fzero.plan(model, config(stage, lr=0), world_size=ranks).bytes_per_rank
-        formula = {name: width * numel / (ranks if stage >= first else 1) for name, (width, first) in FORMULA.items()}
+        zero = cfg.zero_optimization.model_copy(update={"stage": stage})
+        planned = fzero.plan(model, cfg.model_copy(update={"zero_optimization": zero}), world_size=ranks).bytes_per_rank
+        formula = {
+            name: widths[narrow] * numel / (ranks if stage >= first else 1)
+            for name, (first, *widths) in FORMULA.items()
+        }
         for x, nbytes, style in (stage - 0.2, planned, {}), (stage + 0.2, formula, {"alpha": 0.4, "hatch": "//"}):
             bottom = 0.0
             for color, name in enumerate(FORMULA):
                 label = name if x < 0 else None  # once in the legend
                 right.bar(x, nbytes[name] / 1e6, 0.38, bottom, color=f"C{color}", label=label, **style)
                 bottom += nbytes[name] / 1e6
-    right.plot(stage_of_run - 0.2, result["state_nbytes"] / 1e6, "kD", label="held by rank 0 in this run")
+    right.plot(
+        cfg.zero_optimization.stage - 0.2, result["state_nbytes"] / 1e6, "kD", label="held by rank 0 in this run"
+    )
     right.set(
         xlabel="stage", ylabel="MB per rank", xticks=STAGES, title="Model state: planned, and by formula (hatched)"
     )

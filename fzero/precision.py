@@ -171,30 +171,39 @@ def widened(
     is_like = [spec.shape == probe.shape for spec in optree.tree_leaves(transform.place(probe))]
 
     def init(param: Tensor) -> Any:
-        leaves, treespec = optree.tree_flatten(transform.init(_widen(param)))
+        leaves, treespec = optree.tree_flatten(transform.init(param.to(_wide_dtype(param))))
         return treespec.unflatten([x.to(kept) if like else x for x, like in zip(leaves, is_like, strict=True)])
 
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
         leaves, treespec = optree.tree_flatten(state)
-        numel, is_narrow = param.numel(), any(x.dtype != _widen(x[:0]).dtype for x in (grad, param))
+        numel, is_narrow = param.numel(), any(x.dtype != _wide_dtype(x) for x in (grad, param))
         size = tile if tile and (is_narrow or out is not None) else numel
         starts = range(0, numel, size) if numel > size else (0,)
+        scratch: dict[str | int, Tensor] = {}  # memory that is new to the process costs more than the update
+
+        def widen(x: Tensor, place: str | int) -> Tensor:
+            if x.dtype == _wide_dtype(x):
+                return x
+            if place not in scratch:
+                scratch[place] = x.new_empty(size, dtype=_wide_dtype(x))
+            return scratch[place][: x.numel()].copy_(x)
+
         for start in starts:
             part = slice(start, start + size) if len(starts) > 1 else slice(None)
-            wide_grad = _widen(grad[part])
+            wide_grad, narrow_param = widen(grad[part], "grad"), param[part]
             if factor is not None:
                 wide_grad.mul_(factor.to(wide_grad.dtype))
             # Counters advance once, with the last tile.
             is_last = start == starts[-1]
             old = [x[part] if like else x if is_last else x.clone() for x, like in zip(leaves, is_like, strict=True)]
-            wide = [_widen(x) if like else x for x, like in zip(old, is_like, strict=True)]
-            _, wide_param, wide_state = transform.update(wide_grad, _widen(param[part]), treespec.unflatten(wide))
-            new = [wide_param, *treespec.flatten_up_to(wide_state)]
-            for index, (narrow, value, like) in enumerate(zip([param[part], *old], new, [True, *is_like], strict=True)):
-                if value.data_ptr() != narrow.data_ptr():
-                    (rounding if like else to_nearest)(value, narrow, start, index)
+            wide = [widen(x, i) if like else x for i, (x, like) in enumerate(zip(old, is_like, strict=True))]
+            updated = transform.update(wide_grad, widen(narrow_param, "param"), treespec.unflatten(wide))
+            narrows, news = [narrow_param, *old], [updated[1], *treespec.flatten_up_to(updated[2])]
+            for index, (narrow, new, like) in enumerate(zip(narrows, news, [True, *is_like], strict=True)):
+                if new.data_ptr() != narrow.data_ptr():
+                    (rounding if like else to_nearest)(new, narrow, start, index)
             if out is not None:
-                out[part].copy_(param[part])
+                out[part].copy_(narrow_param)
         return grad, param, state
 
     def place(param: TensorSpec) -> Any:
@@ -204,5 +213,5 @@ def widened(
     return Transform(init, update, place)
 
 
-def _widen(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -47,6 +47,38 @@ def test_the_demo_learns_and_leaves_its_picture_and_its_numbers(tmp_path, exampl
     assert not processes_of(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_demo_learns_in_16_bits_and_keeps_what_the_paper_says(tmp_path, examples, dtype):
+    run = subprocess.run(
+        [*COMMAND, tmp_path, "--steps", "20", "--dtype", dtype], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    assert f"parameters {'bfloat16' if dtype == 'bf16' else 'float16'}, master float32" in run.stdout
+    result = json.loads((tmp_path / "demo.json").read_text())
+    losses = result["training_bits_per_byte"]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    gpt = importlib.import_module("gpt")
+    numel = sum(parameter.numel() for parameter in gpt.GPT(gpt.SIZES["tiny"]).parameters())
+    assert 1 <= result["state_nbytes"] / (16 * numel / 2) < 1.01  # 2 + 4 + 8 + 2 bytes, divided among two ranks
+
+
+def test_the_demo_does_what_a_configuration_says(tmp_path):
+    (tmp_path / "my.json").write_text(
+        """{  # as for DeepSpeed
+            train_batch_size: 12, gradient_accumulation_steps: 3, bf16: {enabled: true}, steps_per_print: 10
+            optimizer: {type: "Muon", params: {lr: 0.01}}, zero_optimization: {stage: 2}
+            scheduler: {type: "WarmupLR", params: {warmup_num_steps: 5}}
+        }"""
+    )
+    command = [*COMMAND, tmp_path, "--steps", "10", "--config", tmp_path / "my.json"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "ZeRO stage 2 on 2 ranks" in run.stdout and "bfloat16" in run.stdout and "muon" in run.stdout
+    losses = json.loads((tmp_path / "demo.json").read_text())["training_bits_per_byte"]
+    assert losses[-1] < losses[0]
+    assert subprocess.run([*command, "--stage", "1"], capture_output=True, timeout=60).returncode == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_stops_every_rank_after_a_step_they_agree_on(tmp_path, number):
     run = subprocess.Popen(
