@@ -38,7 +38,7 @@ from fzero.config_sieve import SAYS_NOT_YET, Note, set_aside, unknown_key
 from fzero.loss_scaling import LossScaling
 from fzero.lr_schedules import Schedule
 from fzero.pieces import Pieces
-from fzero.precision import Precision
+from fzero.precision import Precision, find_class
 from fzero.transforms import Transform
 
 
@@ -395,7 +395,7 @@ def with_overrides(optimizer: Optimizer, overrides: Mapping[str, Any], field: st
         changed: Optimizer = type(optimizer).model_validate({"type": optimizer.type, "params": params.model_dump()})
         return changed
     except ValidationError as error:
-        problems = [f"{'.'.join([field, *map(str, e['loc'])])}: {e['msg']}, got {e['input']!r}" for e in error.errors()]
+        problems = [f"{'.'.join([field, *map(str, e['loc'])])}: {_said(e)}, got {e['input']!r}" for e in error.errors()]
         known = ", ".join(kind.model_fields)
         raise ConfigError("\n".join(problems) + f"; {optimizer.type} has: {known}") from None
 
@@ -406,12 +406,17 @@ def _optimizer_name(data: Any) -> Any:
         return data
     given = data.get("type", "AdamW")
     name = _BY_LOWER_NAME.get(str(given).lower())
+    if name is None and str(given).lower() in NOT_YET_OPTIMIZERS:
+        raise ValueError(f"fzero knows DeepSpeed's {given!r} and does not honour it yet; use 'AdamW', 'Lamb' or 'Muon'")
     if name is None:
         usable = {lower: name for lower, name in _BY_LOWER_NAME.items() if name in OPTIMIZERS or _works(name)}
         nearest = difflib.get_close_matches(str(given).lower(), usable, n=1, cutoff=0.0)[0]
         known = f"{', '.join(OPTIMIZERS)} and elementwise classes of torch.optim"
         raise ValueError(f"no optimizer is named {given!r}; did you mean {usable[nearest]!r}? (known: {known})")
     return {**data, "type": name}
+
+
+NOT_YET_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")
 
 
 def _works(name: str) -> bool:
@@ -498,7 +503,7 @@ class OneCycleParams(Block):
     cycle_second_stair_count: Elements | None = None
     decay_step_size: Elements = 0
     cycle_momentum: bool = True
-    """Adam and AdamW: the first beta goes from `cycle_max_mom` to `cycle_min_mom` and back."""
+    """Optimizers with betas: the first one goes from `cycle_max_mom` to `cycle_min_mom` and back."""
     cycle_min_mom: Beta = 0.8
     cycle_max_mom: Beta = 0.9
     decay_mom_rate: Rate = 0.0
@@ -725,6 +730,11 @@ class TorchAutocast(Block):
     def _is_lower(self) -> Self:
         if self.enabled and self.dtype == "float32":
             raise ValueError("dtype: must be 'bfloat16' or 'float16', got 'float32'; or set enabled to false")
+        for name in self.lower_precision_safe_modules:
+            try:
+                find_class(name)
+            except ValueError as error:
+                raise ValueError(f"lower_precision_safe_modules: {error}") from None
         return self
 
 
@@ -824,6 +834,16 @@ class Config(Block):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     """Which units keep only their inputs for the backward."""
     _notes: tuple[Note, ...] = PrivateAttr(())
+
+    @model_validator(mode="after")
+    def _no_accumulation_alone(self) -> Self:
+        is_alone = self.train_batch_size is None and self.train_micro_batch_size_per_gpu is None
+        if is_alone and self.gradient_accumulation_steps not in (None, 1):
+            raise ValueError(
+                f"gradient_accumulation_steps: needs train_batch_size or train_micro_batch_size_per_gpu beside it, got "
+                f"{self.gradient_accumulation_steps} alone; give one of the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def _no_sum_in_stage_3(self) -> Self:
@@ -964,11 +984,6 @@ class Config(Block):
             self.gradient_accumulation_steps,
         )
         if train is None and micro is None:
-            if steps not in (None, 1):
-                raise ConfigError(
-                    f"gradient_accumulation_steps: needs train_batch_size or train_micro_batch_size_per_gpu beside it, got "
-                    f"{steps} alone; give one of the two"
-                )
             return BatchSizes(None, None, 1)
         if steps is None:
             steps = train // (micro * world_size) if train and micro else 1
@@ -982,6 +997,17 @@ class Config(Block):
                 f"{train} for {micro} × {steps} × {world_size}; change one of them, or leave one out to have it inferred"
             )
         return BatchSizes(product, micro, steps)
+
+
+def _said(detail: ErrorDetails) -> str:
+    """What pydantic says of a wrong value, in one line and the words used here."""
+    if detail["type"] == "missing":
+        return 'is required; give a value ("auto" counts as left out)'
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        return "must be an object"
+    if detail["type"] == "extra_forbidden":
+        return "unknown key"
+    return " ".join(detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").split("\n"))
 
 
 def _explain(detail: ErrorDetails) -> str:
@@ -1000,9 +1026,7 @@ def _explain(detail: ErrorDetails) -> str:
         block = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else block
     field = ".".join(location) or "config"
     if detail["type"] != "extra_forbidden":
-        message = " ".join(
-            detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").split("\n")
-        )
+        message = _said(detail)
         given = "" if isinstance(detail["input"], Mapping) else f", got {detail['input']!r}"
         return f"{field}: {message}{given}" if location else message  # of the whole: the message names the keys
     key = location[-1]

@@ -54,6 +54,11 @@ def _warmup(v: Values) -> str | None:
     return f"the warmup does not end within total_num_steps, which is {total}" if is_longer else None
 
 
+def _overridden(v: Values, own: str) -> str | None:
+    master = v["data_types.master_dtype"]
+    return None if master in (None, own) else f"data_types.master_dtype is {master}"
+
+
 def _unless(condition: Callable[[Values], Any], reason: str) -> Callable[[Values], str | None]:
     return lambda v: None if condition(v) else reason
 
@@ -86,6 +91,23 @@ RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
     (
         "gradient_predivide_factor",
         _unless(lambda v: not v["prescale_gradients"], "prescale_gradients divides by all ranks beforehand"),
+    ),
+    (
+        "prescale_gradients",
+        _unless(lambda v: v["gradient_allreduce_op"] == "mean", "a sum is not divided by the ranks"),
+    ),
+    (
+        "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states bf16.stochastic_rounding",
+        lambda v: _overridden(v, "bfloat16"),
+    ),
+    ("fp16.fp16_master_weights_and_grads", lambda v: _overridden(v, "float16")),
+    (
+        "data_types.param_dtype",
+        lambda v: (
+            "no loss is scaled: only fp16.enabled does that"
+            if v["data_types.param_dtype"] == "float16" and not v["fp16.enabled"]
+            else None
+        ),
     ),
     (
         "activation_checkpointing.cpu_checkpointing",

@@ -249,6 +249,7 @@ def plan(
     owners = dict(model.named_parameters())
     if not owners:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
+    _check_params(owners, param_groups)
     unit_plans = tuple(
         UnitPlan(
             name,
@@ -395,6 +396,28 @@ def optimizers_of(
                 f"{overrides[min(overrides)]!r}; make the transform with it"
             )
     return optimizers
+
+
+def _check_params(owners: Mapping[str, nn.Parameter], param_groups: Sequence[ParamGroup]) -> None:
+    for name, param in owners.items():
+        if param.requires_grad and param.is_complex():
+            raise ValueError(
+                f"parameter {name!r}: must be real to be trained, got {param.dtype}; register its real and imaginary parts "
+                f"and join them in the forward with torch.complex"
+            )
+    for index, group in enumerate(param_groups):
+        try:
+            taken = any(_group_of(name, param, [group]) for name, param in owners.items())
+        except re.error as error:
+            raise ConfigError(
+                f"param_groups[{index}].params: must be a regular expression, got {group['params']!r}: {error}; mend it"
+            ) from None
+        if not taken:
+            names = ", ".join(list(owners)[:4])
+            raise ConfigError(
+                f"param_groups[{index}].params: must take a parameter of the model and takes none, got {group['params']!r}; "
+                f"names look like {names}"
+            )
 
 
 def _group_of(name: str, param: nn.Parameter, param_groups: Sequence[ParamGroup]) -> int:

@@ -11,16 +11,18 @@ rounding keeps them on average (Gupta et al. 2015, arXiv:1502.02551).
 
 from __future__ import annotations
 
+import importlib
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
 
-from fzero.transforms import Transform
+from fzero.transforms import Transform, separate
 from sharding import TensorSpec
 from sharding.views import torch_dtype
 
@@ -98,11 +100,24 @@ def _wide(dtype: str) -> str:
 
 
 def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
-    """Whether the module's own class is named, with its package or without."""
-    cls = type(module)
-    package = cls.__module__.split(".")
-    spellings = {".".join([*package[:length], cls.__qualname__]) for length in range(len(package) + 1)}
-    return not spellings.isdisjoint(classes)
+    return any(type(module) is find_class(name) for name in classes)
+
+
+@cache
+def find_class(name: str) -> type:
+    """The class of that dotted name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    package, _, cls = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(package), cls)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}: {error}") from None
+    if not isinstance(found, type):
+        raise ValueError(f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}, which is none")
+    return found
 
 
 # --- updates of narrow numbers -----------------------------------------------------------------------------------
@@ -156,7 +171,7 @@ def widened(
     out: Tensor | None = None,
     tile: int | None = TILE,
 ) -> Transform:
-    """A transform of narrow numbers: what `transform` does with them in fp32 (fp64 if they are), rounded at the end.
+    """A transform of narrow numbers: what `transform` does with them in fp32 (fp64 if the parameter is), rounded at the end.
 
     Args:
         transform: elementwise, unless `tile` is None.
@@ -168,47 +183,53 @@ def widened(
     """
     kept = torch_dtype(state_dtype)
     probe = TensorSpec((1_000_003,), "float32")
-    is_like = [spec.shape == probe.shape for spec in optree.tree_leaves(transform.place(probe))]
+    specs = optree.tree_leaves(transform.place(probe))
+    is_long = [spec.shape == probe.shape for spec in specs]
+    is_cast = [spec.shape == probe.shape and spec.dtype == probe.dtype for spec in specs]  # others keep their own dtype
 
     def init(param: Tensor) -> Any:
         leaves, treespec = optree.tree_flatten(transform.init(param.to(_wide_dtype(param))))
-        return treespec.unflatten([x.to(kept) if like else x for x, like in zip(leaves, is_like, strict=True)])
+        return treespec.unflatten([x.to(kept) if cast else x for x, cast in zip(leaves, is_cast, strict=True)])
 
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
         leaves, treespec = optree.tree_flatten(state)
-        numel, is_narrow = param.numel(), any(x.dtype != _wide_dtype(x) for x in (grad, param))
-        size = tile if tile and (is_narrow or out is not None) else numel
+        dtype = _wide_dtype(param)
+        numel = param.numel()
+        size = tile if tile and (grad.dtype != dtype or param.dtype != dtype or out is not None) else numel
         starts = range(0, numel, size) if numel > size else (0,)
         scratch: dict[str | int, Tensor] = {}  # memory that is new to the process costs more than the update
 
         def widen(x: Tensor, place: str | int) -> Tensor:
-            if x.dtype == _wide_dtype(x):
+            if x.dtype == dtype:
                 return x
             if place not in scratch:
-                scratch[place] = x.new_empty(size, dtype=_wide_dtype(x))
+                scratch[place] = x.new_empty(size, dtype=dtype)
             return scratch[place][: x.numel()].copy_(x)
 
         for start in starts:
             part = slice(start, start + size) if len(starts) > 1 else slice(None)
             wide_grad, narrow_param = widen(grad[part], "grad"), param[part]
             if factor is not None:
-                wide_grad.mul_(factor.to(wide_grad.dtype))
+                wide_grad.mul_(factor.to(dtype))
             # Counters advance once, with the last tile.
             is_last = start == starts[-1]
-            old = [x[part] if like else x if is_last else x.clone() for x, like in zip(leaves, is_like, strict=True)]
-            wide = [widen(x, i) if like else x for i, (x, like) in enumerate(zip(old, is_like, strict=True))]
+            old = [x[part] if long else x if is_last else x.clone() for x, long in zip(leaves, is_long, strict=True)]
+            wide = [widen(x, i) if cast else x for i, (x, cast) in enumerate(zip(old, is_cast, strict=True))]
             updated = transform.update(wide_grad, widen(narrow_param, "param"), treespec.unflatten(wide))
             narrows, news = [narrow_param, *old], [updated[1], *treespec.flatten_up_to(updated[2])]
-            for index, (narrow, new, like) in enumerate(zip(narrows, news, [True, *is_like], strict=True)):
+            news = separate(news, narrows)
+            for index, (narrow, new, cast) in enumerate(zip(narrows, news, [True, *is_cast], strict=True)):
                 if new.data_ptr() != narrow.data_ptr():
-                    (rounding if like else to_nearest)(new, narrow, start, index)
+                    (rounding if cast else to_nearest)(new, narrow, start, index)
             if out is not None:
                 out[part].copy_(narrow_param)
         return grad, param, state
 
     def place(param: TensorSpec) -> Any:
-        specs = transform.place(replace(param, dtype=_wide(param.dtype)))
-        return optree.tree_map(lambda s: replace(s, dtype=state_dtype) if s.shape == param.shape else s, specs)
+        leaves, treespec = optree.tree_flatten(transform.place(replace(param, dtype=_wide(param.dtype))))
+        return treespec.unflatten(
+            [replace(spec, dtype=state_dtype) if cast else spec for spec, cast in zip(leaves, is_cast, strict=True)]
+        )
 
     return Transform(init, update, place)
 

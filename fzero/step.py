@@ -162,7 +162,9 @@ class TrainStep:
             for buffer, _ in module.named_buffers(recurse=False)
         } & set(plan.buffers)
         self._scratch = Scratch()
+        self._expected: Any = None  # structure, paths, shapes and dtypes of the state's tensors
         self._optimizers = optimizers  # of each parameter group
+        _check_schedule(lr_schedule)
         rate = lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else None)
         if rate is not None and any(isinstance(group, Own) and group.is_fixed for group in optimizers):
             raise ConfigError(
@@ -170,7 +172,11 @@ class TrainStep:
                 "lambda lr: ..."
             )
         self._rates = [_rate_of(group.lr, cfg.optimizer.lr, rate) for group in optimizers]
-        self._momentum = _momentum_schedule(cfg, has_betas=not any(isinstance(group, Own) for group in optimizers))
+        self._momentum = (
+            None
+            if lr_schedule
+            else _momentum_schedule(cfg, has_betas=not any(isinstance(group, Own) for group in optimizers))
+        )
         self._scaling = cfg.loss_scaling()
         numels = accumulate((buffer.padded_numel for buffer in plan.flat_buffers), initial=0)
         self._places = dict(zip((buffer.key for buffer in plan.flat_buffers), numels, strict=False))
@@ -279,6 +285,7 @@ class TrainStep:
         """
         if to not in ("all", "rank0"):
             raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
+        self._check_state(state)
         full: dict[str, Tensor] = {}
         keep = to == "all" or self.rank == 0
         for buffer in self.plan.flat_buffers:
@@ -292,12 +299,35 @@ class TrainStep:
         full |= {name: _portable(tensor) for name, tensor in state.buffers.items()}
         return {key: full[name] for key, name in self._stored_names.items()}
 
+    def _check_state(self, state: TrainState[Tensor]) -> None:
+        """Raises unless every tensor has this step's shape and dtype: another step's may be divided otherwise."""
+        if self._expected is None:
+            accessors, specs, treespec = optree.tree_flatten_with_accessor(self.specs)
+            shapes = [(s.local_shape(self.world_size), torch_dtype(s.dtype)) for s in specs]
+            self._expected = treespec, [accessor.codify("state") for accessor in accessors], shapes
+        treespec, names, shapes = self._expected
+        leaves, found = optree.tree_flatten(state)
+        if found != treespec:
+            theirs = [accessor.codify("state") for accessor in optree.tree_accessors(state)]
+            differing = min({*theirs} ^ {*names}, default="another structure")
+            raise ValueError(
+                f"state: must be one of this step's, got one {'without' if differing in names else 'with'} {differing}; make "
+                f"it with this step's init(), or give its weights to init(params)"
+            )
+        for name, leaf, (shape, dtype) in zip(names, leaves, shapes, strict=True):
+            if leaf.shape != shape or leaf.dtype != dtype:
+                raise ValueError(
+                    f"{name}: must be {dtype} of shape {shape} in this step (stage "
+                    f"{self.plan.stage}, {self.world_size} ranks), got {leaf.dtype} of shape {tuple(leaf.shape)}; make it "
+                    f"with this step's init(), or give its weights to init(params)"
+                )
+
     # --- the step ------------------------------------------------------------------------------------------------
 
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
         """One optimizer step on this rank's `batch`.
 
-        *Collective:* every rank, with batches of the same size. Sends what `plan.sent_per_step` says.
+        *Collective:* every rank, with batches of the same size. Sends what `plan.sent_per_step` says, and some numbers.
 
         Args:
             state: of `init` or the step before; donated (see `make_train_step`).
@@ -311,6 +341,7 @@ class TrainStep:
             ScheduleError: the units ran in another order than in the first step.
             CollectiveError: another rank died or did not come.
         """
+        self._check_state(state)
         # At once: an iterator of the user's must not meet the state's random generators.
         micro_batches = list(self._split(batch))
         if not self._donate:
@@ -318,7 +349,7 @@ class TrainStep:
         # Buffers change in a copy, so that the state given stays good when this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        told, is_sum = [], False
+        told, is_sum, before_it = [], False, int(state.step)
         with _random_state(state.rng, self.device) as rng:
             for index, micro_batch in enumerate(micro_batches):
                 by_rank, is_sum = self._micro_step(state, buffers, before, micro_batch, index)
@@ -328,8 +359,8 @@ class TrainStep:
         if self._moving_buffers is None:  # kernels such as BatchNorm's change a buffer and not its version
             moved |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
         buffers = self._agree(buffers, moved, has_news=self._has_news(told_AW3[..., 2]))
-        metrics, factor = self._measure(told_AW3[..., :2], state, is_sum=is_sum)
-        optimizer = self._update(state, factor, metrics.overflow)
+        metrics, factor = self._measure(told_AW3[..., :2], state, is_sum=is_sum, num_updates=before_it)
+        optimizer = self._update(state, factor, metrics.overflow, num_updates=before_it)
         num_updates, loss_scale = state.step.add_(1), state.loss_scale
         if self._cfg.skips_overflow:
             num_updates.sub_(metrics.overflow.to(num_updates.dtype))
@@ -402,6 +433,7 @@ class TrainStep:
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
+        self._check_state(state)
         self._num_passes += 1
         schedule = self._eval_schedule if self._learns else None
         modes = [(module, module.training) for module in self._model.modules()]
@@ -435,10 +467,19 @@ class TrainStep:
                 none_is_leaf=True,
             )
         autocast = self._cfg.precision.autocast
-        if autocast is None:
-            return self._plain_loss(batch)
-        with torch.autocast(self.device.type, dtype=torch_dtype(autocast)):
-            return self._plain_loss(batch)
+        try:
+            if autocast is None:
+                return self._plain_loss(batch)
+            with torch.autocast(self.device.type, dtype=torch_dtype(autocast)):
+                return self._plain_loss(batch)
+        except RuntimeError as error:
+            param_dtype = self._cfg.precision.param_dtype
+            if param_dtype is not None and ("dtype" in str(error) or "scalar type" in str(error)):
+                error.add_note(
+                    f"fzero: the parameters are {param_dtype} (step.plan shows every dtype), the batch is cast to that "
+                    f"with auto_cast in fp16 or bf16, and module buffers with data_types.buffer_dtype"
+                )
+            raise
 
     def _plain_loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         weight = None
@@ -484,13 +525,16 @@ class TrainStep:
             )
         return loss.reshape(()), None if weight is None else weight.reshape(())
 
-    def _measure(self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool) -> tuple[Metrics, Tensor | None]:
+    def _measure(
+        self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool, num_updates: int
+    ) -> tuple[Metrics, Tensor | None]:
         """The metrics, and the factor that the gradients still need, None for 1. *Collective* where they are sharded.
 
         Args:
             losses: of every micro-step and rank, with their weights (A, W, 2).
             state: holds the gradients.
             is_sum: whether each loss is a sum, to be divided by the sum of the weights.
+            num_updates: made before this step.
         """
         mean_loss, weight = _mean_of(losses.flatten(0, 1), is_sum=is_sum)
         # The gradients collected are these times as large as the gradient meant.
@@ -499,14 +543,14 @@ class TrainStep:
         multiple = multiple if weight is None else multiple * weight
         multiple = multiple * state.loss_scale.scale if self._cfg.scales_loss else multiple
         norm = self._norm(state) / multiple
-        overflow = ~norm.isfinite()
+        overflow = ~(norm + mean_loss).isfinite()
         if self._cfg.skips_overflow:
             self._check_loss_scale(state, overflow)
         elif self.device.type != "cpu":
             torch._assert_async((mean_loss + norm).isfinite(), "fzero: the loss or the gradient norm is not finite")
         elif not math.isfinite(mean_loss) or not math.isfinite(norm):
             raise FloatingPointError(self._what_is_not_finite(losses, state, norm))
-        rate = self._rates[0](int(state.step))
+        rate = self._rates[0](num_updates)
         lr = torch.full((), rate, device=self.device)  # a fill does not wait for the device
         clip = self._cfg.gradient_clipping
         factor = None
@@ -604,9 +648,11 @@ class TrainStep:
     def _join(self, shard_S: Tensor) -> Tensor:
         return collectives.all_gather(shard_S, self._axis, label="momentum")
 
-    def _update(self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor) -> dict[str, Any]:
+    def _update(
+        self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor, *, num_updates: int
+    ) -> dict[str, Any]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
-        num_updates, skip = int(state.step), overflow if self._cfg.skips_overflow else None
+        skip = overflow if self._cfg.skips_overflow else None
         optimizer: dict[str, Any] = {}
         joins: list[Pending] = []
         for buffer in self.plan.flat_buffers:
@@ -750,6 +796,14 @@ def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
             f"got 0; the group's is scaled by the ratio, so give the lr that the schedule starts from"
         )
     return lambda n: schedule(n) * (lr / base)
+
+
+def _check_schedule(schedule: Schedule | None) -> None:
+    first = 0.0 if schedule is None else schedule(0)
+    if not isinstance(first, int | float) or not 0 <= first < math.inf:
+        raise ValueError(
+            f"lr_schedule: must give a number that is not negative for every number of updates, got {first!r} for 0"
+        )
 
 
 def _momentum_schedule(cfg: Config, *, has_betas: bool) -> Schedule | None:

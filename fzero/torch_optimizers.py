@@ -166,7 +166,7 @@ def _trial(cls: type[Optimizer], params: dict[str, Any], dtype: torch.dtype) -> 
     owned, states = torch.nn.Parameter(param), []
     try:
         optimizer = _make(cls, params, owned)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever the class does with parameters that it does not expect
         raise ValueError(
             f"{cls.__name__}: does not take a flat tensor and {params}: {error}; mend the parameters"
         ) from None

@@ -17,7 +17,7 @@ that are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -49,11 +49,13 @@ def unless(skip: Tensor, transform: Transform) -> Transform:
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
         if transform.update_unless is not None:
             return transform.update_unless(skip, grad, param, state)
-        old = [param, *optree.tree_leaves(state)]
-        copies = [x.clone() for x in old]
-        grad, param, state = transform.update(grad, param, state)
-        for kept, new in zip(copies, [param, *optree.tree_leaves(state)], strict=True):
-            new.copy_(torch.where(skip, kept, new))
+        leaves, treespec = optree.tree_flatten(state)
+        old = [param, *leaves]
+        kept = [x.clone() for x in old]
+        _, *new = transform.update(grad, param, state)
+        chosen = [torch.where(skip, x, y) for x, y in zip(kept, [new[0], *treespec.flatten_up_to(new[1])], strict=True)]
+        for x, value in zip(old, chosen, strict=True):
+            x.copy_(value)
         return grad, param, state
 
     return Transform(transform.init, update, transform.place)
@@ -82,6 +84,15 @@ def chain(*transforms: Transform) -> Transform:
         return tuple(transform.place(param) for transform in transforms)
 
     return Transform(init, update, place)
+
+
+def separate(news: Sequence[Tensor], olds: Sequence[Tensor]) -> list[Tensor]:
+    """The new values, copied where they share memory with another of the old ones, which may be written first."""
+    owners = {x.untyped_storage().data_ptr() for x in olds}
+    return [
+        new if new.data_ptr() == old.data_ptr() or new.untyped_storage().data_ptr() not in owners else new.clone()
+        for new, old in zip(news, olds, strict=True)
+    ]
 
 
 class ScaleState(NamedTuple):

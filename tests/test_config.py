@@ -217,7 +217,7 @@ def test_batch_sizes_fit_each_other_and_the_world_size_or_are_refused(
 
 def test_accumulation_without_a_batch_size_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"gradient_accumulation_steps: needs train_batch_size or .*, got 4 alone"):
-        Config(gradient_accumulation_steps=4).batch_sizes(1)
+        Config.load({"gradient_accumulation_steps": 4})
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------

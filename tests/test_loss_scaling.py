@@ -232,6 +232,20 @@ def test_bf16_skips_what_is_not_finite_in_every_stage_or_tells_it(ranks: RankPoo
     assert all("loss is not finite on ranks [0]" in told for told in ranks(2, _non_finite_in_bf16, stage, False))
 
 
+def _infinite_loss(stage: int, keys: dict[str, Any]) -> tuple[bool, int]:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return model(*batch) + (float("inf") if step.rank == 0 else 0.0)  # its gradient is finite
+
+    step = fzero.make_train_step(make(Plain), config(stage) | keys, loss_fn=loss_fn)
+    state, metrics = step(step.init(), part(vectors(0), step.rank, step.world_size))
+    return bool(metrics.overflow), int(state.step)
+
+
+@pytest.mark.parametrize("keys", [FP16, {"bf16": {"enabled": True, "auto_cast": True}}], ids=["fp16", "bf16"])
+def test_a_loss_that_is_not_finite_is_an_overflow_too(ranks: RankPool, keys: dict[str, Any]) -> None:
+    assert ranks(2, _infinite_loss, 1, keys) == [(True, 0)] * 2
+
+
 def _first_overflow(stage: int) -> tuple[str | None, str | None]:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         loss = model(*batch[:2])

@@ -178,7 +178,10 @@ def test_the_rate_is_a_function_of_the_state_and_a_metric() -> None:
             "scheduler.params.warmup_steps: unknown key; did you mean",
         ),
         ({"type": "WarmupLR", "params": {"warmup_type": "exp"}}, "scheduler.params.warmup_type: must be 'log' or"),
-        ({"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}, "scheduler.params.cycle_max_lr: Field required"),
+        (
+            {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}},
+            "scheduler.params.cycle_max_lr: is required; give a value",
+        ),
         ({"type": "WarmupLR", "params": {"last_batch_iteration": 7}}, "scheduler.params.last_batch_iteration: must be"),
     ],
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from ranks import RankPool
 from torch import Tensor, nn
-from training import Plain, config, make, train, train_plainly, vectors
+from training import Plain, config, make, part, train, train_plainly, vectors
 
 import fzero
 from fzero import ConfigError, Transform
@@ -169,3 +170,55 @@ def test_a_transform_that_would_be_wrong_on_shards_is_refused_with_the_reason() 
         fzero.make_train_step(make(Plain), config(0), param_groups=[group])
     with pytest.raises(ConfigError, match="transform: must be a function of the learning rate where a schedule"):
         fzero.make_train_step(make(Plain), config(0), transform=fzero.sgd(0.1), lr_schedule=lambda n: 0.1)
+
+
+class Past(NamedTuple):
+    """The parameter before the last update, and the sum of squares in double."""
+
+    before: Any
+    squares: Any
+
+
+def _with_momentum_of_the_past(*, in_place: bool) -> Transform:
+    """Heavy ball by the last two parameters, written as pure functions or in place: the old values are still to be read."""
+
+    def update(grad: Tensor, param: Tensor, state: Past) -> tuple[Tensor, Tensor, Past]:
+        squares = state.squares + grad.double().square()
+        new = param - 0.1 * grad + 0.5 * (param - state.before)
+        if not in_place:
+            return grad, new, Past(param, squares)
+        state.before.copy_(param)
+        state.squares.copy_(squares)
+        return grad, param.copy_(new), state
+
+    return Transform(
+        lambda p: Past(p.clone(), p.new_zeros(p.shape, dtype=torch.float64)),
+        update,
+        lambda spec: Past(spec, replace(spec, dtype="float64")),
+    )
+
+
+def _with_the_past(stage: int, in_place: bool, keys: dict[str, Any]) -> Any:
+    cfg = config(stage) | {"bf16": {"enabled": bool(keys), "auto_cast": True}}
+    step = fzero.make_train_step(make(Plain), cfg, transform=_with_momentum_of_the_past(in_place=in_place))
+    state = step.init()
+    for index in range(4):
+        state, _ = step(state, part(vectors(index), step.rank, step.world_size))
+    kept = [x for key in sorted(state.optimizer) for x in state.optimizer[key]]
+    return [str(x.dtype) for x in kept[:2]], kept, step.gather(state)
+
+
+@pytest.mark.parametrize("keys", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_a_transform_may_be_written_in_place_or_as_pure_functions(ranks: RankPool, keys: dict[str, Any]) -> None:
+    for stage in (0, 2, 3):
+        pure, written = (ranks(2, _with_the_past, stage, in_place, keys) for in_place in (False, True))
+        for (dtypes, kept, weights), (_, other_kept, other_weights) in zip(pure, written, strict=True):
+            assert dtypes == ["torch.float32", "torch.float64"], "a state keeps the dtypes that its transform gives it"
+            assert all(torch.equal(x, y) for x, y in zip(kept, other_kept, strict=True))
+            assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def test_a_group_that_takes_nothing_is_told() -> None:
+    for params, told in (("sacle", "takes none, got 'sacle'"), ("(", "must be a regular expression")):
+        with pytest.raises(ConfigError, match=rf"param_groups\[0\].params: .*{told}"):
+            fzero.make_train_step(make(Plain), config(0), param_groups=[{"params": params, "lr": 1e-5}])

@@ -177,7 +177,7 @@ def test_dtypes_are_what_was_asked_for_and_the_plan_shows_every_one() -> None:
     assert found["buffers"] == ["bfloat16"] and "module buffers bfloat16" in shown
     found, _ = dtypes({"torch_autocast": {"enabled": True}})
     assert found["params"] == ["bfloat16", "float32"] and found["master"] == ["float32"]
-    names = ["fzero.does.not.exist", "LayerNorm"]
+    names = ["torch.nn.Conv1d", "torch.nn.LayerNorm"]
     found, _ = dtypes({"torch_autocast": {"enabled": True, "lower_precision_safe_modules": names}})
     assert found["params"] == ["float32", "bfloat16"]
     found, _ = dtypes({"data_types": {"param_dtype": "bf16", "master_dtype": "bf16", "optimizer_dtype": "fp32"}})
@@ -414,3 +414,98 @@ def test_a_widened_transform_places_what_it_makes() -> None:
             spec = fzero.specs_of(param)
             made = [(tuple(x.shape), str(x.dtype)) for x in narrow.init(param) if x is not None]
             assert made == [(x.shape, f"torch.{x.dtype}") for x in narrow.place(spec) if x is not None]
+
+
+# --- what does not fit -------------------------------------------------------------------------------------------
+
+
+class Double(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "Lion", "Lamb", "Adafactor", "Muon"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"bf16": {"enabled": True, "auto_cast": True}},
+        {"fp16": STATIC},
+        {"torch_autocast": {"enabled": True}},
+        {"data_types": {"optimizer_dtype": "fp32"}},
+        {"data_types": {"master_dtype": "fp32"}},
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+    ],
+    ids=str,
+)
+def test_fp64_parameters_are_updated_in_fp64_in_every_mode(keys: dict[str, Any], optimizer: str) -> None:
+    cfg = config(1, optimizer={"type": optimizer, "params": {"lr": 1e-3}}) | keys
+    step = fzero.make_train_step(make(Double), cfg)
+    state = step.init()
+    before = step.gather(state)
+    batch = vectors(0) if "auto_cast" in str(keys) else tuple(x.double() for x in vectors(0))
+    for _ in range(2):
+        state, _ = step(state, batch)
+    after = step.gather(state)
+    assert all(x.isfinite().all() and not torch.equal(x, before[name]) for name, x in after.items())
+    wide = torch.float32 if "master_dtype" in str(keys) else torch.float64
+    assert all(x.dtype == wide for x in after.values())
+
+
+def _state_of_another_step(stage: int, other: int, keys: dict[str, Any], others: dict[str, Any]) -> str:
+    step = fzero.make_train_step(make(Plain), config(stage) | keys)
+    state = fzero.make_train_step(make(Plain), config(other) | others).init()
+    messages = set()
+    for use in (lambda: step(state, vectors(0)), lambda: step.evaluate(state, vectors(0)), lambda: step.gather(state)):
+        with pytest.raises(ValueError, match=r"^state.* this step's") as raised:
+            use()
+        messages.add(str(raised.value))
+    return messages.pop()
+
+
+@pytest.mark.parametrize(
+    ("stage", "other", "keys", "others", "told"),
+    [
+        (0, 1, {}, {}, "must be torch.float32 of shape .* in this step .stage 0, 2 ranks., got torch.float32 of shape"),
+        (2, 0, {}, {}, "in this step .stage 2"),
+        (3, 2, {}, {}, r"state.params\[.blocks.0/float32.\]: must be"),
+        (1, 1, {"bf16": {"enabled": True}}, {}, r"without state.grads\[.blocks.0/bfloat16-float32.\]"),
+        (1, 1, {}, {"optimizer": {"type": "SGD"}}, r"without state.optimizer\[.blocks.0/float32.\].exp_avg"),
+        (
+            1, 1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, {"bf16": {"enabled": True}},
+            "must be torch.float32 .* got torch.bfloat16",
+        ),
+    ],
+)  # fmt: skip
+def test_a_state_of_another_step_is_told(
+    ranks: RankPool, stage: int, other: int, keys: dict[str, Any], others: dict[str, Any], told: str
+) -> None:
+    import re
+
+    for message in ranks(2, _state_of_another_step, stage, other, keys, others):
+        assert re.search(told, message), message
+
+
+def test_a_batch_or_a_buffer_of_another_dtype_is_told_with_the_fix() -> None:
+    step = fzero.make_train_step(make(Plain), config(0) | {"bf16": {"enabled": True}})
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        step(step.init(), vectors(0))
+    assert "auto_cast" in raised.value.__notes__[0] and "buffer_dtype" in raised.value.__notes__[0]
+
+
+def test_what_cannot_be_trained_or_does_not_exist_is_refused() -> None:
+    model = nn.Linear(2, 2).to(torch.complex64)
+    with pytest.raises(ValueError, match=r"parameter 'weight': must be real to be trained, got torch.complex64"):
+        fzero.make_train_step(model, config(0))
+    names = {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linaer"]}}
+    with pytest.raises(fzero.ConfigError, match=r"lower_precision_safe_modules: must be dotted names .*Linaer"):
+        fzero.Config.load(names)
+    with pytest.raises(ValueError, match=r"lr_schedule: must give a number .*, got 'a' for 0"):
+        fzero.make_train_step(make(Plain), config(0), lr_schedule=lambda n: "a")
+    for name, told in (
+        ("OneBitAdam", "knows DeepSpeed's 'OneBitAdam'"),
+        ("Rprop", "Rprop: does not take a flat tensor"),
+    ):
+        params = {"etas": [0.5]} if name == "Rprop" else {}
+        with pytest.raises(fzero.ConfigError, match=told):
+            fzero.Config.load({"optimizer": {"type": name, "params": params}})
