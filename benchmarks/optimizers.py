@@ -23,7 +23,6 @@ from rich.table import Table
 from torch import Tensor
 
 import fzero
-from fzero.precision import widened
 from sharding import FlatLayout
 
 Update = Callable[[], object]
@@ -39,7 +38,7 @@ def transform_update(
     grad, params = torch.randn(numel).to(dtype), torch.randn(numel).to(dtype)
     master = params.float() if has_master else params
     how = {"factor": torch.tensor(1.0), "out": params if has_master else None} | ({} if tiles else {"tile": None})
-    update = widened(transform, state_dtype=state, **how)
+    update = fzero.widened(transform, state_dtype=state, **how)
     optimizer_state = update.init(master)
     return lambda: update.update(grad, master, optimizer_state)
 

@@ -9,14 +9,16 @@ for batch in loader:
 
 from fzero.collectives import CollectiveError, Real, Sent, Sim, join, shutdown
 from fzero.config import Config, ConfigError, ConfigWarning
+from fzero.loss_scaling import LossScale, LossScaling
 from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
 from fzero.plan import Plan, plan
+from fzero.precision import Precision, widened
 from fzero.schedule import Event, ScheduleError
 from fzero.state import Metrics, TrainState
 from fzero.step import MismatchError, TrainStep, make_train_step
 from fzero.torch_optimizers import torch_optimizer
-from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd
+from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
 
 __all__ = [
@@ -25,10 +27,13 @@ __all__ = [
     "ConfigError",
     "ConfigWarning",
     "Event",
+    "LossScale",
+    "LossScaling",
     "Metrics",
     "MismatchError",
     "Pieces",
     "Plan",
+    "Precision",
     "Real",
     "ScheduleError",
     "Sent",
@@ -57,4 +62,6 @@ __all__ = [
     "shutdown",
     "specs_of",
     "torch_optimizer",
+    "unless",
+    "widened",
 ]
