@@ -12,8 +12,11 @@ from typing import Any, TypeGuard, get_args
 from rich.table import Table
 from rich.text import Text
 
-from fzero.config import OPTIMIZERS, SCHEDULERS, Block, Config, TorchOptimizer, TorchScheduler
+from fzero.config import Config
 from fzero.config_conflicts import values
+from fzero.config_fields import Block
+from fzero.config_optimizers import OPTIMIZERS, TorchOptimizer
+from fzero.config_schedulers import SCHEDULERS, TorchScheduler
 from fzero.deepspeed_keys import ACCEPTED, HARMLESS, OFF, REFUSED
 
 _STYLES = {"conflict": "red", "not yet": "magenta"}

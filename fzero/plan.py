@@ -24,7 +24,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from torch import nn
 
-from fzero.config import Config, ConfigError, Optimizer, ZeroOptimization, with_overrides
+from fzero.config import Config, ConfigError, ZeroOptimization
+from fzero.config_optimizers import Optimizer, with_overrides
 from fzero.matrix_transforms import is_cut
 from fzero.pieces import Pieces
 from fzero.precision import Dtypes, widened
@@ -584,7 +585,7 @@ def _report(plan: Plan) -> Group:
         for index, buffer in enumerate(unit.buffers):
             table.add_row(
                 unit.name if index == 0 else "",
-                buffer.key.removeprefix(unit.name + "/").replace("/", " "),
+                " ".join([buffer.dtypes.param, *buffer.key.removeprefix(unit.name + "/").split("/")[1:]]),
                 str(len(buffer.layout.names)),
                 f"{buffer.layout.numel:,}",
                 f"{buffer.layout.partition.padding:,}",

@@ -29,7 +29,8 @@ from fzero import collectives, initialise, lr_schedules
 from fzero.binding import bound
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.collectives import CollectiveError, Pending, Real
-from fzero.config import Config, ConfigError, Optimizer
+from fzero.config import Config, ConfigError
+from fzero.config_optimizers import Optimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from fzero import Config, ConfigError
 from fzero.__main__ import main
-from fzero.config import OPTIMIZERS, Adam, AdamW, Block, ConfigWarning, SGDParams, with_overrides
+from fzero.config import ConfigWarning
+from fzero.config_fields import Block
+from fzero.config_optimizers import OPTIMIZERS, Adam, AdamW, SGDParams, with_overrides
 from fzero.config_sieve import children
 from fzero.config_table import reference
 from fzero.deepspeed_keys import ACCEPTED, HARMLESS, NOT_YET, REFUSED, SPELLINGS, TYPES

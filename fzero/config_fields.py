@@ -1,0 +1,71 @@
+"""What are the values of a configuration? Numbers, dtypes, and blocks of keys that are checked when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+
+def number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _positive(value: int) -> int:
+    if value < 1:
+        raise ValueError("must be at least 1")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(number), AfterValidator(_positive)]
+"""A positive integer; an integral float such as 5e8 is one."""
+Elements = Annotated[int, BeforeValidator(number), Field(ge=0)]
+"""A number of elements, 0 included."""
+Number = Annotated[float, BeforeValidator(number)]
+Rate = Annotated[Number, Field(ge=0)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
+class Block(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_auto(cls, data: Any) -> Any:
+        """`"auto"` is for a program that fills the file in; a key that does not exist stays, to be refused."""
+        if not isinstance(data, Mapping):
+            return data
+        known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
+        return {key: value for key, value in data.items() if value != "auto" or key not in known}
+
+
+def _dtype(value: object) -> object:
+    return {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(str(value).lower(), value)
+
+
+Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_dtype)]
+"""A dtype by torch's name or DeepSpeed's (`fp32`, `fp16`, `bf16`)."""
+
+
+def said(detail: ErrorDetails) -> str:
+    """What pydantic says of a wrong value, in one line and the words used here."""
+    if detail["type"] == "missing":
+        return 'is required; give a value ("auto" counts as left out)'
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        return "must be an object"
+    if detail["type"] == "extra_forbidden":
+        return "unknown key"
+    return " ".join(detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be").split("\n"))
