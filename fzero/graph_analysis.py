@@ -13,9 +13,12 @@ All of it is linear in the number of nodes. Counts are elements (`numel`) or byt
 
 from __future__ import annotations
 
+import heapq
 import operator
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,9 +62,14 @@ def is_collective(node: Node) -> bool:
     return _schema_name(node).startswith("_c10d_functional::") and node.target is not WAIT
 
 
+def is_view(node: Node) -> bool:
+    """Whether the node moves nothing."""
+    return node.target is operator.getitem or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view)
+
+
 def is_move(node: Node) -> bool:
     """Whether the node only views, casts, cuts or joins what it is given."""
-    return node.target in _MOVES or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view)
+    return node.target in _MOVES or is_view(node)
 
 
 def is_cheap(node: Node) -> bool:
@@ -74,7 +82,7 @@ def is_cheap(node: Node) -> bool:
 
 
 def is_mutation(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
 
 
 def is_effect(node: Node) -> bool:
@@ -127,8 +135,13 @@ def storages(graph: Graph) -> dict[Node, Node]:
     """
     roots: dict[Node, Node] = {}
     for node in graph.nodes:
-        base = _base(node)
-        roots[node] = node if base is None else roots[base]
+        views = []
+        made: Node | None = node
+        while made is not None and made not in roots:
+            views.append(made)
+            made = _base(made)
+        root = views[-1] if made is None else roots[made]
+        roots.update(dict.fromkeys(views, root))
     return roots
 
 
@@ -151,6 +164,78 @@ def _shares(node: Node, base: Node) -> bool:
     if not isinstance(val, Tensor) or not isinstance(base_val, Tensor):
         return True
     return val.untyped_storage()._cdata == base_val.untyped_storage()._cdata
+
+
+# --- what is changed in place ------------------------------------------------------------------------------------
+
+
+def overwrites(graph: Graph) -> dict[Node, list[Node]]:
+    """What each node must come after besides its inputs, for the sake of what is changed in place.
+
+    A `copy_` comes after all that reads what it overwrites, and after assertions that stand before it: they may say that
+    the state must stay as it is. What reads the new state through its placeholder comes after the `copy_`.
+
+    Raises:
+        ValueError: something else than a placeholder is changed in place.
+    """
+    roots = storages(graph)
+    reads: defaultdict[Node, dict[Node, None]] = defaultdict(dict)
+    after: dict[Node, list[Node]] = {}
+    writers: dict[Node, Node] = {}
+    effect: list[Node] = []
+    for node in graph.nodes:
+        if writers and node.op == "call_function":
+            args = dict.fromkeys(writers[roots[arg]] for arg in node.all_input_nodes if roots[arg] in writers)
+            if any(writer not in node.all_input_nodes for writer in args):
+                after[node] = [writer for writer in args if writer not in node.all_input_nodes]
+        if is_effect(node):
+            effect = [node]
+        if is_mutation(node):
+            target = roots[node]
+            if target.op not in ("placeholder", "get_attr"):
+                raise ValueError(
+                    f"{node.name}: a step's graph may change only placeholders in place, and this changes {target.name}; "
+                    f"functionalize it first"
+                )
+            readers = reads.pop(target, {})
+            after.setdefault(node, []).extend(effect)
+            after[node].extend(reader for reader in readers if reader not in node.all_input_nodes)
+            writers[target] = node
+        if node.op == "call_function":
+            for arg in node.all_input_nodes:
+                reads[roots[arg]][node] = None
+    return after
+
+
+def sort(graph: Graph) -> None:
+    """Puts every node after what it needs, and otherwise leaves the order as it is. Changes the graph."""
+    index = {node: place for place, node in enumerate(graph.nodes)}
+    after = overwrites(graph)
+    users: defaultdict[Node, list[Node]] = defaultdict(list)
+    missing: dict[Node, int] = {}
+    for node in graph.nodes:
+        before = dict.fromkeys((*node.all_input_nodes, *after.get(node, ())))
+        missing[node] = len(before)
+        for other in before:
+            users[other].append(node)
+    ready = [(index[node], node) for node in graph.nodes if not missing[node] and node.op != "output"]
+    heapq.heapify(ready)
+    order: list[Node] = []
+    while ready:
+        node = heapq.heappop(ready)[1]
+        order.append(node)
+        for user in users[node]:
+            missing[user] -= 1
+            if not missing[user] and user.op != "output":
+                heapq.heappush(ready, (index[user], user))
+    arrange(order)
+
+
+def arrange(order: Sequence[Node]) -> None:
+    """Moves the nodes so that each follows the one before it. Changes their graph."""
+    for before, node in pairwise(order):
+        if before.next is not node:
+            before.append(node)
 
 
 # --- what is communicated ----------------------------------------------------------------------------------------
@@ -242,9 +327,9 @@ def _fresh(graph: Graph) -> set[Node]:
     for node in graph.nodes:
         if is_mutation(node):
             written.add(roots[node])
-        elif node.op == "placeholder" or is_move(node) or node.target in _CREATES:
-            if all(arg in fresh and roots[arg] not in written for arg in node.all_input_nodes):
-                fresh.add(node)
+        movable = node.op == "placeholder" or is_move(node) or node.target in _CREATES
+        if movable and all(arg in fresh and roots[arg] not in written for arg in node.all_input_nodes):
+            fresh.add(node)
     return fresh
 
 

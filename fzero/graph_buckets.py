@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph_analysis import ALL_REDUCE, WAIT, Analysis, Gather, aten, c10d, is_cheap
+from fzero.graph_analysis import ALL_REDUCE, WAIT, Analysis, Gather, aten, c10d, is_cheap, sort
 from sharding import plan_buckets
 
 _ALL_GATHER, _ALL_TO_ALL = c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default
@@ -48,13 +49,15 @@ def bucket_gathers(graph: Graph, analysis: Analysis, cap: int) -> None:
     items = [_item(gather.issue[-1], gather.settle[0]) for gather in gathers]
     issue = {gather.issue[-1]: gather.issue for gather in gathers}
     cap = min(cap, max((gather.numel for gather in analysis.gathers), default=0))
-    for bucket in _buckets(items, cap):
-        place = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    place = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    buckets = _buckets(items, cap)
+    for bucket in buckets:
         for item in bucket:
             for node in issue[item.start][:-1]:
                 place.prepend(node)
         with graph.inserting_before(place):
             _join(graph, bucket)
+    _forget(graph, buckets)
 
 
 def _is_plain(gather: Gather) -> bool:
@@ -86,15 +89,17 @@ def bucket_reductions(graph: Graph, analysis: Analysis, cap: int) -> None:
     items = [
         _item(reduction.start, reduction.wait)
         for reduction in analysis.reductions
-        if reduction.start.target in kinds and not reduction.needs_other and not reduction.start.args[0].meta["val"].is_complex()  # type: ignore[union-attr]
+        if reduction.start.target in kinds
+        and not reduction.needs_other
+        and not reduction.start.args[0].meta["val"].is_complex()  # type: ignore[union-attr]
     ]
     items.sort(key=lambda item: ready[item.start.all_input_nodes[0]])
-    for bucket in _buckets(items, cap):
-        last = max((item.start for item in bucket), key=index.__getitem__)
-        if any(index[user] < index[last] for item in bucket for user in item.wait.users):
-            continue  # one is needed before the other can start
-        with graph.inserting_before(last):
+    buckets = _buckets(items, cap)
+    for bucket in buckets:
+        with graph.inserting_before(max((item.start for item in bucket), key=index.__getitem__)):
             _join(graph, bucket)
+    _forget(graph, buckets)
+    sort(graph)  # the first of a bucket may have been used before the last began
 
 
 def _item(start: Node, wait: Node) -> _Item:
@@ -115,15 +120,10 @@ def _item(start: Node, wait: Node) -> _Item:
 def _buckets(items: Sequence[_Item], cap: int) -> list[list[_Item]]:
     """Neighbours of the same kind that fit into `cap`; at least two of them."""
     found = []
-    runs: list[list[_Item]] = []
-    for item in items:
-        if not runs or runs[-1][-1].kind != item.kind:
-            runs.append([])
-        runs[-1].append(item)
-    for run in runs:
-        for bucket in plan_buckets([item.numel for item in run], max(cap, 1)):
-            if len(bucket) > 1:
-                found.append([run[place] for place in bucket])
+    for _, neighbours in groupby(items, key=lambda item: item.kind):
+        run = list(neighbours)
+        buckets = plan_buckets([item.numel for item in run], max(cap, 1))
+        found += [[run[place] for place in bucket] for bucket in buckets if len(bucket) > 1]
     return found
 
 
@@ -147,9 +147,14 @@ def _join(graph: Graph, bucket: Sequence[_Item]) -> None:
             part = _call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
         whole = _call(graph, aten.view.default, part, list(item.wait.meta["val"].shape))
         item.wait.replace_all_uses_with(whole)
-    for item in bucket:  # the first of them may be the insertion point
-        graph.erase_node(item.wait)
-        graph.erase_node(item.start)
+
+
+def _forget(graph: Graph, buckets: Sequence[Sequence[_Item]]) -> None:
+    """Erases what has been joined; only at the end, since new nodes are inserted before it."""
+    for bucket in buckets:
+        for item in bucket:
+            graph.erase_node(item.wait)
+            graph.erase_node(item.start)
 
 
 def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:

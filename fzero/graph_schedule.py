@@ -30,13 +30,15 @@ from fzero.graph_analysis import (
     Analysis,
     Gather,
     analyse,
+    arrange,
     flops_of,
     is_cheap,
-    is_effect,
     is_mutation,
-    storages,
+    overwrites,
 )
 from fzero.graph_buckets import bucket_gathers, bucket_reductions
+from fzero.graph_stays import plan_stays
+
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
@@ -106,94 +108,6 @@ def run_passes_in_place(graph: Graph, options: PassOptions, *, units: Mapping[st
     graph.lint()
 
 
-# --- how long a unit stays gathered ------------------------------------------------------------------------------
-
-
-class Stay(NamedTuple):
-    """A unit is gathered for the uses from `first` to `last`, positions in the trunk."""
-
-    unit: int
-    first: int
-    last: int
-
-
-def plan_stays(
-    uses: Sequence[tuple[int, Sequence[int]]], numels: Sequence[int], *, max_live: int, max_reuse_distance: int
-) -> list[Stay]:
-    """How often each unit is gathered, and for which uses.
-
-    A unit is kept until its next use if that is near enough. Where more would be alive than allowed, the unit whose
-    next use is furthest away goes.
-
-    Args:
-        uses: positions in ascending order, each with the units that are used there.
-        numels: the elements of each unit.
-        max_live: the most gathered elements alive, besides what one position uses at once.
-        max_reuse_distance: the most elements of other units that are used between two uses of one stay.
-
-    Returns:
-        The stays by their first use.
-
-    >>> there_and_back = [(i, (unit,)) for i, unit in enumerate([0, 1, 2, 2, 1, 0])]
-    >>> stays = plan_stays(there_and_back, [4, 4, 4], max_live=100, max_reuse_distance=0)
-    >>> [(stay.unit, stay.first, stay.last) for stay in stays]
-    [(0, 0, 0), (1, 1, 1), (2, 2, 3), (1, 4, 4), (0, 5, 5)]
-    >>> len(plan_stays(there_and_back, [4, 4, 4], max_live=100, max_reuse_distance=100))
-    3
-    """
-    accesses = [(position, unit) for position, units in uses for unit in units]
-    following = _next_uses(accesses)
-    entered = 0  # elements of all units entered so far
-    entered_at: list[int] = []
-    for index, (_, unit) in enumerate(accesses):
-        if index == 0 or accesses[index - 1][1] != unit:
-            entered += numels[unit]
-        entered_at.append(entered)
-    stays: list[Stay] = []
-    open_stays: dict[int, tuple[int, int]] = {}  # unit → first position, index of its last access so far
-    furthest: list[tuple[int, int, int]] = []  # (-next access, unit, access), of which some are outdated
-    live = 0
-
-    def close(unit: int) -> None:
-        nonlocal live
-        first, access = open_stays.pop(unit)
-        stays.append(Stay(unit, first, accesses[access][0]))
-        live -= numels[unit]
-
-    for index, (position, unit) in enumerate(accesses):
-        if unit not in open_stays:
-            live += numels[unit]
-        open_stays[unit] = (open_stays.get(unit, (position, index))[0], index)
-        kept: list[tuple[int, int, int]] = []
-        while live > max_live and furthest:
-            entry = heapq.heappop(furthest)
-            other = entry[1]
-            if other == unit or open_stays.get(other, (0, -1))[1] != entry[2]:
-                continue
-            if accesses[entry[2]][0] == position:
-                kept.append(entry)
-            else:
-                close(other)
-        for entry in kept:
-            heapq.heappush(furthest, entry)
-        after = following[index]
-        if after is None or entered_at[after - 1] - entered_at[index] > max_reuse_distance:
-            close(unit)
-        else:
-            heapq.heappush(furthest, (-after, unit, index))
-    return sorted(stays, key=lambda stay: (stay.first, stay.unit))
-
-
-def _next_uses(accesses: Sequence[tuple[int, int]]) -> list[int | None]:
-    """For each access, the index of the next one of the same unit."""
-    following: list[int | None] = [None] * len(accesses)
-    seen: dict[int, int] = {}
-    for index in reversed(range(len(accesses))):
-        following[index] = seen.get(accesses[index][1])
-        seen[accesses[index][1]] = index
-    return following
-
-
 # --- the walk ----------------------------------------------------------------------------------------------------
 
 
@@ -243,7 +157,11 @@ class _Walk:
         beside = (self.unit_of, self.roles.lazy, self.roles.eager, self.roles.starts, self.roles.waits)
         inside = [node for node in graph.nodes if node.op == "call_function"]
         self.trunk = [node for node in inside if not any(node in role for role in beside)]
-        self.after, readers = _orders(graph, self.unit_of)
+        self.after: dict[Node, list[Node]] = {}
+        readers: dict[Node, set[int]] = {}
+        for node, others in overwrites(graph).items():
+            self.after[node] = [other for other in others if other not in self.unit_of]
+            readers[node] = {self.unit_of[other] for other in others if other in self.unit_of}
         self.stays = self._plan_stays()
         # What each node still waits for, besides what is emitted on demand.
         self.users: defaultdict[Node, list[Node]] = defaultdict(list)
@@ -425,9 +343,7 @@ class _Walk:
             if item in self.available:
                 continue
             self.available.add(item)
-            for user in self.users[item]:
-                if self._count_down(user):
-                    stack.append(user)
+            stack.extend(user for user in self.users[item] if self._count_down(user))
 
     def _count_down(self, node: Node) -> bool:
         """One thing less to wait for; whether `node` may now be emitted whenever somebody needs it."""
@@ -444,10 +360,10 @@ class _Walk:
         """Emits what is ready: first what follows a reduction, then the reductions that there is room for."""
         while self.ready:
             is_start, _, node = self.ready[0]
-            if node not in self.done and is_start and self.under_way:
-                if self.reducing + self.roles.starts[node] > self.max_reducing:
-                    self._wait_for_oldest()
-                    continue
+            waits = is_start and self.under_way and node not in self.done
+            if waits and self.reducing + self.roles.starts[node] > self.max_reducing:
+                self._wait_for_oldest()
+                continue
             heapq.heappop(self.ready)
             self._need(node)
 
@@ -471,11 +387,7 @@ class _Walk:
 
     def _apply(self) -> None:
         """Moves the nodes into the new order, and forgets gathers that nobody uses."""
-        cursor = self.order[0]
-        for node in self.order[1:]:
-            if cursor.next is not node:
-                cursor.append(node)
-            cursor = node
+        arrange(self.order)
         for node in reversed(list(self.unit_of)):
             if node not in self.done:
                 self.graph.erase_node(node)
@@ -496,9 +408,8 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int]) -> _R
     eager: set[Node] = set()
     for node in graph.nodes:
         args = node.all_input_nodes
-        if is_mutation(node) and node not in fixed:
-            eager.add(node)
-        elif node in cheap and any(arg in eager or arg in followed for arg in args):
+        follows = node in cheap and any(arg in eager or arg in followed for arg in args)
+        if follows or (is_mutation(node) and node not in fixed):
             eager.add(node)
         elif node in cheap and all(arg.op in ("placeholder", "get_attr") or arg in lazy for arg in args):
             lazy.add(node)
@@ -509,33 +420,3 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int]) -> _R
                 lazy.add(arg)
                 prepares.append(arg)
     return _Roles(lazy, eager, starts, waits)
-
-
-def _orders(graph: Graph, gathered: Mapping[Node, int]) -> tuple[dict[Node, list[Node]], dict[Node, list[int]]]:
-    """What each `copy_` must come after besides its inputs, and which units' gathers it must come after.
-
-    All that reads what it overwrites, and assertions that stand before it: they may say that the state must stay as it is.
-    """
-    roots = storages(graph)
-    reads: defaultdict[Node, list[Node]] = defaultdict(list)
-    after: dict[Node, list[Node]] = {}
-    readers: dict[Node, list[int]] = {}
-    last_effect: list[Node] = []
-    for node in graph.nodes:
-        if is_effect(node):
-            last_effect = [node]
-        if is_mutation(node):
-            target = roots[node]
-            if target.op not in ("placeholder", "get_attr"):
-                raise ValueError(
-                    f"{node.name}: a step's graph may change only placeholders in place, and this changes {target.name}; "
-                    f"functionalize it first"
-                )
-            others = [other for other in dict.fromkeys(reads[target]) if other not in node.all_input_nodes]
-            after[node] = [*last_effect, *(other for other in others if other not in gathered)]
-            readers[node] = sorted({gathered[other] for other in others if other in gathered})
-            reads[target] = []
-        for arg in node.all_input_nodes:
-            if node.op == "call_function":
-                reads[roots[arg]].append(node)
-    return after, readers
