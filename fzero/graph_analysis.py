@@ -55,6 +55,13 @@ _CREATES = frozenset(
         *(aten.zeros.default, aten.zeros_like.default, aten.empty_like.default),
     }
 )
+_PASSES = frozenset(
+    {
+        *(aten.copy.default, aten.fill.Scalar, aten.lift_fresh_copy.default, aten.rsub.Tensor),
+        *(aten.select_scatter.default, aten.slice_scatter.default, aten.where.ScalarOther),
+    }
+)
+"""Operators that are one pass over their inputs and do not say so by `torch.Tag.pointwise`."""
 
 
 def is_collective(node: Node) -> bool:
@@ -64,7 +71,8 @@ def is_collective(node: Node) -> bool:
 
 def is_view(node: Node) -> bool:
     """Whether the node moves nothing."""
-    return node.target is operator.getitem or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view)
+    target = node.target
+    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and bool(target.is_view))
 
 
 def is_move(node: Node) -> bool:
@@ -78,7 +86,7 @@ def is_cheap(node: Node) -> bool:
         return False
     tags = getattr(node.target, "tags", ())
     pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return pointwise or is_move(node) or node.target in _CREATES
+    return pointwise or is_move(node) or node.target in _PASSES or node.target in _CREATES
 
 
 def is_mutation(node: Node) -> bool:
@@ -156,14 +164,14 @@ def _base(node: Node) -> Node | None:
         return base
     if node.target is aten.reshape.default:  # a view where it can be
         return base if _shares(node, base) else None
-    return base if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view else None
+    return base if is_view(node) else None
 
 
 def _shares(node: Node, base: Node) -> bool:
     val, base_val = node.meta.get("val"), base.meta.get("val")
     if not isinstance(val, Tensor) or not isinstance(base_val, Tensor):
         return True
-    return val.untyped_storage()._cdata == base_val.untyped_storage()._cdata
+    return bool(val.untyped_storage()._cdata == base_val.untyped_storage()._cdata)
 
 
 # --- what is changed in place ------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
@@ -58,8 +58,8 @@ def inductor(
     patches = {"post_grad_custom_post_pass": InductorPass(options, units, observe)}
 
     def backend(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = compile_fx(module, list(args), config_patches=patches)
-        return compiled
+        compiled: Any = compile_fx(module, list(args), config_patches=patches)
+        return compiled  # type: ignore[no-any-return]
 
     return backend
 

@@ -16,7 +16,7 @@ issue the same collectives in the same order. The cost is n log n in the number 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -144,13 +144,11 @@ class _Walk:
     def __init__(self, graph: Graph, analysis: Analysis, options: PassOptions) -> None:
         self.graph, self.options = graph, options
         self.index = {node: index for index, node in enumerate(graph.nodes)}
-        self.units = list(dict.fromkeys(gather.unit for gather in analysis.gathers))
-        places = {unit: place for place, unit in enumerate(self.units)}
-        self.gathers: list[list[Gather]] = [[] for _ in self.units]
+        self.gathers = _by_unit(analysis)
         self.unit_of: dict[Node, int] = {}
-        for gather in analysis.gathers:
-            self.gathers[places[gather.unit]].append(gather)
-            self.unit_of |= dict.fromkeys((*gather.issue, *gather.settle), places[gather.unit])
+        for unit, gathers in enumerate(self.gathers):
+            for gather in gathers:
+                self.unit_of |= dict.fromkeys((*gather.issue, *gather.settle), unit)
         self.roles = _roles(graph, analysis, self.unit_of)
         largest = max(self.roles.starts.values(), default=0)
         self.max_reducing = 2 * largest if options.max_reducing is None else options.max_reducing
@@ -172,7 +170,7 @@ class _Walk:
             for arg in before:
                 self.users[arg].append(node)
         # `copy_` into a shard also waits for all gathers that read it.
-        num_stays = [0] * len(self.units)
+        num_stays = [0] * len(self.gathers)
         for stay in self.stays:
             num_stays[stay.unit] += 1
         self.overwrites: defaultdict[int, list[Node]] = defaultdict(list)
@@ -186,7 +184,7 @@ class _Walk:
         self.ready: list[tuple[bool, int, Node]] = []
         self.under_way: dict[Node, int] = {}  # starts of reductions, in order
         self.reducing = 0
-        self.gathered: list[_Gathered | None] = [None] * len(self.units)
+        self.gathered: list[_Gathered | None] = [None] * len(self.gathers)
         self.live = self.in_flight = self.num_ahead = self.next_stay = 0
 
     def run(self) -> None:
@@ -391,6 +389,16 @@ class _Walk:
         for node in reversed(list(self.unit_of)):
             if node not in self.done:
                 self.graph.erase_node(node)
+
+
+def _by_unit(analysis: Analysis) -> list[list[Gather]]:
+    """The gathers that go together. A graph may gather a unit several times itself, and each time stands alone."""
+    found: dict[tuple[str, int], list[Gather]] = {}
+    times: Counter[tuple[Node, ...]] = Counter()
+    for gather in analysis.gathers:
+        found.setdefault((gather.unit, times[gather.sources]), []).append(gather)
+        times[gather.sources] += 1
+    return list(found.values())
 
 
 def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int]) -> _Roles:
