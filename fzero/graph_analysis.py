@@ -93,6 +93,11 @@ def is_mutation(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
 
 
+def is_write(node: Node, roots: Mapping[Node, Node]) -> bool:
+    """Whether the node writes into an argument of the graph."""
+    return is_mutation(node) and roots[node].op in ("placeholder", "get_attr")
+
+
 def is_effect(node: Node) -> bool:
     """Whether the node is there for what it does (an assertion), not for what it returns."""
     return (
@@ -184,7 +189,7 @@ def overwrites(graph: Graph) -> dict[Node, list[Node]]:
     the state must stay as it is. What reads the new state through its placeholder comes after the `copy_`.
 
     Raises:
-        ValueError: something else than a placeholder is changed in place.
+        ValueError: the result of a collective is changed in place.
     """
     roots = storages(graph)
     reads: defaultdict[Node, dict[Node, None]] = defaultdict(dict)
@@ -200,10 +205,10 @@ def overwrites(graph: Graph) -> dict[Node, list[Node]]:
             effect = [node]
         if is_mutation(node):
             target = roots[node]
-            if target.op not in ("placeholder", "get_attr"):
+            if is_collective(target):
                 raise ValueError(
-                    f"{node.name}: a step's graph may change only placeholders in place, and this changes {target.name}; "
-                    f"functionalize it first"
+                    f"{node.name}: a step's graph must not change what a collective returns in place, and this changes "
+                    f"{target.name}; functionalize the graph first"
                 )
             readers = reads.pop(target, {})
             after.setdefault(node, []).extend(effect)

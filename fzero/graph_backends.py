@@ -35,7 +35,7 @@ def aot_eager(
     Args:
         options: what the schedule may cost.
         units: the unit of each flat buffer, by the name of its placeholder.
-        observe: called with the scheduled graph, for `make_timeline` or a test.
+        observe: called with the scheduled graph, for `make_timeline` or a test; read it at once, for it may change later.
     """
 
     def compile_graph(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:

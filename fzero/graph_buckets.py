@@ -89,9 +89,7 @@ def bucket_reductions(graph: Graph, analysis: Analysis, cap: int) -> None:
     items = [
         _item(reduction.start, reduction.wait)
         for reduction in analysis.reductions
-        if reduction.start.target in kinds
-        and not reduction.needs_other
-        and not reduction.start.args[0].meta["val"].is_complex()  # type: ignore[union-attr]
+        if reduction.start.target in kinds and not reduction.needs_other and _is_tensor(reduction.start)
     ]
     items.sort(key=lambda item: ready[item.start.all_input_nodes[0]])
     buckets = _buckets(items, cap)
@@ -100,6 +98,11 @@ def bucket_reductions(graph: Graph, analysis: Analysis, cap: int) -> None:
             _join(graph, bucket)
     _forget(graph, buckets)
     sort(graph)  # the first of a bucket may have been used before the last began
+
+
+def _is_tensor(start: Node) -> bool:
+    """Whether it reduces more than a number, such as the loss."""
+    return bool(start.all_input_nodes[0].meta["val"].dim())
 
 
 def _item(start: Node, wait: Node) -> _Item:

@@ -33,8 +33,9 @@ from fzero.graph_analysis import (
     arrange,
     flops_of,
     is_cheap,
-    is_mutation,
+    is_write,
     overwrites,
+    storages,
 )
 from fzero.graph_buckets import bucket_gathers, bucket_reductions
 from fzero.graph_stays import plan_stays
@@ -50,7 +51,7 @@ class PassOptions:
         ahead: the most units that are gathered before their use.
         max_live: `stage3_max_live_parameters`, the most gathered elements alive. What a node uses at once is alive in
             any case.
-        max_reuse_distance: `stage3_max_reuse_distance`. A unit is kept until its next use if the units used meanwhile
+        max_reuse_distance: `stage3_max_reuse_distance`. A unit is kept until its next use if the units entered meanwhile
             have at most this many elements.
         max_reducing: the most elements that reductions under way keep alive, besides those of one; None is twice the
             largest.
@@ -87,7 +88,7 @@ def run_passes(graph: Graph, options: PassOptions, *, units: Mapping[str, str] |
         units: the unit of each flat buffer, by the name of its placeholder; one that is not named is its own unit.
 
     Raises:
-        ValueError: the graph changes something else than a placeholder in place.
+        ValueError: the graph changes the result of a collective in place, or has a collective without a wait.
     """
     copy = Graph(graph.owning_module)
     copies: dict[Node, Node] = {}
@@ -128,6 +129,7 @@ class _Roles(NamedTuple):
 
     lazy: set[Node]  # cheap, emitted when somebody needs it
     eager: set[Node]  # cheap, emitted as soon as it can be: what follows a reduction
+    last: set[Node]  # emitted after everything else
     starts: dict[Node, int]  # of reductions, with the elements under way
     waits: dict[Node, Node]  # of reductions, with their start
 
@@ -149,10 +151,10 @@ class _Walk:
         for unit, gathers in enumerate(self.gathers):
             for gather in gathers:
                 self.unit_of |= dict.fromkeys((*gather.issue, *gather.settle), unit)
-        self.roles = _roles(graph, analysis, self.unit_of)
+        self.roles = _roles(graph, analysis, self.unit_of, options)
         largest = max(self.roles.starts.values(), default=0)
         self.max_reducing = 2 * largest if options.max_reducing is None else options.max_reducing
-        beside = (self.unit_of, self.roles.lazy, self.roles.eager, self.roles.starts, self.roles.waits)
+        beside = (self.unit_of, *self.roles)
         inside = [node for node in graph.nodes if node.op == "call_function"]
         self.trunk = [node for node in inside if not any(node in role for role in beside)]
         self.after: dict[Node, list[Node]] = {}
@@ -348,8 +350,6 @@ class _Walk:
         self.pending[node] -= 1
         if self.pending[node] or node in self.done:
             return False
-        if is_mutation(node) and self.options.writes == "last":
-            return False
         if node in self.roles.eager or node in self.roles.starts:
             heapq.heappush(self.ready, (node in self.roles.starts, self.index[node], node))
         return node in self.roles.lazy
@@ -377,7 +377,7 @@ class _Walk:
         while self.under_way:
             self._wait_for_oldest()
             self._cascade()
-        for node in list(self.index):
+        for node in (*(node for node in self.index if node not in self.roles.last), *self.index):
             if node not in self.unit_of and node.op != "output":
                 self._need(node)
         output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
@@ -401,7 +401,8 @@ def _by_unit(analysis: Analysis) -> list[list[Gather]]:
     return list(found.values())
 
 
-def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int]) -> _Roles:
+def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], options: PassOptions) -> _Roles:
+    roots = storages(graph)
     fixed = {node for node in graph.nodes if any(arg in gathered for arg in node.all_input_nodes)}
     cheap = {node for node in graph.nodes if is_cheap(node) and node not in gathered and node not in fixed}
     starts = {r.start: r.numel for r in analysis.reductions if r.start not in fixed}
@@ -414,10 +415,13 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int]) -> _R
     followed = {wait for wait, start in waits.items() if start.target is not ALL_REDUCE or wait not in computes}
     lazy: set[Node] = set()
     eager: set[Node] = set()
+    last: set[Node] = set()
     for node in graph.nodes:
         args = node.all_input_nodes
         follows = node in cheap and any(arg in eager or arg in followed for arg in args)
-        if follows or (is_mutation(node) and node not in fixed):
+        if is_write(node, roots) and node not in fixed:
+            (eager if options.writes == "early" else last).add(node)
+        elif follows:
             eager.add(node)
         elif node in cheap and all(arg.op in ("placeholder", "get_attr") or arg in lazy for arg in args):
             lazy.add(node)
@@ -427,4 +431,4 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int]) -> _R
             if arg in cheap and arg not in eager and arg not in lazy:
                 lazy.add(arg)
                 prepares.append(arg)
-    return _Roles(lazy, eager, starts, waits)
+    return _Roles(lazy, eager, last, starts, waits)

@@ -30,7 +30,8 @@ def plan_stays(
         uses: positions in ascending order, each with the units that are used there.
         numels: the elements of each unit.
         max_live: the most gathered elements alive, besides what one position uses at once.
-        max_reuse_distance: the most elements of other units that are used between two uses of one stay.
+        max_reuse_distance: the most elements of other units that are entered between two uses of one stay; a unit
+            that is entered twice counts twice.
 
     Returns:
         The stays by their first use.
