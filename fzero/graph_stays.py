@@ -62,27 +62,24 @@ def plan_stays(
         stays.append(Stay(unit, first, accesses[access][0]))
         live -= numels[unit]
 
-    for index, (position, unit) in enumerate(accesses):
-        if unit not in open_stays:
-            live += numels[unit]
-        open_stays[unit] = (open_stays.get(unit, (position, index))[0], index)
-        kept: list[tuple[int, int, int]] = []
-        while live > max_live and furthest:
-            entry = heapq.heappop(furthest)
-            other = entry[1]
-            if other == unit or open_stays.get(other, (0, -1))[1] != entry[2]:
-                continue
-            if accesses[entry[2]][0] == position:
-                kept.append(entry)
+    index = 0
+    for position, units in uses:
+        here = list(enumerate(units, index))
+        index += len(units)
+        for access, unit in here:
+            if unit not in open_stays:
+                live += numels[unit]
+            open_stays[unit] = (open_stays.get(unit, (position, 0))[0], access)
+        while live > max_live and furthest:  # which has nothing that is used here, but for outdated entries
+            _, unit, access = heapq.heappop(furthest)
+            if open_stays.get(unit, (0, -1))[1] == access:
+                close(unit)
+        for access, unit in here:
+            after = following[access]
+            if after is None or entered_at[after - 1] - entered_at[access] > max_reuse_distance:
+                close(unit)
             else:
-                close(other)
-        for entry in kept:
-            heapq.heappush(furthest, entry)
-        after = following[index]
-        if after is None or entered_at[after - 1] - entered_at[index] > max_reuse_distance:
-            close(unit)
-        else:
-            heapq.heappush(furthest, (-after, unit, index))
+                heapq.heappush(furthest, (-after, unit, access))
     return sorted(stays, key=lambda stay: (stay.first, stay.unit))
 
 

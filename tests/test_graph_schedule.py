@@ -281,6 +281,7 @@ def test_a_gather_of_what_the_step_made_is_a_reduction_like_any_other() -> None:
 # --- how long a unit stays -----------------------------------------------------------------------------------------
 
 
+@settings(max_examples=300, derandomize=True)
 @given(
     accesses=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), max_size=25),
     numels=st.lists(st.integers(1, 9), min_size=6, max_size=6),
