@@ -9,17 +9,17 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
-from torch.fx import Graph, GraphModule, Interpreter
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 c10d = torch.ops._c10d_functional
 VOCAB, SEQ, BATCH = 13, 5, 2
+GROUP = "0"
+"""Tracing needs no process group, only its name."""
 
 
 class Block(nn.Module):
@@ -95,8 +95,6 @@ def trace_step(
         persist_below: units of fewer elements stay whole in stage 3.
         real: whether to make arguments.
     """
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     torch.manual_seed(0)
     with torch.device("cpu" if real else "meta"):
         model = Stack(hiddens, width, tied=tied)
@@ -107,7 +105,6 @@ def trace_step(
     padded = [math.ceil(sum(params[n].numel() for n in unit) / pad) * pad for unit in units]
     cut = [stage == 3 and numel >= persist_below for numel in padded]
     sharded = [stage >= 2] * len(units)
-    group = dist.group.WORLD.group_name
 
     def unflatten(flat: Tensor, unit: Sequence[str]) -> dict[str, Tensor]:
         numels = [params[name].numel() for name in unit]
@@ -117,18 +114,18 @@ def trace_step(
     def reduce(flat: Tensor) -> Tensor:
         if by_exchange:
             numel = flat.numel() // world_size
-            parts = c10d.wait_tensor(c10d.all_to_all_single(flat, [numel] * world_size, [numel] * world_size, group))
+            parts = c10d.wait_tensor(c10d.all_to_all_single(flat, [numel] * world_size, [numel] * world_size, GROUP))
             first, *others = parts.view(world_size, numel).unbind()
             for other in others:
                 first = first + other
             return first / world_size
-        return c10d.wait_tensor(c10d.reduce_scatter_tensor(flat, "avg", world_size, group))
+        return c10d.wait_tensor(c10d.reduce_scatter_tensor(flat, "avg", world_size, GROUP))
 
     def step(
         tokens: Tensor, count: Tensor, flats: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]
     ) -> Tensor:
         full = [
-            c10d.wait_tensor(c10d.all_gather_into_tensor(flat, world_size, group)) if is_cut else flat.detach()
+            c10d.wait_tensor(c10d.all_gather_into_tensor(flat, world_size, GROUP)) if is_cut else flat.detach()
             for flat, is_cut in zip(flats, cut)
         ]
         leaves = [flat.requires_grad_() for flat in full]
@@ -142,13 +139,13 @@ def trace_step(
             grads = torch.autograd.grad(loss, leaves)
         with torch.no_grad():
             if stage == 0:
-                reduced = [c10d.wait_tensor(c10d.all_reduce(grad, "avg", group)) for grad in grads]
+                reduced = [c10d.wait_tensor(c10d.all_reduce(grad, "avg", GROUP)) for grad in grads]
             else:
                 reduced = [reduce(grad) for grad in grads]
             if clip:
                 norm_sq = torch.stack([grad.square().sum() for grad in reduced]).sum()
                 if stage:
-                    norm_sq = c10d.wait_tensor(c10d.all_reduce(norm_sq, "sum", group))
+                    norm_sq = c10d.wait_tensor(c10d.all_reduce(norm_sq, "sum", GROUP))
                 scale = torch.clamp(0.1 / (norm_sq.sqrt() + 1e-6), max=1.0)
                 reduced = [grad * scale for grad in reduced]
             new_count = count + 1
@@ -164,12 +161,12 @@ def trace_step(
                 news.append((new, m, v))
             for index, (new, m, v) in enumerate(news):
                 if sharded[index] and not cut[index]:
-                    new = c10d.wait_tensor(c10d.all_gather_into_tensor(new, world_size, group))
+                    new = c10d.wait_tensor(c10d.all_gather_into_tensor(new, world_size, GROUP))
                 flats[index].copy_(new)
                 exp_avgs[index].copy_(m)
                 exp_avg_sqs[index].copy_(v)
             count.copy_(new_count)
-            return c10d.wait_tensor(c10d.all_reduce(loss.detach(), "avg", group))
+            return c10d.wait_tensor(c10d.all_reduce(loss.detach(), "avg", GROUP))
 
     def args_of(rank: int, device: str) -> list[Any]:
         tokens = torch.arange(BATCH * SEQ, device=device).view(BATCH, SEQ).mul(rank + 3) % VOCAB
@@ -192,16 +189,12 @@ def trace_step(
             fake_args = torch.utils._pytree.tree_map(mode.from_tensor, args_of(0, "cpu"))
         else:
             fake_args = args_of(0, "cpu")
-        module = make_fx(torch.func.functionalize(step, remove="mutations_and_views") if False else step)(*fake_args)
+        module = make_fx(step)(*fake_args)
     every = [torch.utils._pytree.tree_leaves(args_of(rank, "cpu")) for rank in range(world_size)] if real else []
     return Traced(module, every, padded)
 
 
 # --- running -------------------------------------------------------------------------------------------------------
-
-
-class OneRank(Interpreter):
-    """Stops at every collective, for `run_ranks` to exchange."""
 
 
 def run_ranks(graph: Graph, args: list[list[Tensor]]) -> list[list[Tensor]]:

@@ -6,7 +6,7 @@ import cProfile
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fzero.graph_analysis import WAIT, Reduction, analyse, flops_of, is_collective, is_mutation, liveness, storages
 from fzero.graph_schedule import PassOptions, run_passes
@@ -610,9 +611,17 @@ def test_a_timeline_draws_two_lanes_and_what_is_gathered() -> None:
 # --- through torch.compile -----------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    """A group of two ranks, of which the other does nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    torch._dynamo.reset()
+    yield
+    dist.destroy_process_group()
+
+
 def compiled_step() -> tuple[Callable[..., Tensor], Callable[[], list[Any]]]:
     """A step of two linear units, written as a user would, and fresh arguments."""
-    trace_step((8,))  # joins a group
     group, x = dist.group.WORLD.group_name, torch.linspace(-1, 1, 12).view(3, 4)
 
     def loss_fn(flats: list[Tensor], x: Tensor) -> Tensor:
@@ -641,7 +650,7 @@ def letters(graph: Graph) -> str:
     )
 
 
-def test_the_aot_eager_backend_runs_the_schedule() -> None:
+def test_the_aot_eager_backend_runs_the_schedule(fake_group: None) -> None:
     from fzero.graph_backends import aot_eager
 
     def observe(graph: Graph) -> None:
@@ -650,12 +659,11 @@ def test_the_aot_eager_backend_runs_the_schedule() -> None:
 
     step, args = compiled_step()
     seen: list[str] = []
-    torch._dynamo.reset()
     torch.compile(step, backend=aot_eager(PassOptions(max_reducing=0), observe=observe), fullgraph=True)(*args())
     assert seen == ["+w+.w+.w+..-..wc-w..wc-wc"]
 
 
-def test_inductor_keeps_the_order_that_was_pinned() -> None:
+def test_inductor_keeps_the_order_that_was_pinned(fake_group: None) -> None:
     from torch._inductor.utils import run_and_get_code
 
     from fzero.graph_backends import inductor
@@ -666,7 +674,6 @@ def test_inductor_keeps_the_order_that_was_pinned() -> None:
 
     step, args = compiled_step()
     seen: list[str] = []
-    torch._dynamo.reset()
     compiled = torch.compile(step, backend=inductor(PassOptions(), observe=observe), fullgraph=True)
     _, (code, *_) = run_and_get_code(compiled, *args())
     calls = {
@@ -681,6 +688,5 @@ def test_inductor_keeps_the_order_that_was_pinned() -> None:
 
 
 def trace(step: Callable[..., Any], *args: Tensor) -> Any:
-    trace_step((8,))  # joins a group
     with FakeTensorMode() as mode:
         return make_fx(step)(*[mode.from_tensor(arg) for arg in args])
