@@ -409,13 +409,13 @@ def test_last_writes_come_after_everything_else() -> None:
 
 def test_nothing_is_written_before_an_assertion_that_stood_before_it() -> None:
     def step(state: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        grad = c10d.wait_tensor(c10d.all_reduce(state * 2, "sum", "0"))
-        loss = (x @ weight).sum()
+        grad = c10d.wait_tensor(c10d.all_to_all_single(state * 2, [2, 2], [2, 2], "0"))
+        loss = (x @ weight @ grad).sum()  # so that the new state is known before the assertion
         torch._assert_async(torch.isfinite(loss))
         state.copy_(state - grad)
         return loss
 
-    graph = trace(step, torch.ones(4), torch.ones(4, 4), torch.ones(4, 4)).graph
+    graph = trace(step, *[torch.ones(4, 4)] * 3).graph
     order = [node.name for node in run_passes(graph, PassOptions()).nodes]
     (check,) = [name for name in order if "assert" in name]
     (write,) = [name for name in order if name.startswith("copy_")]
@@ -637,7 +637,7 @@ def compiled_step() -> tuple[Callable[..., Tensor], Callable[[], list[Any]]]:
             flat.sub_(0.1 * shard)
         return loss
 
-    return step, lambda: [[torch.linspace(0, 1, 8) + i for i in range(3)], x]
+    return step, lambda: [[torch.linspace(0, 1, 8) + i for i in range(6)], x]
 
 
 def letters(graph: Graph) -> str:
@@ -660,7 +660,7 @@ def test_the_aot_eager_backend_runs_the_schedule(fake_group: None) -> None:
     step, args = compiled_step()
     seen: list[str] = []
     torch.compile(step, backend=aot_eager(PassOptions(max_reducing=0), observe=observe), fullgraph=True)(*args())
-    assert seen == ["+w+.w+.w+..-..wc-w..wc-wc"]
+    assert seen == ["+w+.w+.w+.w+.w+.w+..-..wc-w+..wc-w+..wc-w+..wc-w..wc-wc"]
 
 
 def test_inductor_keeps_the_order_that_was_pinned(fake_group: None) -> None:
@@ -684,7 +684,7 @@ def test_inductor_keeps_the_order_that_was_pinned(fake_group: None) -> None:
     }
     lines = [line.partition("#")[0] for line in code[code.index("def call(") :].splitlines()]
     order = "".join(letter for line in lines for call, letter in calls.items() if call in line)
-    assert [order] == [letters.replace("c", "") for letters in seen] and order.count("+") == 4
+    assert [order] == [letters.replace("c", "") for letters in seen] and order.count("+") == 10
 
 
 def trace(step: Callable[..., Any], *args: Tensor) -> Any:
