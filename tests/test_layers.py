@@ -42,11 +42,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.config",
         "fzero.config_table",
         "fzero.plan",
+        "fzero.graph_analysis",
+        "fzero.graph_stays",
+        "fzero.graph_buckets",
+        "fzero.graph_schedule",
+        "fzero.timeline",
     ),
     # the only door to torch.distributed
     ("fzero.collectives",),
     # what moves state, and what runs a model
-    ("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.eager"),
+    (
+        *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.eager"),
+        "fzero.graph_backends",
+    ),
     # their composition
     ("fzero.step",),
     ("fzero",),

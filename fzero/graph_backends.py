@@ -1,0 +1,115 @@
+"""How does a schedule reach `torch.compile`, and how does it survive Inductor, which sorts a graph's operators anew?
+
+- `aot_eager(options)` is a backend without code generation: the graph runs node by node in the order of the passes.
+- `inductor(options)` is Inductor with the passes where it lets others change its graph, after which `pin_order` ties the
+  collectives to the compute around them with control dependencies.
+
+The pinning uses parts of PyTorch that are private.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._ordered_set import OrderedSet
+
+from fzero import graph_analysis, graph_buckets, graph_schedule, graph_stays
+from fzero.graph_analysis import WAIT, flops_of, is_collective
+from fzero.graph_schedule import PassOptions, run_passes, run_passes_in_place
+
+Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+"""What `torch.compile(backend=…)` takes."""
+
+
+def aot_eager(
+    options: PassOptions, *, units: Mapping[str, str] | None = None, observe: Callable[[Graph], None] | None = None
+) -> Backend:
+    """A backend that runs the scheduled graph without generating code.
+
+    Args:
+        options: what the schedule may cost.
+        units: the unit of each flat buffer, by the name of its placeholder.
+        observe: called with the scheduled graph, for `make_timeline` or a test; read it at once, for it may change later.
+    """
+
+    def compile_graph(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+        graph = run_passes(module.graph, options, units=units)
+        if observe is not None:
+            observe(graph)
+        boxed: Callable[..., Any] = make_boxed_func(GraphModule(module, graph).forward)
+        return boxed
+
+    backend: Backend = aot_autograd(fw_compiler=compile_graph, keep_inference_input_mutations=True)
+    return backend
+
+
+def inductor(
+    options: PassOptions, *, units: Mapping[str, str] | None = None, observe: Callable[[Graph], None] | None = None
+) -> Backend:
+    """Inductor, with the passes among its own; arguments as for `aot_eager`."""
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {"post_grad_custom_post_pass": InductorPass(options, units, observe)}
+
+    def backend(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+        compiled: Any = compile_fx(module, list(args), config_patches=patches)
+        return compiled  # type: ignore[no-any-return]
+
+    return backend
+
+
+class InductorPass(CustomGraphPass):
+    """The passes as a value of `torch._inductor.config.post_grad_custom_post_pass`; arguments as for `aot_eager`."""
+
+    def __init__(
+        self,
+        options: PassOptions,
+        units: Mapping[str, str] | None = None,
+        observe: Callable[[Graph], None] | None = None,
+    ) -> None:
+        self.options, self.units, self.observe = options, dict(units or {}), observe
+
+    def __call__(self, graph: Graph) -> None:
+        run_passes_in_place(graph, self.options, units=self.units)
+        if self.observe is not None:
+            self.observe(graph)
+        pin_order(graph)
+
+    def uuid(self) -> Any:
+        """What Inductor's cache of compiled graphs must also compare; None, so that nothing is observed from a cache."""
+        if self.observe is not None:
+            return None
+        files = tuple(str(module.__file__) for module in (graph_analysis, graph_buckets, graph_schedule, graph_stays))
+        return get_hash_for_files((*files, __file__), repr((self.options, sorted(self.units.items()))))
+
+
+def pin_order(graph: Graph) -> None:
+    """Keeps every collective where it stands among the other collectives and among the matrix products.
+
+    A start or a wait comes after the collective and the product before it, and a product after the collective before it.
+    Changes the graph.
+    """
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+    after: dict[Node, OrderedSet[Node]] = {}
+    product: Node | None = None
+    collective: Node | None = None
+    for node in graph.nodes:
+        is_product = isinstance(node.meta.get("val"), Tensor) and flops_of(node) > 0
+        if node.target is not WAIT and not is_collective(node) and not is_product:
+            continue
+        before = [collective] if is_product else [collective, product]
+        others = [other for other in before if other is not None and other not in node.all_input_nodes]
+        if others:
+            after[node] = OrderedSet(others)
+        if is_product:
+            product = node
+        else:
+            collective = node
+    preserve_node_ordering(graph, after)
