@@ -175,6 +175,8 @@ def widened(
         return treespec.unflatten([x.to(kept) if like else x for x, like in zip(leaves, is_like, strict=True)])
 
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        if torch.compiler.is_compiling():
+            return in_graph(grad, param, state)
         leaves, treespec = optree.tree_flatten(state)
         numel, is_narrow = param.numel(), any(x.dtype != _widen(x[:0]).dtype for x in (grad, param))
         size = tile if tile and (is_narrow or out is not None) else numel
@@ -195,6 +197,21 @@ def widened(
                     (rounding if like else to_nearest)(value, narrow, start, index)
             if out is not None:
                 out[part].copy_(param[part])
+        return grad, param, state
+
+    def in_graph(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        """The same all at once, for a compiler to cut into tiles. Leaves the gradient as it is."""
+        leaves, treespec = optree.tree_flatten(state)
+        wide_grad = _widen(grad)
+        wide_grad = wide_grad.clone() if factor is None else wide_grad * factor.to(wide_grad.dtype)
+        wide = [_widen(x) if like else x for x, like in zip(leaves, is_like, strict=True)]
+        _, wide_param, wide_state = transform.update(wide_grad, _widen(param), treespec.unflatten(wide))
+        new = [wide_param, *optree.tree_leaves(wide_state)]
+        for index, (narrow, value, like) in enumerate(zip([param, *leaves], new, [True, *is_like], strict=True)):
+            if value is not narrow:
+                (rounding if like else to_nearest)(value, narrow, 0, index)
+        if out is not None:
+            out.copy_(param)
         return grad, param, state
 
     def place(param: TensorSpec) -> Any:

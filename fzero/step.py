@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
 from itertools import accumulate
@@ -33,6 +33,7 @@ from fzero.config import Config, ConfigError, Optimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
+from fzero.measure import LossFn, Measure, agreed_buffers, check_rows, loss_of, mean_of
 from fzero.pieces import Pieces
 from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
 from fzero.precision import stochastic, widened
@@ -41,8 +42,6 @@ from fzero.state import Metrics, TrainState
 from fzero.transforms import Transform, unless
 from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
-
-LossFn = Callable[[nn.Module, Any], Tensor]
 
 
 class MismatchError(ValueError):
@@ -177,6 +176,9 @@ class TrainStep:
         predivide = None if cfg.prescale_gradients else cfg.gradient_predivide_factor
         is_mean = cfg.gradient_allreduce_op == "mean"
         self._predivide = predivide or (axis.size if is_mean else 1)
+        self._measures = Measure(
+            axis.size, self._predivide, is_mean, cfg.gradient_clipping, cfg.gradient_norm_type == "inf", cfg.scales_loss
+        )
         self._micro_batch, self._num_micro_steps = cfg.batch_sizes(axis.size).micro, plan.num_micro_steps
         self._stored_names = _stored_names(model)
 
@@ -423,7 +425,8 @@ class TrainStep:
                 module.training = mode
         if self._learns and self._eval_schedule is None:
             self._eval_schedule = tuple(work.executed)
-        return _mean_of(told[:, :2], is_sum=weight is not None)[0].float()
+        check_rows(told[:, :2], is_sum=weight is not None)
+        return mean_of(told[:, :2], is_sum=weight is not None)[0].float()
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight."""
@@ -441,48 +444,8 @@ class TrainStep:
             return self._plain_loss(batch)
 
     def _plain_loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        weight = None
-        if self._loss_fn is not None:
-            loss: Any = self._loss_fn(self._model, batch)
-            source = "loss_fn"
-            if isinstance(loss, tuple) and len(loss) == 2:
-                if self._cfg.gradient_allreduce_op == "sum":
-                    raise ValueError(
-                        f"gradient_allreduce_op: must be 'mean' when {source} gives a sum and its weight, got 'sum'; the "
-                        f"gradient of a weighted mean is divided by all weights"
-                    )
-                loss, weight = loss[0], torch.as_tensor(loss[1], device=self.device).detach()
-                if weight.numel() != 1 or not (weight.device.type != "cpu" or weight >= 0):
-                    raise ValueError(
-                        f"loss: {source} must give a weight that is one number, not negative, beside the sum, got "
-                        f"{weight.tolist()}; give the number of what was summed, tokens say"
-                    )
-        else:
-            source = f"{type(self._model).__name__}'s output"
-            if isinstance(batch, Mapping):
-                output = self._model(**batch)
-            elif isinstance(batch, tuple | list):
-                output = self._model(*batch)
-            else:
-                output = self._model(batch)
-            loss = output
-            if not isinstance(output, Tensor):
-                loss = getattr(output, "loss", None)
-                if loss is None and isinstance(output, Mapping):
-                    loss = output.get("loss")
-                if loss is None and isinstance(output, tuple | list) and output:
-                    loss = output[0]
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
-            raise ValueError(
-                f"loss: {source} must be a scalar tensor, or have a scalar as .loss or first item, got {got}; "
-                f"pass loss_fn=lambda model, batch: ... that returns a scalar"
-            )
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise ValueError(
-                f"loss: {source} must depend on a trainable parameter and does not; unfreeze one, or drop no_grad"
-            )
-        return loss.reshape(()), None if weight is None else weight.reshape(())
+        reduces_by_sum = self._cfg.gradient_allreduce_op == "sum"
+        return loss_of(self._model, self._loss_fn, batch, reduces_by_sum=reduces_by_sum)
 
     def _measure(self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool) -> tuple[Metrics, Tensor | None]:
         """The metrics, and the factor that the gradients still need, None for 1. *Collective* where they are sharded.
@@ -492,12 +455,9 @@ class TrainStep:
             state: holds the gradients.
             is_sum: whether each loss is a sum, to be divided by the sum of the weights.
         """
-        mean_loss, weight = _mean_of(losses.flatten(0, 1), is_sum=is_sum)
-        # The gradients collected are these times as large as the gradient meant.
-        mean_over = self.world_size if self._cfg.gradient_allreduce_op == "mean" and weight is None else 1
-        multiple = torch.tensor(mean_over / self._predivide, dtype=torch.float64, device=self.device)
-        multiple = multiple if weight is None else multiple * weight
-        multiple = multiple * state.loss_scale.scale if self._cfg.scales_loss else multiple
+        check_rows(losses.flatten(0, 1), is_sum=is_sum)
+        mean_loss, weight = mean_of(losses.flatten(0, 1), is_sum=is_sum)
+        multiple = self._measures.multiple(weight, state.loss_scale.scale)
         norm = self._norm(state) / multiple
         overflow = ~norm.isfinite()
         if self._cfg.skips_overflow:
@@ -508,31 +468,21 @@ class TrainStep:
             raise FloatingPointError(self._what_is_not_finite(losses, state, norm))
         rate = self._rates[0](int(state.step))
         lr = torch.full((), rate, device=self.device)  # a fill does not wait for the device
-        clip = self._cfg.gradient_clipping
-        factor = None
-        if clip or weight is not None or self._cfg.scales_loss or mean_over != self._predivide:
-            factor = (clip / (norm + 1e-6)).clamp(max=1.0) / multiple if clip else 1 / multiple
-            factor = torch.where(overflow, torch.ones_like(factor), factor)  # the gradients stay for `first_overflow`
+        factor = self._measures.factor(norm, multiple, overflow, weight)
         scale = state.loss_scale.scale.clone()
         return Metrics(mean_loss.float(), norm.float(), lr, overflow, scale), factor
 
     def _norm(self, state: TrainState[Tensor]) -> Tensor:
         """The global norm of what was collected (0-d float64): from the same numbers in the same order in all stages."""
         held = [rank for rank in range(self.world_size) if self.plan.stage == 0 or rank == self.rank]
-        is_inf = self._cfg.gradient_norm_type == "inf"
-        parts = torch.zeros(len(held), dtype=torch.float64, device=self.device)
-        for buffer in self.plan.flat_buffers:
-            if buffer.trainable and buffer.shard_numel:
-                for index, rank in enumerate(held):
-                    grad_S = own_shard(state.grads[buffer.key], buffer, rank)
-                    if is_inf:
-                        parts[index] = torch.maximum(parts[index], grad_S.abs().max().double())
-                    else:
-                        dtype = torch.promote_types(grad_S.dtype, torch.float32)
-                        parts[index] += torch.linalg.vector_norm(grad_S, dtype=dtype).double().square()
+        cut = [b for b in self.plan.flat_buffers if b.trainable and b.shard_numel]
+        parts = [
+            self._measures.norm_part((own_shard(state.grads[b.key], b, rank) for b in cut), self.device)
+            for rank in held
+        ]
         if len(held) < self.world_size:
-            parts = collectives.stack(parts[0], self._axis, label="norms")
-        return parts.max() if is_inf else (_mean_in_rank_order(parts) * self.world_size).sqrt()
+            return self._measures.norm(collectives.stack(parts[0], self._axis, label="norms"))
+        return self._measures.norm(torch.stack(parts))
 
     def _check_loss_scale(self, state: TrainState[Tensor], overflow: Tensor) -> None:
         """Raises on every rank when the loss scale would have to shrink below its minimum."""
@@ -653,12 +603,10 @@ class TrainStep:
         for name in buffers:
             if name in self._moving_buffers:
                 by_dtype.setdefault(buffers[name].dtype, []).append(name)
-        for dtype, names in by_dtype.items():
+        for names in by_dtype.values():
             flat = torch.cat([buffers[name].reshape(-1) for name in names])
             rows = collectives.stack(flat, self._axis, label="module buffers")
-            agreed = rows[0]
-            if dtype.is_floating_point:  # what is equal stays so to the last bit
-                agreed = torch.where((rows == rows[0]).all(dim=0), rows[0], _mean_in_rank_order(rows))
+            agreed = agreed_buffers(rows)
             for name, values in zip(names, torch.split(agreed, [buffers[name].numel() for name in names]), strict=True):
                 buffers[name].copy_(values.view(buffers[name].shape))
         return buffers
@@ -849,29 +797,6 @@ def _chosen(skip: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]) -
 def _moved(buffers: dict[str, Tensor], before: dict[str, tuple[Tensor, int]]) -> set[str]:
     """The names of buffers that are another tensor than before, or another version of it."""
     return {n for n, (tensor, version) in before.items() if buffers[n] is not tensor or tensor._version != version}
-
-
-def _mean_of(rows: Tensor, *, is_sum: bool) -> tuple[Tensor, Tensor | None]:
-    """The mean of losses with their weights (M, 2), and the sum of the weights if the losses are sums."""
-    agreed = ((rows[:, 1] >= 0) == is_sum).all()
-    message = "loss_fn: must give a mean always or a (sum, weight) always, got both; give the same on all ranks"
-    if rows.device.type != "cpu":
-        torch._assert_async(agreed, message)
-    elif not agreed:
-        raise ValueError(message)
-    mean, weight = _mean_in_rank_order(rows).unbind()
-    if is_sum and rows.device.type == "cpu" and weight == 0:
-        raise ValueError(
-            "loss_fn: its weights must not all be 0 in a step, and were, on every rank; leave out such a batch"
-        )
-    return (mean / weight, weight * rows.shape[0]) if is_sum else (mean, None)
-
-
-def _mean_in_rank_order(rows: Tensor) -> Tensor:
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total * (1 / rows.shape[0])
 
 
 def _generator(device_type: str, seed: int) -> torch.Generator:

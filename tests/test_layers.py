@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.config_conflicts",
         "fzero.schedule",
         "fzero.state",
+        "fzero.measure",
         "fzero.config",
         "fzero.config_table",
         "fzero.plan",
