@@ -12,7 +12,7 @@ rounding keeps them on average (Gupta et al. 2015, arXiv:1502.02551).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -119,11 +119,17 @@ def to_nearest(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
     narrow.copy_(wide)
 
 
-def stochastic(seed: int, place: int) -> Rounding:
+def salts_of(seed: int, num: int) -> list[int]:
+    """What tells the random bits of one update and tensor from those of others."""
+    return [zlib.crc32(f"{seed}/{index}".encode()) for index in range(num)]
+
+
+def stochastic(seed: int | Tensor, place: int) -> Rounding:
     """Rounds fp32 to bf16 up or down, in proportion to where the number lies between the two.
 
-    The random bits are a hash of `seed` and of the element's place among all parameters, where the tensor's first element
-    has the `place`: all ranks and stages round alike. Other pairs of dtypes are rounded to the nearest.
+    The random bits are a hash of `seed` (or of its `salts_of`, an int64 tensor) and of the element's place among all
+    parameters, where the tensor's first element has the `place`: all ranks and stages round alike. Other pairs of dtypes
+    are rounded to the nearest.
     """
 
     def round_(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
@@ -131,7 +137,8 @@ def stochastic(seed: int, place: int) -> Rounding:
             narrow.copy_(wide)
             return
         places = torch.arange(place + start, place + start + wide.numel(), device=wide.device)
-        noise = _hash(places + zlib.crc32(f"{seed}/{index}".encode())) & 0xFFFF
+        salt = seed[index] if isinstance(seed, Tensor) else zlib.crc32(f"{seed}/{index}".encode())
+        noise = _hash(places + salt) & 0xFFFF
         bits = wide.contiguous().view(torch.int32) + noise.to(torch.int32)
         # What is cut off are the 16 bits that bf16 does not have. An infinity has none, so that it stays one.
         narrow.copy_(torch.where(wide.isfinite(), (bits & -0x10000).view(torch.float32), wide))
@@ -166,17 +173,13 @@ def widened(
         out: takes the new parameter too, in its own dtype.
         tile: how many elements are updated at a time; None is all.
     """
-    kept = torch_dtype(state_dtype)
-    probe = TensorSpec((1_000_003,), "float32")
-    is_like = [spec.shape == probe.shape for spec in optree.tree_leaves(transform.place(probe))]
+    kept, is_like = torch_dtype(state_dtype), like_param(transform)
 
     def init(param: Tensor) -> Any:
         leaves, treespec = optree.tree_flatten(transform.init(_widen(param)))
         return treespec.unflatten([x.to(kept) if like else x for x, like in zip(leaves, is_like, strict=True)])
 
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        if torch.compiler.is_compiling():
-            return in_graph(grad, param, state)
         leaves, treespec = optree.tree_flatten(state)
         numel, is_narrow = param.numel(), any(x.dtype != _widen(x[:0]).dtype for x in (grad, param))
         size = tile if tile and (is_narrow or out is not None) else numel
@@ -199,26 +202,46 @@ def widened(
                 out[part].copy_(param[part])
         return grad, param, state
 
-    def in_graph(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        """The same all at once, for a compiler to cut into tiles. Leaves the gradient as it is."""
-        leaves, treespec = optree.tree_flatten(state)
-        wide_grad = _widen(grad)
-        wide_grad = wide_grad.clone() if factor is None else wide_grad * factor.to(wide_grad.dtype)
-        wide = [_widen(x) if like else x for x, like in zip(leaves, is_like, strict=True)]
-        _, wide_param, wide_state = transform.update(wide_grad, _widen(param), treespec.unflatten(wide))
-        new = [wide_param, *optree.tree_leaves(wide_state)]
-        for index, (narrow, value, like) in enumerate(zip([param, *leaves], new, [True, *is_like], strict=True)):
-            if value is not narrow:
-                (rounding if like else to_nearest)(value, narrow, 0, index)
-        if out is not None:
-            out.copy_(param)
-        return grad, param, state
-
     def place(param: TensorSpec) -> Any:
         specs = transform.place(replace(param, dtype=_wide(param.dtype)))
         return optree.tree_map(lambda s: replace(s, dtype=state_dtype) if s.shape == param.shape else s, specs)
 
     return Transform(init, update, place)
+
+
+def like_param(transform: Transform) -> list[bool]:
+    """Which tensors of the transform's state have the parameter's shape."""
+    probe = TensorSpec((1_000_003,), "float32")
+    return [spec.shape == probe.shape for spec in optree.tree_leaves(transform.place(probe))]
+
+
+def update_in_graph(
+    transform: Transform,
+    is_like: Sequence[bool],
+    grad: Tensor,
+    param: Tensor,
+    state: Any,
+    *,
+    factor: Tensor | None,
+    rounding: Rounding = to_nearest,
+    out: Tensor | None = None,
+) -> None:
+    """The update of a `widened` transform, all at once, for a compiler to cut into tiles. Leaves the gradient as it is.
+
+    Args:
+        is_like: of `like_param`.
+    """
+    leaves, treespec = optree.tree_flatten(state)
+    wide_grad = _widen(grad)
+    wide_grad = wide_grad.clone() if factor is None else wide_grad * factor.to(wide_grad.dtype)
+    wide = [_widen(x) if like else x for x, like in zip(leaves, is_like, strict=True)]
+    _, wide_param, wide_state = transform.update(wide_grad, _widen(param), treespec.unflatten(wide))
+    new = [wide_param, *optree.tree_leaves(wide_state)]
+    for index, (narrow, value, like) in enumerate(zip([param, *leaves], new, [True, *is_like], strict=True)):
+        if value is not narrow:
+            (rounding if like else to_nearest)(value, narrow, 0, index)
+    if out is not None:
+        out.copy_(param)
 
 
 def _widen(x: Tensor) -> Tensor:

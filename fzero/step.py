@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
 from itertools import accumulate
@@ -28,20 +28,23 @@ from torch import Tensor, nn
 from fzero import collectives, initialise, lr_schedules
 from fzero.binding import bound
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
-from fzero.collectives import CollectiveError, Pending, Real
-from fzero.config import Config, ConfigError, Optimizer
+from fzero.collectives import CollectiveError, InGraph, Pending, Real
+from fzero.compiled import NUM_SALTS, BackendName, CompiledStep, Rules
+from fzero.config import Config, ConfigError, Optimizer, TorchOptimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, Measure, agreed_buffers, check_rows, loss_of, mean_of
 from fzero.pieces import Pieces
 from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
-from fzero.precision import stochastic, widened
+from fzero.precision import salts_of, stochastic, widened
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
 from fzero.transforms import Transform, unless
 from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
+
+Move = Callable[[Tensor], Tensor]
 
 
 class MismatchError(ValueError):
@@ -61,6 +64,8 @@ def make_train_step(
     lr_schedule: Schedule | None = None,
     schedule: Literal["learned", "negotiated"] = "learned",
     checkpoint: Choice | None = None,
+    compile: Literal["step", "block"] | None = None,
+    compile_backend: BackendName = "inductor",
     seed: int = 0,
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
@@ -92,16 +97,22 @@ def make_train_step(
             first, the third and so on. Or a function of a module's name and the module, of which the outermost modules it
             is true of count; what it picks should be no larger than a unit, for all that it uses is gathered while its
             backward runs. None does as `activation_checkpointing.every` says. The numbers stay the same, bit for bit.
+        compile: `"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in
+            place; `"block"` compiles the forward of each unit that is one module, once for equal ones, and runs the rest as
+            it is. None compiles nothing. A captured step tells how long that took, on rank 0; batches of another shape are
+            captured once more. `evaluate` is not compiled with `"step"`.
+        compile_backend: `"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation.
         seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: told on every rank, when ranks differ.
         ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` or the function
-            `checkpoint` matches nothing, or `checkpoint` is no positive integer.
+            `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
     """
-    if schedule not in ("learned", "negotiated"):
-        raise ValueError(f"schedule: must be 'learned' or 'negotiated', got {schedule!r}; pass one of these")
+    _check_choice("schedule", schedule, ("learned", "negotiated"))
+    _check_choice("compile", compile, (None, "step", "block"))
+    _check_choice("compile_backend", compile_backend, ("inductor", "aot_eager"))
     cfg = Config.load(cfg)
     _check_no_hooks(model)
     device = _device_of(model)
@@ -109,11 +120,19 @@ def make_train_step(
     the_plan = plan(model, cfg, world_size=axis.size, units=units, param_groups=param_groups, transform=transform)
     optimizers = optimizers_of(cfg, param_groups, transform)
     checkpointing = _checkpointing(model, cfg, checkpoint, units, device)
-    arguments = {"schedule": schedule, "optimizers": str(optimizers), "checkpoint": ", ".join(checkpointing.names)}
+    arguments = {
+        "schedule": schedule,
+        "optimizers": str(optimizers),
+        "checkpoint": ", ".join(checkpointing.names),
+        "compile": f"{compile} with {compile_backend}",
+    }
     _check_same(axis, cfg, model, the_plan, arguments)
-    return TrainStep(
+    step = TrainStep(
         model, cfg, the_plan, optimizers, axis, device, loss_fn, donate, lr_schedule, schedule, checkpointing, seed
     )
+    if compile == "step":
+        step._capture(compile_backend)
+    return step
 
 
 class TrainStep:
@@ -181,6 +200,40 @@ class TrainStep:
         )
         self._micro_batch, self._num_micro_steps = cfg.batch_sizes(axis.size).micro, plan.num_micro_steps
         self._stored_names = _stored_names(model)
+        self._compiled: CompiledStep | None = None
+
+    def _capture(self, backend: BackendName) -> None:
+        """Makes this a compiled step. What a step changes about the update is written into tensors, once in each."""
+        if self._checkpointing.names:
+            raise ConfigError(
+                "checkpoint: must be None where the whole step is one graph, got modules to checkpoint; pass compile='block'"
+            )
+        self._lr = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in self._rates]
+        self._beta = torch.full((), 0.9, dtype=torch.float64, device=self.device) if self._momentum else None
+        self._salts = torch.zeros(NUM_SALTS, dtype=torch.int64, device=self.device)
+        graph = InGraph.of(self._axis, self.device)
+        transforms = {}
+        for buffer in self.plan.flat_buffers:
+            if buffer.trainable:
+                optimizer = self._optimizers[buffer.group]
+                if isinstance(optimizer, TorchOptimizer):
+                    raise ConfigError(
+                        f"optimizer.type: must be one of fzero's own in a graph, got {optimizer.type!r} of torch.optim; pass "
+                        f"compile='block'"
+                    )
+                pieces = self._pieces(buffer, lambda partial: graph.stack(partial[0]), graph.all_gather)
+                transforms[buffer.key] = optimizer.transform(
+                    lr=self._lr[buffer.group], momentum=self._beta, pieces=pieces, kind=buffer.way
+                )
+        places = {b.key: self._place(b) for b in self.plan.flat_buffers}
+        rules = Rules(
+            self._measures, self._scaling, self._cfg.skips_overflow, transforms,
+            places if self._cfg.precision.stochastic_rounding else None, self._salts,
+        )  # fmt: skip
+        self._compiled = CompiledStep(
+            self._model, self.plan, self._axis, self.device, rules,
+            loss_fn=self._loss_fn, autocast=self._cfg.precision.autocast, backend=backend,
+        )  # fmt: skip
 
     @property
     def specs(self) -> TrainState[TensorSpec]:
@@ -320,6 +373,8 @@ class TrainStep:
         # Buffers change in a copy, so that the state given stays good when this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
+        if self._compiled is not None:
+            return self._call_compiled(self._compiled, state, buffers, micro_batches)
         told, is_sum = [], False
         with _random_state(state.rng, self.device) as rng:
             for index, micro_batch in enumerate(micro_batches):
@@ -332,15 +387,57 @@ class TrainStep:
         buffers = self._agree(buffers, moved, has_news=self._has_news(told_AW3[..., 2]))
         metrics, factor = self._measure(told_AW3[..., :2], state, is_sum=is_sum)
         optimizer = self._update(state, factor, metrics.overflow)
-        num_updates, loss_scale = state.step.add_(1), state.loss_scale
+        loss_scale = state.loss_scale
+        if self._cfg.skips_overflow:
+            loss_scale = self._scaling.update(loss_scale, metrics.overflow)
+        return self._next(state, metrics, optimizer, loss_scale, buffers, rng), metrics
+
+    def _next(
+        self,
+        state: TrainState[Tensor],
+        metrics: Metrics,
+        optimizer: dict[str, Any],
+        loss_scale: LossScale[Tensor],
+        buffers: dict[str, Tensor],
+        rng: dict[str, Tensor],
+    ) -> TrainState[Tensor]:
+        """The state after an update, which an overflow skipped."""
+        num_updates = state.step.add_(1)
         if self._cfg.skips_overflow:
             num_updates.sub_(metrics.overflow.to(num_updates.dtype))
-            loss_scale = self._scaling.update(loss_scale, metrics.overflow)
             buffers = _chosen(metrics.overflow, state.buffers, buffers)
             if self.device.type == "cpu":  # elsewhere the host would have to wait for the overflow
                 rng = _chosen(metrics.overflow, state.rng, rng)
-        new = state._replace(step=num_updates, optimizer=optimizer, buffers=buffers, loss_scale=loss_scale, rng=rng)
-        return new, metrics
+        return state._replace(step=num_updates, optimizer=optimizer, buffers=buffers, loss_scale=loss_scale, rng=rng)
+
+    def _call_compiled(
+        self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
+    ) -> tuple[TrainState[Tensor], Metrics]:
+        """The step as a graph: writes its numbers where the graph reads them, and raises what the graph found."""
+        self._num_passes += 1
+        num_updates = int(state.step)
+        for lr, rate in zip(self._lr, self._rates, strict=True):
+            lr.fill_(rate(num_updates))
+        if self._beta is not None and self._momentum is not None:
+            self._beta.fill_(self._momentum(num_updates))
+        if self._cfg.precision.stochastic_rounding:
+            self._salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
+        batches = [self._cast(batch) for batch in micro_batches]
+        with _random_state(state.rng, self.device) as rng:
+            number = torch.full((), float(self._num_passes), dtype=torch.float64, device=self.device)
+            outcome = compiled(state, buffers, batches, number)
+        if self.device.type != "cpu":
+            torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
+        elif not outcome.ok:
+            self._check_passes(outcome.told[..., 2].flatten())
+            check_rows(outcome.told[..., :2].flatten(0, 1), is_sum=outcome.is_sum)
+            if self._cfg.skips_overflow:
+                self._check_loss_scale(state, outcome.overflow)
+            raise FloatingPointError(self._what_is_not_finite(outcome.told[..., :2], state, outcome.norm))
+        metrics = Metrics(
+            outcome.loss, outcome.norm, self._lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
+        )
+        return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng), metrics
 
     def _micro_step(
         self,
@@ -391,13 +488,15 @@ class TrainStep:
     def _told(self, work: Pass) -> Tensor:
         """What every rank told (W, 3), less the number of its pass, which must be the same."""
         told = work.told()
-        numbers_W = told[:, 3]
+        self._check_passes(told[:, 3])
+        return told[:, :3]
+
+    def _check_passes(self, numbers_W: Tensor) -> None:
         if self.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
             raise CollectiveError(
                 f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes, since an error was "
                 f"raised at different places on different ranks; end the job, and start it again from what was saved"
             )
-        return told[:, :3]
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
@@ -430,18 +529,23 @@ class TrainStep:
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight."""
-        if self._cfg.casts_batch_to is not None:
-            dtype = torch_dtype(self._cfg.casts_batch_to)
-            batch = optree.tree_map(
-                lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
-                dict(batch) if isinstance(batch, Mapping) else batch,
-                none_is_leaf=True,
-            )
+        batch = self._cast(batch)
         autocast = self._cfg.precision.autocast
         if autocast is None:
             return self._plain_loss(batch)
         with torch.autocast(self.device.type, dtype=torch_dtype(autocast)):
             return self._plain_loss(batch)
+
+    def _cast(self, batch: Any) -> Any:
+        """The batch in the dtype that the configuration asks for."""
+        if self._cfg.casts_batch_to is None:
+            return batch
+        dtype = torch_dtype(self._cfg.casts_batch_to)
+        return optree.tree_map(
+            lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
+            dict(batch) if isinstance(batch, Mapping) else batch,
+            none_is_leaf=True,
+        )
 
     def _plain_loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         reduces_by_sum = self._cfg.gradient_allreduce_op == "sum"
@@ -530,9 +634,7 @@ class TrainStep:
         self, buffer: BufferPlan, num_updates: int, *, skip: Tensor | None = None, **how: Any
     ) -> Transform:
         """The transform of a flat buffer for the update after `num_updates` others; `how` is for `widened`."""
-        optimizer, pieces = self._optimizers[buffer.group], Pieces.whole(buffer.layout)
-        if isinstance(buffer.row.optimizer, Sharded):
-            pieces = Pieces(buffer.layout, (self.rank,), stack=self._stack, join=self._join)
+        optimizer, pieces = self._optimizers[buffer.group], self._pieces(buffer, self._stack, self._join)
         transform = optimizer.transform(
             lr=self._rates[buffer.group](num_updates),
             momentum=self._momentum(num_updates) if self._momentum else None,
@@ -544,9 +646,19 @@ class TrainStep:
         if skip is not None:
             transform = unless(skip, transform)
         if self._cfg.precision.stochastic_rounding:
-            own = self.rank * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
-            how["rounding"] = stochastic(num_updates, self._places[buffer.key] + own)
+            how["rounding"] = stochastic(num_updates, self._place(buffer))
         return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
+
+    def _pieces(self, buffer: BufferPlan, stack: Move, join: Move) -> Pieces:
+        """What the optimizer of a flat buffer holds of it, and how it reaches the rest."""
+        if isinstance(buffer.row.optimizer, Sharded):
+            return Pieces(buffer.layout, (self.rank,), stack=stack, join=join)
+        return Pieces.whole(buffer.layout)
+
+    def _place(self, buffer: BufferPlan) -> int:
+        """Where what this rank updates of a flat buffer begins among all elements."""
+        own = self.rank * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
+        return self._places[buffer.key] + own
 
     def _stack(self, partial: Tensor) -> Tensor:
         return collectives.stack(partial[0], self._axis, label="optimizer")
@@ -662,6 +774,12 @@ class TrainStep:
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _check_choice(field: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        choices = " or ".join(map(repr, known))
+        raise ValueError(f"{field}: must be {choices}, got {value!r}; pass one of these")
 
 
 def _device_of(model: nn.Module) -> torch.device:
