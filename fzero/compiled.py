@@ -321,10 +321,10 @@ class CompiledStep:
         batch: Any,
         number: Tensor,
     ) -> Outcome:
-        rows, full, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number)
+        rows, full, share, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number)
         reduced = {}
         for flat in self._trained:
-            reduced[flat.key] = self._reduce_into(grads, flat, full[flat.key])
+            reduced[flat.key] = self._reduce_into(grads, flat, _times(full[flat.key], share, flat.reduce_dtype))
         return self._update(params, master, grads, optimizer, buffers, loss_scale, rows[None], reduced, is_sum)
 
     def _micro_step(
@@ -337,10 +337,13 @@ class CompiledStep:
         number: Tensor,
     ) -> tuple[Tensor, bool]:
         """Adds the gradients of one micro-batch to `grads`; reduces what a rank does not keep whole."""
-        rows, full, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number, collects=True)
+        rows, full, share, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number)
         for flat in self._trained:
-            grad = full[flat.key]
-            grads[flat.key].add_(grad if flat.collects_whole else self._reduce(grad, flat))
+            grad, kept = full[flat.key], grads[flat.key]
+            if flat.collects_whole:
+                kept.add_(grad.to(torch.promote_types(kept.dtype, grad.dtype)), alpha=share)
+            else:
+                kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat))
         return rows, is_sum
 
     def _update(
@@ -390,10 +393,8 @@ class CompiledStep:
         loss_scale: LossScale[Tensor],
         batch: Any,
         number: Tensor,
-        *,
-        collects: bool = False,
-    ) -> tuple[Tensor, dict[str, Tensor], bool]:
-        """What every rank tells (W, 3), the unreduced flat gradients (P), and whether losses are sums."""
+    ) -> tuple[Tensor, dict[str, Tensor], float, bool]:
+        """What every rank tells (W, 3), its flat gradients (P), by what they are to be multiplied, and if losses are sums."""
         tensors: dict[str, Tensor] = {}
         leaves: dict[str, Tensor] = {}
         for flat in self._flats:
@@ -422,12 +423,9 @@ class CompiledStep:
         grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)))
         full = {}
         for flat in self._trained:
-            kept = flat.grad_dtype if collects and flat.collects_whole else flat.reduce_dtype
             pieces = [grads[name].reshape(-1) for name in flat.names]
-            grad = torch.cat([*pieces, pieces[0].new_zeros(flat.numels[-1])])
-            grad = grad.to(torch.promote_types(kept, grad.dtype))  # so that the product is rounded once
-            full[flat.key] = grad if share == 1 else grad * share
-        return self._graph.stack(row.detach()), full, is_sum
+            full[flat.key] = torch.cat([*pieces, pieces[0].new_zeros(flat.numels[-1])])
+        return self._graph.stack(row.detach()), full, share, is_sum
 
     def _reduce(self, grad_P: Tensor, flat: Flat) -> Tensor:
         """The sum over ranks: whole (P) in stage 0, this rank's shard (S) otherwise."""
@@ -495,6 +493,12 @@ class CompiledStep:
             self._sent_by[function] = sent_by(self.backend.graphs[-1])
         for sent in self._sent_by.get(function, ()):
             self._axis.observe(sent)  # type: ignore[misc]
+
+
+def _times(grad: Tensor, share: float, dtype: torch.dtype) -> Tensor:
+    """A share of the gradient, in the dtype in which it is sent, rounded once."""
+    grad = grad.to(torch.promote_types(dtype, grad.dtype))
+    return (grad if share == 1 else grad * share).to(dtype)
 
 
 @contextmanager
