@@ -341,7 +341,8 @@ class CompiledStep:
         for flat in self._trained:
             grad, kept = full[flat.key], grads[flat.key]
             if flat.collects_whole:
-                kept.add_(grad.to(torch.promote_types(kept.dtype, grad.dtype)), alpha=share)
+                wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
+                kept.copy_(kept.to(wide).add(grad.to(wide), alpha=share))
             else:
                 kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat))
         return rows, is_sum

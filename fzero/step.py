@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
 from itertools import accumulate
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fzero import collectives, initialise, lr_schedules
 from fzero.binding import bound
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
-from fzero.collectives import CollectiveError, InGraph, Pending, Real
+from fzero.collectives import CollectiveError, Pending, Real
 from fzero.compiled import NUM_SALTS, BackendName, CompiledStep, Rules
 from fzero.config import Config, ConfigError, Optimizer, TorchOptimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
@@ -43,8 +43,6 @@ from fzero.state import Metrics, TrainState
 from fzero.transforms import Transform, unless
 from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
-
-Move = Callable[[Tensor], Tensor]
 
 
 class MismatchError(ValueError):
@@ -211,19 +209,17 @@ class TrainStep:
         self._lr = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in self._rates]
         self._beta = torch.full((), 0.9, dtype=torch.float64, device=self.device) if self._momentum else None
         self._salts = torch.zeros(NUM_SALTS, dtype=torch.int64, device=self.device)
-        graph = InGraph.of(self._axis, self.device)
         transforms = {}
         for buffer in self.plan.flat_buffers:
             if buffer.trainable:
                 optimizer = self._optimizers[buffer.group]
-                if isinstance(optimizer, TorchOptimizer):
+                if isinstance(optimizer, TorchOptimizer) or not optimizer.is_elementwise(buffer.way):
                     raise ConfigError(
-                        f"optimizer.type: must be one of fzero's own in a graph, got {optimizer.type!r} of torch.optim; pass "
-                        f"compile='block'"
+                        f"optimizer.type: must be elementwise and of fzero's own (AdamW, Adam, SGD, Adagrad, Lion) where the "
+                        f"whole step is one graph, got {getattr(optimizer, 'type', optimizer)!r}; pass compile='block'"
                     )
-                pieces = self._pieces(buffer, lambda partial: graph.stack(partial[0]), graph.all_gather)
                 transforms[buffer.key] = optimizer.transform(
-                    lr=self._lr[buffer.group], momentum=self._beta, pieces=pieces, kind=buffer.way
+                    lr=self._lr[buffer.group], momentum=self._beta, kind=buffer.way
                 )
         places = {b.key: self._place(b) for b in self.plan.flat_buffers}
         rules = Rules(
@@ -634,7 +630,9 @@ class TrainStep:
         self, buffer: BufferPlan, num_updates: int, *, skip: Tensor | None = None, **how: Any
     ) -> Transform:
         """The transform of a flat buffer for the update after `num_updates` others; `how` is for `widened`."""
-        optimizer, pieces = self._optimizers[buffer.group], self._pieces(buffer, self._stack, self._join)
+        optimizer, pieces = self._optimizers[buffer.group], Pieces.whole(buffer.layout)
+        if isinstance(buffer.row.optimizer, Sharded):
+            pieces = Pieces(buffer.layout, (self.rank,), stack=self._stack, join=self._join)
         transform = optimizer.transform(
             lr=self._rates[buffer.group](num_updates),
             momentum=self._momentum(num_updates) if self._momentum else None,
@@ -648,12 +646,6 @@ class TrainStep:
         if self._cfg.precision.stochastic_rounding:
             how["rounding"] = stochastic(num_updates, self._place(buffer))
         return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
-
-    def _pieces(self, buffer: BufferPlan, stack: Move, join: Move) -> Pieces:
-        """What the optimizer of a flat buffer holds of it, and how it reaches the rest."""
-        if isinstance(buffer.row.optimizer, Sharded):
-            return Pieces(buffer.layout, (self.rank,), stack=stack, join=join)
-        return Pieces.whole(buffer.layout)
 
     def _place(self, buffer: BufferPlan) -> int:
         """Where what this rank updates of a flat buffer begins among all elements."""
