@@ -16,7 +16,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from itertools import accumulate
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from fzero.binding import bound
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.collectives import CollectiveError, Pending, Real
 from fzero.compiled import NUM_SALTS, BackendName, CompiledStep, Rules
+from fzero.compiled_blocks import CompiledBlocks
 from fzero.config import Config, ConfigError, Optimizer, TorchOptimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.loss_scaling import LossScale
@@ -130,6 +131,8 @@ def make_train_step(
     )
     if compile == "step":
         step._capture(compile_backend)
+    elif compile == "block":
+        step._blocks = CompiledBlocks(_blocks_to_compile(model, units), compile_backend)
     return step
 
 
@@ -199,6 +202,7 @@ class TrainStep:
         self._micro_batch, self._num_micro_steps = cfg.batch_sizes(axis.size).micro, plan.num_micro_steps
         self._stored_names = _stored_names(model)
         self._compiled: CompiledStep | None = None
+        self._blocks: CompiledBlocks | None = None
 
     def _capture(self, backend: BackendName) -> None:
         """Makes this a compiled step. What a step changes about the update is written into tensors, once in each."""
@@ -453,7 +457,11 @@ class TrainStep:
         schedule = self.schedule if self._learns else None
         place = {"is_first": index == 0, "is_last": index == self._num_micro_steps - 1}
         with Pass(self.plan, self._axis, state.params, state.grads, schedule, self._scratch, **place) as work:
-            with bound(self._model, self.plan.aliases, work.fetch, buffers), self._checkpointed(work):
+            with (
+                bound(self._model, self.plan.aliases, work.fetch, buffers),
+                self._blocks.applied(self._model) if self._blocks else nullcontext(),
+                self._checkpointed(work),
+            ):
                 with work.saving():
                     loss, weight = self._loss(batch)
                 # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
@@ -510,6 +518,7 @@ class TrainStep:
                 torch.no_grad(),
                 _random_state(state.rng, self.device),
                 bound(self._model, self.plan.aliases, work.fetch, buffers),
+                self._blocks.applied(self._model) if self._blocks else nullcontext(),
             ):
                 loss, weight = self._loss(batch)
                 self._turn(work, loss, weight)
@@ -794,6 +803,16 @@ def _checkpointing(
         field, choice = "activation_checkpointing.every", block.every
     names = choose_modules(model, choice, blocks=blocks_of(model, units), field=field)
     return Checkpointing(names, host_moves(device) if block.cpu_checkpointing else None)
+
+
+def _blocks_to_compile(model: nn.Module, units: Sequence[str] | None) -> list[str]:
+    names = blocks_of(model, units)
+    if not names:
+        raise ValueError(
+            f"compile: 'block' needs units that are one module, and {type(model).__name__} has no repeated blocks; name "
+            f"modules in units=, or pass compile='step'"
+        )
+    return names
 
 
 def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
