@@ -18,6 +18,7 @@ Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard,
 
 from __future__ import annotations
 
+import operator
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +58,38 @@ class CompileError(RuntimeError):
 
 def graph_passes(plan: Plan) -> tuple[GraphPass, ...]:
     """The passes that every captured graph of a step goes through, in order."""
-    return ()
+    return (written_early,)
+
+
+def written_early(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """Writes each new value into the memory of the old one as soon as nobody reads that any more.
+
+    A captured graph has all of these `copy_` at its end, where new parameters and moments would all be alive beside the old
+    ones.
+    """
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    order = list(graph.nodes)
+    for write in [node for node in order if node.target is torch.ops.aten.copy_.default]:
+        old, new = write.args[:2]
+        if old.op == "placeholder":
+            # Also readers of views of the old value, which are the old value's memory.
+            readers, seen = [old, new], {old}
+            for node in order[place[old] :]:
+                if node is not write and any(source in seen for source in node.all_input_nodes):
+                    readers.append(node)
+                    if _is_view(node):
+                        seen.add(node)
+            last = max((node for node in readers if place[node] < place[write]), key=lambda node: place[node])
+            last.append(write)
+    return graph
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    """Whether a node's value may be in the memory of one of its arguments."""
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(argument.alias_info is not None for argument in schema.arguments)
 
 
 @dataclass(slots=True)
@@ -517,8 +549,9 @@ def _what_stopped(error: BaseException, model: str) -> str:
     own, torch_ = str(Path(__file__).parent), str(Path(torch.__file__).parent)
     users = [frame for frame in stack if not frame.filename.startswith((own, torch_, "<"))]
     where = f"{users[-1].filename}, line {users[-1].lineno}: {(users[-1].line or '').strip()!r}" if users else model
-    reason = str(error).strip().splitlines()
-    kept = [line.strip() for line in reason if line.strip()][:2]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    raised = [line.partition("raised exception ")[2] for line in lines if "raised exception " in line]
+    kept = raised[:1] or lines[:2]
     return (
         f"{where}\ncannot be captured in one graph: {' '.join(kept)}\n"
         f"Change that line, or pass compile='block', which compiles block by block and runs the rest as it is."

@@ -43,7 +43,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # the only door to torch.distributed
     ("fzero.collectives",),
     # what moves state, and what runs a model
-    ("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.eager", "fzero.compiled", "fzero.compiled_blocks"),
+    (
+        "fzero.verbs",
+        "fzero.binding",
+        "fzero.checkpointing",
+        "fzero.initialise",
+        "fzero.eager",
+        "fzero.compiled",
+        "fzero.compiled_blocks",
+    ),
     # their composition
     ("fzero.step",),
     ("fzero",),
