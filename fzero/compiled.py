@@ -230,7 +230,8 @@ class Flat(NamedTuple):
 class Rules(NamedTuple):
     """What a compiled step is told about the arithmetic, once.
 
-    `transforms` are by flat buffer; learning rates and momentum are 0-d tensors in them, that somebody else fills.
+    `transforms` are by flat buffer; learning rates and momentum are 0-d tensors in them, that somebody else fills. (0-d float64
+    and int64 tensors on the CPU are numbers to Dynamo, at first: they cost a second capture.)
     `places` are what stochastic rounding counts elements from, None where it does not round so.
     """
 
@@ -309,7 +310,7 @@ class CompiledStep:
             state: donated.
             buffers: the module's, which are written.
             micro_batches: A batches.
-            number: of this pass (0-d float64); must be the same on all ranks.
+            number: of this pass (1,), float64; must be the same on all ranks.
         """
         flat = (state.params, state.master, state.grads, state.optimizer)
         if len(micro_batches) == 1:
@@ -327,7 +328,8 @@ class CompiledStep:
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a captured function, and tells how long it took to capture it."""
         start, num_captured, num_graphs = time.perf_counter(), self.backend.num_captured, len(self.backend.graphs)
-        with _one_graph(self._name), torch._dynamo.config.patch(trace_autograd_ops=True):
+        # Numbers are constants of the graph; taken for inputs at first, they would make Dynamo capture everything twice.
+        with _one_graph(self._name), torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True):
             result = function(*arguments)
         if self.backend.num_captured > num_captured and self._axis.rank == 0:
             seconds = time.perf_counter() - start
@@ -449,7 +451,7 @@ class CompiledStep:
         measures, is_sum = self._rules.measures, weight is not None
         share = 1 / (measures.predivide * (1 if is_sum else self._num_micro_steps))
         row = torch.stack(
-            [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double(), number]
+            [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double(), number[0]]
         )
         if measures.scales_loss:
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * loss_scale.scale

@@ -210,8 +210,10 @@ class TrainStep:
             raise ConfigError(
                 "checkpoint: must be None where the whole step is one graph, got modules to checkpoint; pass compile='block'"
             )
-        self._lr = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in self._rates]
-        self._beta = torch.full((), 0.9, dtype=torch.float64, device=self.device) if self._momentum else None
+        masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
+        dtype = torch.float64 if torch.float64 in masters else torch.float32
+        self._lr = [torch.zeros((), dtype=dtype, device=self.device) for _ in self._rates]
+        self._beta = torch.full((), 0.9, dtype=dtype, device=self.device) if self._momentum else None
         self._salts = torch.zeros(NUM_SALTS, dtype=torch.int64, device=self.device)
         transforms = {}
         for buffer in self.plan.flat_buffers:
@@ -424,7 +426,7 @@ class TrainStep:
             self._salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
         batches = [self._cast(batch) for batch in micro_batches]
         with _random_state(state.rng, self.device) as rng:
-            number = torch.full((), float(self._num_passes), dtype=torch.float64, device=self.device)
+            number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
             outcome = compiled(state, buffers, batches, number)
         if self.device.type != "cpu":
             torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")

@@ -88,7 +88,7 @@ def chain(*transforms: Transform) -> Transform:
 
 
 Rate = float | Tensor
-"""A number, or a 0-d float64 tensor that holds it."""
+"""A number, or a 0-d tensor that holds it."""
 
 
 def _add_times(x: Tensor, y: Tensor, factor: Rate) -> Tensor:
