@@ -418,7 +418,7 @@ def _wait(x: Tensor) -> Tensor:
     return waited
 
 
-def sent_by(graph: torch.fx.Graph) -> list[Sent]:
+def sent_by(graph: torch.fx.Graph, world_size: int) -> list[Sent]:
     """What one run of a captured graph sends, collective by collective, in the order of its nodes."""
     found = []
     for node in graph.nodes:
@@ -426,12 +426,10 @@ def sent_by(graph: torch.fx.Graph) -> list[Sent]:
         if node.op == "call_function" and getattr(node.target, "namespace", "") == "_c10d_functional":
             value, size = node.args[0].meta["val"], 0
             if name == "all_gather_into_tensor":
-                size = value.numel() * (node.args[1] - 1)
+                size = value.numel() * (world_size - 1)
             elif name in ("all_to_all_single", "reduce_scatter_tensor"):
-                world_size = len(node.args[1]) if name == "all_to_all_single" else node.args[2]
                 size = value.numel() // world_size * (world_size - 1)
             elif name == "all_reduce":
-                world_size = dist.distributed_c10d._resolve_process_group(node.args[2]).size()
                 size = 2 * (value.numel() // world_size) * (world_size - 1)
             if name != "wait_tensor":
                 found.append(Sent(name, f"{name} {node.name}", size, size * value.element_size()))

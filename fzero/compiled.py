@@ -116,8 +116,8 @@ class Backend:
 
             # Random numbers as in the eager step; no reordering or merging of collectives but ours.
             config = {"fallback_random": True, "post_grad_custom_post_pass": _InductorPass(self._through_passes)}
-            run: Callable[..., Any] = compile_fx(module, inputs, config_patches=config)
-            return run
+            generated: Any = compile_fx(module, inputs, config_patches=config)
+            return generated  # type: ignore[no-any-return]
         compiler = torch._dynamo.backends.common.aot_autograd(
             fw_compiler=self._interpreted, keep_inference_input_mutations=True
         )
@@ -125,7 +125,7 @@ class Backend:
         return result
 
     def _interpreted(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        from functorch.compile import make_boxed_func
+        from torch._functorch._aot_autograd.utils import make_boxed_func
 
         module.graph = self._through_passes(module.graph)
         module.recompile()
@@ -434,7 +434,7 @@ class CompiledStep:
         leaves: dict[str, Tensor] = {}
         for flat in self._flats:
             param = params[flat.key]
-            parts = torch.split(self._graph.all_gather(param) if flat.is_gathered else param, flat.numels)
+            parts = torch.split(self._graph.all_gather(param) if flat.is_gathered else param, list(flat.numels))
             for name, shape, part in zip(flat.names, flat.shapes, parts):
                 tensors[name] = part.view(shape).detach()
                 if flat.trainable:
@@ -525,7 +525,7 @@ class CompiledStep:
     def _tell(self, function: Callable[..., Any], num_graphs: int) -> None:
         """Tells `observe` what the call sent, by the graph that ran."""
         if len(self.backend.graphs) > num_graphs:
-            self._sent_by[function] = sent_by(self.backend.graphs[-1])
+            self._sent_by[function] = sent_by(self.backend.graphs[-1], self._axis.size)
         for sent in self._sent_by.get(function, ()):
             self._axis.observe(sent)  # type: ignore[misc]
 
