@@ -174,6 +174,36 @@ def test_losses_with_weights_agree() -> None:
     assert all(torch.equal(weight, results[1][1][name]) for name, weight in results[0][1].items())
 
 
+def _plain_sgd(lr: Any) -> fzero.Transform:
+    """Gives new tensors and writes into none that it is given."""
+    return fzero.Transform(
+        lambda param: (torch.zeros_like(param),),
+        lambda grad, param, state: (grad, param - lr * grad, (state[0] + grad,)),
+        lambda spec: (spec,),
+    )
+
+
+def test_a_transform_of_the_user_that_makes_new_tensors_agrees() -> None:
+    cfg = config(2, optimizer=SGD) | {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.125}}}
+    results = [train(Short, vectors, cfg, num_steps=4, transform=_plain_sgd, **options) for options in ({}, AOT)]
+    # The learning rate is rounded to fp32 before it multiplies, and not after.
+    assert results[0][0] == [pytest.approx(pair, rel=1e-6) for pair in results[1][0]]
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=1e-7)
+    assert not torch.equal(results[1][1]["blocks.0.weight"], make(Short).state_dict()["blocks.0.weight"])
+
+
+def test_weights_of_the_model_may_be_dropped_and_a_state_be_copied() -> None:
+    model = make(Odd)
+    step = fzero.make_train_step(model, config(3, optimizer=SGD), donate=False, **AOT)
+    state = step.init()
+    model.to("meta")
+    first, _ = step(state, tokens(0))
+    again, metrics = step(state, tokens(0))
+    assert int(state.step) == 0 and int(again.step) == 1
+    assert all(torch.equal(x, y) for x, y in zip(_tensors(first), _tensors(again), strict=True))
+    assert step.evaluate(again, tokens(0)) < metrics.loss
+
+
 # --- overflow ----------------------------------------------------------------------------------------------------
 
 

@@ -49,9 +49,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.checkpointing",
         "fzero.initialise",
         "fzero.eager",
-        "fzero.compiled",
-        "fzero.compiled_blocks",
     ),
+    ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
     ("fzero.step",),
     ("fzero",),
