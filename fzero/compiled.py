@@ -18,6 +18,7 @@ Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard,
 
 from __future__ import annotations
 
+import logging
 import operator
 import time
 import traceback
@@ -329,7 +330,11 @@ class CompiledStep:
         """Calls a captured function, and tells how long it took to capture it."""
         start, num_captured, num_graphs = time.perf_counter(), self.backend.num_captured, len(self.backend.graphs)
         # Numbers are constants of the graph; taken for inputs at first, they would make Dynamo capture everything twice.
-        with _one_graph(self._name), torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True):
+        quiet = torch._dynamo.config.ignore_logging_functions | _logging()
+        with (
+            _one_graph(self._name),
+            torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True, ignore_logging_functions=quiet),
+        ):
             result = function(*arguments)
         if self.backend.num_captured > num_captured and self._axis.rank == 0:
             seconds = time.perf_counter() - start
@@ -543,6 +548,12 @@ def _one_graph(model: str) -> Iterator[None]:
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
         raise CompileError(_what_stopped(error, model)) from None
+
+
+def _logging() -> set[Callable[..., Any]]:
+    """The methods of loggers that tell something, those that packages have added, too: in a graph they tell nothing."""
+    prefixes = ("debug", "info", "warn", "error", "exception", "critical", "log")
+    return {method for name, method in vars(logging.Logger).items() if name.startswith(prefixes)}
 
 
 def _what_stopped(error: BaseException, model: str) -> str:
