@@ -69,20 +69,20 @@ def written_early(graph: torch.fx.Graph) -> torch.fx.Graph:
     ones.
     """
     place = {node: index for index, node in enumerate(graph.nodes)}
-    order = list(graph.nodes)
-    for write in [node for node in order if node.target is torch.ops.aten.copy_.default]:
+    for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         old, new = write.args[:2]
         if old.op == "placeholder":
-            # Also readers of views of the old value, which are the old value's memory.
-            readers, seen = [old, new], {old}
-            for node in order[place[old] :]:
-                if node is not write and any(source in seen for source in node.all_input_nodes):
-                    readers.append(node)
-                    if _is_view(node):
-                        seen.add(node)
-            last = max((node for node in readers if place[node] < place[write]), key=lambda node: place[node])
-            last.append(write)
+            before = [node for node in (old, new, *_readers(old)) if place[node] < place[write]]
+            max(before, key=place.__getitem__).append(write)
     return graph
+
+
+def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """The nodes that read the node's memory, through views as well."""
+    for user in node.users:
+        yield user
+        if _is_view(user):
+            yield from _readers(user)
 
 
 def _is_view(node: torch.fx.Node) -> bool:

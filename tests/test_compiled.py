@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 from training import ADAMW, Odd, Plain, config, make, part, tokens, train, vectors
 
 import fzero
-from fzero.compiled import CompileError
 
 SGD = {"type": "SGD", "params": {"lr": 0.125, "momentum": 0.9, "weight_decay": 0.01}}
 AOT: dict[str, Any] = {"compile": "step", "compile_backend": "aot_eager"}
@@ -337,7 +336,7 @@ class Branching(Plain):
 
 def test_what_cannot_be_captured_is_told_by_file_and_line_and_offers_blocks() -> None:
     step = fzero.make_train_step(Branching(), config(0), **AOT)
-    with pytest.raises(CompileError) as raised:
+    with pytest.raises(fzero.CompileError) as raised:
         step(step.init(), vectors(0))
     message = str(raised.value)
     assert __file__ in message and "if x.sum().item() > 0" in message and "compile='block'" in message
@@ -346,7 +345,7 @@ def test_what_cannot_be_captured_is_told_by_file_and_line_and_offers_blocks() ->
 
 def test_a_loss_that_is_no_scalar_is_told_as_in_the_eager_step() -> None:
     step = fzero.make_train_step(Plain(), config(0), loss_fn=lambda model, batch: batch[0], **AOT)
-    with pytest.raises(CompileError, match="must be a scalar tensor"):
+    with pytest.raises(fzero.CompileError, match="must be a scalar tensor"):
         step(step.init(), vectors(0))
 
 
