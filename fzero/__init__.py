@@ -8,6 +8,7 @@ for batch in loader:
 """
 
 from fzero.collectives import CollectiveError, Real, Sent, Sim, join, shutdown
+from fzero.compiled import CompileError
 from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.matrix_transforms import adafactor, lamb, muon
@@ -23,6 +24,7 @@ from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, s
 
 __all__ = [
     "CollectiveError",
+    "CompileError",
     "Config",
     "ConfigError",
     "ConfigWarning",

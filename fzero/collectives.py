@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -348,6 +348,92 @@ def _swap(
 def _tell(axis: Real, collective: str, label: str, num_elements: int, tensor: Tensor) -> None:
     if axis.observe is not None:
         axis.observe(Sent(collective, label, num_elements, num_elements * tensor.element_size()))
+
+
+# --- collectives as nodes of a captured graph (Real axes) --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InGraph:
+    """A rank on an axis, by what a graph can hold: numbers and the name of the group.
+
+    The collectives below are traced into a graph and never run as they stand. On gloo they are all-to-alls, and a sum in
+    rank order; on NCCL the named ones.
+    """
+
+    size: int
+    rank: int
+    group_name: str
+    is_cuda: bool
+
+    @classmethod
+    def of(cls, axis: Real, device: torch.device) -> Self:
+        group = axis.group or (dist.group.WORLD if axis.size > 1 else None)
+        return cls(axis.size, axis.rank, "" if group is None else group.group_name, device.type == "cuda")
+
+    def all_gather(self, shard_S: Tensor) -> Tensor:
+        """The shards of all ranks joined in rank order, S → P. *Collective:* sends (W-1)/W · P."""
+        if self.size == 1 or not shard_S.numel():
+            return shard_S
+        if self.is_cuda:
+            return _wait(_ops.all_gather_into_tensor(shard_S, self.size, self.group_name))
+        return self._all_to_all(shard_S.repeat(self.size))
+
+    def reduce_scatter(self, full_P: Tensor) -> Tensor:
+        """This rank's shard of the sum over ranks, P → S. *Collective:* sends (W-1)/W · P."""
+        if self.size == 1 or not full_P.numel():
+            return full_P
+        if self.is_cuda:
+            return _wait(_ops.reduce_scatter_tensor(full_P, "sum", self.size, self.group_name))
+        total_S, *others = torch.split(self._all_to_all(full_P), full_P.numel() // self.size)
+        for summand_S in others:
+            total_S = total_S + summand_S
+        return total_S
+
+    def all_reduce(self, full_P: Tensor) -> Tensor:
+        """The sum over ranks, in rank order. *Collective:* sends 2(W-1)/W · P."""
+        if self.size == 1 or not full_P.numel():
+            return full_P
+        if self.size == 2 or self.is_cuda:
+            return _wait(_ops.all_reduce(full_P, "sum", self.group_name))
+        return self.all_gather(self.reduce_scatter(full_P))
+
+    def stack(self, x: Tensor) -> Tensor:
+        """The small tensors of all ranks along a new first dimension. *Collective:* sends (W-1) · numel."""
+        if self.size == 1:
+            return x[None]
+        rows = _wait(_ops.all_gather_into_tensor(x.reshape(-1), self.size, self.group_name))
+        return rows.view(self.size, *x.shape)
+
+    def _all_to_all(self, x: Tensor) -> Tensor:
+        numels = [x.numel() // self.size] * self.size
+        return _wait(_ops.all_to_all_single(x, numels, numels, self.group_name))
+
+
+_ops = torch.ops._c10d_functional
+
+
+def _wait(x: Tensor) -> Tensor:
+    waited: Tensor = _ops.wait_tensor(x)
+    return waited
+
+
+def sent_by(graph: torch.fx.Graph, world_size: int) -> list[Sent]:
+    """What one run of a captured graph sends, collective by collective, in the order of its nodes."""
+    found = []
+    for node in graph.nodes:
+        name = getattr(node.target, "_opname", "")
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "_c10d_functional":
+            value, size = node.args[0].meta["val"], 0
+            if name == "all_gather_into_tensor":
+                size = value.numel() * (world_size - 1)
+            elif name in ("all_to_all_single", "reduce_scatter_tensor"):
+                size = value.numel() // world_size * (world_size - 1)
+            elif name == "all_reduce":
+                size = 2 * (value.numel() // world_size) * (world_size - 1)
+            if name != "wait_tensor":
+                found.append(Sent(name, f"{name} {node.name}", size, size * value.element_size()))
+    return found
 
 
 # --- whole collectives, on either axis ---------------------------------------------------------------------------

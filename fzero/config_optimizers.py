@@ -14,6 +14,7 @@ from pydantic import (
     create_model,
     model_validator,
 )
+from torch import Tensor
 
 from fzero import matrix_transforms, torch_optimizers, transforms
 from fzero.config_fields import Beta, Block, Count, Number, Rate, said
@@ -164,13 +165,18 @@ class OptimizerBlock(Block):
         return ""
 
     def transform(
-        self, *, lr: float | None = None, momentum: float | None = None, pieces: Pieces | None = None, kind: str = ""
+        self,
+        *,
+        lr: float | Tensor | None = None,
+        momentum: float | Tensor | None = None,
+        pieces: Pieces | None = None,
+        kind: str = "",
     ) -> Transform:
         """The transform of a flat buffer with parameters of one kind.
 
         Args:
-            lr: in place of the configured one; None keeps that.
-            momentum: in place of the first beta.
+            lr: in place of the configured one; None keeps that. A 0-d tensor may change between updates.
+            momentum: in place of the first beta, likewise.
             pieces: what the flat tensor holds, for optimizers that look at whole parameters; others do not need it.
             kind: of `kind_of`.
         """

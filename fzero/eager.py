@@ -305,8 +305,9 @@ class Pass:
         start, stop = buffer.layout.bounds(name)
         target = self._flat_grad(filling, buffer)[start:stop].view(grad.shape)
         grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
-        if name in filling.written:
-            target.add_(grad, alpha=self._share)
+        if name in filling.written:  # in fp32, for the kernel rounds its factor to the tensors' dtype
+            wide = torch.promote_types(target.dtype, torch.float32)
+            torch.add(target.to(wide), grad.to(wide), alpha=self._share, out=target)
         elif self._share == 1:
             target.copy_(grad)
         else:  # the share of the mean: dividing here costs no pass over memory of its own

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import optree
 from rich.console import Console, Group
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from fzero.config import Config, ConfigError, ZeroOptimization
 from fzero.config_optimizers import Optimizer, with_overrides
@@ -320,8 +320,10 @@ ParamGroup = Mapping[str, Any]
 and under `"params"` whom they are for: a regular expression that is searched for in a parameter's name, or a function of
 name and parameter."""
 
-OwnTransform = Transform | Callable[[float], Transform]
-"""A user's transform, or a function of the learning rate that makes one; elementwise, for it works on shards."""
+OwnTransform = Transform | Callable[[Any], Transform]
+"""A user's transform, or a function of the learning rate that makes one; elementwise, for it works on shards.
+
+The learning rate is a number, and a 0-d tensor where the whole step is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +364,12 @@ class Own:
         return ""
 
     def transform(
-        self, *, lr: float | None = None, momentum: float | None = None, pieces: Pieces | None = None, kind: str = ""
+        self,
+        *,
+        lr: float | Tensor | None = None,
+        momentum: float | Tensor | None = None,
+        pieces: Pieces | None = None,
+        kind: str = "",
     ) -> Transform:
         return self.make if isinstance(self.make, Transform) else self.make(self.lr if lr is None else lr)
 

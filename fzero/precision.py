@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -134,11 +134,17 @@ def to_nearest(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
     narrow.copy_(wide)
 
 
-def stochastic(seed: int, place: int) -> Rounding:
+def salts_of(seed: int, num: int) -> list[int]:
+    """What tells the random bits of one update and tensor from those of others."""
+    return [zlib.crc32(f"{seed}/{index}".encode()) for index in range(num)]
+
+
+def stochastic(seed: int | Tensor, place: int) -> Rounding:
     """Rounds fp32 to bf16 up or down, in proportion to where the number lies between the two.
 
-    The random bits are a hash of `seed` and of the element's place among all parameters, where the tensor's first element
-    has the `place`: all ranks and stages round alike. Other pairs of dtypes are rounded to the nearest.
+    The random bits are a hash of `seed` (or of its `salts_of`, an int64 tensor) and of the element's place among all
+    parameters, where the tensor's first element has the `place`: all ranks and stages round alike. Other pairs of dtypes
+    are rounded to the nearest.
     """
 
     def round_(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
@@ -146,7 +152,8 @@ def stochastic(seed: int, place: int) -> Rounding:
             narrow.copy_(wide)
             return
         places = torch.arange(place + start, place + start + wide.numel(), device=wide.device)
-        noise = _hash(places + zlib.crc32(f"{seed}/{index}".encode())) & 0xFFFF
+        salt = seed[index] if isinstance(seed, Tensor) else zlib.crc32(f"{seed}/{index}".encode())
+        noise = _hash(places + salt) & 0xFFFF
         bits = wide.contiguous().view(torch.int32) + noise.to(torch.int32)
         # What is cut off are the 16 bits that bf16 does not have. An infinity has none, so that it stays one.
         narrow.copy_(torch.where(wide.isfinite(), (bits & -0x10000).view(torch.float32), wide))
@@ -181,11 +188,7 @@ def widened(
         out: takes the new parameter too, in its own dtype.
         tile: how many elements are updated at a time; None is all.
     """
-    kept = torch_dtype(state_dtype)
-    probe = TensorSpec((1_000_003,), "float32")
-    specs = optree.tree_leaves(transform.place(probe))
-    is_long = [spec.shape == probe.shape for spec in specs]
-    is_cast = [spec.shape == probe.shape and spec.dtype == probe.dtype for spec in specs]  # others keep their own dtype
+    kept, is_long, is_cast = torch_dtype(state_dtype), long_leaves(transform), cast_leaves(transform)
 
     def init(param: Tensor) -> Any:
         leaves, treespec = optree.tree_flatten(transform.init(param.to(_wide_dtype(param))))
@@ -232,6 +235,51 @@ def widened(
         )
 
     return Transform(init, update, place)
+
+
+def long_leaves(transform: Transform) -> list[bool]:
+    """Which tensors of the transform's state have the parameter's shape."""
+    return [spec.shape == _PROBE.shape for spec in optree.tree_leaves(transform.place(_PROBE))]
+
+
+def cast_leaves(transform: Transform) -> list[bool]:
+    """Which of them have its dtype too, so that they are kept in the dtype of the state; others keep their own."""
+    specs = optree.tree_leaves(transform.place(_PROBE))
+    return [(spec.shape, spec.dtype) == (_PROBE.shape, _PROBE.dtype) for spec in specs]
+
+
+_PROBE = TensorSpec((1_000_003,), "float32")  # no other tensor of a state has this many elements
+
+
+def update_in_graph(
+    transform: Transform,
+    is_cast: Sequence[bool],
+    grad: Tensor,
+    param: Tensor,
+    state: Any,
+    *,
+    factor: Tensor | None,
+    rounding: Rounding = to_nearest,
+    out: Tensor | None = None,
+) -> None:
+    """The update of a `widened` transform, all at once, for a compiler to cut into tiles. Leaves the gradient as it is.
+
+    Args:
+        is_cast: of `cast_leaves`.
+    """
+    leaves, treespec = optree.tree_flatten(state)
+    dtype = _wide_dtype(param)
+    wide_grad = grad.to(dtype).clone() if factor is None else grad.to(dtype) * factor.to(dtype)
+    wide = [x.to(dtype) if cast else x for x, cast in zip(leaves, is_cast, strict=True)]
+    _, wide_param, wide_state = transform.update(wide_grad, param.to(dtype), treespec.unflatten(wide))
+    old, new = [param, *leaves], [wide_param, *optree.tree_leaves(wide_state)]
+    # A new value may be another's old one, which is overwritten before it is read.
+    new = [y if y is x or all(y is not other for other in old) else y.clone() for x, y in zip(old, new, strict=True)]
+    for index, (narrow, value, cast) in enumerate(zip(old, new, [True, *is_cast], strict=True)):
+        if value is not narrow:
+            (rounding if cast else to_nearest)(value, narrow, 0, index)
+    if out is not None:
+        out.copy_(param)
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from itertools import accumulate
 from typing import Any, Literal
@@ -29,21 +29,22 @@ from fzero import collectives, initialise, lr_schedules
 from fzero.binding import bound
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.collectives import CollectiveError, Pending, Real
+from fzero.compiled import NUM_SALTS, BackendName, CompiledStep, Rules
+from fzero.compiled_blocks import CompiledBlocks
 from fzero.config import Config, ConfigError
-from fzero.config_optimizers import Optimizer
+from fzero.config_optimizers import Optimizer, TorchOptimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
+from fzero.measure import LossFn, Measure, agreed_buffers, check_rows, loss_of, mean_of
 from fzero.pieces import Pieces
 from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
-from fzero.precision import stochastic, widened
+from fzero.precision import salts_of, stochastic, widened
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
 from fzero.transforms import Transform, unless
 from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
-
-LossFn = Callable[[nn.Module, Any], Tensor]
 
 
 class MismatchError(ValueError):
@@ -63,6 +64,8 @@ def make_train_step(
     lr_schedule: Schedule | None = None,
     schedule: Literal["learned", "negotiated"] = "learned",
     checkpoint: Choice | None = None,
+    compile: Literal["step", "block"] | None = None,
+    compile_backend: BackendName = "inductor",
     seed: int = 0,
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
@@ -94,16 +97,22 @@ def make_train_step(
             first, the third and so on. Or a function of a module's name and the module, of which the outermost modules it
             is true of count; what it picks should be no larger than a unit, for all that it uses is gathered while its
             backward runs. None does as `activation_checkpointing.every` says. The numbers stay the same, bit for bit.
+        compile: `"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in
+            place; `"block"` compiles the forward of each unit that is one module, once for equal ones, and runs the rest as
+            it is. None compiles nothing. A captured step tells how long that took, on rank 0; batches of another shape are
+            captured once more. `evaluate` is not compiled with `"step"`.
+        compile_backend: `"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation.
         seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: told on every rank, when ranks differ.
         ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` or the function
-            `checkpoint` matches nothing, or `checkpoint` is no positive integer.
+            `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
     """
-    if schedule not in ("learned", "negotiated"):
-        raise ValueError(f"schedule: must be 'learned' or 'negotiated', got {schedule!r}; pass one of these")
+    _check_choice("schedule", schedule, ("learned", "negotiated"))
+    _check_choice("compile", compile, (None, "step", "block"))
+    _check_choice("compile_backend", compile_backend, ("inductor", "aot_eager"))
     cfg = Config.load(cfg)
     _check_no_hooks(model)
     device = _device_of(model)
@@ -111,11 +120,21 @@ def make_train_step(
     the_plan = plan(model, cfg, world_size=axis.size, units=units, param_groups=param_groups, transform=transform)
     optimizers = optimizers_of(cfg, param_groups, transform)
     checkpointing = _checkpointing(model, cfg, checkpoint, units, device)
-    arguments = {"schedule": schedule, "optimizers": str(optimizers), "checkpoint": ", ".join(checkpointing.names)}
+    arguments = {
+        "schedule": schedule,
+        "optimizers": str(optimizers),
+        "checkpoint": ", ".join(checkpointing.names),
+        "compile": f"{compile} with {compile_backend}",
+    }
     _check_same(axis, cfg, model, the_plan, arguments)
-    return TrainStep(
+    step = TrainStep(
         model, cfg, the_plan, optimizers, axis, device, loss_fn, donate, lr_schedule, schedule, checkpointing, seed
     )
+    if compile == "step":
+        step._capture(compile_backend)
+    elif compile == "block":
+        step._blocks = CompiledBlocks(_blocks_to_compile(model, units), compile_backend)
+    return step
 
 
 class TrainStep:
@@ -184,8 +203,46 @@ class TrainStep:
         predivide = None if cfg.prescale_gradients else cfg.gradient_predivide_factor
         is_mean = cfg.gradient_allreduce_op == "mean"
         self._predivide = predivide or (axis.size if is_mean else 1)
+        self._measures = Measure(
+            axis.size, self._predivide, is_mean, cfg.gradient_clipping, cfg.gradient_norm_type == "inf", cfg.scales_loss
+        )
         self._micro_batch, self._num_micro_steps = cfg.batch_sizes(axis.size).micro, plan.num_micro_steps
         self._stored_names = _stored_names(model)
+        self._compiled: CompiledStep | None = None
+        self._blocks: CompiledBlocks | None = None
+
+    def _capture(self, backend: BackendName) -> None:
+        """Makes this a compiled step. What a step changes about the update is written into tensors, once in each."""
+        if self._checkpointing.names:
+            raise ConfigError(
+                "checkpoint: must be None where the whole step is one graph, got modules to checkpoint; pass compile='block'"
+            )
+        masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
+        dtype = torch.float64 if torch.float64 in masters else torch.float32
+        self._lr = [torch.zeros((), dtype=dtype, device=self.device) for _ in self._rates]
+        self._beta = torch.full((), 0.9, dtype=dtype, device=self.device) if self._momentum else None
+        self._salts = torch.zeros(NUM_SALTS, dtype=torch.int64, device=self.device)
+        transforms = {}
+        for buffer in self.plan.flat_buffers:
+            if buffer.trainable:
+                optimizer = self._optimizers[buffer.group]
+                if isinstance(optimizer, TorchOptimizer) or not optimizer.is_elementwise(buffer.way):
+                    raise ConfigError(
+                        f"optimizer.type: must be elementwise and of fzero's own (AdamW, Adam, SGD, Adagrad, Lion) where the "
+                        f"whole step is one graph, got {getattr(optimizer, 'type', optimizer)!r}; pass compile='block'"
+                    )
+                transforms[buffer.key] = optimizer.transform(
+                    lr=self._lr[buffer.group], momentum=self._beta, kind=buffer.way
+                )
+        places = {b.key: self._place(b) for b in self.plan.flat_buffers}
+        rules = Rules(
+            self._measures, self._scaling, self._cfg.skips_overflow, transforms,
+            places if self._cfg.precision.stochastic_rounding else None, self._salts,
+        )  # fmt: skip
+        self._compiled = CompiledStep(
+            self._model, self.plan, self._axis, self.device, rules,
+            loss_fn=self._loss_fn, autocast=self._cfg.precision.autocast, backend=backend,
+        )  # fmt: skip
 
     @property
     def specs(self) -> TrainState[TensorSpec]:
@@ -350,6 +407,8 @@ class TrainStep:
         # Buffers change in a copy, so that the state given stays good when this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
+        if self._compiled is not None:
+            return self._call_compiled(self._compiled, state, buffers, micro_batches)
         told, is_sum, before_it = [], False, int(state.step)
         with _random_state(state.rng, self.device) as rng:
             for index, micro_batch in enumerate(micro_batches):
@@ -362,15 +421,57 @@ class TrainStep:
         buffers = self._agree(buffers, moved, has_news=self._has_news(told_AW3[..., 2]))
         metrics, factor = self._measure(told_AW3[..., :2], state, is_sum=is_sum, num_updates=before_it)
         optimizer = self._update(state, factor, metrics.overflow, num_updates=before_it)
-        num_updates, loss_scale = state.step.add_(1), state.loss_scale
+        loss_scale = state.loss_scale
+        if self._cfg.skips_overflow:
+            loss_scale = self._scaling.update(loss_scale, metrics.overflow)
+        return self._next(state, metrics, optimizer, loss_scale, buffers, rng), metrics
+
+    def _next(
+        self,
+        state: TrainState[Tensor],
+        metrics: Metrics,
+        optimizer: dict[str, Any],
+        loss_scale: LossScale[Tensor],
+        buffers: dict[str, Tensor],
+        rng: dict[str, Tensor],
+    ) -> TrainState[Tensor]:
+        """The state after an update, which an overflow skipped."""
+        num_updates = state.step.add_(1)
         if self._cfg.skips_overflow:
             num_updates.sub_(metrics.overflow.to(num_updates.dtype))
-            loss_scale = self._scaling.update(loss_scale, metrics.overflow)
             buffers = _chosen(metrics.overflow, state.buffers, buffers)
             if self.device.type == "cpu":  # elsewhere the host would have to wait for the overflow
                 rng = _chosen(metrics.overflow, state.rng, rng)
-        new = state._replace(step=num_updates, optimizer=optimizer, buffers=buffers, loss_scale=loss_scale, rng=rng)
-        return new, metrics
+        return state._replace(step=num_updates, optimizer=optimizer, buffers=buffers, loss_scale=loss_scale, rng=rng)
+
+    def _call_compiled(
+        self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
+    ) -> tuple[TrainState[Tensor], Metrics]:
+        """The step as a graph: writes its numbers where the graph reads them, and raises what the graph found."""
+        self._num_passes += 1
+        num_updates = int(state.step)
+        for lr, rate in zip(self._lr, self._rates, strict=True):
+            lr.fill_(rate(num_updates))
+        if self._beta is not None and self._momentum is not None:
+            self._beta.fill_(self._momentum(num_updates))
+        if self._cfg.precision.stochastic_rounding:
+            self._salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
+        batches = [self._cast(batch) for batch in micro_batches]
+        with _random_state(state.rng, self.device) as rng:
+            number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
+            outcome = compiled(state, buffers, batches, number)
+        if self.device.type != "cpu":
+            torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
+        elif not outcome.ok:
+            self._check_passes(outcome.told[..., 2].flatten())
+            check_rows(outcome.told[..., :2].flatten(0, 1), is_sum=outcome.is_sum)
+            if self._cfg.skips_overflow:
+                self._check_loss_scale(state, outcome.overflow)
+            raise FloatingPointError(self._what_is_not_finite(outcome.told[..., :2], state, outcome.norm))
+        metrics = Metrics(
+            outcome.loss, outcome.norm, self._lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
+        )
+        return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng), metrics
 
     def _micro_step(
         self,
@@ -390,7 +491,11 @@ class TrainStep:
         schedule = self.schedule if self._learns else None
         place = {"is_first": index == 0, "is_last": index == self._num_micro_steps - 1}
         with Pass(self.plan, self._axis, state.params, state.grads, schedule, self._scratch, **place) as work:
-            with bound(self._model, self.plan.aliases, work.fetch, buffers), self._checkpointed(work):
+            with (
+                bound(self._model, self.plan.aliases, work.fetch, buffers),
+                self._blocks.applied(self._model) if self._blocks else nullcontext(),
+                self._checkpointed(work),
+            ):
                 with work.saving():
                     loss, weight = self._loss(batch)
                 # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
@@ -421,13 +526,15 @@ class TrainStep:
     def _told(self, work: Pass) -> Tensor:
         """What every rank told (W, 3), less the number of its pass, which must be the same."""
         told = work.told()
-        numbers_W = told[:, 3]
+        self._check_passes(told[:, 3])
+        return told[:, :3]
+
+    def _check_passes(self, numbers_W: Tensor) -> None:
         if self.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
             raise CollectiveError(
                 f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes, since an error was "
                 f"raised at different places on different ranks; end the job, and start it again from what was saved"
             )
-        return told[:, :3]
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
@@ -446,6 +553,7 @@ class TrainStep:
                 torch.no_grad(),
                 _random_state(state.rng, self.device),
                 bound(self._model, self.plan.aliases, work.fetch, buffers),
+                self._blocks.applied(self._model) if self._blocks else nullcontext(),
             ):
                 loss, weight = self._loss(batch)
                 self._turn(work, loss, weight)
@@ -456,17 +564,12 @@ class TrainStep:
                 module.training = mode
         if self._learns and self._eval_schedule is None:
             self._eval_schedule = tuple(work.executed)
-        return _mean_of(told[:, :2], is_sum=weight is not None)[0].float()
+        check_rows(told[:, :2], is_sum=weight is not None)
+        return mean_of(told[:, :2], is_sum=weight is not None)[0].float()
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight."""
-        if self._cfg.casts_batch_to is not None:
-            dtype = torch_dtype(self._cfg.casts_batch_to)
-            batch = optree.tree_map(
-                lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
-                dict(batch) if isinstance(batch, Mapping) else batch,
-                none_is_leaf=True,
-            )
+        batch = self._cast(batch)
         autocast = self._cfg.precision.autocast
         try:
             if autocast is None:
@@ -482,49 +585,20 @@ class TrainStep:
                 )
             raise
 
+    def _cast(self, batch: Any) -> Any:
+        """The batch in the dtype that the configuration asks for."""
+        if self._cfg.casts_batch_to is None:
+            return batch
+        dtype = torch_dtype(self._cfg.casts_batch_to)
+        return optree.tree_map(
+            lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
+            dict(batch) if isinstance(batch, Mapping) else batch,
+            none_is_leaf=True,
+        )
+
     def _plain_loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        weight = None
-        if self._loss_fn is not None:
-            loss: Any = self._loss_fn(self._model, batch)
-            source = "loss_fn"
-            if isinstance(loss, tuple) and len(loss) == 2:
-                if self._cfg.gradient_allreduce_op == "sum":
-                    raise ValueError(
-                        f"gradient_allreduce_op: must be 'mean' when {source} gives a sum and its weight, got 'sum'; the "
-                        f"gradient of a weighted mean is divided by all weights"
-                    )
-                loss, weight = loss[0], torch.as_tensor(loss[1], device=self.device).detach()
-                if weight.numel() != 1 or not (weight.device.type != "cpu" or weight >= 0):
-                    raise ValueError(
-                        f"loss: {source} must give a weight that is one number, not negative, beside the sum, got "
-                        f"{weight.tolist()}; give the number of what was summed, tokens say"
-                    )
-        else:
-            source = f"{type(self._model).__name__}'s output"
-            if isinstance(batch, Mapping):
-                output = self._model(**batch)
-            elif isinstance(batch, tuple | list):
-                output = self._model(*batch)
-            else:
-                output = self._model(batch)
-            loss = output
-            if not isinstance(output, Tensor):
-                loss = getattr(output, "loss", None)
-                if loss is None and isinstance(output, Mapping):
-                    loss = output.get("loss")
-                if loss is None and isinstance(output, tuple | list) and output:
-                    loss = output[0]
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
-            raise ValueError(
-                f"loss: {source} must be a scalar tensor, or have a scalar as .loss or first item, got {got}; "
-                f"pass loss_fn=lambda model, batch: ... that returns a scalar"
-            )
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise ValueError(
-                f"loss: {source} must depend on a trainable parameter and does not; unfreeze one, or drop no_grad"
-            )
-        return loss.reshape(()), None if weight is None else weight.reshape(())
+        reduces_by_sum = self._cfg.gradient_allreduce_op == "sum"
+        return loss_of(self._model, self._loss_fn, batch, reduces_by_sum=reduces_by_sum)
 
     def _measure(
         self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool, num_updates: int
@@ -537,12 +611,9 @@ class TrainStep:
             is_sum: whether each loss is a sum, to be divided by the sum of the weights.
             num_updates: made before this step.
         """
-        mean_loss, weight = _mean_of(losses.flatten(0, 1), is_sum=is_sum)
-        # The gradients collected are these times as large as the gradient meant.
-        mean_over = self.world_size if self._cfg.gradient_allreduce_op == "mean" and weight is None else 1
-        multiple = torch.tensor(mean_over / self._predivide, dtype=torch.float64, device=self.device)
-        multiple = multiple if weight is None else multiple * weight
-        multiple = multiple * state.loss_scale.scale if self._cfg.scales_loss else multiple
+        check_rows(losses.flatten(0, 1), is_sum=is_sum)
+        mean_loss, weight = mean_of(losses.flatten(0, 1), is_sum=is_sum)
+        multiple = self._measures.multiple(weight, state.loss_scale.scale)
         norm = self._norm(state) / multiple
         overflow = ~(norm + mean_loss).isfinite()
         if self._cfg.skips_overflow:
@@ -553,31 +624,21 @@ class TrainStep:
             raise FloatingPointError(self._what_is_not_finite(losses, state, norm))
         rate = self._rates[0](num_updates)
         lr = torch.full((), rate, device=self.device)  # a fill does not wait for the device
-        clip = self._cfg.gradient_clipping
-        factor = None
-        if clip or weight is not None or self._cfg.scales_loss or mean_over != self._predivide:
-            factor = (clip / (norm + 1e-6)).clamp(max=1.0) / multiple if clip else 1 / multiple
-            factor = torch.where(overflow, torch.ones_like(factor), factor)  # the gradients stay for `first_overflow`
+        factor = self._measures.factor(norm, multiple, overflow, weight)
         scale = state.loss_scale.scale.clone()
         return Metrics(mean_loss.float(), norm.float(), lr, overflow, scale), factor
 
     def _norm(self, state: TrainState[Tensor]) -> Tensor:
         """The global norm of what was collected (0-d float64): from the same numbers in the same order in all stages."""
         held = [rank for rank in range(self.world_size) if self.plan.stage == 0 or rank == self.rank]
-        is_inf = self._cfg.gradient_norm_type == "inf"
-        parts = torch.zeros(len(held), dtype=torch.float64, device=self.device)
-        for buffer in self.plan.flat_buffers:
-            if buffer.trainable and buffer.shard_numel:
-                for index, rank in enumerate(held):
-                    grad_S = own_shard(state.grads[buffer.key], buffer, rank)
-                    if is_inf:
-                        parts[index] = torch.maximum(parts[index], grad_S.abs().max().double())
-                    else:
-                        dtype = torch.promote_types(grad_S.dtype, torch.float32)
-                        parts[index] += torch.linalg.vector_norm(grad_S, dtype=dtype).double().square()
+        cut = [b for b in self.plan.flat_buffers if b.trainable and b.shard_numel]
+        parts = [
+            self._measures.norm_part((own_shard(state.grads[b.key], b, rank) for b in cut), self.device)
+            for rank in held
+        ]
         if len(held) < self.world_size:
-            parts = collectives.stack(parts[0], self._axis, label="norms")
-        return parts.max() if is_inf else (_mean_in_rank_order(parts) * self.world_size).sqrt()
+            return self._measures.norm(collectives.stack(parts[0], self._axis, label="norms"))
+        return self._measures.norm(torch.stack(parts))
 
     def _check_loss_scale(self, state: TrainState[Tensor], overflow: Tensor) -> None:
         """Raises on every rank when the loss scale would have to shrink below its minimum."""
@@ -639,9 +700,13 @@ class TrainStep:
         if skip is not None:
             transform = unless(skip, transform)
         if self._cfg.precision.stochastic_rounding:
-            own = self.rank * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
-            how["rounding"] = stochastic(num_updates, self._places[buffer.key] + own)
+            how["rounding"] = stochastic(num_updates, self._place(buffer))
         return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
+
+    def _place(self, buffer: BufferPlan) -> int:
+        """Where what this rank updates of a flat buffer begins among all elements."""
+        own = self.rank * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
+        return self._places[buffer.key] + own
 
     def _stack(self, partial: Tensor) -> Tensor:
         return collectives.stack(partial[0], self._axis, label="optimizer")
@@ -700,12 +765,10 @@ class TrainStep:
         for name in buffers:
             if name in self._moving_buffers:
                 by_dtype.setdefault(buffers[name].dtype, []).append(name)
-        for dtype, names in by_dtype.items():
+        for names in by_dtype.values():
             flat = torch.cat([buffers[name].reshape(-1) for name in names])
             rows = collectives.stack(flat, self._axis, label="module buffers")
-            agreed = rows[0]
-            if dtype.is_floating_point:  # what is equal stays so to the last bit
-                agreed = torch.where((rows == rows[0]).all(dim=0), rows[0], _mean_in_rank_order(rows))
+            agreed = agreed_buffers(rows)
             for name, values in zip(names, torch.split(agreed, [buffers[name].numel() for name in names]), strict=True):
                 buffers[name].copy_(values.view(buffers[name].shape))
         return buffers
@@ -763,6 +826,12 @@ class TrainStep:
 # --- helpers -----------------------------------------------------------------------------------------------------
 
 
+def _check_choice(field: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        choices = " or ".join(map(repr, known))
+        raise ValueError(f"{field}: must be {choices}, got {value!r}; pass one of these")
+
+
 def _device_of(model: nn.Module) -> torch.device:
     """Where the model is; for a model on `meta`, the accelerator if there is one."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
@@ -783,6 +852,16 @@ def _checkpointing(
         field, choice = "activation_checkpointing.every", block.every
     names = choose_modules(model, choice, blocks=blocks_of(model, units), field=field)
     return Checkpointing(names, host_moves(device) if block.cpu_checkpointing else None)
+
+
+def _blocks_to_compile(model: nn.Module, units: Sequence[str] | None) -> list[str]:
+    names = blocks_of(model, units)
+    if not names:
+        raise ValueError(
+            f"compile: 'block' needs units that are one module, and {type(model).__name__} has no repeated blocks; name "
+            f"modules in units=, or pass compile='step'"
+        )
+    return names
 
 
 def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
@@ -904,29 +983,6 @@ def _chosen(skip: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]) -
 def _moved(buffers: dict[str, Tensor], before: dict[str, tuple[Tensor, int]]) -> set[str]:
     """The names of buffers that are another tensor than before, or another version of it."""
     return {n for n, (tensor, version) in before.items() if buffers[n] is not tensor or tensor._version != version}
-
-
-def _mean_of(rows: Tensor, *, is_sum: bool) -> tuple[Tensor, Tensor | None]:
-    """The mean of losses with their weights (M, 2), and the sum of the weights if the losses are sums."""
-    agreed = ((rows[:, 1] >= 0) == is_sum).all()
-    message = "loss_fn: must give a mean always or a (sum, weight) always, got both; give the same on all ranks"
-    if rows.device.type != "cpu":
-        torch._assert_async(agreed, message)
-    elif not agreed:
-        raise ValueError(message)
-    mean, weight = _mean_in_rank_order(rows).unbind()
-    if is_sum and rows.device.type == "cpu" and weight == 0:
-        raise ValueError(
-            "loss_fn: its weights must not all be 0 in a step, and were, on every rank; leave out such a batch"
-        )
-    return (mean / weight, weight * rows.shape[0]) if is_sum else (mean, None)
-
-
-def _mean_in_rank_order(rows: Tensor) -> Tensor:
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total * (1 / rows.shape[0])
 
 
 def _generator(device_type: str, seed: int) -> torch.Generator:

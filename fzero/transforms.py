@@ -13,6 +13,9 @@ parameter consumes the gradient. That one type lets a fused kernel be a link lik
 
 All of these are elementwise, so that a shard of the update is the update of a shard; `fzero.matrix_transforms` has those
 that are not.
+
+A learning rate may be a 0-d tensor, so that it is data in a captured graph and no constant. Fused kernels cannot be
+captured; there the same formula stands, operation by operation, for a compiler to fuse.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def unless(skip: Tensor, transform: Transform) -> Transform:
     """
 
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        if transform.update_unless is not None:
+        if transform.update_unless is not None and not torch.compiler.is_compiling():
             return transform.update_unless(skip, grad, param, state)
         leaves, treespec = optree.tree_flatten(state)
         old = [param, *leaves]
@@ -95,6 +98,20 @@ def separate(news: Sequence[Tensor], olds: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+Rate = float | Tensor
+"""A number, or a 0-d tensor that holds it."""
+
+
+def _add_times(x: Tensor, y: Tensor, factor: Rate) -> Tensor:
+    """Adds `factor * y` to `x`, in place: rounded once if the factor is a number, and the product by itself if a tensor."""
+    return x.add_(y * factor) if isinstance(factor, Tensor) else x.add_(y, alpha=factor)
+
+
+def _lerp(x: Tensor, y: Tensor, share: Rate) -> Tensor:
+    """Moves `x` towards `y` by a share of the way, in place."""
+    return x.lerp_(y, share.to(x.dtype)) if isinstance(share, Tensor) else x.lerp_(y, share)
+
+
 class ScaleState(NamedTuple):
     """`scale` remembers nothing."""
 
@@ -122,7 +139,7 @@ class SGDState(NamedTuple, Generic[Leaf]):
 
 
 def sgd(
-    lr: float, *, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False
+    lr: Rate, *, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False
 ) -> Transform:
     """`torch.optim.SGD`: weight decay joins the gradient (L2).
 
@@ -147,7 +164,7 @@ def sgd(
             kept = torch.where(state.step == 0, 1.0, 1.0 - dampening) if dampening else None
             state.momentum.mul_(momentum).add_(grad if kept is None else grad.mul_(kept))
             direction = grad.add_(state.momentum, alpha=momentum) if nesterov else state.momentum
-        param.add_(direction, alpha=-lr)
+        _add_times(param, direction, -lr)
         return grad, param, SGDState(state.step.add_(1), state.momentum)
 
     def place(param: TensorSpec) -> SGDState[TensorSpec]:
@@ -165,21 +182,21 @@ class AdamState(NamedTuple, Generic[Leaf]):
 
 
 def adamw(
-    lr: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
+    lr: Rate, *, betas: tuple[Rate, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
 ) -> Transform:
     """`torch.optim.AdamW` (decoupled weight decay, arXiv:1711.05101), by PyTorch's fused kernel: one pass over memory."""
     return _adam("adamw", torch._fused_adamw_, lr, betas, eps, weight_decay)
 
 
 def adam(
-    lr: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
+    lr: Rate, *, betas: tuple[Rate, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
 ) -> Transform:
     """`torch.optim.Adam` (weight decay joins the gradient), by PyTorch's fused kernel: one pass over memory."""
     return _adam("adam", torch._fused_adam_, lr, betas, eps, weight_decay)
 
 
 def _adam(
-    name: str, kernel: Callable[..., None], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    name: str, kernel: Callable[..., None], lr: Rate, betas: tuple[Rate, float], eps: float, weight_decay: float
 ) -> Transform:
     check_range(name, lr=lr, eps=eps, weight_decay=weight_decay)
     check_betas(name, betas)
@@ -191,13 +208,26 @@ def _adam(
         grad: Tensor, param: Tensor, state: AdamState[Tensor], found_inf: Tensor | None = None
     ) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
         step = state.step.add_(1 if found_inf is None else 1 - found_inf)
-        if param.numel():
+        if torch.compiler.is_compiling():
+            by_element(grad, param, state)
+        elif param.numel():
             kernel(
                 [param], [grad], [state.exp_avg], [state.exp_avg_sq], [], [step],
                 lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
                 amsgrad=False, maximize=False, found_inf=found_inf,
             )  # fmt: skip
         return grad, param, AdamState(step, state.exp_avg, state.exp_avg_sq)
+
+    def by_element(grad: Tensor, param: Tensor, state: AdamState[Tensor]) -> None:
+        """What the kernel does."""
+        first, second = (1 - beta ** state.step.double() for beta in betas)
+        if kernel is torch._fused_adamw_:
+            param.mul_(1 - lr * weight_decay)
+        elif weight_decay:
+            grad = grad.add(param, alpha=weight_decay)
+        _lerp(state.exp_avg, grad, 1 - betas[0])
+        state.exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+        param.sub_(state.exp_avg / (state.exp_avg_sq.sqrt() / second.sqrt() + eps) * (lr / first))
 
     def update_unless(
         skip: Tensor, grad: Tensor, param: Tensor, state: AdamState[Tensor]
@@ -218,7 +248,7 @@ class AdagradState(NamedTuple, Generic[Leaf]):
 
 
 def adagrad(
-    lr: float,
+    lr: Rate,
     *,
     lr_decay: float = 0.0,
     weight_decay: float = 0.0,
@@ -234,7 +264,11 @@ def adagrad(
 
     def update(grad: Tensor, param: Tensor, state: AdagradState[Tensor]) -> tuple[Tensor, Tensor, AdagradState[Tensor]]:
         step = state.step.add_(1)
-        if param.numel():
+        if torch.compiler.is_compiling():
+            decayed = grad.add(param, alpha=weight_decay) if weight_decay else grad
+            state.sum.addcmul_(decayed, decayed)
+            param.sub_(decayed / (state.sum.sqrt() + eps) * (lr / (1 + (step.double() - 1) * lr_decay)))
+        elif param.numel():
             torch._fused_adagrad_(
                 [param], [grad], [state.sum], [step],
                 lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, maximize=False,
@@ -254,7 +288,7 @@ class LionState(NamedTuple, Generic[Leaf]):
     exp_avg: Leaf
 
 
-def lion(lr: float, *, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> Transform:
+def lion(lr: Rate, *, betas: tuple[Rate, float] = (0.9, 0.99), weight_decay: float = 0.0) -> Transform:
     """Lion (Chen et al., arXiv:2302.06675, algorithm 2): the sign of a momentum, with decoupled weight decay."""
     check_range("lion", lr=lr, weight_decay=weight_decay)
     check_betas("lion", betas)
@@ -265,9 +299,9 @@ def lion(lr: float, *, betas: tuple[float, float] = (0.9, 0.99), weight_decay: f
     def update(grad: Tensor, param: Tensor, state: LionState[Tensor]) -> tuple[Tensor, Tensor, LionState[Tensor]]:
         # The gradient's memory takes the mix whose sign is the direction, and the momentum follows from the mix: with
         # g = (mix - b0·m) / (1 - b0), b1·m + (1 - b1)·g has these two factors. So no memory is needed.
-        mix, share = grad.lerp_(state.exp_avg, betas[0]), (1 - betas[1]) / (1 - betas[0])
-        state.exp_avg.mul_(betas[1] - betas[0] * share).add_(mix, alpha=share)
-        param.mul_(1 - lr * weight_decay).add_(mix.sign_(), alpha=-lr)
+        mix, share = _lerp(grad, state.exp_avg, betas[0]), (1 - betas[1]) / (1 - betas[0])
+        _add_times(state.exp_avg.mul_(betas[1] - betas[0] * share), mix, share)
+        _add_times(param.mul_(1 - lr * weight_decay), mix.sign_(), -lr)
         return grad, param, LionState(state.step.add_(1), state.exp_avg)
 
     def place(param: TensorSpec) -> LionState[TensorSpec]:
@@ -324,7 +358,7 @@ def trial_tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return param.to(dtype), grads.to(dtype)
 
 
-def check_betas(name: str, betas: tuple[float, float]) -> None:
+def check_betas(name: str, betas: tuple[Rate, float]) -> None:
     """Raises unless both are in [0, 1)."""
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{name}: each of betas must be in [0, 1), got {betas}; 0.9 for the first is usual")
@@ -340,7 +374,7 @@ def step_spec(param: TensorSpec) -> TensorSpec:
     return replace(param, shape=(), dtype="float32", spec=Replicated(), multiple_of=1)
 
 
-def check_range(name: str, **values: float) -> None:
+def check_range(name: str, **values: Rate) -> None:
     """Raises unless all are numbers from 0 on."""
     for field, value in values.items():
         if not value >= 0:

@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.config_conflicts",
         "fzero.schedule",
         "fzero.state",
+        "fzero.measure",
         "fzero.config",
         "fzero.config_table",
         "fzero.plan",
@@ -55,6 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.eager"),
         "fzero.graph_backends",
     ),
+    ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
     ("fzero.step",),
     ("fzero",),

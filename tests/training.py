@@ -253,7 +253,7 @@ def _add_up(
         total = shared(mixed.grad, 0, rank)
         for micro in range(1, num_steps):
             grad = grads[name, micro, rank]
-            total.add_(grad.to(torch.promote_types(mixed.grad, grad.dtype)), alpha=share)
+            total = torch.add(total.float(), grad.float(), alpha=share).to(mixed.grad)
         by_rank.append(total.to(mixed.reduce))
     return over_ranks(by_rank).to(mixed.grad)
 

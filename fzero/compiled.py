@@ -1,0 +1,571 @@
+"""The whole train step as one graph: forward, backward, collectives, clipping, overflow and optimizer, captured by torch.compile.
+
+    params_P = gather(params_S)                               # stage 3
+    loss, grads = value_and_grad(model)(params_P, batch)      # the backward is in the graph, too
+    grads_S = reduce_scatter(grads)                           # sums in rank order, as in the eager step
+    params_S, optimizer = update(params_S, grads_S, optimizer)
+
+1. The collectives stand outside of what is differentiated: the leaves are views of gathered buffers, cut by one split.
+2. The gradient is `torch.autograd.grad`, traced. It honours the backward of an `autograd.Function`, which Dynamo ignores
+   inside a transform of `torch.func`, silently.
+3. The state is *donated*: what is written in place here becomes a copy at the end of the graph, into the same memory.
+4. What changes from step to step is a tensor (rates, loss scale, counters), so that nothing is captured anew.
+5. `Backend` is where the captured aten graph passes by, on its way to be run: `passes` from graph to graph come there.
+
+As the graph stands a stage 3 gathers everything before the forward; a pass may move and repeat gathers.
+Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard, W ranks, A micro-steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+import torch._dynamo
+import torch._dynamo.backends.common
+import torch._dynamo.exc
+from rich.console import Console
+from torch import Tensor, nn
+
+from fzero.collectives import InGraph, Real, Sent, sent_by
+from fzero.loss_scaling import LossScale, LossScaling
+from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
+from fzero.plan import BufferPlan, Plan
+from fzero.precision import cast_leaves, stochastic, to_nearest, update_in_graph
+from fzero.state import TrainState
+from fzero.transforms import Transform, unless
+from sharding import Replicated, Sharded
+from sharding.views import torch_dtype
+
+GraphPass = Callable[[torch.fx.Graph], torch.fx.Graph]
+"""From an aten graph to one that computes the same; it may change the one that it is given and return it."""
+
+BackendName = Literal["inductor", "aot_eager"]
+NUM_SALTS = 16
+"""Most tensors of one update that are rounded at random."""
+
+
+class CompileError(RuntimeError):
+    """A step cannot be captured in one graph."""
+
+
+def graph_passes(plan: Plan) -> tuple[GraphPass, ...]:
+    """The passes that every captured graph of a step goes through, in order."""
+    return (written_early,)
+
+
+def written_early(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """Writes each new value into the memory of the old one as soon as nobody reads that any more.
+
+    A captured graph has all of these `copy_` at its end, where new parameters and moments would all be alive beside the old
+    ones.
+    """
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        old, new = write.args[:2]
+        if old.op == "placeholder":
+            before = [node for node in (old, new, *_readers(old)) if place[node] < place[write]]
+            max(before, key=place.__getitem__).append(write)
+    return graph
+
+
+def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """The nodes that read the node's memory, through views as well."""
+    for user in node.users:
+        yield user
+        if _is_view(user):
+            yield from _readers(user)
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    """Whether a node's value may be in the memory of one of its arguments."""
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(argument.alias_info is not None for argument in schema.arguments)
+
+
+@dataclass(slots=True)
+class Backend:
+    """A backend of torch.compile that lets aten graphs go through `passes` before they are run, and counts them.
+
+    `aot_eager` runs the graph operation by operation, as it is ordered. `inductor` generates code and may order anew what
+    does not depend on each other; there the passes come after its own.
+
+    Attributes:
+        graphs: the aten graphs as the passes left them, in the order of their capture; mutated inputs are `copy_`'d to.
+        num_captured: how often something was captured, also where a cache spared the passes.
+    """
+
+    name: BackendName
+    passes: Sequence[GraphPass] = ()
+    graphs: list[torch.fx.Graph] = field(default_factory=list)
+    num_captured: int = 0
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.num_captured += 1
+        if self.name == "inductor":
+            from torch._inductor.compile_fx import compile_fx
+
+            # Random numbers as in the eager step; no reordering or merging of collectives but ours.
+            config = {"fallback_random": True, "post_grad_custom_post_pass": _InductorPass(self._through_passes)}
+            generated: Any = compile_fx(module, inputs, config_patches=config)
+            return generated  # type: ignore[no-any-return]
+        compiler = torch._dynamo.backends.common.aot_autograd(
+            fw_compiler=self._interpreted, keep_inference_input_mutations=True
+        )
+        result: Callable[..., Any] = compiler(module, inputs)
+        return result
+
+    def _interpreted(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+
+        module.graph = self._through_passes(module.graph)
+        module.recompile()
+        run: Callable[..., Any] = make_boxed_func(module.forward)
+        return run
+
+    def _through_passes(self, graph: torch.fx.Graph) -> torch.fx.Graph:
+        for graph_pass in self.passes:
+            graph = graph_pass(graph)
+        graph.lint()
+        self.graphs.append(graph)
+        return graph
+
+
+def _InductorPass(run: GraphPass) -> Any:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            changed = run(graph)
+            assert changed is graph, "Inductor's graph must be changed in place"
+
+        def uuid(self) -> None:
+            return None  # never taken from a cache, so that what is sent is known
+
+    return Pass()
+
+
+class _WithLoss(nn.Module):
+    """The model and what is made of its output, as one module to be called with other tensors."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None, *, reduces_by_sum: bool, autocast: str | None, device: str
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn, self.reduces_by_sum = loss_fn, reduces_by_sum
+        self.autocast, self.device = None if autocast is None else torch_dtype(autocast), device
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        if self.autocast is None:
+            return loss_of(self.model, self.loss_fn, batch, reduces_by_sum=self.reduces_by_sum)
+        with torch.autocast(self.device, dtype=self.autocast):
+            return loss_of(self.model, self.loss_fn, batch, reduces_by_sum=self.reduces_by_sum)
+
+
+class Flat(NamedTuple):
+    """A flat buffer as a graph may know it: numbers and names."""
+
+    key: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    numels: tuple[int, ...]
+    """Of the parameters, and of the padding."""
+    padded_numel: int
+    shard_numel: int
+    own: tuple[int, int]
+    """Where this rank's shard begins and ends."""
+    trainable: bool
+    is_gathered: bool
+    """Whether the model's parameters are brought together for it."""
+    sums_whole: bool
+    """Whether every rank gets all of the reduced gradient."""
+    collects_whole: bool
+    """Whether micro-steps add up all of the gradient on each rank."""
+    updates_shard: bool
+    joins: bool
+    """Whether updated shards are joined."""
+    has_master: bool
+    reduce_dtype: torch.dtype
+    grad_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, buffer: BufferPlan, axis: Real) -> Self:
+        layout, row, is_shared = buffer.layout, buffer.row, axis.size > 1
+        updates_shard = isinstance(row.optimizer, Sharded)
+        return cls(
+            buffer.key,
+            layout.names,
+            layout.shapes,
+            (*layout.numels, buffer.padded_numel - layout.numel),
+            buffer.padded_numel,
+            buffer.shard_numel,
+            layout.partition.bounds(axis.rank),
+            buffer.trainable,
+            is_shared and isinstance(row.params, Sharded),
+            isinstance(row.grads, Replicated),
+            not (is_shared and isinstance(row.grads, Sharded)),
+            updates_shard,
+            is_shared and updates_shard and isinstance(row.params, Replicated),
+            buffer.has_master,
+            # Where nothing is sent, gradients are in the dtype in which they are kept.
+            torch_dtype(buffer.dtypes.reduce if is_shared else buffer.dtypes.grad),
+            torch_dtype(buffer.dtypes.grad),
+        )
+
+    def own_of(self, flat: Tensor) -> Tensor:
+        """This rank's shard of a flat tensor that may be whole."""
+        return flat if flat.numel() == self.shard_numel else flat[self.own[0] : self.own[1]]
+
+
+class Rules(NamedTuple):
+    """What a compiled step is told about the arithmetic, once.
+
+    `transforms` are by flat buffer; learning rates and momentum are 0-d tensors in them, that somebody else fills. (0-d float64
+    and int64 tensors on the CPU are numbers to Dynamo, at first: they cost a second capture.)
+    `places` are what stochastic rounding counts elements from, None where it does not round so.
+    """
+
+    measures: Measure
+    scaling: LossScaling
+    skips_overflow: bool
+    transforms: dict[str, Transform]
+    places: dict[str, int] | None
+    salts: Tensor
+
+
+class Outcome(NamedTuple):
+    """What one compiled step tells the host; tensors, but for `is_sum`."""
+
+    told: Tensor
+    """Of every micro-step and rank its loss, its weight or -1, and the number of its pass (A, W, 3)."""
+    loss: Tensor
+    norm: Tensor
+    overflow: Tensor
+    ok: Tensor
+    """Whether the step was made, or skipped as an overflow may be; if not, nothing but `state.grads` was written."""
+    loss_scale: LossScale[Tensor]
+    is_sum: bool
+
+
+class CompiledStep:
+    """Captured functions for one model, plan and rank.
+
+    One graph without gradient accumulation. With it two, for a micro-step and for the update: one graph would hold the
+    forward and the backward A times, and take A times as long to compile.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        axis: Real,
+        device: torch.device,
+        rules: Rules,
+        *,
+        loss_fn: LossFn | None,
+        autocast: str | None,
+        backend: BackendName,
+    ) -> None:
+        if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+            raise ValueError(
+                f"compile: 'step' needs torch 2.13, where a gradient can be traced in a graph, got {torch.__version__}; "
+                f"pass compile='block', or install a newer torch"
+            )
+        self.backend = Backend(backend, graph_passes(plan))
+        self._axis, self._graph, self._device = axis, InGraph.of(axis, device), device
+        self._rules, self._name = rules, type(model).__name__
+        self._aliases, self._num_micro_steps, self._stage = plan.aliases, plan.num_micro_steps, plan.stage
+        self._flats = tuple(Flat.of(buffer, axis) for buffer in plan.flat_buffers)
+        self._trained = tuple(flat for flat in self._flats if flat.trainable)
+        self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
+        reduces_by_sum = not rules.measures.is_mean
+        self._module = _WithLoss(
+            model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type
+        ).train(model.training)
+        self._whole = self._compile(self._whole_step)
+        self._micro = self._compile(self._micro_step)
+        self._end = self._compile(self._update)
+        self._sent_by: dict[Callable[..., Any], list[Sent]] = {}
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        # A cache of its own: that of a method is otherwise shared by all steps of a process.
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=self.backend, isolate_recompiles=True)  # type: ignore[call-overload,no-any-return]
+
+    def __call__(
+        self, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: Sequence[Any], number: Tensor
+    ) -> Outcome:
+        """Makes one step of `state`, in place, and of the module `buffers`. *Collective:* every rank.
+
+        Args:
+            state: donated.
+            buffers: the module's, which are written.
+            micro_batches: A batches.
+            number: of this pass (1,), float64; must be the same on all ranks.
+        """
+        flat = (state.params, state.master, state.grads, state.optimizer)
+        if len(micro_batches) == 1:
+            outcome: Outcome = self._run(self._whole, *flat, buffers, state.loss_scale, micro_batches[0], number)
+            return outcome
+        for grads in state.grads.values():
+            grads.zero_()
+        told = []
+        for batch in micro_batches:
+            rows, is_sum = self._run(self._micro, state.params, state.grads, buffers, state.loss_scale, batch, number)
+            told.append(rows)
+        outcome = self._run(self._end, *flat, buffers, state.loss_scale, torch.stack(told), None, is_sum)
+        return outcome
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a captured function, and tells how long it took to capture it."""
+        start, num_captured, num_graphs = time.perf_counter(), self.backend.num_captured, len(self.backend.graphs)
+        # Numbers are constants of the graph; taken for inputs at first, they would make Dynamo capture everything twice.
+        quiet = torch._dynamo.config.ignore_logging_functions | _logging()
+        with (
+            _one_graph(self._name),
+            torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True, ignore_logging_functions=quiet),
+        ):
+            result = function(*arguments)
+        if self.backend.num_captured > num_captured and self._axis.rank == 0:
+            seconds = time.perf_counter() - start
+            Console(stderr=True).print(
+                f"fzero: compiled a step of {self._name} in stage {self._stage} with {self.backend.name} in "
+                f"{seconds:.1f} s",
+                highlight=False,
+            )
+        if self._axis.observe is not None:
+            self._tell(function, num_graphs)
+        return result
+
+    # --- what is captured ----------------------------------------------------------------------------------------
+
+    def _whole_step(
+        self,
+        params: dict[str, Tensor],
+        master: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        optimizer: dict[str, Any],
+        buffers: dict[str, Tensor],
+        loss_scale: LossScale[Tensor],
+        batch: Any,
+        number: Tensor,
+    ) -> Outcome:
+        rows, full, share, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number)
+        reduced = {}
+        for flat in self._trained:
+            reduced[flat.key] = self._reduce_into(grads, flat, _times(full[flat.key], share, flat.reduce_dtype))
+        return self._update(params, master, grads, optimizer, buffers, loss_scale, rows[None], reduced, is_sum)
+
+    def _micro_step(
+        self,
+        params: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        loss_scale: LossScale[Tensor],
+        batch: Any,
+        number: Tensor,
+    ) -> tuple[Tensor, bool]:
+        """Adds the gradients of one micro-batch to `grads`; reduces what a rank does not keep whole."""
+        rows, full, share, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number)
+        for flat in self._trained:
+            grad, kept = full[flat.key], grads[flat.key]
+            if flat.collects_whole:
+                wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
+                kept.copy_(kept.to(wide).add(grad.to(wide), alpha=share))
+            else:
+                kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat))
+        return rows, is_sum
+
+    def _update(
+        self,
+        params: dict[str, Tensor],
+        master: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        optimizer: dict[str, Any],
+        buffers: dict[str, Tensor],
+        loss_scale: LossScale[Tensor],
+        told: Tensor,
+        reduced: dict[str, Tensor] | None,
+        is_sum: bool,
+    ) -> Outcome:
+        """Measures and updates. `reduced` are the mean gradients, None where they are to be made of what is collected."""
+        rules, rows = self._rules, told.flatten(0, 1)
+        if reduced is None:
+            reduced = {
+                flat.key: self._reduce_into(grads, flat, grads[flat.key]) if flat.collects_whole else grads[flat.key]
+                for flat in self._trained
+            }
+        mean_loss, weight = mean_of(rows[:, :2], is_sum=is_sum)
+        multiple = rules.measures.multiple(weight, loss_scale.scale)
+        norm = self._norm(reduced) / multiple
+        overflow = ~norm.isfinite()
+        ok = is_agreed(rows[:, :2], is_sum=is_sum) & (rows[:, 2] == rows[0, 2]).all()
+        if rules.skips_overflow:
+            skip = overflow | ~ok
+            new_scale = rules.scaling.update(loss_scale, overflow)
+            ok = ok & ~rules.scaling.is_exhausted(loss_scale, overflow)
+        else:
+            ok = ok & (mean_loss + norm).isfinite()
+            skip, new_scale = ~ok, loss_scale
+        factor = rules.measures.factor(norm, multiple, overflow, weight)
+        for flat in self._trained:
+            self._update_flat(flat, params, master, reduced[flat.key], optimizer, skip, factor)
+        self._agree(buffers)
+        new_scale = LossScale(*(x.clone() for x in new_scale))
+        return Outcome(told, mean_loss.float(), norm.float(), overflow, ok, new_scale, is_sum)
+
+    # --- its parts -----------------------------------------------------------------------------------------------
+
+    def _value_and_grad(
+        self,
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        loss_scale: LossScale[Tensor],
+        batch: Any,
+        number: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor], float, bool]:
+        """What every rank tells (W, 3), its flat gradients (P), by what they are to be multiplied, and if losses are sums."""
+        tensors: dict[str, Tensor] = {}
+        leaves: dict[str, Tensor] = {}
+        for flat in self._flats:
+            param = params[flat.key]
+            parts = torch.split(self._graph.all_gather(param) if flat.is_gathered else param, list(flat.numels))
+            for name, shape, part in zip(flat.names, flat.shapes, parts):
+                tensors[name] = part.view(shape).detach()
+                if flat.trainable:
+                    leaves[name] = tensors[name].requires_grad_()
+        tensors.update(buffers)
+        for alias, owner in self._aliases.items():
+            tensors[alias] = tensors[owner]
+        given = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False, strict=True)
+        for name, buffer_ in buffers.items():
+            now = given[f"model.{name}"]  # functional_call tells what the model put in a buffer's place
+            if now is not buffer_:
+                buffer_.copy_(now.detach())
+        measures, is_sum = self._rules.measures, weight is not None
+        share = 1 / (measures.predivide * (1 if is_sum else self._num_micro_steps))
+        row = torch.stack(
+            [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double(), number[0]]
+        )
+        if measures.scales_loss:
+            loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * loss_scale.scale
+        grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)))
+        full = {}
+        for flat in self._trained:
+            pieces = [grads[name].reshape(-1) for name in flat.names]
+            full[flat.key] = torch.cat([*pieces, pieces[0].new_zeros(flat.numels[-1])])
+        return self._graph.stack(row.detach()), full, share, is_sum
+
+    def _reduce(self, grad_P: Tensor, flat: Flat) -> Tensor:
+        """The sum over ranks: whole (P) in stage 0, this rank's shard (S) otherwise."""
+        grad_P = grad_P.to(flat.reduce_dtype)
+        return self._graph.all_reduce(grad_P) if flat.sums_whole else self._graph.reduce_scatter(grad_P)
+
+    def _reduce_into(self, grads: dict[str, Tensor], flat: Flat, grad_P: Tensor) -> Tensor:
+        """The same, in the dtype in which gradients are kept; writes it to `grads`, too."""
+        reduced = self._reduce(grad_P, flat).to(flat.grad_dtype)
+        (grads[flat.key] if flat.sums_whole else flat.own_of(grads[flat.key])).copy_(reduced)
+        return reduced
+
+    def _update_flat(
+        self,
+        flat: Flat,
+        params: dict[str, Tensor],
+        master: dict[str, Tensor],
+        reduced: Tensor,
+        optimizer: dict[str, Any],
+        skip: Tensor,
+        factor: Tensor | None,
+    ) -> None:
+        param, rules = params[flat.key], self._rules
+        share = flat.own_of(param).clone() if flat.joins else param
+        grad = flat.own_of(reduced) if flat.updates_shard else reduced
+        rounding = to_nearest if rules.places is None else stochastic(rules.salts, rules.places[flat.key])
+        update_in_graph(
+            unless(skip, rules.transforms[flat.key]), self._is_cast[flat.key], grad,
+            master[flat.key] if flat.has_master else share, optimizer[flat.key],
+            factor=factor, rounding=rounding, out=share if flat.has_master else None,
+        )  # fmt: skip
+        if flat.joins:
+            param.copy_(self._graph.all_gather(share))
+
+    def _norm(self, reduced: dict[str, Tensor]) -> Tensor:
+        measures, graph = self._rules.measures, self._graph
+        parts = []
+        for rank in range(graph.size) if self._stage == 0 else [graph.rank]:
+            shards = []
+            for flat in self._trained:
+                if flat.shard_numel:
+                    grad, start = reduced[flat.key], rank * flat.shard_numel
+                    is_whole = grad.numel() != flat.shard_numel
+                    shards.append(grad[start : start + flat.shard_numel] if is_whole else grad)
+            parts.append(measures.norm_part(shards, self._device))
+        return measures.norm(torch.stack(parts) if self._stage == 0 else graph.stack(parts[0]))
+
+    def _agree(self, buffers: dict[str, Tensor]) -> None:
+        """Makes module buffers equal on all ranks, as the eager step does; here all of them, changed or not."""
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, tensor in buffers.items():
+            if self._graph.size > 1 and tensor.numel():
+                by_dtype.setdefault(tensor.dtype, []).append(name)
+        for names in by_dtype.values():
+            rows = self._graph.stack(torch.cat([buffers[name].reshape(-1) for name in names]))
+            values = torch.split(agreed_buffers(rows), [buffers[name].numel() for name in names])
+            for name, value in zip(names, values):
+                buffers[name].copy_(value.view(buffers[name].shape))
+
+    # --- what it sent --------------------------------------------------------------------------------------------
+
+    def _tell(self, function: Callable[..., Any], num_graphs: int) -> None:
+        """Tells `observe` what the call sent, by the graph that ran."""
+        if len(self.backend.graphs) > num_graphs:
+            self._sent_by[function] = sent_by(self.backend.graphs[-1], self._axis.size)
+        for sent in self._sent_by.get(function, ()):
+            self._axis.observe(sent)  # type: ignore[misc]
+
+
+def _times(grad: Tensor, share: float, dtype: torch.dtype) -> Tensor:
+    """A share of the gradient, in the dtype in which it is sent, rounded once."""
+    grad = grad.to(torch.promote_types(dtype, grad.dtype))
+    return (grad if share == 1 else grad * share).to(dtype)
+
+
+@contextmanager
+def _one_graph(model: str) -> Iterator[None]:
+    """Makes of what torch.compile raises an error of a few lines."""
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise CompileError(_what_stopped(error, model)) from None
+
+
+def _logging() -> set[Callable[..., Any]]:
+    """The methods of loggers that tell something, those that packages have added, too: in a graph they tell nothing."""
+    prefixes = ("debug", "info", "warn", "error", "exception", "critical", "log")
+    return {method for name, method in vars(logging.Logger).items() if name.startswith(prefixes)}
+
+
+def _what_stopped(error: BaseException, model: str) -> str:
+    """Which line of whose code cannot be captured, and why, in a few words."""
+    stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+    own, torch_ = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+    users = [frame for frame in stack if not frame.filename.startswith((own, torch_, "<"))]
+    where = f"{users[-1].filename}, line {users[-1].lineno}: {(users[-1].line or '').strip()!r}" if users else model
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    raised = [line.partition("raised exception ")[2] for line in lines if "raised exception " in line]
+    kept = raised[:1] or lines[:2]
+    return (
+        f"{where}\ncannot be captured in one graph: {' '.join(kept)}\n"
+        f"Change that line, or pass compile='block', which compiles block by block and runs the rest as it is."
+    )
