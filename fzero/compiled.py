@@ -10,16 +10,15 @@
    inside a transform of `torch.func`, silently.
 3. The state is *donated*: what is written in place here becomes a copy at the end of the graph, into the same memory.
 4. What changes from step to step is a tensor (rates, loss scale, counters), so that nothing is captured anew.
-5. `Backend` is where the captured aten graph passes by, on its way to be run: `passes` from graph to graph come there.
+5. `Backend` schedules the captured aten graph on its way to be run: gathers move to their first use and are repeated for
+   the backward, reductions start when their input is there, new state is written as soon as nobody reads the old.
 
-As the graph stands a stage 3 gathers everything before the forward; a pass may move and repeat gathers.
 Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard, W ranks, A micro-steps.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fzero.collectives import InGraph, Real, Sent, sent_by
+from fzero.graph_backends import aot_eager, inductor
+from fzero.graph_schedule import PassOptions, copy_of
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
 from fzero.plan import BufferPlan, Plan
@@ -44,9 +45,6 @@ from fzero.state import TrainState
 from fzero.transforms import Transform, unless
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
-
-GraphPass = Callable[[torch.fx.Graph], torch.fx.Graph]
-"""From an aten graph to one that computes the same; it may change the one that it is given and return it."""
 
 BackendName = Literal["inductor", "aot_eager"]
 NUM_SALTS = 16
@@ -57,102 +55,31 @@ class CompileError(RuntimeError):
     """A step cannot be captured in one graph."""
 
 
-def graph_passes(plan: Plan) -> tuple[GraphPass, ...]:
-    """The passes that every captured graph of a step goes through, in order."""
-    return (written_early,)
-
-
-def written_early(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """Writes each new value into the memory of the old one as soon as nobody reads that any more.
-
-    A captured graph has all of these `copy_` at its end, where new parameters and moments would all be alive beside the old
-    ones.
-    """
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        old, new = write.args[:2]
-        if old.op == "placeholder":
-            before = [node for node in (old, new, *_readers(old)) if place[node] < place[write]]
-            max(before, key=place.__getitem__).append(write)
-    return graph
-
-
-def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """The nodes that read the node's memory, through views as well."""
-    for user in node.users:
-        yield user
-        if _is_view(user):
-            yield from _readers(user)
-
-
-def _is_view(node: torch.fx.Node) -> bool:
-    """Whether a node's value may be in the memory of one of its arguments."""
-    if node.target is operator.getitem:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(argument.alias_info is not None for argument in schema.arguments)
+def pass_options(plan: Plan) -> PassOptions:
+    """What the schedule of a step's graph may cost, as in the eager step."""
+    return PassOptions(
+        prefetch=PassOptions().prefetch if plan.prefetch else 0, max_live=plan.max_live, max_reducing=plan.max_reducing
+    )
 
 
 @dataclass(slots=True)
 class Backend:
-    """A backend of torch.compile that lets aten graphs go through `passes` before they are run, and counts them.
-
-    `aot_eager` runs the graph operation by operation, as it is ordered. `inductor` generates code and may order anew what
-    does not depend on each other; there the passes come after its own.
+    """A backend of torch.compile that schedules what is captured (`fzero.graph_schedule`), counts it, and keeps the graphs.
 
     Attributes:
-        graphs: the aten graphs as the passes left them, in the order of their capture; mutated inputs are `copy_`'d to.
+        graphs: the aten graphs as they are run, in the order of their capture; mutated inputs are `copy_`'d to.
         num_captured: how often something was captured, also where a cache spared the passes.
     """
 
     name: BackendName
-    passes: Sequence[GraphPass] = ()
+    options: PassOptions
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
 
     def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         self.num_captured += 1
-        if self.name == "inductor":
-            from torch._inductor.compile_fx import compile_fx
-
-            # Random numbers as in the eager step; no reordering or merging of collectives but ours.
-            config = {"fallback_random": True, "post_grad_custom_post_pass": _InductorPass(self._through_passes)}
-            generated: Any = compile_fx(module, inputs, config_patches=config)
-            return generated  # type: ignore[no-any-return]
-        compiler = torch._dynamo.backends.common.aot_autograd(
-            fw_compiler=self._interpreted, keep_inference_input_mutations=True
-        )
-        result: Callable[..., Any] = compiler(module, inputs)
-        return result
-
-    def _interpreted(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        from torch._functorch._aot_autograd.utils import make_boxed_func
-
-        module.graph = self._through_passes(module.graph)
-        module.recompile()
-        run: Callable[..., Any] = make_boxed_func(module.forward)
-        return run
-
-    def _through_passes(self, graph: torch.fx.Graph) -> torch.fx.Graph:
-        for graph_pass in self.passes:
-            graph = graph_pass(graph)
-        graph.lint()
-        self.graphs.append(graph)
-        return graph
-
-
-def _InductorPass(run: GraphPass) -> Any:
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    class Pass(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            changed = run(graph)
-            assert changed is graph, "Inductor's graph must be changed in place"
-
-        def uuid(self) -> None:
-            return None  # never taken from a cache, so that what is sent is known
-
-    return Pass()
+        make = inductor if self.name == "inductor" else aot_eager
+        return make(self.options, observe=lambda graph: self.graphs.append(copy_of(graph)))(module, inputs)
 
 
 class _WithLoss(nn.Module):
@@ -282,7 +209,7 @@ class CompiledStep:
                 f"compile: 'step' needs torch 2.13, where a gradient can be traced in a graph, got {torch.__version__}; "
                 f"pass compile='block', or install a newer torch"
             )
-        self.backend = Backend(backend, graph_passes(plan))
+        self.backend = Backend(backend, pass_options(plan))
         self._axis, self._graph, self._device = axis, InGraph.of(axis, device), device
         self._rules, self._name = rules, type(model).__name__
         self._aliases, self._num_micro_steps, self._stage = plan.aliases, plan.num_micro_steps, plan.stage
@@ -408,7 +335,7 @@ class CompiledStep:
         mean_loss, weight = mean_of(rows[:, :2], is_sum=is_sum)
         multiple = rules.measures.multiple(weight, loss_scale.scale)
         norm = self._norm(reduced) / multiple
-        overflow = ~norm.isfinite()
+        overflow = ~(norm + mean_loss).isfinite()
         ok = is_agreed(rows[:, :2], is_sum=is_sum) & (rows[:, 2] == rows[0, 2]).all()
         if rules.skips_overflow:
             skip = overflow | ~ok

@@ -55,7 +55,8 @@ def inductor(
     """Inductor, with the passes among its own; arguments as for `aot_eager`."""
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {"post_grad_custom_post_pass": InductorPass(options, units, observe)}
+    # Random numbers as in the eager step.
+    patches = {"post_grad_custom_post_pass": InductorPass(options, units, observe), "fallback_random": True}
 
     def backend(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
         compiled: Any = compile_fx(module, list(args), config_patches=patches)

@@ -90,12 +90,18 @@ def run_passes(graph: Graph, options: PassOptions, *, units: Mapping[str, str] |
     Raises:
         ValueError: the graph changes the result of a collective in place, or has a collective without a wait.
     """
+    copy = copy_of(graph)
+    run_passes_in_place(copy, options, units=units)
+    return copy
+
+
+def copy_of(graph: Graph) -> Graph:
+    """The same nodes once more, with the same `meta`."""
     copy = Graph(graph.owning_module)
     copies: dict[Node, Node] = {}
     for node in graph.nodes:
         copies[node] = copy.node_copy(node, lambda arg: copies[arg])
     copy._codegen = graph._codegen
-    run_passes_in_place(copy, options, units=units)
     return copy
 
 
@@ -129,6 +135,7 @@ class _Roles(NamedTuple):
 
     lazy: set[Node]  # cheap, emitted when somebody needs it
     eager: set[Node]  # cheap, emitted as soon as it can be: what follows a reduction
+    writes: set[Node]  # those that write new state
     last: set[Node]  # emitted after everything else
     starts: dict[Node, int]  # of reductions, with the elements under way
     waits: dict[Node, Node]  # of reductions, with their start
@@ -183,7 +190,7 @@ class _Walk:
         self.order: list[Node] = []
         self.done: set[Node] = set()
         self.available: set[Node] = set()
-        self.ready: list[tuple[bool, int, Node]] = []
+        self.ready: list[tuple[int, int, Node]] = []
         self.under_way: dict[Node, int] = {}  # starts of reductions, in order
         self.reducing = 0
         self.gathered: list[_Gathered | None] = [None] * len(self.gathers)
@@ -351,14 +358,16 @@ class _Walk:
         if self.pending[node] or node in self.done:
             return False
         if node in self.roles.eager or node in self.roles.starts:
-            heapq.heappush(self.ready, (node in self.roles.starts, self.index[node], node))
+            # New state is written at once, before more of it is made.
+            priority = 2 * (node in self.roles.starts) + (node not in self.roles.writes)
+            heapq.heappush(self.ready, (priority, self.index[node], node))
         return node in self.roles.lazy
 
     def _cascade(self) -> None:
         """Emits what is ready: first what follows a reduction, then the reductions that there is room for."""
         while self.ready:
-            is_start, _, node = self.ready[0]
-            waits = is_start and self.under_way and node not in self.done
+            _, _, node = self.ready[0]
+            waits = node in self.roles.starts and self.under_way and node not in self.done
             if waits and self.reducing + self.roles.starts[node] > self.max_reducing:
                 self._wait_for_oldest()
                 continue
@@ -416,10 +425,11 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], optio
     lazy: set[Node] = set()
     eager: set[Node] = set()
     last: set[Node] = set()
+    writes = {node for node in graph.nodes if is_write(node, roots)}
     for node in graph.nodes:
         args = node.all_input_nodes
         follows = node in cheap and any(arg in eager or arg in followed for arg in args)
-        if is_write(node, roots) and node not in fixed:
+        if node in writes and node not in fixed:
             (eager if options.writes == "early" else last).add(node)
         elif follows:
             eager.add(node)
@@ -431,4 +441,4 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], optio
             if arg in cheap and arg not in eager and arg not in lazy:
                 lazy.add(arg)
                 prepares.append(arg)
-    return _Roles(lazy, eager, last, starts, waits)
+    return _Roles(lazy, eager, writes, last, starts, waits)

@@ -42,6 +42,7 @@ from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, Plan, blocks_o
 from fzero.precision import salts_of, stochastic, widened
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
+from fzero.timeline import Timeline, make_timeline
 from fzero.transforms import Transform, unless
 from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
@@ -663,6 +664,23 @@ class TrainStep:
             + (f", first parameter {name!r}" if name else "")
             + "); the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
         )
+
+    def explain(self) -> Timeline:
+        """The schedule of the graph that runs: compute and collectives over the step, and the gathered bytes under them.
+
+        For `compile="step"`, after the first step. `print` it for a table, `draw()` gives a picture. Times are those of a
+        simple model of a machine (`fzero.timeline.Machine`), not measured.
+
+        Raises:
+            ValueError: there is no graph yet, or none at all.
+        """
+        graphs = self._compiled.backend.graphs if self._compiled is not None else []
+        if not graphs:
+            raise ValueError(
+                "explain: needs a graph of the whole step, got none; make the step with compile='step' and call the step once"
+            )
+        title = f"stage {self.plan.stage} on {self.world_size} ranks"
+        return make_timeline(max(graphs, key=lambda graph: len(graph.nodes)), title=title)
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
         """The name of the first parameter, as declared, whose collected gradient is not finite; None if all are finite.

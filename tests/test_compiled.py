@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from training import ADAMW, Odd, Plain, config, make, part, tokens, train, vectors
 
 import fzero
+from fzero.graph_analysis import liveness
 
 SGD = {"type": "SGD", "params": {"lr": 0.125, "momentum": 0.9, "weight_decay": 0.01}}
 AOT: dict[str, Any] = {"compile": "step", "compile_backend": "aot_eager"}
@@ -379,13 +380,26 @@ def _sent(stage: int) -> dict[str, int]:
     step(state, part(vectors(0), step.rank, step.world_size))
     told = sum(x.num_elements for x in log if x.num_elements > 100)  # not the loss and the norm
     planned = step.plan.sent_per_step
-    return {"told": told, "planned": sum(planned.values()) - planned["all_gather in the backward"]}
+    timeline = step.explain()
+    assert f"stage {stage}" in str(timeline) and timeline.draw().axes
+    gathered = max(liveness(step._compiled.backend.graphs[0]).gathered_numel)  # type: ignore[union-attr]
+    return {"told": told, "planned": sum(planned.values()), "gathered": gathered}
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_graph_sends_what_the_plan_says_but_for_gathers_in_the_backward(ranks: RankPool, stage: int) -> None:
+def test_a_graph_sends_what_the_plan_says_and_gathers_two_units_at_most(ranks: RankPool, stage: int) -> None:
+    largest = max(unit.gathered_numel for unit in fzero.plan(make(Plain), config(stage), world_size=2).units)
     for found in ranks(2, _sent, stage):
         assert found["told"] == found["planned"] > 0
+        assert found["gathered"] == 2 * largest, "the next unit is gathered early, and no more"
+
+
+def test_a_schedule_is_explained_once_it_is_known() -> None:
+    step = fzero.make_train_step(make(Plain), config(0), **AOT)
+    with pytest.raises(ValueError, match=r"explain: needs a graph .* call the step once"):
+        step.explain()
+    with pytest.raises(ValueError, match=r"explain: needs a graph .* compile='step'"):
+        fzero.make_train_step(make(Plain), config(0)).explain()
 
 
 # --- blocks ------------------------------------------------------------------------------------------------------
