@@ -55,8 +55,11 @@ def inductor(
     """Inductor, with the passes among its own; arguments as for `aot_eager`."""
     from torch._inductor.compile_fx import compile_fx
 
-    # Random numbers as in the eager step.
-    patches = {"post_grad_custom_post_pass": InductorPass(options, units, observe), "fallback_random": True}
+    patches = {
+        "post_grad_custom_post_pass": InductorPass(options, units, observe),
+        "fallback_random": True,  # the numbers of the eager step
+        "reorder_for_locality": False,  # it moves the gradients of weights to the end, and their reductions with them
+    }
 
     def backend(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
         compiled: Any = compile_fx(module, list(args), config_patches=patches)
