@@ -85,15 +85,7 @@ def _of_one_stage(stage: int) -> list[tuple[tuple[float, float], int, int]]:
 def test_a_step_is_one_graph_and_gives_the_eager_step_s_bits(ranks: RankPool, stage: int) -> None:
     for fp32, bf16, fp32_twice, bf16_twice in ranks(2, _of_one_stage, stage):
         assert fp32 == bf16 == ((0.0, 0.0), 1, 0)
-        assert fp32_twice == ((0.0, 0.0), 2, 0)  # a micro-step and the update
-        (curve, weights), num_graphs, num_breaks = bf16_twice
-        assert (num_graphs, num_breaks) == (2, 0)
-        if stage >= 2:
-            assert (curve, weights) == (0.0, 0.0)
-        # Where a rank adds up bf16 gradients of its micro-steps itself, the eager step rounds the share 1/4 of the second one
-        # (exact) and the sum, the graph the product and the sum at once: half a last bit, 2^-9, of a gradient whose norm is
-        # clipped to 0.05, which momentum adds up to six times in three steps of lr = 1/8.
-        assert weights <= 6 * 0.125 * 0.05 * 2**-9
+        assert fp32_twice == bf16_twice == ((0.0, 0.0), 2, 0)  # a micro-step and the update
 
 
 def _bits(stages: tuple[int, ...], cfg: dict[str, Any]) -> list[tuple[float, float]]:

@@ -494,7 +494,8 @@ def test_a_batch_or_a_buffer_of_another_dtype_is_told_with_the_fix() -> None:
 
 
 def test_what_cannot_be_trained_or_does_not_exist_is_refused() -> None:
-    model = nn.Linear(2, 2).to(torch.complex64)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"parameter 'weight': must be real to be trained, got torch.complex64"):
         fzero.make_train_step(model, config(0))
     names = {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linaer"]}}
