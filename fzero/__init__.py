@@ -8,8 +8,8 @@ for batch in loader:
 """
 
 from fzero.collectives import CollectiveError, Real, Sent, Sim, join, shutdown
-from fzero.compiled import CompileError
 from fzero.config import Config, ConfigError, ConfigWarning
+from fzero.graph_schedule import CompileError
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces

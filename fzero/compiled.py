@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from fzero.collectives import InGraph, Real, Sent, sent_by
 from fzero.graph_backends import aot_eager, inductor
-from fzero.graph_schedule import PassOptions, copy_of
+from fzero.graph_schedule import CompileError, PassOptions, copy_of
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
 from fzero.plan import BufferPlan, Plan
@@ -47,12 +47,6 @@ from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
 
 BackendName = Literal["inductor", "aot_eager"]
-NUM_SALTS = 16
-"""Most tensors of one update that are rounded at random."""
-
-
-class CompileError(RuntimeError):
-    """A step cannot be captured in one graph."""
 
 
 def pass_options(plan: Plan) -> PassOptions:

@@ -41,6 +41,10 @@ from fzero.graph_buckets import bucket_gathers, bucket_reductions
 from fzero.graph_stays import plan_stays
 
 
+class CompileError(RuntimeError):
+    """A step cannot be captured in one graph."""
+
+
 @dataclass(frozen=True, slots=True)
 class PassOptions:
     """What the schedule may cost; all in elements, as in DeepSpeed's configuration.

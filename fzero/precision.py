@@ -125,6 +125,9 @@ def find_class(name: str) -> type:
 TILE = 1 << 18
 """Elements that are updated at a time, so that what is made for them stays in the processor's cache."""
 
+NUM_SALTS = 16
+"""Most tensors of one update that a graph rounds at random."""
+
 Rounding = Callable[[Tensor, Tensor, int, int], None]
 """Writes wide numbers (first) into narrow ones (second), which begin at `start` (third) in the tensor they are part of; the
 last integer differs between the tensors of one update."""

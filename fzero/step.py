@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from itertools import accumulate
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 import torch
@@ -29,8 +29,6 @@ from fzero import collectives, initialise, lr_schedules
 from fzero.binding import bound
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.collectives import CollectiveError, Pending, Real
-from fzero.compiled import NUM_SALTS, BackendName, CompiledStep, Rules
-from fzero.compiled_blocks import CompiledBlocks
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer, TorchOptimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
@@ -39,13 +37,17 @@ from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, Measure, agreed_buffers, check_rows, loss_of, mean_of
 from fzero.pieces import Pieces
 from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
-from fzero.precision import salts_of, stochastic, widened
+from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Timeline, make_timeline
 from fzero.transforms import Transform, unless
 from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
+
+if TYPE_CHECKING:
+    from fzero.compiled import CompiledStep
+    from fzero.compiled_blocks import CompiledBlocks
 
 
 class MismatchError(ValueError):
@@ -66,7 +68,7 @@ def make_train_step(
     schedule: Literal["learned", "negotiated"] = "learned",
     checkpoint: Choice | None = None,
     compile: Literal["step", "block"] | None = None,
-    compile_backend: BackendName = "inductor",
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor",
     seed: int = 0,
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
@@ -134,6 +136,8 @@ def make_train_step(
     if compile == "step":
         step._capture(compile_backend)
     elif compile == "block":
+        from fzero.compiled_blocks import CompiledBlocks
+
         step._blocks = CompiledBlocks(_blocks_to_compile(model, units), compile_backend)
     return step
 
@@ -212,8 +216,10 @@ class TrainStep:
         self._compiled: CompiledStep | None = None
         self._blocks: CompiledBlocks | None = None
 
-    def _capture(self, backend: BackendName) -> None:
+    def _capture(self, backend: Literal["inductor", "aot_eager"]) -> None:
         """Makes this a compiled step. What a step changes about the update is written into tensors, once in each."""
+        from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
+
         if self._checkpointing.names:
             raise ConfigError(
                 "checkpoint: must be None where the whole step is one graph, got modules to checkpoint; pass compile='block'"
