@@ -7,7 +7,7 @@ parameters a forward will touch. Afterwards the module is as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, takewhile
 from types import MethodType
@@ -93,6 +93,34 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
             hook.remove()
         for module, own_weights, own_refs in flat_weights:
             module._flat_weights, module._flat_weight_refs = own_weights, own_refs
+
+
+@contextmanager
+def replaced_forwards(
+    model: nn.Module, names: Sequence[str], replace: Callable[[str, nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside, the `forward` of each named module is what `replace` makes of it; afterwards `model` is as it was found.
+
+    A module that has several of the names is asked for once.
+    """
+    found: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for name in names:
+            module = model.get_submodule(name)
+            if not any(module is other for other, _ in found):
+                forward = replace(name, module)
+                found.append((module, own_forward(module)))
+                module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, own in found:
+            module.__dict__.pop("forward", None)
+            module.__dict__.update(own)
+
+
+def own_forward(module: nn.Module) -> dict[str, Any]:
+    """The module's `forward` where it has one besides its class'."""
+    return {key: module.__dict__[key] for key in ("forward",) if key in module.__dict__}
 
 
 def _parents_of_ties(aliases: dict[str, str]) -> set[str]:

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
+from fzero.binding import replaced_forwards
+
 Choice = int | Callable[[str, nn.Module], bool]
 """n for every n-th unit that is one module, the first included; or a function of a module and its name."""
 
@@ -133,27 +135,19 @@ class Checkpointing:
             moving: names of the buffers that a forward changes; None while that is not known.
         """
         anchor = torch.empty(0, device=device)
-        found: list[tuple[nn.Module, dict[str, Any]]] = []
-        try:
-            for name in self.names:
-                module = model.get_submodule(name)
-                if any(module is other for other, _ in found):
-                    continue
-                slots = [
-                    _Slot(part._buffers, key, aliases.get(full, full))
-                    for prefix, part in module.named_modules(prefix=name)
-                    for key, own in part._buffers.items()
-                    if own is not None
-                    for full in [f"{prefix}.{key}"]
-                ]
-                site = _Site(name, module.forward, slots, moving, self.moves, recomputing, anchor)
-                found.append((module, {key: module.__dict__[key] for key in ("forward",) if key in module.__dict__}))
-                module.__dict__["forward"] = _checkpointed(site)
+
+        def checkpointed(name: str, module: nn.Module) -> Callable[..., Any]:
+            slots = [
+                _Slot(part._buffers, key, aliases.get(full, full))
+                for prefix, part in module.named_modules(prefix=name)
+                for key, own in part._buffers.items()
+                if own is not None
+                for full in [f"{prefix}.{key}"]
+            ]
+            return _checkpointed(_Site(name, module.forward, slots, moving, self.moves, recomputing, anchor))
+
+        with replaced_forwards(model, self.names, checkpointed):
             yield
-        finally:
-            for module, own in found:
-                module.__dict__.pop("forward", None)
-                module.__dict__.update(own)
 
 
 class _Slot(NamedTuple):

@@ -16,6 +16,8 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
+from fzero.binding import own_forward, replaced_forwards
+
 
 class CompiledBlocks:
     """The compiled forward of some modules.
@@ -36,21 +38,11 @@ class CompiledBlocks:
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """Inside, the modules of a bound model run compiled; afterwards it is as it was found."""
-        found: list[tuple[nn.Module, dict[str, Any]]] = []
-        try:
-            for name in self.names:
-                module = model.get_submodule(name)
-                if not any(module is other for other, _ in found):
-                    own = {key: module.__dict__[key] for key in ("forward",) if key in module.__dict__}
-                    found.append((module, own))
-                    module.__dict__["forward"] = self._forward_of(module, own)
+        with replaced_forwards(model, self.names, self._forward_of):
             yield
-        finally:
-            for module, own in found:
-                module.__dict__.pop("forward", None)
-                module.__dict__.update(own)
 
-    def _forward_of(self, block: nn.Module, own: dict[str, Any]) -> Callable[..., Any]:
+    def _forward_of(self, name: str, block: nn.Module) -> Callable[..., Any]:
+        own = own_forward(block)
         # Equal modules that differ in what they remember (the number of a layer) are compiled one by one.
         most = 8 + 2 * len(self.names)
 

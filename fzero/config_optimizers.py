@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
 from pydantic import (
     BeforeValidator,
+    ConfigDict,
     Field,
     ValidationError,
     create_model,
@@ -187,8 +189,9 @@ class OptimizerBlock(Block):
             values["betas"] = (momentum, values["betas"][1])
         return self._make(values, pieces, kind)
 
+    @abstractmethod
     def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
-        raise NotImplementedError
+        """The transform of these hyper-parameters."""
 
     def _needed(self, pieces: Pieces | None) -> Pieces:
         if pieces is None:
@@ -285,8 +288,19 @@ class Muon(OptimizerBlock):
         return matrix_transforms.muon(lr, **given, pieces=self._needed(pieces))
 
 
+_UNWRITTEN = ConfigDict(
+    use_attribute_docstrings=False
+)  # a model made at run time has no source, which pydantic looks for
+
+
+class _TorchParams(Block):
+    model_config = _UNWRITTEN
+
+
 class TorchOptimizer(OptimizerBlock):
     """Any other `type` is a class of `torch.optim`, with its parameters; refused with the reason where it is not elementwise."""
+
+    model_config = _UNWRITTEN
 
     @model_validator(mode="after")
     def _works_on_shards(self) -> Self:
@@ -311,7 +325,9 @@ def _torch_block(name: str, cls: type) -> type[TorchOptimizer]:
             kind: Any = Number if isinstance(default, int | float) else Any
             kind = {"lr": Rate, "betas": tuple[Beta, Beta]}.get(field, bool if isinstance(default, bool) else kind)
             fields[field] = (kind, default)
-    params: Any = create_model(f"{name}Params", __base__=Block, __doc__=f"`optimizer.params` of {name}.", **fields)
+    params: Any = create_model(
+        f"{name}Params", __base__=_TorchParams, __doc__=f"`optimizer.params` of {name}.", **fields
+    )
     literal: Any = Literal[name]
     return create_model(name, __base__=TorchOptimizer, type=(literal, name), params=(params, params()))
 

@@ -363,14 +363,8 @@ class Own:
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         return ""
 
-    def transform(
-        self,
-        *,
-        lr: float | Tensor | None = None,
-        momentum: float | Tensor | None = None,
-        pieces: Pieces | None = None,
-        kind: str = "",
-    ) -> Transform:
+    def transform(self, *, lr: float | Tensor | None = None, **_: Any) -> Transform:
+        """The transform; of what `OptimizerBlock.transform` takes only the learning rate concerns it."""
         return self.make if isinstance(self.make, Transform) else self.make(self.lr if lr is None else lr)
 
 

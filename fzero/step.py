@@ -207,9 +207,13 @@ class TrainStep:
         self._places = dict(zip((buffer.key for buffer in plan.flat_buffers), numels, strict=False))
         predivide = None if cfg.prescale_gradients else cfg.gradient_predivide_factor
         is_mean = cfg.gradient_allreduce_op == "mean"
-        self._predivide = predivide or (axis.size if is_mean else 1)
         self._measures = Measure(
-            axis.size, self._predivide, is_mean, cfg.gradient_clipping, cfg.gradient_norm_type == "inf", cfg.scales_loss
+            world_size=axis.size,
+            predivide=predivide or (axis.size if is_mean else 1),
+            is_mean=is_mean,
+            clip=cfg.gradient_clipping,
+            is_inf=cfg.gradient_norm_type == "inf",
+            scales_loss=cfg.scales_loss,
         )
         self._micro_batch, self._num_micro_steps = cfg.batch_sizes(axis.size).micro, plan.num_micro_steps
         self._stored_names = _stored_names(model)
@@ -506,7 +510,7 @@ class TrainStep:
                 with work.saving():
                     loss, weight = self._loss(batch)
                 # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
-                share = 1 / (self._predivide * (self._num_micro_steps if weight is None else 1))
+                share = 1 / (self._measures.predivide * (self._num_micro_steps if weight is None else 1))
                 news = _moved(buffers, before) - (self._moving_buffers or set())
                 self._turn(work, loss, weight, len(news), share=share)
                 if self._cfg.scales_loss:

@@ -116,7 +116,7 @@ class Timeline:
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def draw(self) -> Figure:
-        """One lane for compute, one for collectives, and below them the gathered bytes alive."""
+        """One lane for compute, one for collectives, and below them the gathered bytes alive. Needs matplotlib (extra `demo`)."""
         figure: Figure = _draw(self)
         return figure
 

@@ -601,7 +601,6 @@ def test_a_timeline_tells_what_each_collective_sends() -> None:
 
 
 def test_a_timeline_draws_two_lanes_and_what_is_gathered() -> None:
-    pytest.importorskip("matplotlib")
     timeline = make_timeline(run_passes(trace_step((8, 16)).graph, PassOptions()), title="stage 3")
     lanes, memory = timeline.draw().axes
     assert [label.get_text() for label in lanes.get_yticklabels()] == ["compute", "collectives"]
