@@ -2,14 +2,18 @@
 
 A step takes a batch and returns what it measured: its time in ms as `step` and its `loss`, or the floor's parts.
 All train the same GPT from the same seed on the same batches, with the same AdamW and without clipping; in fp32, or in
-bf16 with an fp32 master in the way that each offers (DDP has none but `torch.autocast`).
+bf16 with an fp32 master in the way that each offers (DDP has none but `torch.autocast`). Each can be compiled, in the way
+that its documentation recommends.
 """
 
+import ctypes
+import gc
 import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +22,8 @@ from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Batch], dict[str, float]]
+Mode = Literal["eager", "block", "step"]
+"""What is compiled: nothing, the model (where there is a choice, block by block), or the whole step."""
 
 ADAMW = {"lr": 1e-3, "weight_decay": 0.01}
 
@@ -45,7 +51,7 @@ def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: 
     return timed(train)
 
 
-def make_floor(size: Size, stage: int, dtype: str) -> Step:
+def make_floor(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
     """What no step of this stage can do without, each part alone, over flat buffers that stay where they are.
 
     Both collectives are made of sends and receives, which on gloo beat the collectives of their names, all-to-all and
@@ -53,6 +59,8 @@ def make_floor(size: Size, stage: int, dtype: str) -> Step:
     """
     is_bf16, world_size, rank = dtype == "bf16", dist.get_world_size(), dist.get_rank()
     model = GPT(size).bfloat16() if is_bf16 else GPT(size)
+    if mode != "eager":
+        model.compile()
     others = [other for other in range(world_size) if other != rank]
     shard_numel = -(-sum(param.numel() for param in model.parameters()) // world_size)
     flat_P = torch.zeros(world_size * shard_numel, dtype=torch.bfloat16 if is_bf16 else torch.float32)
@@ -98,11 +106,13 @@ def make_floor(size: Size, stage: int, dtype: str) -> Step:
     return step
 
 
-def make_ddp(size: Size, stage: int, dtype: str) -> Step:
-    """DistributedDataParallel, in stage 1 with ZeroRedundancyOptimizer."""
+def make_ddp(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
+    """DistributedDataParallel, in stage 1 with ZeroRedundancyOptimizer; compiled, a graph for each of its buckets."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = nn.parallel.DistributedDataParallel(GPT(size), gradient_as_bucket_view=True)
+    if mode != "eager":
+        model.compile()
     if stage == 0:
         return usual_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), autocast=dtype == "bf16")
     sharded = {"optimizer_class": torch.optim.AdamW, "parameters_as_bucket_view": True}
@@ -110,7 +120,7 @@ def make_ddp(size: Size, stage: int, dtype: str) -> Step:
     return usual_step(model, optimizer, autocast=dtype == "bf16")
 
 
-def make_fsdp2(size: Size, stage: int, dtype: str) -> Step:
+def make_fsdp2(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
     """`fully_shard` per block; stage 2 keeps the gathered parameters until the backward pass, stage 3 gathers again."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -118,12 +128,14 @@ def make_fsdp2(size: Size, stage: int, dtype: str) -> Step:
     narrow = torch.bfloat16 if dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow)
     model, mesh = GPT(size), init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks if mode != "eager" else ():
+        block.compile()
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy)
     return usual_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
 
 
-def make_deepspeed(size: Size, stage: int, dtype: str) -> Step:
+def make_deepspeed(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
     """DeepSpeed with its defaults, but PyTorch's fused AdamW and no clipping (its default is a norm of 1)."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -137,6 +149,8 @@ def make_deepspeed(size: Size, stage: int, dtype: str) -> Step:
         "bf16": {"enabled": dtype == "bf16"},
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    if mode != "eager":
+        engine.compile()
 
     def train(batch: Batch) -> Tensor:
         loss = engine(*batch)
@@ -147,7 +161,7 @@ def make_deepspeed(size: Size, stage: int, dtype: str) -> Step:
     return timed(train)
 
 
-def make_fzero(size: Size, stage: int, dtype: str) -> Step:
+def make_fzero(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
     import fzero
 
     model = GPT(size)
@@ -158,7 +172,7 @@ def make_fzero(size: Size, stage: int, dtype: str) -> Step:
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": dtype == "bf16"},
     }
-    train_step = fzero.make_train_step(model, fzero.Config.load(config))
+    train_step = fzero.make_train_step(model, config, compile=None if mode == "eager" else mode)
     state = train_step.init()
     model.to("meta")  # frees the module's own copy: the state holds the weights now
 
@@ -170,23 +184,51 @@ def make_fzero(size: Size, stage: int, dtype: str) -> Step:
     return timed(train)
 
 
-CONTENDERS: dict[str, tuple[Callable[[Size, int, str], Step], tuple[int, ...]]] = {  # its maker, its stages
-    "DDP": (make_ddp, (0,)),
-    "ZeroRedundancyOptimizer": (make_ddp, (1,)),
-    "FSDP2": (make_fsdp2, (2, 3)),
-    "DeepSpeed": (make_deepspeed, (0, 1, 2, 3)),
-    "fzero": (make_fzero, (0, 1, 2, 3)),
-    "floor": (make_floor, (0, 1, 2, 3)),
+ALL = (0, 1, 2, 3)
+CONTENDERS: dict[
+    str, tuple[Callable[[Size, int, str, Mode], Step], tuple[int, ...], Mode]
+] = {  # its maker, stages, mode
+    "DDP": (make_ddp, (0,), "eager"),
+    "ZeroRedundancyOptimizer": (make_ddp, (1,), "eager"),
+    "FSDP2": (make_fsdp2, (2, 3), "eager"),
+    "DeepSpeed": (make_deepspeed, ALL, "eager"),
+    "fzero": (make_fzero, ALL, "eager"),
+    "floor": (make_floor, ALL, "eager"),
+}
+COMPILED: dict[str, tuple[Callable[[Size, int, str, Mode], Step], tuple[int, ...], Mode]] = {
+    "DDP + compile": (make_ddp, (0,), "block"),
+    "ZeroRedundancyOptimizer + compile": (make_ddp, (1,), "block"),
+    "FSDP2 + compile": (make_fsdp2, (2, 3), "block"),
+    "DeepSpeed + compile": (make_deepspeed, ALL, "block"),
+    "fzero": (make_fzero, ALL, "eager"),
+    "fzero block": (make_fzero, ALL, "block"),
+    "fzero step": (make_fzero, ALL, "step"),
+    "floor": (make_floor, ALL, "block"),
 }
 
 
+def forget_peak() -> None:
+    """Gives back what compiling left, and counts the most memory from now on (Linux with glibc)."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_resident_mb() -> float:
-    """The most memory this process ever held (Linux)."""
+    """The most memory this process held since the start, or since `forget_peak` (Linux)."""
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
 
 
 def run_rank(
-    contender: str, stage: int, size: Size, dtype: str, rank: int, world_size: int, folder: Path, pipe: Connection
+    contender: str,
+    stage: int,
+    size: Size,
+    dtype: str,
+    is_compiled: bool,
+    rank: int,
+    world_size: int,
+    folder: Path,
+    pipe: Connection,
 ) -> None:
     """One rank of one contender: sends `ready`, then answers each number of steps with what they measured; 0 ends it.
 
@@ -202,8 +244,8 @@ def run_rank(
         store = dist.FileStore(str(folder / f"{contender}.store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         torch.manual_seed(0)
-        make_step, _ = CONTENDERS[contender]
-        step = make_step(size, stage, dtype)
+        make_step, _, mode = (COMPILED if is_compiled else CONTENDERS)[contender]
+        step = make_step(size, stage, dtype, mode)
         pipe.send(("ready", None))
         num_done = 0
         while num_steps := pipe.recv():
@@ -211,6 +253,8 @@ def run_rank(
             dist.barrier()
             pipe.send(("measured", ([step(batch) for batch in batches], peak_resident_mb())))
             num_done += num_steps
+            if is_compiled and num_done == num_steps:  # the warm-up
+                forget_peak()
         dist.destroy_process_group()
     except Exception as error:
         pipe.send(("failed", f"{type(error).__name__}: {error}".strip().splitlines()[-1]))

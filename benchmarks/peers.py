@@ -3,12 +3,14 @@
     python benchmarks/peers.py                                      # everything, about half an hour on two cores
     python benchmarks/peers.py --quick                              # the small model, a few steps: does it run?
     python benchmarks/peers.py --dtype bf16                         # with an fp32 master
+    python benchmarks/peers.py --compile                            # everybody compiled, and fzero's eager step
     python benchmarks/peers.py --contenders FSDP2,fzero,floor --stages 2,3
 
 A contender is a job of two ranks with one thread each, so its peak resident memory is its own. The jobs of a stage are
 alive together and take turns of a few steps while the others sleep: they meet the same machine. The floor (forward and
 backward, the fastest collectives and the update, each measured alone) takes its turn in every stage, so stages compare
-by their ratios to it. Writes a table, `results.json`, `peers.png` and the contenders' logs.
+by their ratios to it. The efficiency is the bare model's forward and backward over the step. Writes a table,
+`results.json`, `peers.png` and the contenders' logs. With --compile the peak is that of the steps after the warm-up.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
-from contenders import CONTENDERS, run_rank
+from contenders import COMPILED, CONTENDERS, run_rank
 from gpt import SIZES
 from rich import box
 from rich.console import Console
@@ -43,7 +45,7 @@ BARE = "forward + backward"  # the floor's largest part, shown as a row of its o
 class Job:
     """The ranks of one contender in one stage; dead after its first error, which it remembers."""
 
-    def __init__(self, contender: str, stage: int, size: str, dtype: str, folder: Path) -> None:
+    def __init__(self, contender: str, stage: int, size: str, arguments: argparse.Namespace, folder: Path) -> None:
         self.measured: list[dict[str, float]] = []  # of each step after the warm-up, the mean over the ranks
         self.peak_mb: float | None = None
         self.error: str | None = None
@@ -51,8 +53,10 @@ class Job:
         spawn = get_context("spawn")
         for rank in range(WORLD_SIZE):
             ours, theirs = spawn.Pipe()
-            arguments = (contender, stage, SIZES[size], dtype, rank, WORLD_SIZE, folder, theirs)
-            self.processes.append(spawn.Process(target=run_rank, args=arguments, daemon=True))
+            what = (contender, stage, SIZES[size], arguments.dtype, arguments.compile)
+            where = (rank, WORLD_SIZE, folder, theirs)
+            # Not daemons: Inductor compiles in processes of its own.
+            self.processes.append(spawn.Process(target=run_rank, args=(*what, *where)))
             self.pipes.append(ours)
             self.processes[-1].start()
             theirs.close()  # so that the pipe ends when the rank dies
@@ -114,6 +118,7 @@ class Row:
     iqr_ms: float | None = None
     to_fastest_peer: float | None = None
     to_floor: float | None = None
+    efficiency: float | None = None
     peak_mb: float | None = None
     loss: float | None = None
     error: str | None = None
@@ -133,7 +138,7 @@ def run_stage(
     task = progress.add_task(f"{size}, stage {stage}", total=(arguments.rounds + 1) * len(contenders))
     jobs: dict[str, Job] = {}
     for contender in contenders:
-        jobs[contender] = Job(contender, stage, size, arguments.dtype, folder)
+        jobs[contender] = Job(contender, stage, size, arguments, folder)
         jobs[contender].run(NUM_WARMUP_STEPS)
         progress.advance(task)
     for round_ in range(arguments.rounds):
@@ -152,7 +157,8 @@ def make_rows(size: str, stage: int, jobs: dict[str, Job]) -> list[Row]:
     if "floor" in times:
         times[BARE] = [step["compute"] for step in jobs["floor"].measured]
     medians = {name: statistics.median(of_name) for name, of_name in times.items()}
-    fastest = min((medians[name] for name in medians if name not in ("fzero", "floor", BARE)), default=None)
+    peers = [name for name in medians if not name.startswith("fzero") and name not in ("floor", BARE)]
+    fastest = min((medians[name] for name in peers), default=None)
     rows = [Row(size, stage, name, error=job.error) for name, job in jobs.items() if job.error]
     for name, median in medians.items():
         low, _, high = statistics.quantiles(times[name], n=4)
@@ -164,6 +170,7 @@ def make_rows(size: str, stage: int, jobs: dict[str, Job]) -> list[Row]:
             iqr_ms=high - low,
             to_fastest_peer=median / fastest if fastest else None,
             to_floor=median / medians["floor"] if "floor" in medians else None,
+            efficiency=medians[BARE] / median if BARE in medians else None,
         )
         if not row.is_bound:
             row = dataclasses.replace(row, peak_mb=jobs[name].peak_mb, loss=jobs[name].measured[-1]["loss"])
@@ -175,15 +182,16 @@ def make_rows(size: str, stage: int, jobs: dict[str, Job]) -> list[Row]:
 def make_table(size: str, rows: list[Row]) -> Table:
     """Of fzero's rows, green meets the goal, yellow is no slower than the fastest peer, red is slower."""
     table = Table(title=f"{size}: {WORLD_SIZE} ranks of one thread, medians", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("stage", "contender", "ms", "IQR", "/ peer", "/ floor", "peak MB", "loss"):
+    for title in ("stage", "contender", "ms", "IQR", "/ peer", "/ floor", "efficiency", "peak MB", "loss"):
         table.add_column(title, no_wrap=True, justify="left" if title == "contender" else "right")
     for row, after in zip(rows, [*rows[1:], None]):
         style = "dim" if row.is_bound else ""
-        if row.contender == "fzero" and row.to_fastest_peer:
+        if row.contender.startswith("fzero") and row.to_fastest_peer:
             met = row.to_fastest_peer <= GOAL[row.stage] and (row.to_floor or 0) <= FLOOR_GOAL
             style = "green" if met else "yellow" if row.to_fastest_peer <= 1 else "red"
-        cells = (row.median_ms, 0), (row.iqr_ms, 0), (row.to_fastest_peer, 3), (row.to_floor, 3), (row.peak_mb, 0)
-        texts = ["–" if value is None else f"{value:.{digits}f}" for value, digits in (*cells, (row.loss, 5))]
+        cells = (row.median_ms, 0), (row.iqr_ms, 0), (row.to_fastest_peer, 3), (row.to_floor, 3), (row.efficiency, 3)
+        more = (row.peak_mb, 0), (row.loss, 5)
+        texts = ["–" if value is None else f"{value:.{digits}f}" for value, digits in (*cells, *more)]
         if row.error:
             texts[0], style = "failed", "red"
         last_of_stage = after is None or after.stage != row.stage
@@ -218,8 +226,8 @@ def draw(rows: list[Row], path: Path) -> None:
             bars = [row for row in of_stage if not row.is_bound]
             start, stop = stop + 0.6, stop + 0.6 + len(bars)
             for i, row in enumerate(bars):
-                x, colour = start + i + 0.5, colours.get(row.contender, "#4f6d8f")
-                names[x] = "\n".join(re.findall("[A-Z]+[a-z0-9]*|[a-z]+", row.contender))  # a word per line
+                x, colour = start + i + 0.5, colours.get(row.contender.split()[0], "#4f6d8f")
+                names[x] = "\n".join(re.findall(r"[A-Z]+[a-z0-9]*|[a-z]+|\+ \w+", row.contender))  # a word per line
                 times.bar(x, row.to_fastest_peer, width=0.86, color=colour)
                 times.annotate(f"{row.median_ms:.0f}", (x, 0.02), ha="center", color="white", fontsize=8)
                 memory.bar(x, row.peak_mb, width=0.86, color=colour)
@@ -253,9 +261,11 @@ def parse_arguments() -> argparse.Namespace:
         return parse
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for option, known in (("--sizes", list(SIZES)), ("--contenders", list(CONTENDERS)), ("--stages", list("0123"))):
+    everybody = list(dict.fromkeys((*CONTENDERS, *COMPILED)))
+    for option, known in (("--sizes", list(SIZES)), ("--contenders", everybody), ("--stages", list("0123"))):
         parser.add_argument(option, type=names_of(known), default=known, help=f"of: {','.join(known)} (default: all)")
     parser.add_argument("--dtype", choices=LOSS_TOLERANCE, default="fp32", help="of the model (default: %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="compiled contenders, and fzero's eager step")
     parser.add_argument("--rounds", type=int, default=6, help="blocks per contender (default: %(default)s)")
     parser.add_argument("--steps-per-round", type=int, default=5, help="steps per block (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/peers"), help="folder (default: %(default)s)")
@@ -276,7 +286,10 @@ def main() -> None:
         columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
         with Progress(*columns, console=console, transient=True) as progress:
             for stage in map(int, arguments.stages):
-                if not (contenders := [name for name in arguments.contenders if stage in CONTENDERS[name][1]]):
+                known = {
+                    name: stages for name, (_, stages, _) in (COMPILED if arguments.compile else CONTENDERS).items()
+                }
+                if not (contenders := [name for name in arguments.contenders if stage in known.get(name, ())]):
                     continue
                 jobs = run_stage(size, stage, contenders, arguments, progress)
                 rows += make_rows(size, stage, jobs)

@@ -19,8 +19,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
-from fzero import graph_analysis, graph_buckets, graph_schedule, graph_stays
-from fzero.graph_analysis import WAIT, flops_of, is_collective
+from fzero import graph_analysis, graph_buckets, graph_products, graph_schedule, graph_stays
+from fzero.graph_analysis import WAIT, aten, flops_of, is_cheap, is_collective, is_view, numel_of
 from fzero.graph_schedule import PassOptions, run_passes, run_passes_in_place
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -83,14 +83,35 @@ class InductorPass(CustomGraphPass):
         run_passes_in_place(graph, self.options, units=self.units)
         if self.observe is not None:
             self.observe(graph)
+        realize_numbers(graph)
         pin_order(graph)
 
     def uuid(self) -> Any:
         """What Inductor's cache of compiled graphs must also compare; None, so that nothing is observed from a cache."""
         if self.observe is not None:
             return None
-        files = tuple(str(module.__file__) for module in (graph_analysis, graph_buckets, graph_schedule, graph_stays))
+        passes = (graph_analysis, graph_buckets, graph_products, graph_schedule, graph_stays)
+        files = tuple(str(module.__file__) for module in passes)
         return get_hash_for_files((*files, __file__), repr((self.options, sorted(self.units.items()))))
+
+
+def realize_numbers(graph: Graph) -> None:
+    """Makes every number (0-d) that long tensors are computed with once, not once for every vector of their loop.
+
+    Inductor computes what is cheap where it is read, `beta**step` for each element; a strided view wants memory. Changes
+    the graph.
+    """
+    for node in list(graph.nodes):
+        val = node.meta.get("val")
+        if not isinstance(val, Tensor) or val.dim() or not is_cheap(node) or is_view(node):
+            continue
+        users = [user for user in node.users if numel_of(user) > 1]
+        if users:
+            with graph.inserting_after(node):
+                view = graph.call_function(aten.as_strided.default, (node, [], []))
+            view.meta["val"] = val
+            for user in users:
+                user.replace_input_with(node, view)
 
 
 def pin_order(graph: Graph) -> None:

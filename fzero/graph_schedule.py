@@ -38,6 +38,7 @@ from fzero.graph_analysis import (
     storages,
 )
 from fzero.graph_buckets import bucket_gathers, bucket_reductions
+from fzero.graph_products import join_products
 from fzero.graph_stays import plan_stays
 
 
@@ -111,6 +112,7 @@ def copy_of(graph: Graph) -> Graph:
 
 def run_passes_in_place(graph: Graph, options: PassOptions, *, units: Mapping[str, str] | None = None) -> None:
     """`run_passes` on the graph itself, as the hooks of Inductor want it."""
+    join_products(graph)
     if options.gather_bucket:
         bucket_gathers(graph, analyse(graph, units), options.gather_bucket)
     if options.reduce_bucket:
