@@ -561,11 +561,12 @@ def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
 # --- cost ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_cost_of_a_pass_is_linear_in_the_number_of_units() -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_cost_of_a_pass_is_linear_in_the_number_of_units(stage: int) -> None:
     """Counts calls of functions: four times the blocks may cost a little more than four times as many."""
 
     def calls(num_blocks: int) -> int:
-        graph = trace_step((8,) * num_blocks).graph
+        graph = trace_step((8,) * num_blocks, stage=stage).graph
         profile = cProfile.Profile()
         profile.enable()
         scheduled = run_passes(graph, PassOptions(gather_bucket=100, reduce_bucket=200))
