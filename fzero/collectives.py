@@ -424,7 +424,11 @@ def sent_by(graph: torch.fx.Graph, world_size: int) -> list[Sent]:
     for node in graph.nodes:
         name = getattr(node.target, "_opname", "")
         if node.op == "call_function" and getattr(node.target, "namespace", "") == "_c10d_functional":
-            value, size = node.args[0].meta["val"], 0
+            value, size = node.args[0], 0
+            if name == "all_gather_into_tensor_coalesced":
+                size = sum(shard.meta["val"].numel() for shard in value) * (world_size - 1)
+                value = value[0]
+            value = value.meta["val"]
             if name == "all_gather_into_tensor":
                 size = value.numel() * (world_size - 1)
             elif name in ("all_to_all_single", "reduce_scatter_tensor"):

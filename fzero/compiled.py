@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,10 +50,16 @@ BackendName = Literal["inductor", "aot_eager"]
 
 
 def pass_options(plan: Plan) -> PassOptions:
-    """What the schedule of a step's graph may cost, as in the eager step."""
-    return PassOptions(
-        prefetch=PassOptions().prefetch if plan.prefetch else 0, max_live=plan.max_live, max_reducing=plan.max_reducing
-    )
+    """What the schedule of a step's graph may cost: what the configuration names, and otherwise as in the eager step."""
+    named = {
+        "prefetch": plan.prefetch,
+        "max_reuse_distance": plan.max_reuse_distance,
+        "gather_bucket": plan.gather_bucket,
+        "reduce_bucket": plan.reduce_bucket,
+    }
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    ahead = PassOptions().ahead if plan.prefetch is None else None
+    return PassOptions(ahead=ahead, max_live=plan.max_live, max_reducing=plan.max_reducing, **given)
 
 
 @dataclass(slots=True)
@@ -61,19 +67,23 @@ class Backend:
     """A backend of torch.compile that schedules what is captured (`fzero.graph_schedule`), counts it, and keeps the graphs.
 
     Attributes:
+        units: the unit of each flat buffer, by what Dynamo calls the place where it was found.
         graphs: the aten graphs as they are run, in the order of their capture; mutated inputs are `copy_`'d to.
         num_captured: how often something was captured, also where a cache spared the passes.
     """
 
     name: BackendName
     options: PassOptions
+    units: Mapping[str, str] = field(default_factory=dict)
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
 
     def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         self.num_captured += 1
         make = inductor if self.name == "inductor" else aot_eager
-        return make(self.options, observe=lambda graph: self.graphs.append(copy_of(graph)))(module, inputs)
+        found = [node.meta["grapharg"].source.name for node in module.graph.nodes if node.op == "placeholder"]
+        units = [self.units.get(name) for name in found]
+        return make(self.options, units=units, observe=lambda graph: self.graphs.append(copy_of(graph)))(module, inputs)
 
 
 class _WithLoss(nn.Module):
@@ -203,7 +213,8 @@ class CompiledStep:
                 f"compile: 'step' needs torch 2.13, where a gradient can be traced in a graph, got {torch.__version__}; "
                 f"pass compile='block', or install a newer torch"
             )
-        self.backend = Backend(backend, pass_options(plan))
+        units = {f"L['params'][{buffer.key!r}]": unit.name for unit in plan.units for buffer in unit.buffers}
+        self.backend = Backend(backend, pass_options(plan), units)
         self._axis, self._graph, self._device = axis, InGraph.of(axis, device), device
         self._rules, self._name = rules, type(model).__name__
         self._aliases, self._num_micro_steps, self._stage = plan.aliases, plan.num_micro_steps, plan.stage

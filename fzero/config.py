@@ -51,17 +51,28 @@ class ZeroOptimization(Block):
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)] = 0
     """Which of optimizer state (1), gradients (2) and parameters (3) are divided among the ranks."""
-    reduce_bucket_size: Count = 500_000_000
+    reduce_bucket_size: Count | None = None
     """Most elements of full gradients that wait for their reduction, besides those of one unit and never more than two
-    units. Also, modules outside repeated blocks are joined into one unit up to this size."""
+    units. Also, modules outside repeated blocks are joined into one unit up to this size. None is 500000000. With
+    `compile="step"` a number also joins reductions of flat buffers up to this size (in stages 2 and 3 no further than two
+    units); None joins none, which overlaps best, where 500000000 would make one of all of a small model's."""
+    allgather_bucket_size: Count | None = None
+    """With `compile="step"`: updated shards (stages 1 and 2) are gathered together up to this size; so are in stage 3 the
+    flat buffers of a unit, and small units used one after the other, no further than the second largest unit, so that two
+    that are alive hold no more than before. None gathers buffer by buffer, as the eager step always does."""
     round_robin_gradients: bool = False
     """Order of the parameters inside a flat buffer: dealt out to the ranks in turn, instead of as declared."""
     stage3_param_persistence_threshold: Elements = Field(100_000, alias="param_persistence_threshold")
     """Parameters with fewer elements stay whole on every rank in stage 3."""
-    stage3_prefetch_bucket_size: Elements = Field(50_000_000, alias="prefetch_bucket_size")
-    """0: a unit is gathered when it is needed. Otherwise the next unit's gather starts one unit early."""
+    stage3_prefetch_bucket_size: Elements | None = Field(None, alias="prefetch_bucket_size")
+    """0: a unit is gathered when it is needed. None: the next unit's gather starts one unit early, so that two are alive. A
+    number: the same; with `compile="step"` further units follow it while all that are gathered early stay within this."""
     stage3_max_live_parameters: Count = Field(1_000_000_000, alias="max_live_parameters")
-    """No gather starts early when it would bring more gathered elements than this to life."""
+    """No gather starts early, and no unit is kept, when it would bring more gathered elements than this to life."""
+    stage3_max_reuse_distance: Elements | None = Field(None, alias="max_reuse_distance")
+    """With `compile="step"`: a unit is kept until its next use when the units used meanwhile have at most this many
+    elements, so DeepSpeed's default of 1000000000 keeps all units of most models from the forward to the backward. None is 0:
+    a unit is released after its use and gathered again, as the eager step always does."""
 
 
 class ActivationCheckpointing(Block):

@@ -32,13 +32,11 @@ ACCEPTED = {
     "zero_optimization.reduce_scatter": "stages 1 to 3 always reduce-scatter",
     "zero_optimization.use_multi_rank_bucket_allreduce": "stages 1 to 3 always reduce-scatter",
     "zero_optimization.allgather_partitions": "updated shards are always joined by all-gathers",
-    "zero_optimization.allgather_bucket_size": "updated shards are joined unit by unit",
-    "zero_optimization.allgather_size": "updated shards are joined unit by unit",
+    "zero_optimization.allgather_size": "DeepSpeed reads allgather_bucket_size instead",
     "zero_optimization.overlap_comm": "collectives always run beside the compute",
     "zero_optimization.sub_group_size": "the update goes unit by unit",
     "zero_optimization.load_from_fp32_weights": "a state keeps its master; a new one is made from the weights given",
     "zero_optimization.elastic_checkpoint": "the layout does not depend on it",
-    "zero_optimization.stage3_max_reuse_distance": "a unit is released after use and gathered again at the next",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "step.gather gives the weights whenever you ask",
     "zero_optimization.stage3_module_granularity_threshold": "units are found by their repetition; name them in units=",
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": "gathers are made of the fastest sends of the backend",
@@ -79,8 +77,7 @@ TYPES = {
         zero_optimization.pipeline_loading_checkpoint zero_optimization.log_trace_cache_warnings
         zero_optimization.enable_sanity_checks zero_optimization.save_muon_momentum_buffer_in_memory
         optimizer.params.torch_adam optimizer.params.set_grad_none""",
-    "a whole number": """zero_optimization.allgather_bucket_size zero_optimization.allgather_size
-        zero_optimization.sub_group_size zero_optimization.stage3_max_reuse_distance
+    "a whole number": """zero_optimization.allgather_size zero_optimization.sub_group_size
         zero_optimization.stage3_module_granularity_threshold""",
     "a whole number or null": "vocabulary_size activation_checkpointing.number_checkpoints",
     "a number or null": "steps_per_print",

@@ -567,4 +567,4 @@ def own_shard(flat: Tensor, buffer: BufferPlan, rank: int) -> Tensor:
 def may_start_early(plan: Plan, present: str, following: str) -> bool:
     """Whether `following` may be gathered while `present` is in use."""
     numels = {unit.name: unit.gathered_numel for unit in plan.units}
-    return plan.prefetch and numels[present] + numels[following] <= plan.max_live
+    return plan.prefetch != 0 and numels[present] + numels[following] <= plan.max_live

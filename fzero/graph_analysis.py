@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,7 +31,11 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 WAIT = c10d.wait_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
-GATHERS = frozenset({c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default, c10d.broadcast.default})
+ALL_GATHERS = c10d.all_gather_into_tensor_coalesced.default
+"""Several all-gathers as one collective; it returns a list, and each item of it has a wait of its own."""
+GATHERS = frozenset(
+    {c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default, c10d.broadcast.default, ALL_GATHERS}
+)
 """Collectives that an all-gather may be made of."""
 
 _MOVES = frozenset(
@@ -67,6 +71,18 @@ _PASSES = frozenset(
 def is_collective(node: Node) -> bool:
     """Whether the node starts a collective."""
     return _schema_name(node).startswith("_c10d_functional::") and node.target is not WAIT
+
+
+def waits_of(start: Node) -> list[Node]:
+    """The waits of a collective, one for each tensor that it returns."""
+    results = [result for user in start.users for result in (user.users if user.target is operator.getitem else [user])]
+    return [result for result in results if result.target is WAIT]
+
+
+def start_of(wait: Node) -> Node:
+    """The collective that is waited for."""
+    result = wait.all_input_nodes[0]
+    return result.all_input_nodes[0] if result.target is operator.getitem else result
 
 
 def is_view(node: Node) -> bool:
@@ -281,19 +297,15 @@ class Reduction:
 
     Attributes:
         start: its start.
-        wait: its wait.
+        waits: its waits, one for each tensor that it returns.
         numel: elements that it keeps alive while it is under way: the larger of its input and its result.
         needs_other: whether it reads what was made from another reduction's result.
     """
 
     start: Node
-    wait: Node
+    waits: tuple[Node, ...]
     numel: int
     needs_other: bool
-
-    @property
-    def consumers(self) -> tuple[Node, ...]:
-        return tuple(self.wait.users)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,14 +315,26 @@ class Analysis:
     gathers: tuple[Gather, ...]
     reductions: tuple[Reduction, ...]
 
+    @property
+    def units(self) -> list[list[Gather]]:
+        """The gathers that go together. A graph may gather a unit several times itself, and each time stands alone."""
+        found: dict[tuple[str, int], list[Gather]] = {}
+        times: Counter[tuple[Node, ...]] = Counter()
+        for gather in self.gathers:
+            found.setdefault((gather.unit, times[gather.sources]), []).append(gather)
+            times[gather.sources] += 1
+        return list(found.values())
 
-def analyse(graph: Graph, units: Mapping[str, str] | None = None) -> Analysis:
-    """Finds the gathers and the reductions of a step's graph.
 
-    Args:
-        graph: functional but for `copy_` into placeholders.
-        units: the unit of each flat buffer, by the name of its placeholder; one that is not named is its own unit.
-    """
+def name_units(graph: Graph, units: Mapping[str, str]) -> None:
+    """Names the unit of each flat buffer, by the name of its placeholder; one that is not named is its own unit."""
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in units:
+            node.meta["unit"] = units[node.name]
+
+
+def analyse(graph: Graph) -> Analysis:
+    """Finds the gathers and the reductions of a step's graph, which is functional but for `copy_` into placeholders."""
     fresh = _fresh(graph)
     parts = _Parts()
     homes: dict[Node, int] = {}  # the gather that a node is made from
@@ -329,7 +353,7 @@ def analyse(graph: Graph, units: Mapping[str, str] | None = None) -> Analysis:
     settle: dict[int, list[Node]] = {}
     for node, home in homes.items():
         (starts if node.target in GATHERS else settle).setdefault(parts.find(home), []).append(node)
-    gathers = tuple(_gather(starts[home], settle.get(home, []), units or {}) for home in starts)
+    gathers = tuple(_gather(starts[home], settle.get(home, [])) for home in starts)
     return Analysis(gathers, _reductions(graph, homes))
 
 
@@ -367,7 +391,7 @@ class _Parts:
         self._parents[max(one, other)] = min(one, other)
 
 
-def _gather(starts: list[Node], settle: list[Node], units: Mapping[str, str]) -> Gather:
+def _gather(starts: list[Node], settle: list[Node]) -> Gather:
     made: dict[Node, None] = {}  # inputs first
     stack = list(reversed(starts))
     while stack:
@@ -383,7 +407,7 @@ def _gather(starts: list[Node], settle: list[Node], units: Mapping[str, str]) ->
             issue.add(node)
     first = sources[0] if sources else starts[0]
     return Gather(
-        unit=units.get(str(first.target), first.name),
+        unit=first.meta.get("unit", first.name),
         sources=sources,
         issue=tuple(node for node in made if node in issue),
         settle=tuple(settle),
@@ -401,14 +425,15 @@ def _reductions(graph: Graph, gathered: Mapping[Node, int]) -> tuple[Reduction, 
             reduced.add(node)
         if not is_collective(node) or node in gathered:
             continue
-        waits = [user for user in node.users if user.target is WAIT]
-        if len(waits) != 1:
+        waits, num_results = waits_of(node), len(_tensors(node.meta.get("val")))
+        if len(waits) != num_results:
             raise ValueError(
-                f"{node.name}: a collective must have one wait_tensor, got {len(waits)}; capture the step again without them"
+                f"{node.name}: a collective must have one wait_tensor, got {len(waits)} for {num_results} tensors; capture the "
+                f"step again without them"
             )
-        reduced.add(waits[0])
+        reduced.update(waits)
         numel = max(numel_of(node), sum(map(numel_of, node.all_input_nodes)))
-        reductions.append(Reduction(node, waits[0], numel, needs_other))
+        reductions.append(Reduction(node, tuple(waits), numel, needs_other))
     return tuple(reductions)
 
 
@@ -459,8 +484,7 @@ def liveness(graph: Graph, analysis: Analysis | None = None) -> Liveness:
         for held in (node, *node.all_input_nodes):
             last_use[roots[held]] = index
         if node.target is WAIT:
-            start = node.all_input_nodes[0]
-            last_use |= {roots[arg]: index for arg in start.all_input_nodes}
+            last_use |= {roots[arg]: index for arg in start_of(node).all_input_nodes}
     dies: dict[int, list[Node]] = {}
     for root, index in last_use.items():
         dies.setdefault(index, []).append(root)
@@ -480,7 +504,7 @@ def liveness(graph: Graph, analysis: Analysis | None = None) -> Liveness:
 def _count(now: list[int], root: Node, sign: int, is_gathered: bool) -> None:
     """Adds what `root` made to the totals, or takes it away."""
     is_tuple = isinstance(root.meta.get("val"), list | tuple)  # whose items are counted one by one
-    if root.op != "call_function" or is_tuple:
+    if root.op != "call_function" or (is_tuple and not is_collective(root)):
         return
     now[0] += sign * nbytes_of(root)
     if is_gathered:

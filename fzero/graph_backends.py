@@ -9,7 +9,7 @@ The pinning uses parts of PyTorch that are private.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,18 +28,18 @@ Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def aot_eager(
-    options: PassOptions, *, units: Mapping[str, str] | None = None, observe: Callable[[Graph], None] | None = None
+    options: PassOptions, *, units: Sequence[str | None] = (), observe: Callable[[Graph], None] | None = None
 ) -> Backend:
     """A backend that runs the scheduled graph without generating code.
 
     Args:
         options: what the schedule may cost.
-        units: the unit of each flat buffer, by the name of its placeholder.
+        units: the unit of each argument of the graph, by position; None where it is no flat buffer with a unit.
         observe: called with the scheduled graph, for `make_timeline` or a test; read it at once, for it may change later.
     """
 
     def compile_graph(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-        graph = run_passes(module.graph, options, units=units)
+        graph = run_passes(module.graph, options, units=_by_placeholder(module.graph, units))
         if observe is not None:
             observe(graph)
         boxed: Callable[..., Any] = make_boxed_func(GraphModule(module, graph).forward)
@@ -50,7 +50,7 @@ def aot_eager(
 
 
 def inductor(
-    options: PassOptions, *, units: Mapping[str, str] | None = None, observe: Callable[[Graph], None] | None = None
+    options: PassOptions, *, units: Sequence[str | None] = (), observe: Callable[[Graph], None] | None = None
 ) -> Backend:
     """Inductor, with the passes among its own; arguments as for `aot_eager`."""
     from torch._inductor.compile_fx import compile_fx
@@ -74,13 +74,13 @@ class InductorPass(CustomGraphPass):
     def __init__(
         self,
         options: PassOptions,
-        units: Mapping[str, str] | None = None,
+        units: Sequence[str | None] = (),
         observe: Callable[[Graph], None] | None = None,
     ) -> None:
-        self.options, self.units, self.observe = options, dict(units or {}), observe
+        self.options, self.units, self.observe = options, tuple(units), observe
 
     def __call__(self, graph: Graph) -> None:
-        run_passes_in_place(graph, self.options, units=self.units)
+        run_passes_in_place(graph, self.options, units=_by_placeholder(graph, self.units))
         if self.observe is not None:
             self.observe(graph)
         realize_numbers(graph)
@@ -92,7 +92,19 @@ class InductorPass(CustomGraphPass):
             return None
         passes = (graph_analysis, graph_buckets, graph_products, graph_schedule, graph_stays)
         files = tuple(str(module.__file__) for module in passes)
-        return get_hash_for_files((*files, __file__), repr((self.options, sorted(self.units.items()))))
+        return get_hash_for_files((*files, __file__), repr((self.options, self.units)))
+
+
+def _by_placeholder(graph: Graph, units: Sequence[str | None]) -> dict[str, str]:
+    """The units by the names that the arguments have in this graph.
+
+    None where the graph has other arguments than were captured (inputs that share memory are made one): each flat buffer is
+    then a unit of its own.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(units):
+        return {}
+    return {node.name: unit for node, unit in zip(placeholders, units) if unit is not None}
 
 
 def realize_numbers(graph: Graph) -> None:

@@ -1,19 +1,20 @@
 """Which collectives of a step's graph go together?
 
-Neighbours of the same kind are joined while they stay within a cap. The gather of joined shards is not the joined
-gathers: rank by rank it has a part of each. So with W ranks and shards of s₁, s₂, … elements
+Neighbours of the same kind are joined while they stay within a cap:
 
-- a gather joins the shards end to end, and cuts its result (W, s₁ + s₂ + …) along the second dimension;
-- a reduction joins its inputs (W, s₁), (W, s₂), … along the second dimension, and cuts its result in the same way.
+- *Gathers*, and *updates* (gathers of updated shards into the parameters), become one collective of several tensors, which
+  makes every flat buffer where it is used and copies nothing.
+- *Reductions* of inputs (W, s₁), (W, s₂), … join these along the second dimension, and cut the result in the same way: rank
+  by rank, a sum of joined gradients has a part of each. An all-reduce has no shards: W is 1.
 
-An all-reduce has no shards: W is 1. The functions change the graph that they are given.
+The functions change the graph that they are given.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from itertools import groupby
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,19 @@ from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph_analysis import ALL_REDUCE, WAIT, Analysis, Gather, aten, c10d, is_cheap, sort
+from fzero.graph_analysis import (
+    ALL_GATHERS,
+    ALL_REDUCE,
+    WAIT,
+    Analysis,
+    Gather,
+    aten,
+    c10d,
+    is_cheap,
+    is_write,
+    sort,
+    storages,
+)
 from sharding import plan_buckets
 
 _ALL_GATHER, _ALL_TO_ALL = c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default
@@ -29,7 +42,7 @@ _REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 
 
 class _Item(NamedTuple):
-    """A collective that may be joined with others of the same `kind`."""
+    """A collective of one flat tensor, that may be joined with others of the same `kind`."""
 
     start: Node
     wait: Node
@@ -38,44 +51,95 @@ class _Item(NamedTuple):
     kind: tuple[Any, ...]
 
 
-def bucket_gathers(graph: Graph, analysis: Analysis, cap: int) -> None:
-    """Joins gathers whose parameters are used one after the other, up to `cap` elements and to the largest gather.
+# --- gathers -----------------------------------------------------------------------------------------------------
 
-    So that what is alive stays within the largest two.
+
+def bucket_gathers(graph: Graph, analysis: Analysis, cap: int) -> None:
+    """Joins the gathers of a unit, and units whose parameters are used one after the other, up to `cap` elements.
+
+    Joined units become one, with no more elements than the second largest unit, so that two that are alive hold no more
+    than the two largest.
     """
     index = {node: place for place, node in enumerate(graph.nodes)}
-    gathers = [gather for gather in analysis.gathers if _is_plain(gather)]
-    gathers.sort(key=lambda gather: min(_uses(gather, index), default=len(index)))
-    items = [_item(gather.issue[-1], gather.settle[0]) for gather in gathers]
-    issue = {gather.issue[-1]: gather.issue for gather in gathers}
-    cap = min(cap, max((gather.numel for gather in analysis.gathers), default=0))
-    place = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-    buckets = _buckets(items, cap)
-    for bucket in buckets:
-        for item in bucket:
-            for node in issue[item.start][:-1]:
-                place.prepend(node)
-        with graph.inserting_before(place):
-            _join(graph, bucket)
-    _forget(graph, buckets)
+    times = Counter(source for gather in analysis.gathers for source in gather.sources)
+    units = [unit for unit in analysis.units if all(times[source] == 1 for gather in unit for source in gather.sources)]
+    units.sort(key=lambda unit: min((use for gather in unit for use in _uses(gather, index)), default=len(index)))
+    second = sorted((_numel(unit) for unit in analysis.units), reverse=True)[:2][-1:]
+    buckets = []
+    for places in plan_buckets([_numel(unit) for unit in units], min([cap, *second])):
+        joined = [units[place] for place in places]
+        gathers = [gather for unit in joined for gather in unit]
+        if len(joined) > 1:
+            for source in (source for gather in gathers for source in gather.sources):
+                source.meta["unit"] = f"{joined[0][0].unit}..{joined[-1][0].unit}"
+        buckets += _buckets((_gathering(gather.issue[-1]) for gather in gathers), cap)
+    _gather_together(graph, buckets, index)
 
 
-def _is_plain(gather: Gather) -> bool:
-    """Whether it is one all-gather of one flat shard, made from placeholders by nodes of its own."""
-    start = gather.issue[-1]
-    own = {*gather.issue, *gather.sources}
-    return (
-        start.target is _ALL_GATHER
-        and gather.settle[:1] == tuple(start.users)
-        and start.meta["val"].dim() == 1
-        and all(arg in own for node in gather.issue for arg in node.all_input_nodes)
-    )
+def bucket_updates(graph: Graph, analysis: Analysis, cap: int) -> None:
+    """Joins the gathers of updated shards, which do nothing but write the parameters, up to `cap` elements."""
+    index, roots = {node: place for place, node in enumerate(graph.nodes)}, storages(graph)
+    items = [
+        _gathering(reduction.start)
+        for reduction in analysis.reductions
+        if all(_is_written(user, roots) for wait in reduction.waits for user in wait.users)
+    ]
+    _gather_together(graph, _buckets(items, cap), index)
+
+
+def _is_written(node: Node, roots: Mapping[Node, Node]) -> bool:
+    """Whether the node writes what it is given into an argument of the graph, or prepares just that."""
+    if node.target is aten.copy.default:
+        return all(is_write(user, roots) for user in node.users)
+    return is_write(node, roots)
+
+
+def _numel(unit: Sequence[Gather]) -> int:
+    return sum(gather.numel for gather in unit)
 
 
 def _uses(gather: Gather, index: dict[Node, int]) -> list[int]:
     """Where the gathered parameters are used."""
     made = set(gather.settle)
     return [index[user] for node in gather.settle for user in node.users if user not in made]
+
+
+def _gathering(start: Node) -> _Item | None:
+    """An all-gather of one flat shard, or an exchange in which every rank sends its shard to all."""
+    shard = _shard(start)
+    if shard is None or shard.meta["val"].dim() != 1 or [user.target for user in start.users] != [WAIT]:
+        return None
+    val, ranks = shard.meta["val"], start.args[1]
+    num_ranks = ranks if isinstance(ranks, int) else len(ranks)  # type: ignore[arg-type]
+    (wait,) = start.users
+    return _Item(start, wait, num_ranks, start.meta["val"].numel(), (start.args[-1], num_ranks, val.dtype, val.device))
+
+
+def _shard(start: Node) -> Node | None:
+    """What every rank sends to all; None where it sends something else."""
+    args: tuple[Any, ...] = start.args
+    if start.target is _ALL_GATHER:
+        return args[0]  # type: ignore[no-any-return]
+    if start.target is not _ALL_TO_ALL or args[0].target is not aten.repeat.default:
+        return None
+    (shard, (times, *_)), received, sent = args[0].args, args[1], args[2]
+    return shard if list(received) == list(sent) == [shard.meta["val"].numel()] * times else None
+
+
+def _gather_together(graph: Graph, buckets: Sequence[Sequence[_Item]], index: dict[Node, int]) -> None:
+    """One collective of several tensors in place of each bucket."""
+    for bucket in buckets:
+        with graph.inserting_before(max((item.start for item in bucket), key=index.__getitem__)):
+            shards = [_shard(item.start) for item in bucket]
+            start = _call(graph, ALL_GATHERS, shards, bucket[0].num_ranks, bucket[0].kind[0])
+            for place, item in enumerate(bucket):
+                item.wait.replace_all_uses_with(_call(graph, WAIT, _call(graph, operator.getitem, start, place)))
+    _forget(graph, buckets)
+    if buckets:
+        sort(graph)  # the first of a bucket may have been used before the last began
+
+
+# --- reductions --------------------------------------------------------------------------------------------------
 
 
 def bucket_reductions(graph: Graph, analysis: Analysis, cap: int) -> None:
@@ -87,7 +151,7 @@ def bucket_reductions(graph: Graph, analysis: Analysis, cap: int) -> None:
         ready[node] = max((ready[arg] for arg in node.all_input_nodes), default=0) if cheap else index[node]
     kinds = (_REDUCE_SCATTER, _ALL_TO_ALL, ALL_REDUCE)
     items = [
-        _item(reduction.start, reduction.wait)
+        _item(reduction.start, *reduction.waits)
         for reduction in analysis.reductions
         if reduction.start.target in kinds and not reduction.needs_other and _is_tensor(reduction.start)
     ]
@@ -120,21 +184,23 @@ def _item(start: Node, wait: Node) -> _Item:
     return _Item(start, wait, num_ranks, numel, (start.target, *rest, val.dtype, val.device))
 
 
-def _buckets(items: Sequence[_Item], cap: int) -> list[list[_Item]]:
-    """Neighbours of the same kind that fit into `cap`; at least two of them."""
+def _buckets(items: Iterable[_Item | None], cap: int) -> list[list[_Item]]:
+    """Those of the same kind that follow each other and fit into `cap`; at least two of them."""
+    kinds: dict[tuple[Any, ...], list[_Item]] = {}
+    for item in items:
+        if item is not None:
+            kinds.setdefault(item.kind, []).append(item)
     found = []
-    for _, neighbours in groupby(items, key=lambda item: item.kind):
-        run = list(neighbours)
-        buckets = plan_buckets([item.numel for item in run], max(cap, 1))
-        found += [[run[place] for place in bucket] for bucket in buckets if len(bucket) > 1]
+    for same in kinds.values():
+        buckets = plan_buckets([item.numel for item in same], cap)
+        found += [[same[place] for place in bucket] for bucket in buckets if len(bucket) > 1]
     return found
 
 
 def _join(graph: Graph, bucket: Sequence[_Item]) -> None:
     """One collective in place of several, at the graph's insertion point."""
     target, num_ranks = bucket[0].start.target, bucket[0].num_ranks
-    rows = 1 if target is _ALL_GATHER else num_ranks
-    inputs = [_call(graph, aten.reshape.default, item.start.args[0], [rows, -1]) for item in bucket]
+    inputs = [_call(graph, aten.reshape.default, item.start.args[0], [num_ranks, -1]) for item in bucket]
     numels = [node.meta["val"].shape[1] for node in inputs]
     joined = _call(graph, aten.cat.default, inputs, 1)
     flat = _call(graph, aten.reshape.default, joined, [-1])

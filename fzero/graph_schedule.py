@@ -15,9 +15,12 @@ issue the same collectives in the same order. The cost is n log n in the number 
 
 from __future__ import annotations
 
+import gc
 import heapq
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+import operator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -34,10 +37,12 @@ from fzero.graph_analysis import (
     flops_of,
     is_cheap,
     is_write,
+    name_units,
     overwrites,
     storages,
+    waits_of,
 )
-from fzero.graph_buckets import bucket_gathers, bucket_reductions
+from fzero.graph_buckets import bucket_gathers, bucket_reductions, bucket_updates
 from fzero.graph_products import join_products
 from fzero.graph_stays import plan_stays
 
@@ -53,21 +58,22 @@ class PassOptions:
     Args:
         prefetch: `stage3_prefetch_bucket_size`. 0 starts no gather early; otherwise the next unit's starts one unit
             early, and up to `ahead` units together while they stay within this.
-        ahead: the most units that are gathered before their use.
+        ahead: the most units that are gathered before their use; None sets no bound.
         max_live: `stage3_max_live_parameters`, the most gathered elements alive. What a node uses at once is alive in
             any case.
         max_reuse_distance: `stage3_max_reuse_distance`. A unit is kept until its next use if the units entered meanwhile
             have at most this many elements.
         max_reducing: the most elements that reductions under way keep alive, besides those of one; None is twice the
             largest.
-        gather_bucket: gathers that are used one after the other are joined up to this, and never beyond the largest.
-        reduce_bucket: `reduce_bucket_size`, the same for reductions.
+        gather_bucket: `allgather_bucket_size`. The gathers of a unit are joined up to this, and those of units used one
+            after the other, never beyond the second largest unit; and so are updated shards. 0 joins none.
+        reduce_bucket: `reduce_bucket_size`. Reductions whose inputs are ready one after the other are joined up to this.
         writes: when the new state is written, `early` (as soon as it is there) or `last` (after everything else, so that
             an error on the way leaves the state as it was, at the cost of a second copy of it).
     """
 
     prefetch: int = 50_000_000
-    ahead: int = 1
+    ahead: int | None = 1
     max_live: int = 1_000_000_000
     max_reuse_distance: int = 0
     max_reducing: int | None = None
@@ -95,8 +101,9 @@ def run_passes(graph: Graph, options: PassOptions, *, units: Mapping[str, str] |
     Raises:
         ValueError: the graph changes the result of a collective in place, or has a collective without a wait.
     """
-    copy = copy_of(graph)
-    run_passes_in_place(copy, options, units=units)
+    with _no_collection():
+        copy = copy_of(graph)
+        run_passes_in_place(copy, options, units=units)
     return copy
 
 
@@ -112,13 +119,28 @@ def copy_of(graph: Graph) -> Graph:
 
 def run_passes_in_place(graph: Graph, options: PassOptions, *, units: Mapping[str, str] | None = None) -> None:
     """`run_passes` on the graph itself, as the hooks of Inductor want it."""
-    join_products(graph)
-    if options.gather_bucket:
-        bucket_gathers(graph, analyse(graph, units), options.gather_bucket)
-    if options.reduce_bucket:
-        bucket_reductions(graph, analyse(graph, units), options.reduce_bucket)
-    _Walk(graph, analyse(graph, units), options).run()
-    graph.lint()
+    with _no_collection():
+        name_units(graph, units or {})
+        join_products(graph)
+        if options.gather_bucket:
+            bucket_gathers(graph, analyse(graph), options.gather_bucket)
+            bucket_updates(graph, analyse(graph), options.gather_bucket)
+        if options.reduce_bucket:
+            bucket_reductions(graph, analyse(graph), options.reduce_bucket)
+        _Walk(graph, analyse(graph), options).run()
+        graph.lint()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps the garbage collector out: it would walk all that the process holds, again and again as nodes are made."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 # --- the walk ----------------------------------------------------------------------------------------------------
@@ -126,11 +148,12 @@ def run_passes_in_place(graph: Graph, options: PassOptions, *, units: Mapping[st
 
 @dataclass(slots=True, eq=False)
 class _Gathered:
-    """One stay of a unit in the new order."""
+    """One stay of a unit in the new order, with those of its gathers that are used in it."""
 
     unit: int
     first: int
     last: int
+    gathers: list[Gather]
     numel: int
     is_issued: bool = False
     made: dict[Node, Node] = field(default_factory=dict)  # a node of the gather → the one that stands for it here
@@ -159,11 +182,13 @@ class _Walk:
     def __init__(self, graph: Graph, analysis: Analysis, options: PassOptions) -> None:
         self.graph, self.options = graph, options
         self.index = {node: index for index, node in enumerate(graph.nodes)}
-        self.gathers = _by_unit(analysis)
+        self.gathers = analysis.units
         self.unit_of: dict[Node, int] = {}
+        self.part_of: dict[Node, int] = {}  # which of its unit's gathers
         for unit, gathers in enumerate(self.gathers):
-            for gather in gathers:
+            for part, gather in enumerate(gathers):
                 self.unit_of |= dict.fromkeys((*gather.issue, *gather.settle), unit)
+                self.part_of |= dict.fromkeys((*gather.issue, *gather.settle), part)
         self.roles = _roles(graph, analysis, self.unit_of, options)
         largest = max(self.roles.starts.values(), default=0)
         self.max_reducing = 2 * largest if options.max_reducing is None else options.max_reducing
@@ -200,6 +225,7 @@ class _Walk:
         self.under_way: dict[Node, int] = {}  # starts of reductions, in order
         self.reducing = 0
         self.gathered: list[_Gathered | None] = [None] * len(self.gathers)
+        self.alive: set[int] = set()  # units that are gathered, or under way
         self.live = self.in_flight = self.num_ahead = self.next_stay = 0
 
     def run(self) -> None:
@@ -220,7 +246,9 @@ class _Walk:
                 self._enter(stay)
             self._run_node(node)
             for stay in leaving[position]:
+                self._settle(stay)
                 self.live -= stay.numel
+                self.alive.remove(stay.unit)
                 self.gathered[stay.unit] = None
             if leaving[position]:
                 self._prefetch()
@@ -234,20 +262,30 @@ class _Walk:
         numels = [sum(gather.numel for gather in gathers) for gathers in self.gathers]
         output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
         uses = []
+        parts: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)  # unit → positions, and what is used there
         for position, node in enumerate([*self.trunk, output]):
-            units = dict.fromkeys(self.unit_of[arg] for arg in node.all_input_nodes if arg in self.unit_of)
-            if units:
-                uses.append((position, tuple(units)))
-        stays = plan_stays(
+            args = [arg for arg in node.all_input_nodes if arg in self.unit_of]
+            if args:
+                uses.append((position, tuple(dict.fromkeys(self.unit_of[arg] for arg in args))))
+            for arg in args:
+                parts[self.unit_of[arg]].append((position, self.part_of[arg]))
+        stays = []
+        for unit, first, last in plan_stays(
             uses, numels, max_live=self.options.max_live, max_reuse_distance=self.options.max_reuse_distance
-        )
-        return [_Gathered(stay.unit, stay.first, stay.last, numels[stay.unit]) for stay in stays]
+        ):
+            used: set[int] = set()
+            while parts[unit] and parts[unit][0][0] <= last:
+                used.add(parts[unit].popleft()[1])
+            gathers = [self.gathers[unit][part] for part in sorted(used)]
+            stays.append(_Gathered(unit, first, last, gathers, sum(gather.numel for gather in gathers)))
+        return stays
 
     def _issue(self, stay: _Gathered) -> None:
         stay.is_issued = True
         self.live += stay.numel
+        self.alive.add(stay.unit)
         self.next_stay += 1
-        for gather in self.gathers[stay.unit]:
+        for gather in stay.gathers:
             for node in gather.issue:
                 self._make(stay, node)
         for node in self.overwrites[stay.unit]:
@@ -261,12 +299,20 @@ class _Walk:
             self._issue(stay)
         self.gathered[stay.unit] = stay
 
+    def _settle(self, stay: _Gathered) -> None:
+        """Waits for what was gathered together with something and is not used here."""
+        for gather in stay.gathers:
+            for node in gather.settle:
+                if node.target is WAIT:
+                    self._make(stay, node)
+
     def _prefetch(self) -> None:
         """Starts the next gathers, as far as memory allows."""
         options = self.options
-        while options.prefetch and self.next_stay < len(self.stays) and self.num_ahead < options.ahead:
+        ahead = len(self.stays) if options.ahead is None else options.ahead
+        while options.prefetch and self.next_stay < len(self.stays) and self.num_ahead < ahead:
             stay = self.stays[self.next_stay]
-            if self.live + stay.numel > options.max_live:
+            if self.live + stay.numel > options.max_live or stay.unit in self.alive:  # once is enough
                 return
             if self.num_ahead and self.in_flight + stay.numel > options.prefetch:
                 return
@@ -381,13 +427,14 @@ class _Walk:
             self._need(node)
 
     def _wait_for_oldest(self) -> None:
-        start = next(iter(self.under_way))
-        self._need(next(user for user in start.users if user.target is WAIT))
+        for wait in waits_of(next(iter(self.under_way))):
+            self._need(wait)
 
     def _finish(self, stays: Sequence[_Gathered]) -> None:
         """Ends what is under way; `stays` are those that the graph returns."""
         for stay in stays:
             self._enter(stay)
+            self._settle(stay)
         self._cascade()
         while self.under_way:
             self._wait_for_oldest()
@@ -406,29 +453,19 @@ class _Walk:
                 self.graph.erase_node(node)
 
 
-def _by_unit(analysis: Analysis) -> list[list[Gather]]:
-    """The gathers that go together. A graph may gather a unit several times itself, and each time stands alone."""
-    found: dict[tuple[str, int], list[Gather]] = {}
-    times: Counter[tuple[Node, ...]] = Counter()
-    for gather in analysis.gathers:
-        found.setdefault((gather.unit, times[gather.sources]), []).append(gather)
-        times[gather.sources] += 1
-    return list(found.values())
-
-
 def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], options: PassOptions) -> _Roles:
     roots = storages(graph)
     fixed = {node for node in graph.nodes if any(arg in gathered for arg in node.all_input_nodes)}
     cheap = {node for node in graph.nodes if is_cheap(node) and node not in gathered and node not in fixed}
     starts = {r.start: r.numel for r in analysis.reductions if r.start not in fixed}
-    waits = {r.wait: r.start for r in analysis.reductions}
+    waits = {wait: r.start for r in analysis.reductions for wait in r.waits}
     # A model may have all-reduces of its own (SyncBatchNorm); what follows them keeps its place.
     computes: set[Node] = set()
     for node in reversed(graph.nodes):
         if node in computes or flops_of(node):
             computes.update(node.all_input_nodes)
     followed = {wait for wait, start in waits.items() if start.target is not ALL_REDUCE or wait not in computes}
-    lazy: set[Node] = set()
+    lazy = {user for start in starts for user in start.users if user.target is operator.getitem}
     eager: set[Node] = set()
     last: set[Node] = set()
     writes = {node for node in graph.nodes if is_write(node, roots)}

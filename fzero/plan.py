@@ -37,6 +37,9 @@ AXIS = "data"
 ALIGNMENT = 32
 """Shards are a multiple of this many elements, so that a vectorised kernel meets the same lanes in every stage."""
 
+BUCKET = 500_000_000
+"""Elements of a bucket where the configuration names none: DeepSpeed's default."""
+
 
 class Row(NamedTuple):
     """What one ZeRO stage does with a flat buffer (ZeRO §5, figure 1)."""
@@ -133,10 +136,11 @@ class Plan:
         aliases: the further names of tied parameters and buffers, each with the name under which it is stored.
         optimizer: the specs of the optimizer state, by flat buffer.
         buffers: the specs of the module's own buffers, by name.
-        prefetch: whether the next unit's gather starts one unit early.
+        prefetch: most elements gathered before their use (compiled), at least the next unit (both); 0 is none, None one unit.
         max_live: most gathered elements that an early gather may lead to.
         num_micro_steps: micro-batches in one step.
         max_reducing: most elements of full gradients that wait for their reduction, besides those of one unit.
+        max_reuse_distance, gather_bucket, reduce_bucket: for the compiled step (`PassOptions`); None where it chooses itself.
     """
 
     stage: int
@@ -145,10 +149,13 @@ class Plan:
     aliases: dict[str, str] = field(repr=False)
     optimizer: dict[str, Any] = field(repr=False)
     buffers: dict[str, TensorSpec] = field(repr=False)
-    prefetch: bool
+    prefetch: int | None
     max_live: int
     max_reducing: int
     num_micro_steps: int = 1
+    max_reuse_distance: int | None = None
+    gather_bucket: int | None = None
+    reduce_bucket: int | None = None
 
     @property
     def flat_buffers(self) -> tuple[BufferPlan, ...]:
@@ -259,7 +266,7 @@ def plan(
                 for kind, names in _by_kind(members, model, owners, cfg, param_groups, optimizers).items()
             ),
         )
-        for name, members in _find_units(model, owners, units, zero.reduce_bucket_size)
+        for name, members in _find_units(model, owners, units, zero.reduce_bucket_size or BUCKET)
     )
     largest = max(unit_plans, key=lambda unit: unit.gathered_numel)
     if largest.gathered_numel > zero.stage3_max_live_parameters:
@@ -268,6 +275,8 @@ def plan(
             f"{zero.stage3_max_live_parameters} for unit {largest.name!r} of {largest.gathered_numel} elements; "
             f"raise it, or name smaller modules in units="
         )
+    two_units = 2 * max(sum(b.padded_numel for b in u.buffers) for u in unit_plans)
+    max_reducing = min(zero.reduce_bucket_size or BUCKET, two_units)
     precision = cfg.precision
     return Plan(
         stage=zero.stage,
@@ -287,10 +296,14 @@ def plan(
             n: TensorSpec(tuple(t.shape), precision.buffer_dtype_of(dtype_name(t.dtype)))
             for n, t in model.named_buffers()
         },
-        prefetch=zero.stage3_prefetch_bucket_size > 0,
+        prefetch=zero.stage3_prefetch_bucket_size,
         max_live=zero.stage3_max_live_parameters,
         num_micro_steps=cfg.batch_sizes(world_size).num_micro_steps,
-        max_reducing=min(zero.reduce_bucket_size, 2 * max(sum(b.padded_numel for b in u.buffers) for u in unit_plans)),
+        max_reducing=max_reducing,
+        max_reuse_distance=zero.stage3_max_reuse_distance,
+        gather_bucket=zero.allgather_bucket_size,
+        # Full gradients that no rank keeps must not gather in a bucket, either.
+        reduce_bucket=max_reducing if zero.reduce_bucket_size and zero.stage >= 2 else zero.reduce_bucket_size,
     )
 
 

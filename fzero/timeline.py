@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -21,6 +20,7 @@ from rich.table import Table
 from torch.fx import Graph, Node
 
 from fzero.graph_analysis import (
+    ALL_GATHERS,
     ALL_REDUCE,
     WAIT,
     Liveness,
@@ -31,6 +31,7 @@ from fzero.graph_analysis import (
     is_view,
     liveness,
     nbytes_of,
+    start_of,
 )
 
 if TYPE_CHECKING:
@@ -121,19 +122,16 @@ class Timeline:
         return figure
 
 
-def make_timeline(
-    graph: Graph, machine: Machine | None = None, *, units: Mapping[str, str] | None = None, title: str = "one step"
-) -> Timeline:
+def make_timeline(graph: Graph, machine: Machine | None = None, *, title: str = "one step") -> Timeline:
     """The timeline of a graph in the order in which it stands.
 
     Args:
         graph: a training step's, as `run_passes` returns it.
         machine: the rates.
-        units: the unit of each flat buffer, by the name of its placeholder.
         title: what the table and the picture are called.
     """
     machine = Machine() if machine is None else machine
-    analysis = analyse(graph, units)
+    analysis = analyse(graph)
     labels: dict[Node, str] = {}
     for gather in analysis.gathers:
         labels |= {node: f"gather {gather.unit}" for node in gather.issue if is_collective(node)}
@@ -151,13 +149,14 @@ def make_timeline(
             kind = (
                 str(node.target)
                 .split(".")[1]
+                .removesuffix("_coalesced")
                 .removesuffix("_into_tensor")
                 .removesuffix("_tensor")
                 .removesuffix("_single")
             )
             spans.append(Span("collective", labels.get(node, kind), begin, free, nbytes))
         elif node.target is WAIT:
-            end = max(now, ends.get(node.all_input_nodes[0], now))
+            end = max(now, ends.get(start_of(node), now))
             if end > now:
                 spans.append(Span("wait", node.name, now, end))
             now = end
@@ -175,7 +174,7 @@ def sent_by(node: Node) -> int:
     if node.target is c10d.all_to_all_single.default:
         num_ranks = len(node.args[1])  # type: ignore[arg-type]
         return nbytes_of(node) * (num_ranks - 1) // num_ranks
-    if node.target in (c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default):
+    if node.target in (c10d.all_gather_into_tensor.default, ALL_GATHERS, c10d.reduce_scatter_tensor.default):
         num_ranks = numbers[0]
         whole = max(nbytes_of(node), sum(map(nbytes_of, node.all_input_nodes)))
         return whole * (num_ranks - 1) // num_ranks

@@ -241,6 +241,9 @@ def _exchange(calls: list[Any]) -> list[Tensor]:
 COLLECTIVES: dict[str, Callable[[list[Any]], list[Tensor]]] = {
     "wait_tensor": lambda calls: [args[0] for args in calls],
     "all_gather_into_tensor": lambda calls: [torch.cat([args[0] for args in calls])] * len(calls),
+    "all_gather_into_tensor_coalesced": lambda calls: (
+        [[torch.cat(shards) for shards in zip(*(args[0] for args in calls))]] * len(calls)
+    ),
     "all_reduce": lambda calls: [_in_rank_order([a[0] for a in calls], calls[0][1] == "avg")] * len(calls),
     "reduce_scatter_tensor": lambda calls: list(
         _in_rank_order([args[0] for args in calls], calls[0][1] == "avg").chunk(len(calls))

@@ -6,6 +6,8 @@ arithmetic give the same bits: nearly all tests ask for these. `aot_eager` runs 
 
 from __future__ import annotations
 
+import re
+from itertools import groupby
 from typing import Any
 
 import optree
@@ -15,10 +17,12 @@ from ranks import RankPool
 from test_models import MODELS, text
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.fx import Graph
 from training import ADAMW, Odd, Plain, config, make, part, tokens, train, vectors
 
 import fzero
-from fzero.graph_analysis import liveness
+from fzero.graph_analysis import WAIT, analyse, flops_of, is_collective, liveness, numel_of
+from sharding import Sharded
 
 SGD = {"type": "SGD", "params": {"lr": 0.125, "momentum": 0.9, "weight_decay": 0.01}}
 AOT: dict[str, Any] = {"compile": "step", "compile_backend": "aot_eager"}
@@ -297,6 +301,134 @@ def test_the_state_is_written_in_place_and_no_second_copy_is_alive(ranks: RankPo
         assert alive <= 5 * largest / 2 + 4 * largest
 
 
+# --- what the configuration says of the schedule -----------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(16, 48), nn.Linear(48, 16), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x * self.scale)))
+
+
+class Uneven(Plain):
+    """Small units between two large ones, so that there is something to join."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=3)
+        self.blocks.append(Wide())
+        self.blocks.insert(0, Wide())
+
+
+GROUPS: list[dict[str, Any]] = [{"params": r"(scale|bias)$", "weight_decay": 0.0}]
+
+
+def _plan_and_graph(stage: int, num_steps: int = 1, **zero: int) -> tuple[fzero.Plan, Graph]:
+    """Of a step of `Uneven`, every unit of which has two flat buffers; its numbers must be the eager step's."""
+    weights = []
+    for options in ({}, AOT):
+        cfg = config(stage, optimizer=SGD, clip=0.05, **zero)
+        step = fzero.make_train_step(make(Uneven), cfg, param_groups=GROUPS, **options)
+        state = step.init()
+        for index in range(num_steps):
+            state, _ = step(state, part(vectors(index), step.rank, step.world_size))
+        weights.append(step.gather(state))
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    assert step._compiled is not None
+    (graph,) = step._compiled.backend.graphs
+    return step.plan, graph
+
+
+def _of_buckets(stage: int) -> tuple[list[int], int, list[int], list[int]]:
+    plan, graph = _plan_and_graph(stage, 3, allgather_bucket_size=800, reduce_bucket_size=800)
+    starts = [node for node in graph.nodes if is_collective(node)]
+    numels = [max(numel_of(node), sum(map(numel_of, node.all_input_nodes))) for node in starts]
+    flat = [buffer.padded_numel for buffer in plan.flat_buffers]
+    units = sorted(unit.gathered_numel for unit in plan.units)
+    return [numel for numel in numels if numel > 32], liveness(graph).peak_gathered_numel, flat, units
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_joined_collectives_stay_within_their_buckets_and_give_the_eager_step_s_bits(
+    ranks: RankPool, stage: int, world_size: int
+) -> None:
+    for starts, gathered, flat, units in ranks(world_size, _of_buckets, stage):
+        assert all(numel <= 800 or numel in flat for numel in starts)
+        # Gradients are reduced in stage 0, by three ranks as a sum of shards that are then joined; in stages 1 and 2 updated
+        # shards are gathered; in stage 3 every unit but the last is gathered twice.
+        num_alone = {0: world_size - 1, 1: 2, 2: 2, 3: 3}[stage] * len(flat) - 2 * (stage == 3)
+        assert len(starts) < num_alone
+        assert gathered <= sum(units[-2:])
+
+
+def _of_sizes(*sizes: dict[str, int]) -> list[tuple[str, int]]:
+    return [
+        (_letters(graph), liveness(graph).peak_gathered_numel)
+        for _, graph in (_plan_and_graph(3, **zero) for zero in sizes)
+    ]
+
+
+def _letters(graph: Graph) -> str:
+    """The starts of gathers by the number of their unit, and what stands between them: w for waits, . for products."""
+    units = {gather.issue[-1]: gather.unit.removeprefix("blocks.") for gather in analyse(graph).gathers}
+    waits = {node for gather in analyse(graph).gathers for node in gather.settle if node.target is WAIT}
+    letters = {**units, **dict.fromkeys(waits, "w")}
+    return "".join(letters.get(node, ".") for node in graph.nodes if node in letters or flops_of(node))
+
+
+WIDE, NARROW = 1536 + 128, 256 + 64
+"""Elements of a unit of `Uneven` on two ranks, its two flat buffers with their padding."""
+
+
+def test_the_sizes_of_the_configuration_set_the_schedule(ranks: RankPool) -> None:
+    sizes: list[dict[str, int]] = [
+        {},
+        {"stage3_prefetch_bucket_size": 0},
+        {"stage3_prefetch_bucket_size": 10**9},
+        {"stage3_prefetch_bucket_size": 10**9, "stage3_max_live_parameters": 2400},
+        {"stage3_prefetch_bucket_size": 2 * NARROW},
+        {"stage3_max_reuse_distance": 10**9},
+    ]
+    there_and_back = [0, 1, 2, 3, 4, 3, 2, 1, 0]
+    for found in ranks(2, _of_sizes, *sizes):
+        letters, peaks = zip(*found)
+        orders = [[int(unit) for unit, _ in groupby(filter(str.isdigit, row))] for row in letters]
+        for row, order in zip(letters, orders):  # the flat buffers of a unit start together
+            pairs = "".join(f"{unit}{unit}" for unit in order)
+            # The backward of the first unit does not need the scales: no gradient goes further.
+            assert "".join(filter(str.isdigit, row)) == (pairs[:-1] if order[-1] == 0 else pairs)
+            assert all(f"{unit}{unit}" in row for unit in order)
+        assert orders[:5] == [there_and_back] * 5
+        assert peaks[0] == WIDE + NARROW, "the next unit, as a whole"
+        assert re.fullmatch(r"((\d)\2?w[w.]*)+", letters[1]) and peaks[1] == WIDE, "just in time"
+        assert peaks[2] == 2 * WIDE + 3 * NARROW, "every unit, and none twice"
+        assert WIDE + NARROW < peaks[3] <= 2400
+        assert peaks[4] == WIDE + 2 * NARROW
+        assert orders[5] == [0, 1, 2, 3, 4]
+
+
+def _of_small() -> tuple[list[int], list[int], list[int]]:
+    plan, graph = _plan_and_graph(3, stage3_param_persistence_threshold=100)
+    analysis = analyse(graph)
+    gathered = [gather.numel for gather in analysis.gathers]
+    updates = [r.numel for r in analysis.reductions if any(_is_state(user) for wait in r.waits for user in wait.users)]
+    kept = [b.padded_numel for b in plan.flat_buffers if not isinstance(b.row.params, Sharded)]
+    return gathered, updates, kept
+
+
+def _is_state(node: Any) -> bool:
+    return node.target is torch.ops.aten.copy.default and node.args[0].op == "placeholder"
+
+
+def test_small_parameters_are_gathered_once_in_a_step_when_they_are_updated(ranks: RankPool) -> None:
+    for gathered, updates, kept in ranks(2, _of_small):
+        assert sorted(gathered) == sorted([1536] * 3 + [256] * 6), "the last unit once, the others twice"
+        assert updates == kept == [128, 64, 64, 64, 128]
+
+
 # --- what is captured anew ---------------------------------------------------------------------------------------
 
 
@@ -435,13 +567,18 @@ def test_a_compiled_block_keeps_poison_dropout_and_module_buffers() -> None:
 # --- code generation ---------------------------------------------------------------------------------------------
 
 
-def _with_inductor() -> tuple[tuple[float, float], int]:
+def _with_inductor(model: Any, sizes: dict[str, int]) -> tuple[tuple[float, float], int]:
     counters.clear()
-    return _differences(Short, vectors, config(3), compile="step"), counters["stats"]["unique_graphs"]
+    return _differences(model, vectors, config(3, **sizes), compile="step"), counters["stats"]["unique_graphs"]
 
 
-def test_generated_code_agrees_to_rounding(ranks: RankPool) -> None:
-    for (curve, weights), num_graphs in ranks(2, _with_inductor):
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [(Short, {}), (Uneven, {"allgather_bucket_size": 800, "reduce_bucket_size": 800})],
+    ids=["alone", "joined"],
+)
+def test_generated_code_agrees_to_rounding(ranks: RankPool, model: Any, sizes: dict[str, int]) -> None:
+    for (curve, weights), num_graphs in ranks(2, _with_inductor, model, sizes):
         assert num_graphs == 1
         # Other roundings of a gradient, which Adam divides by its own size: last bits of it, 2^-23, of lr = 1e-2, unless the
         # gradient is near zero.

@@ -53,11 +53,13 @@ def test_an_empty_configuration_means_the_defaults() -> None:
     assert cfg.optimizer.params.model_dump() == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     assert cfg.zero_optimization.model_dump() == {
         "stage": 0,
-        "reduce_bucket_size": 500_000_000,
+        "reduce_bucket_size": None,
+        "allgather_bucket_size": None,
         "round_robin_gradients": False,
         "stage3_param_persistence_threshold": 100_000,
-        "stage3_prefetch_bucket_size": 50_000_000,
+        "stage3_prefetch_bucket_size": None,
         "stage3_max_live_parameters": 1_000_000_000,
+        "stage3_max_reuse_distance": None,
     }
 
 
@@ -107,7 +109,9 @@ def test_rates_may_be_strings_or_integers() -> None:
     assert (cfg.optimizer.params.lr, cfg.optimizer.params.weight_decay, cfg.gradient_clipping) == (0.01, 0.0, 2.0)
 
 
-@pytest.mark.parametrize("name", ["param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters"])
+@pytest.mark.parametrize(
+    "name", ["param_persistence_threshold", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"]
+)
 def test_stage_3_keys_may_stand_without_their_prefix(name: str) -> None:
     assert getattr(Config.load(zero(**{name: 7})).zero_optimization, f"stage3_{name}") == 7
     assert getattr(Config.load(zero(**{f"stage3_{name}": 7})).zero_optimization, f"stage3_{name}") == 7
@@ -547,7 +551,7 @@ def test_an_accepted_key_with_a_value_of_another_type_is_refused(name: str, valu
     "source",
     [
         {"steps_per_print": float("inf"), "wall_clock_breakdown": None, "vocabulary_size": 1024},
-        zero(overlap_comm=None, sub_group_size=1e12, allgather_bucket_size="500000000", reduce_scatter="false"),
+        zero(overlap_comm=None, sub_group_size=1e12, allgather_size="500000000", reduce_scatter="false"),
         zero(leaf_module={"names": ["a"]}) | {"aio": {"thread_count": 1}, "timers": {"throughput": {"enabled": True}}},
     ],
 )
@@ -605,6 +609,8 @@ def test_an_unknown_stage_is_refused_by_its_value(stage: Any) -> None:
         ({"gradient_clipping": float("nan")}, "gradient_clipping"),
         (zero(reduce_bucket_size=0), "zero_optimization.reduce_bucket_size"),
         (zero(reduce_bucket_size=1e-3), "zero_optimization.reduce_bucket_size"),
+        (zero(allgather_bucket_size=0), "zero_optimization.allgather_bucket_size"),
+        (zero(max_reuse_distance=-1), "zero_optimization.max_reuse_distance"),
         (zero(round_robin_gradients="perhaps"), "zero_optimization.round_robin_gradients"),
         (zero(prefetch_bucket_size=-1), "zero_optimization.prefetch_bucket_size"),
         (zero(stage3_prefetch_bucket_size=0.5), "zero_optimization.stage3_prefetch_bucket_size"),
@@ -972,6 +978,8 @@ def test_every_key_that_stands_twice_gets_a_line(tmp_path: Path) -> None:
          "it is for stage 3, and the stage is 2", zero(stage=3)),
         (zero(max_reuse_distance=1), "zero_optimization.stage3_max_reuse_distance",
          "it is for stage 3, and the stage is 0", zero(stage=3)),
+        (zero(allgather_bucket_size=7), "zero_optimization.allgather_bucket_size",
+         "every rank updates all parameters in stage 0, and gathers none", zero(stage=1)),
         (zero(round_robin_gradients=True), "zero_optimization.round_robin_gradients",
          "nothing is divided in stage 0", zero(stage=1)),
         ({"fp16": {"hysteresis": 4}}, "fp16.hysteresis", "no loss is scaled: fp16 is off", {"fp16": {"enabled": True}}),

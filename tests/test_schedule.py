@@ -210,9 +210,15 @@ def test_a_gather_may_start_early_while_both_units_fit_into_the_most_live_elemen
     both = first.gathered_numel + second.gathered_numel
     for max_live, may in ((both, True), (both - 1, False)):
         assert may_start_early(replace(plan, max_live=max_live), first.name, second.name) is may
-    assert not may_start_early(replace(plan, prefetch=False), first.name, second.name)
+    assert not may_start_early(replace(plan, prefetch=0), first.name, second.name)
 
 
 def test_no_gather_starts_early_with_a_prefetch_bucket_of_zero() -> None:
-    assert not fzero.plan(make(Odd), config(3, stage3_prefetch_bucket_size=0), world_size=2).prefetch
-    assert fzero.plan(make(Odd), config(3, stage3_prefetch_bucket_size=1), world_size=2).prefetch
+    for sizes, may in (
+        ({"stage3_prefetch_bucket_size": 0}, False),
+        ({"stage3_prefetch_bucket_size": 1}, True),
+        ({}, True),
+    ):
+        plan = fzero.plan(make(Odd), config(3, **sizes), world_size=2)
+        first, second = plan.units[:2]
+        assert may_start_early(plan, first.name, second.name) is may
