@@ -7,7 +7,7 @@ for batch in loader:
     state, metrics = step(state, batch)
 """
 
-from fzero.collectives import CollectiveError, Real, Sent, Sim, join, shutdown
+from fzero.collectives import CollectiveError, Fake, Real, Sent, Sim, join, shutdown
 from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.graph_schedule import CompileError
 from fzero.loss_scaling import LossScale, LossScaling
@@ -29,6 +29,7 @@ __all__ = [
     "ConfigError",
     "ConfigWarning",
     "Event",
+    "Fake",
     "LossScale",
     "LossScaling",
     "Metrics",

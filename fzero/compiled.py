@@ -34,9 +34,10 @@ import torch._dynamo.exc
 from rich.console import Console
 from torch import Tensor, nn
 
-from fzero.collectives import InGraph, Real, Sent, sent_by
-from fzero.graph_backends import aot_eager, inductor
-from fzero.graph_schedule import CompileError, PassOptions, copy_of
+from fzero.collectives import Fake, InGraph, Real, Sent, sent_by
+from fzero.graph_backends import Backend as TorchBackend
+from fzero.graph_backends import OnPaper, aot_eager, inductor, on_paper
+from fzero.graph_schedule import CompileError, PassOptions, copy_of, run_passes
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
 from fzero.plan import BufferPlan, Plan
@@ -56,6 +57,11 @@ def pass_options(plan: Plan) -> PassOptions:
     )
 
 
+def scheduled(graph: torch.fx.Graph, plan: Plan) -> torch.fx.Graph:
+    """A captured graph in the order in which a step of this plan runs it."""
+    return run_passes(graph, pass_options(plan))
+
+
 @dataclass(slots=True)
 class Backend:
     """A backend of torch.compile that schedules what is captured (`fzero.graph_schedule`), counts it, and keeps the graphs.
@@ -70,7 +76,7 @@ class Backend:
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
 
-    def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         self.num_captured += 1
         make = inductor if self.name == "inductor" else aot_eager
         return make(self.options, observe=lambda graph: self.graphs.append(copy_of(graph)))(module, inputs)
@@ -121,7 +127,7 @@ class Flat(NamedTuple):
     grad_dtype: torch.dtype
 
     @classmethod
-    def of(cls, buffer: BufferPlan, axis: Real) -> Self:
+    def of(cls, buffer: BufferPlan, axis: Real | Fake) -> Self:
         layout, row, is_shared = buffer.layout, buffer.row, axis.size > 1
         updates_shard = isinstance(row.optimizer, Sharded)
         return cls(
@@ -179,6 +185,14 @@ class Outcome(NamedTuple):
     is_sum: bool
 
 
+class Captured(NamedTuple):
+    """A graph that was captured on paper, before its schedule."""
+
+    graph: torch.fx.Graph
+    units: dict[str, str]
+    """The unit of each flat buffer, by the name of its placeholder, as `make_timeline` takes it."""
+
+
 class CompiledStep:
     """Captured functions for one model, plan and rank.
 
@@ -190,7 +204,7 @@ class CompiledStep:
         self,
         model: nn.Module,
         plan: Plan,
-        axis: Real,
+        axis: Real | Fake,
         device: torch.device,
         rules: Rules,
         *,
@@ -211,17 +225,16 @@ class CompiledStep:
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
         reduces_by_sum = not rules.measures.is_mean
-        self._module = _WithLoss(
-            model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type
-        ).train(model.training)
-        self._whole = self._compile(self._whole_step)
-        self._micro = self._compile(self._micro_step)
-        self._end = self._compile(self._update)
+        self._module = _WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
+        self._whole = self._compile(self._whole_step, self.backend)
+        self._micro = self._compile(self._micro_step, self.backend)
+        self._end = self._compile(self._update, self.backend)
         self._sent_by: dict[Callable[..., Any], list[Sent]] = {}
+        self._units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
 
-    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _compile(self, function: Callable[..., Any], backend: TorchBackend) -> Callable[..., Any]:
         # A cache of its own: that of a method is otherwise shared by all steps of a process.
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=self.backend, isolate_recompiles=True)  # type: ignore[call-overload,no-any-return]
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload,no-any-return]
 
     def __call__(
         self, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: Sequence[Any], number: Tensor
@@ -250,12 +263,7 @@ class CompiledStep:
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a captured function, and tells how long it took to capture it."""
         start, num_captured, num_graphs = time.perf_counter(), self.backend.num_captured, len(self.backend.graphs)
-        # Numbers are constants of the graph; taken for inputs at first, they would make Dynamo capture everything twice.
-        quiet = torch._dynamo.config.ignore_logging_functions | _logging()
-        with (
-            _one_graph(self._name),
-            torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True, ignore_logging_functions=quiet),
-        ):
+        with self._capturing():
             result = function(*arguments)
         if self.backend.num_captured > num_captured and self._axis.rank == 0:
             seconds = time.perf_counter() - start
@@ -264,9 +272,62 @@ class CompiledStep:
                 f"{seconds:.1f} s",
                 highlight=False,
             )
-        if self._axis.observe is not None:
-            self._tell(function, num_graphs)
+        if isinstance(self._axis, Real) and self._axis.observe is not None:
+            self._tell(function, num_graphs, self._axis.observe)
         return result
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        # Numbers are constants of the graph; taken for inputs at first, they would make Dynamo capture everything twice.
+        quiet = torch._dynamo.config.ignore_logging_functions | _logging()
+        with (
+            _one_graph(self._name),
+            torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True, ignore_logging_functions=quiet),
+        ):
+            yield
+
+    def trace(self, state: TrainState[Tensor], micro_batches: Sequence[Any]) -> list[Captured]:
+        """The graphs that a step would run, one after the other, captured on tensors of a `FakeTensorMode`. Runs nothing.
+
+        What the model changes in Python when it runs stays as it is.
+        """
+        flat, buffers = (state.params, state.master, state.grads, state.optimizer), dict(state.buffers)
+        number = torch.empty((1,), dtype=torch.float64, device=self._device)
+        if len(micro_batches) == 1:
+            whole = self._compile(self._whole_step, on_paper)
+            return [self._captured(whole, *flat, buffers, state.loss_scale, micro_batches[0], number)]
+        sums: list[bool] = []
+
+        @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # it is called in the capture
+        def note(is_sum: bool) -> None:
+            sums.append(is_sum)
+
+        def micro_step(*arguments: Any) -> tuple[Tensor, bool]:
+            rows, is_sum = self._micro_step(*arguments)
+            note(is_sum)
+            return rows, is_sum
+
+        micro, update = self._compile(micro_step, on_paper), self._compile(self._update, on_paper)
+        graphs = [
+            self._captured(micro, state.params, state.grads, buffers, state.loss_scale, batch, number)
+            for batch in micro_batches
+        ]
+        told = number.new_empty(len(micro_batches), self._graph.size, 3)
+        return [*graphs, self._captured(update, *flat, buffers, state.loss_scale, told, None, sums[-1])]
+
+    def _captured(self, function: Callable[..., Any], *arguments: Any) -> Captured:
+        try:
+            with self._capturing():
+                function(*arguments)
+        except OnPaper as captured:
+            units = {
+                name: unit
+                for name, source in captured.sources.items()
+                for key, unit in self._units.items()
+                if f"[{key!r}]" in source
+            }
+            return Captured(captured.graph, units)
+        raise AssertionError(f"{self._name}: a backend that runs nothing gave a result")
 
     # --- what is captured ----------------------------------------------------------------------------------------
 
@@ -448,12 +509,12 @@ class CompiledStep:
 
     # --- what it sent --------------------------------------------------------------------------------------------
 
-    def _tell(self, function: Callable[..., Any], num_graphs: int) -> None:
+    def _tell(self, function: Callable[..., Any], num_graphs: int, observe: Callable[[Sent], None]) -> None:
         """Tells `observe` what the call sent, by the graph that ran."""
         if len(self.backend.graphs) > num_graphs:
             self._sent_by[function] = sent_by(self.backend.graphs[-1], self._axis.size)
         for sent in self._sent_by.get(function, ()):
-            self._axis.observe(sent)  # type: ignore[misc]
+            observe(sent)
 
 
 def _times(grad: Tensor, share: float, dtype: torch.dtype) -> Tensor:
