@@ -13,10 +13,9 @@ import torch
 from gpt import GPT, SIZES
 
 import fzero
-from fzero.timeline import Machine, draw
 
-NUM_ROWS = 16
-MACHINE = Machine(flops=1e13, memory=4e11, network=4e9, latency=1e-5)  # rates at which neither lane is idle
+NUM_ROWS = 4  # of each rank's batch
+MACHINE = fzero.Machine(flops=4e12, memory=1e12, network=8e9, latency=1e-5)  # rates at which neither lane is idle
 
 
 def main() -> None:
@@ -36,7 +35,7 @@ def main() -> None:
         timelines.append(step.explain((tokens_BT, tokens_BT), machine=MACHINE))
         print(timelines[-1])
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(timelines).savefig(args.out, dpi=100)
+    timelines[0].draw(*timelines[1:]).savefig(args.out, dpi=100)
     print(f"drawn to {args.out}")
 
 

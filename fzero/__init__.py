@@ -18,6 +18,7 @@ from fzero.precision import Precision, widened
 from fzero.schedule import Event, ScheduleError
 from fzero.state import Metrics, TrainState
 from fzero.step import MismatchError, TrainStep, make_train_step
+from fzero.timeline import Machine, Timeline
 from fzero.torch_optimizers import torch_optimizer
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
@@ -32,6 +33,7 @@ __all__ = [
     "Fake",
     "LossScale",
     "LossScaling",
+    "Machine",
     "Metrics",
     "MismatchError",
     "Pieces",
@@ -41,6 +43,7 @@ __all__ = [
     "ScheduleError",
     "Sent",
     "Sim",
+    "Timeline",
     "TrainState",
     "TrainStep",
     "Transform",

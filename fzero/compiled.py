@@ -19,6 +19,7 @@ Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard,
 from __future__ import annotations
 
 import logging
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, m
 from fzero.plan import BufferPlan, Plan
 from fzero.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.state import TrainState
+from fzero.timeline import Machine, Timeline, make_timeline
 from fzero.transforms import Transform, unless
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
@@ -55,11 +57,6 @@ def pass_options(plan: Plan) -> PassOptions:
     return PassOptions(
         prefetch=PassOptions().prefetch if plan.prefetch else 0, max_live=plan.max_live, max_reducing=plan.max_reducing
     )
-
-
-def scheduled(graph: torch.fx.Graph, plan: Plan) -> torch.fx.Graph:
-    """A captured graph in the order in which a step of this plan runs it."""
-    return run_passes(graph, pass_options(plan))
 
 
 @dataclass(slots=True)
@@ -185,12 +182,26 @@ class Outcome(NamedTuple):
     is_sum: bool
 
 
+_STATE = re.compile(r"L\['\w+'\](?:\[\d+\])?\['([^']*)'\]")
+"""What a captured function calls a tensor of a flat buffer, `L['params']['blocks.0/float32']`."""
+
+
 class Captured(NamedTuple):
-    """A graph that was captured on paper, before its schedule."""
+    """One graph of a step, captured on paper."""
 
     graph: torch.fx.Graph
+    """Of aten operators; every node has its tensors, without memory, in `meta["val"]`."""
     units: dict[str, str]
-    """The unit of each flat buffer, by the name of its placeholder, as `make_timeline` takes it."""
+    """The unit of each tensor that belongs to a flat buffer, by the name of its placeholder."""
+    options: PassOptions
+
+    def scheduled(self) -> Captured:
+        """The graph in the order in which it runs."""
+        return self._replace(graph=run_passes(self.graph, self.options))
+
+    def timeline(self, machine: Machine | None = None, *, title: str = "one step") -> Timeline:
+        """The graph in time, in the order in which it stands."""
+        return make_timeline(self.graph, machine, units=self.units, title=title)
 
 
 class CompiledStep:
@@ -320,13 +331,9 @@ class CompiledStep:
             with self._capturing():
                 function(*arguments)
         except OnPaper as captured:
-            units = {
-                name: unit
-                for name, source in captured.sources.items()
-                for key, unit in self._units.items()
-                if f"[{key!r}]" in source
-            }
-            return Captured(captured.graph, units)
+            found = {name: _STATE.match(source) for name, source in captured.sources.items()}
+            units = {name: self._units[key[1]] for name, key in found.items() if key and key[1] in self._units}
+            return Captured(captured.graph, units, self.backend.options)
         raise AssertionError(f"{self._name}: a backend that runs nothing gave a result")
 
     # --- what is captured ----------------------------------------------------------------------------------------

@@ -752,14 +752,10 @@ class TrainStep:
                 )
             graph = max(graphs, key=lambda graph: len(graph.nodes))
             return make_timeline(graph, machine, title=title)
-        from fzero.compiled import scheduled
-
-        timelines: dict[int, Timeline] = {}  # micro-steps share a graph
         captured = self.trace(batch)
-        for graph, units in captured:
-            if id(graph) not in timelines:
-                timelines[id(graph)] = make_timeline(scheduled(graph, self.plan), machine, units=units, title=title)
-        return joined([timelines[id(graph)] for graph, _ in captured])
+        graphs = {id(c.graph): c for c in captured}  # micro-steps share one
+        timelines = {key: c.scheduled().timeline(machine, title=title) for key, c in graphs.items()}
+        return joined([timelines[id(c.graph)] for c in captured])
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
         """The name of the first parameter, as declared, whose collected gradient is not finite; None if all are finite.

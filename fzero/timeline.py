@@ -125,9 +125,13 @@ class Timeline:
         Console(width=120, file=out).print(self, soft_wrap=True)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
-    def draw(self) -> Figure:
-        """A picture of this timeline alone; see `draw`."""
-        return draw([self])
+    def draw(self, *others: Timeline) -> Figure:
+        """A picture: one lane for compute, one for collectives, below them the bytes alive. Needs matplotlib (extra `demo`).
+
+        Others are drawn beside it, all on the same scales.
+        """
+        figure: Figure = _draw([self, *others])
+        return figure
 
 
 def make_timeline(
@@ -257,7 +261,7 @@ def _report(timeline: Timeline) -> Group:
 
 # --- the picture -------------------------------------------------------------------------------------------------
 
-_COLORS = {
+_LANES = {
     "compute": "0.35",
     "waits": "#f3c6c0",
     "gather of parameters": "tab:blue",
@@ -267,74 +271,75 @@ _COLORS = {
     "all_to_all": "tab:purple",
     "broadcast": "tab:green",
 }
+_MEMORY = {"state and batch": "#b9aec9", "gathered parameters": "#6f9ec9", "activations, gradients, new state": "0.88"}
 
 
-def draw(timelines: Sequence[Timeline]) -> Figure:
-    """Each with one lane for compute, one for collectives, and below them the bytes alive; all on one scale of time.
-
-    Needs matplotlib (extra `demo`). Bytes alive are those besides the state, the batch and other arguments.
-    """
+def _draw(timelines: Sequence[Timeline]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     num_columns = 1 if len(timelines) < 4 else 2
     num_rows = -(-len(timelines) // num_columns)
-    figure = Figure(figsize=(11 if num_columns == 1 else 13, 3.2 * num_rows + 0.5), layout="constrained")
-    end = max(timeline.seconds for timeline in timelines)
-    scale, unit = (1e3, "ms") if end < 1 else (1, "s")
-    most = max(timeline.liveness.peak for timeline in timelines)
-    bytes_, unit_of_bytes = (1e9, "GB") if most >= 1e9 else (1e6, "MB")
-    axes = figure.subplots(2 * num_rows, num_columns, sharex=True, squeeze=False, height_ratios=[2, 3] * num_rows)
-    used: dict[str, None] = {}
+    figure = Figure(figsize=(11 if num_columns == 1 else 13, 3.4 * num_rows + 0.5), layout="constrained")
+    end = max((timeline.seconds for timeline in timelines), default=0.0) or 1.0
+    most = max(timeline.liveness.arguments + timeline.liveness.peak for timeline in timelines) or 1
+    scale, unit = (1e3, "ms") if end < 1 else (1.0, "s")
+    one, unit_of_bytes = next(
+        (one, name) for one, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if most >= one
+    )
+    axes = figure.subplots(2 * num_rows, num_columns, sharex=True, squeeze=False, height_ratios=[5, 6] * num_rows)
+    used: set[str] = set()
     for place, timeline in enumerate(timelines):
         row, column = divmod(place, num_columns)
         lanes, memory = axes[2 * row : 2 * row + 2, column]
         used |= _draw_lanes(lanes, timeline, scale, end)
-        lanes.set_title(timeline.title, loc="left", fontsize=10, fontweight="bold")
-        times = [time * scale for time in (*timeline.times, timeline.seconds)]
-        for name, color, fill in (("live", "0.88", 1.0), ("gathered", "tab:blue", 0.55)):
-            nbytes = [n / bytes_ for n in (*getattr(timeline.liveness, name), 0)]
-            memory.fill_between(times, nbytes, step="post", color=color, alpha=fill, linewidth=0)
-        memory.set_ylim(0, 1.05 * most / bytes_)
+        _draw_memory(memory, timeline, scale, one)
         memory.set_xlim(0, end * scale)
+        memory.set_ylim(0, 1.05 * most / one)
         memory.set_ylabel(f"{unit_of_bytes} alive", fontsize=8)
         memory.tick_params(labelsize=8, labelbottom=row == num_rows - 1)
         if row == num_rows - 1:
-            memory.set_xlabel(f"{unit} in the model of a machine", fontsize=8)
+            memory.set_xlabel(f"{unit}, by a model of a machine", fontsize=8)
         for panel in (lanes, memory):
             panel.spines[["top", "right"]].set_visible(False)
-    patches = [Patch(color=color, label=label) for label, color in _COLORS.items() if label in used]
-    patches += [
-        Patch(color="0.88", label="all bytes alive"),
-        Patch(color="tab:blue", alpha=0.55, label="gathered bytes"),
-    ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=8)
+    colors = {label: color for label, color in _LANES.items() if label in used} | _MEMORY
+    patches = [Patch(color=color, label=label) for label, color in colors.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=-(-len(patches) // 2), frameon=False, fontsize=8)
     return figure
 
 
-def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> dict[str, None]:
-    """The two lanes of a timeline. Gives the names of the colors that it used."""
-    bars: defaultdict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
+def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[str]:
+    """The two lanes of a timeline, with the units of gathers where there is room. Gives the names of the colors used."""
+    bars: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for span in timeline.spans:
+        bar = (span.begin * scale, (span.end - span.begin) * scale)
         if span.lane == "collective":
-            kind = "gather of parameters" if span.label.startswith("gather ") else span.label
-            bars[kind, 0].append((span.begin * scale, (span.end - span.begin) * scale))
+            unit = span.label.removeprefix("gather ")
+            bars["gather of parameters" if unit != span.label else span.label, 0].append(bar)
+            if unit != span.label and bar[1] > 0.013 * end * scale and len(unit) < 10:
+                text = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 6, "color": "white"}
+                axes.text(bar[0] + bar[1] / 2, 0, unit, **text)
+            continue
+        column = bars["compute" if span.lane == "compute" else "waits", 1]
+        if column and bar[0] - sum(column[-1]) < 1e-9 * scale:  # one bar for what follows at once
+            column[-1] = (column[-1][0], sum(bar) - column[-1][0])
         else:
-            column = bars["compute" if span.lane == "compute" else "waits", 1]
-            if column and span.begin * scale - sum(column[-1]) < 1e-9 * scale:  # one bar for what follows at once
-                column[-1] = (column[-1][0], span.end * scale - column[-1][0])
-            else:
-                column.append((span.begin * scale, (span.end - span.begin) * scale))
+            column.append(bar)
     for (kind, y), parts in bars.items():
-        edge = {"edgecolor": "white", "linewidth": 0.4} if y == 0 else {"linewidth": 0}
-        axes.broken_barh(parts, (y - 0.38, 0.76), facecolor=_COLORS.get(kind, "0.6"), **edge)
-    for span in timeline.spans:
-        name = span.label.removeprefix("gather ")
-        # About 1 % of the width of a panel is a letter.
-        if span.label != name and span.end - span.begin > 0.011 * (len(name) + 1) * end:
-            middle = (span.begin + span.end) / 2 * scale
-            axes.text(middle, 0, name, ha="center", va="center", fontsize=6.5, color="white")
+        edge = {"edgecolor": "white", "linewidth": 0.4} if y == 0 and len(parts) < 40 else {"linewidth": 0}
+        axes.broken_barh(parts, (y - 0.4, 0.8), facecolor=_LANES.get(kind, "0.6"), **edge)
+    axes.set_title(timeline.title, loc="left", fontsize=10, fontweight="bold")
     axes.set_yticks([1, 0], ["compute", "collectives"], fontsize=8)
     axes.set_ylim(-0.5, 1.5)
     axes.tick_params(labelbottom=False)
-    return {kind: None for kind, _ in bars}
+    return {kind for kind, _ in bars}
+
+
+def _draw_memory(axes: Any, timeline: Timeline, scale: float, one: float) -> None:
+    """What is alive, from the arguments up; `one` is what a unit of bytes holds."""
+    live, times = timeline.liveness, [time * scale for time in (*timeline.times, timeline.seconds)]
+    base = [live.arguments / one] * len(times)
+    gathered = [low + nbytes / one for low, nbytes in zip(base, (*live.gathered, 0))]
+    every = [low + nbytes / one for low, nbytes in zip(base, (*live.live, 0))]
+    for low, high, color in zip(([0.0] * len(times), base, gathered), (base, gathered, every), _MEMORY.values()):
+        axes.fill_between(times, low, high, step="post", color=color, linewidth=0)
