@@ -753,8 +753,8 @@ class TrainStep:
             graph = max(graphs, key=lambda graph: len(graph.nodes))
             return make_timeline(graph, machine, title=title)
         captured = self.trace(batch)
-        graphs = {id(c.graph): c for c in captured}  # micro-steps share one
-        timelines = {key: c.scheduled().timeline(machine, title=title) for key, c in graphs.items()}
+        different = {id(c.graph): c for c in captured}  # micro-steps share one
+        timelines = {key: c.scheduled().timeline(machine, title=title) for key, c in different.items()}
         return joined([timelines[id(c.graph)] for c in captured])
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
