@@ -7,7 +7,7 @@ for batch in loader:
     state, metrics = step(state, batch)
 """
 
-from fzero.collectives import CollectiveError, Real, Sent, Sim, join, shutdown
+from fzero.collectives import CollectiveError, Fake, Real, Sent, Sim, join, shutdown
 from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.graph_schedule import CompileError
 from fzero.loss_scaling import LossScale, LossScaling
@@ -18,6 +18,7 @@ from fzero.precision import Precision, widened
 from fzero.schedule import Event, ScheduleError
 from fzero.state import Metrics, TrainState
 from fzero.step import MismatchError, TrainStep, make_train_step
+from fzero.timeline import Machine, Timeline
 from fzero.torch_optimizers import torch_optimizer
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
@@ -29,8 +30,10 @@ __all__ = [
     "ConfigError",
     "ConfigWarning",
     "Event",
+    "Fake",
     "LossScale",
     "LossScaling",
+    "Machine",
     "Metrics",
     "MismatchError",
     "Pieces",
@@ -40,6 +43,7 @@ __all__ = [
     "ScheduleError",
     "Sent",
     "Sim",
+    "Timeline",
     "TrainState",
     "TrainStep",
     "Transform",

@@ -3,7 +3,8 @@
 A collective takes an *axis*, a value that says who takes part, never a process group:
 
 - `Real`: this process is one rank of a torch.distributed group (of one rank alone where there is no group),
-- `Sim`: all ranks live in this process, stacked along the first dimension of every tensor.
+- `Sim`: all ranks live in this process, stacked along the first dimension of every tensor,
+- `Fake`: a number of ranks of which none is there, for what can be told before there is a job.
 
 Collectives that can overlap compute return a `Pending`: they have been started, and `wait()` gives the result.
 
@@ -25,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,32 @@ class Sim:
 
     name: str
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fake:
+    """One rank of `size` along the mesh axis `name`, none of which is there: for plans and schedules, not to be run.
+
+    Args:
+        name: the mesh axis.
+        size: number of ranks W.
+        rank: whose part.
+        backend: `"nccl"` captures the named collectives, `"gloo"` what stands for them there.
+
+    >>> Fake("data", 1024).rank
+    0
+    """
+
+    name: str
+    size: int
+    rank: int = 0
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"Fake: rank must be in [0, {self.size}), got {self.rank}; say whose part is meant")
+        if self.backend not in ("nccl", "gloo"):
+            raise ValueError(f"Fake: backend must be 'nccl' or 'gloo', got {self.backend!r}; pass one of these")
 
 
 Axis = Real | Sim
@@ -350,7 +377,7 @@ def _tell(axis: Real, collective: str, label: str, num_elements: int, tensor: Te
         axis.observe(Sent(collective, label, num_elements, num_elements * tensor.element_size()))
 
 
-# --- collectives as nodes of a captured graph (Real axes) --------------------------------------------------------
+# --- collectives as nodes of a captured graph (Real and Fake axes) -----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,10 +391,12 @@ class InGraph:
     size: int
     rank: int
     group_name: str
-    is_cuda: bool
+    is_nccl: bool
 
     @classmethod
-    def of(cls, axis: Real, device: torch.device) -> Self:
+    def of(cls, axis: Real | Fake, device: torch.device) -> Self:
+        if isinstance(axis, Fake):
+            return cls(axis.size, axis.rank, axis.name, axis.backend == "nccl")
         group = axis.group or (dist.group.WORLD if axis.size > 1 else None)
         return cls(axis.size, axis.rank, "" if group is None else group.group_name, device.type == "cuda")
 
@@ -375,7 +404,7 @@ class InGraph:
         """The shards of all ranks joined in rank order, S → P. *Collective:* sends (W-1)/W · P."""
         if self.size == 1 or not shard_S.numel():
             return shard_S
-        if self.is_cuda:
+        if self.is_nccl:
             return _wait(_ops.all_gather_into_tensor(shard_S, self.size, self.group_name))
         return self._all_to_all(shard_S.repeat(self.size))
 
@@ -383,7 +412,7 @@ class InGraph:
         """This rank's shard of the sum over ranks, P → S. *Collective:* sends (W-1)/W · P."""
         if self.size == 1 or not full_P.numel():
             return full_P
-        if self.is_cuda:
+        if self.is_nccl:
             return _wait(_ops.reduce_scatter_tensor(full_P, "sum", self.size, self.group_name))
         total_S, *others = torch.split(self._all_to_all(full_P), full_P.numel() // self.size)
         for summand_S in others:
@@ -394,7 +423,7 @@ class InGraph:
         """The sum over ranks, in rank order. *Collective:* sends 2(W-1)/W · P."""
         if self.size == 1 or not full_P.numel():
             return full_P
-        if self.size == 2 or self.is_cuda:
+        if self.size == 2 or self.is_nccl:
             return _wait(_ops.all_reduce(full_P, "sum", self.group_name))
         return self.all_gather(self.reduce_scatter(full_P))
 

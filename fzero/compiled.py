@@ -19,6 +19,7 @@ Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard,
 from __future__ import annotations
 
 import logging
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,14 +35,17 @@ import torch._dynamo.exc
 from rich.console import Console
 from torch import Tensor, nn
 
-from fzero.collectives import InGraph, Real, Sent, sent_by
-from fzero.graph_backends import aot_eager, inductor
-from fzero.graph_schedule import CompileError, PassOptions, copy_of
+from fzero.collectives import Fake, InGraph, Real, Sent, sent_by
+from fzero.graph_analysis import name_units
+from fzero.graph_backends import Backend as TorchBackend
+from fzero.graph_backends import OnPaper, aot_eager, inductor, on_paper
+from fzero.graph_schedule import CompileError, PassOptions, copy_of, run_passes
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
 from fzero.plan import BufferPlan, Plan
 from fzero.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.state import TrainState
+from fzero.timeline import Machine, Timeline, make_timeline
 from fzero.transforms import Transform, unless
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
@@ -78,7 +82,7 @@ class Backend:
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
 
-    def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         self.num_captured += 1
         make = inductor if self.name == "inductor" else aot_eager
         found = [node.meta["grapharg"].source.name for node in module.graph.nodes if node.op == "placeholder"]
@@ -131,7 +135,7 @@ class Flat(NamedTuple):
     grad_dtype: torch.dtype
 
     @classmethod
-    def of(cls, buffer: BufferPlan, axis: Real) -> Self:
+    def of(cls, buffer: BufferPlan, axis: Real | Fake) -> Self:
         layout, row, is_shared = buffer.layout, buffer.row, axis.size > 1
         updates_shard = isinstance(row.optimizer, Sharded)
         return cls(
@@ -189,6 +193,28 @@ class Outcome(NamedTuple):
     is_sum: bool
 
 
+_STATE = re.compile(r"L\['\w+'\](?:\[\d+\])?\['([^']*)'\]")
+"""What a captured function calls a tensor of a flat buffer, `L['params']['blocks.0/float32']`."""
+
+
+class Captured(NamedTuple):
+    """One graph of a step, captured on paper."""
+
+    graph: torch.fx.Graph
+    """Of aten operators; every node has its tensors, without memory, in `meta["val"]`."""
+    units: dict[str, str]
+    """The unit of each tensor that belongs to a flat buffer, by the name of its placeholder."""
+    options: PassOptions
+
+    def scheduled(self) -> Captured:
+        """The graph in the order in which it runs."""
+        return self._replace(graph=run_passes(self.graph, self.options))
+
+    def timeline(self, machine: Machine | None = None, *, title: str = "one step") -> Timeline:
+        """The graph in time, in the order in which it stands."""
+        return make_timeline(self.graph, machine, title=title)
+
+
 class CompiledStep:
     """Captured functions for one model, plan and rank.
 
@@ -200,7 +226,7 @@ class CompiledStep:
         self,
         model: nn.Module,
         plan: Plan,
-        axis: Real,
+        axis: Real | Fake,
         device: torch.device,
         rules: Rules,
         *,
@@ -213,8 +239,9 @@ class CompiledStep:
                 f"compile: 'step' needs torch 2.13, where a gradient can be traced in a graph, got {torch.__version__}; "
                 f"pass compile='block', or install a newer torch"
             )
-        units = {f"L['params'][{buffer.key!r}]": unit.name for unit in plan.units for buffer in unit.buffers}
-        self.backend = Backend(backend, pass_options(plan), units)
+        self._units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
+        params = {f"L['params'][{key!r}]": unit for key, unit in self._units.items()}
+        self.backend = Backend(backend, pass_options(plan), params)
         self._axis, self._graph, self._device = axis, InGraph.of(axis, device), device
         self._rules, self._name = rules, type(model).__name__
         self._aliases, self._num_micro_steps, self._stage = plan.aliases, plan.num_micro_steps, plan.stage
@@ -222,17 +249,15 @@ class CompiledStep:
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
         reduces_by_sum = not rules.measures.is_mean
-        self._module = _WithLoss(
-            model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type
-        ).train(model.training)
-        self._whole = self._compile(self._whole_step)
-        self._micro = self._compile(self._micro_step)
-        self._end = self._compile(self._update)
+        self._module = _WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
+        self._whole = self._compile(self._whole_step, self.backend)
+        self._micro = self._compile(self._micro_step, self.backend)
+        self._end = self._compile(self._update, self.backend)
         self._sent_by: dict[Callable[..., Any], list[Sent]] = {}
 
-    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _compile(self, function: Callable[..., Any], backend: TorchBackend) -> Callable[..., Any]:
         # A cache of its own: that of a method is otherwise shared by all steps of a process.
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=self.backend, isolate_recompiles=True)  # type: ignore[call-overload,no-any-return]
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload,no-any-return]
 
     def __call__(
         self, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: Sequence[Any], number: Tensor
@@ -261,12 +286,7 @@ class CompiledStep:
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a captured function, and tells how long it took to capture it."""
         start, num_captured, num_graphs = time.perf_counter(), self.backend.num_captured, len(self.backend.graphs)
-        # Numbers are constants of the graph; taken for inputs at first, they would make Dynamo capture everything twice.
-        quiet = torch._dynamo.config.ignore_logging_functions | _logging()
-        with (
-            _one_graph(self._name),
-            torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True, ignore_logging_functions=quiet),
-        ):
+        with self._capturing():
             result = function(*arguments)
         if self.backend.num_captured > num_captured and self._axis.rank == 0:
             seconds = time.perf_counter() - start
@@ -275,9 +295,59 @@ class CompiledStep:
                 f"{seconds:.1f} s",
                 highlight=False,
             )
-        if self._axis.observe is not None:
-            self._tell(function, num_graphs)
+        if isinstance(self._axis, Real) and self._axis.observe is not None:
+            self._tell(function, num_graphs, self._axis.observe)
         return result
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        # Numbers are constants of the graph; taken for inputs at first, they would make Dynamo capture everything twice.
+        quiet = torch._dynamo.config.ignore_logging_functions | _logging()
+        with (
+            _one_graph(self._name),
+            torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True, ignore_logging_functions=quiet),
+        ):
+            yield
+
+    def trace(self, state: TrainState[Tensor], micro_batches: Sequence[Any]) -> list[Captured]:
+        """The graphs that a step would run, one after the other, captured on tensors of a `FakeTensorMode`. Runs nothing.
+
+        What the model changes in Python when it runs stays as it is.
+        """
+        flat, buffers = (state.params, state.master, state.grads, state.optimizer), dict(state.buffers)
+        number = torch.empty((1,), dtype=torch.float64, device=self._device)
+        if len(micro_batches) == 1:
+            whole = self._compile(self._whole_step, on_paper)
+            return [self._captured(whole, *flat, buffers, state.loss_scale, micro_batches[0], number)]
+        sums: list[bool] = []
+
+        @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # it is called in the capture
+        def note(is_sum: bool) -> None:
+            sums.append(is_sum)
+
+        def micro_step(*arguments: Any) -> tuple[Tensor, bool]:
+            rows, is_sum = self._micro_step(*arguments)
+            note(is_sum)
+            return rows, is_sum
+
+        micro, update = self._compile(micro_step, on_paper), self._compile(self._update, on_paper)
+        graphs = [
+            self._captured(micro, state.params, state.grads, buffers, state.loss_scale, batch, number)
+            for batch in micro_batches
+        ]
+        told = number.new_empty(len(micro_batches), self._graph.size, 3)
+        return [*graphs, self._captured(update, *flat, buffers, state.loss_scale, told, None, sums[-1])]
+
+    def _captured(self, function: Callable[..., Any], *arguments: Any) -> Captured:
+        try:
+            with self._capturing():
+                function(*arguments)
+        except OnPaper as captured:
+            found = {name: _STATE.match(source) for name, source in captured.sources.items()}
+            units = {name: self._units[key[1]] for name, key in found.items() if key and key[1] in self._units}
+            name_units(captured.graph, units)
+            return Captured(captured.graph, units, self.backend.options)
+        raise AssertionError(f"{self._name}: a backend that runs nothing gave a result")
 
     # --- what is captured ----------------------------------------------------------------------------------------
 
@@ -459,12 +529,12 @@ class CompiledStep:
 
     # --- what it sent --------------------------------------------------------------------------------------------
 
-    def _tell(self, function: Callable[..., Any], num_graphs: int) -> None:
+    def _tell(self, function: Callable[..., Any], num_graphs: int, observe: Callable[[Sent], None]) -> None:
         """Tells `observe` what the call sent, by the graph that ran."""
         if len(self.backend.graphs) > num_graphs:
             self._sent_by[function] = sent_by(self.backend.graphs[-1], self._axis.size)
         for sent in self._sent_by.get(function, ()):
-            self._axis.observe(sent)  # type: ignore[misc]
+            observe(sent)
 
 
 def _times(grad: Tensor, share: float, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,7 @@
 """How does a schedule reach `torch.compile`, and how does it survive Inductor, which sorts a graph's operators anew?
 
 - `aot_eager(options)` is a backend without code generation: the graph runs node by node in the order of the passes.
+- `on_paper` is a backend that runs nothing: it hands over the graph as it was captured.
 - `inductor(options)` is Inductor with the passes where it lets others change its graph, after which `pin_order` ties the
   collectives to the compute around them with control dependencies.
 
@@ -9,7 +10,7 @@ The pinning uses parts of PyTorch that are private.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -47,6 +48,40 @@ def aot_eager(
 
     backend: Backend = aot_autograd(fw_compiler=compile_graph, keep_inference_input_mutations=True)
     return backend
+
+
+class OnPaper(Exception):
+    """What a function that was compiled with `on_paper` raises where it would run, so that it changes nothing.
+
+    Attributes:
+        graph: the aten graph as it was captured.
+        sources: what the compiled function calls each placeholder's tensor, `L['params']['blocks.0/float32']`.
+    """
+
+    def __init__(self, graph: Graph, sources: Mapping[str, str]) -> None:
+        super().__init__("captured, not run")
+        self.graph, self.sources = graph, sources
+
+
+def on_paper(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+    """A backend that captures and runs nothing: calling the compiled function raises `OnPaper`."""
+    inputs = [node.meta.get("grapharg") for node in module.graph.nodes if node.op == "placeholder"]
+
+    def capture(captured: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        graph, sources = captured.graph, {}
+        for node in graph.nodes:
+            place = getattr(node.meta.get("desc"), "idx", None) if node.op == "placeholder" else None
+            if place is not None and inputs[place] is not None:
+                sources[node.name] = inputs[place].source.name
+
+        def run(*_: Any) -> None:
+            raise OnPaper(graph, sources)
+
+        boxed: Callable[..., Any] = make_boxed_func(run)
+        return boxed
+
+    backend: Backend = aot_autograd(fw_compiler=capture, keep_inference_input_mutations=True)
+    return backend(module, args)
 
 
 def inductor(

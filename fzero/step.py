@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fzero import collectives, initialise, lr_schedules
 from fzero.binding import bound
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
-from fzero.collectives import CollectiveError, Pending, Real
+from fzero.collectives import CollectiveError, Fake, Pending, Real
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer, TorchOptimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
@@ -40,13 +40,13 @@ from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, Plan, blocks_o
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
-from fzero.timeline import Timeline, make_timeline
+from fzero.timeline import Machine, Timeline, joined, make_timeline
 from fzero.transforms import Transform, unless
 from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
 
 if TYPE_CHECKING:
-    from fzero.compiled import CompiledStep
+    from fzero.compiled import Captured, CompiledStep
     from fzero.compiled_blocks import CompiledBlocks
 
 
@@ -59,7 +59,7 @@ def make_train_step(
     cfg: Config | Mapping[str, Any] | str,
     *,
     loss_fn: LossFn | None = None,
-    mesh: Mesh | Real | None = None,
+    mesh: Mesh | Real | Fake | None = None,
     units: Sequence[str] | None = None,
     param_groups: Sequence[ParamGroup] = (),
     transform: OwnTransform | None = None,
@@ -84,7 +84,8 @@ def make_train_step(
             micro-batches and ranks (tokens, say); `model` is called like the module. None calls the model with the batch
             (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as `model(**batch)`) and takes the
             output if it is a scalar, its `.loss`, or its first item.
-        mesh: the ranks: a `sharding.Mesh` whose one axis of more than one rank is `"data"`, or a bound axis.
+        mesh: the ranks: a `sharding.Mesh` whose one axis of more than one rank is `"data"`, or a bound axis. With a
+            `fzero.Fake` axis there are none: `plan`, `specs`, `trace` and `explain` tell what a job of so many would do.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
             first that matches counts. `"params"` may be a function of name and parameter. A group's `lr` scales the
@@ -119,7 +120,7 @@ def make_train_step(
     cfg = Config.load(cfg)
     _check_no_hooks(model)
     device = _device_of(model)
-    axis = mesh if isinstance(mesh, Real) else _bind(mesh, device)
+    axis = mesh if isinstance(mesh, Real | Fake) else _bind(mesh, device)
     the_plan = plan(model, cfg, world_size=axis.size, units=units, param_groups=param_groups, transform=transform)
     optimizers = optimizers_of(cfg, param_groups, transform)
     checkpointing = _checkpointing(model, cfg, checkpoint, units, device)
@@ -129,7 +130,8 @@ def make_train_step(
         "checkpoint": ", ".join(checkpointing.names),
         "compile": f"{compile} with {compile_backend}",
     }
-    _check_same(axis, cfg, model, the_plan, arguments)
+    if isinstance(axis, Real):
+        _check_same(axis, cfg, model, the_plan, arguments)
     step = TrainStep(
         model, cfg, the_plan, optimizers, axis, device, loss_fn, donate, lr_schedule, schedule, checkpointing, seed
     )
@@ -140,6 +142,15 @@ def make_train_step(
 
         step._blocks = CompiledBlocks(_blocks_to_compile(model, units), compile_backend)
     return step
+
+
+class _Knobs(NamedTuple):
+    """What changes about the update of a captured step: tensors, to be written before each."""
+
+    lr: list[Tensor]
+    """Of each parameter group."""
+    beta: Tensor | None
+    salts: Tensor
 
 
 class TrainStep:
@@ -162,7 +173,7 @@ class TrainStep:
         cfg: Config,
         plan: Plan,
         optimizers: Sequence[Optimizer | Own],
-        axis: Real,
+        axis: Real | Fake,
         device: torch.device,
         loss_fn: LossFn | None,
         donate: bool,
@@ -173,7 +184,7 @@ class TrainStep:
     ) -> None:
         self.plan, self.rank, self.world_size = plan, axis.rank, axis.size
         self.schedule: tuple[Event, ...] | None = None
-        self._model, self._cfg, self._axis, self.device = model, cfg, axis, device
+        self._model, self._cfg, self._ranks, self.device = model, cfg, axis, device
         self._loss_fn, self._donate, self._learns, self._seed = loss_fn, donate, schedule == "learned", seed
         self._checkpointing = checkpointing
         self._eval_schedule: tuple[Event, ...] | None = None
@@ -220,8 +231,22 @@ class TrainStep:
         self._compiled: CompiledStep | None = None
         self._blocks: CompiledBlocks | None = None
 
+    @property
+    def _axis(self) -> Real:
+        """The ranks, which are there."""
+        if isinstance(self._ranks, Fake):
+            raise ValueError(
+                f"mesh: must be of ranks that are there to run a step, got {self._ranks}; a step on a Fake axis has plan, "
+                f"specs, trace and explain, so leave mesh out under torchrun"
+            )
+        return self._ranks
+
     def _capture(self, backend: Literal["inductor", "aot_eager"]) -> None:
-        """Makes this a compiled step. What a step changes about the update is written into tensors, once in each."""
+        """Makes this a compiled step."""
+        self._compiled, self._knobs = self._one_graph(backend)
+
+    def _one_graph(self, backend: Literal["inductor", "aot_eager"]) -> tuple[CompiledStep, _Knobs]:
+        """The step as one graph, and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
         if self._checkpointing.names:
@@ -230,9 +255,11 @@ class TrainStep:
             )
         masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
         dtype = torch.float64 if torch.float64 in masters else torch.float32
-        self._lr = [torch.zeros((), dtype=dtype, device=self.device) for _ in self._rates]
-        self._beta = torch.full((), 0.9, dtype=dtype, device=self.device) if self._momentum else None
-        self._salts = torch.zeros(NUM_SALTS, dtype=torch.int64, device=self.device)
+        knobs = _Knobs(
+            [torch.zeros((), dtype=dtype, device=self.device) for _ in self._rates],
+            torch.full((), 0.9, dtype=dtype, device=self.device) if self._momentum else None,
+            torch.zeros(NUM_SALTS, dtype=torch.int64, device=self.device),
+        )
         transforms = {}
         for buffer in self.plan.flat_buffers:
             if buffer.trainable:
@@ -243,17 +270,18 @@ class TrainStep:
                         f"whole step is one graph, got {getattr(optimizer, 'type', optimizer)!r}; pass compile='block'"
                     )
                 transforms[buffer.key] = optimizer.transform(
-                    lr=self._lr[buffer.group], momentum=self._beta, kind=buffer.way
+                    lr=knobs.lr[buffer.group], momentum=knobs.beta, kind=buffer.way
                 )
         places = {b.key: self._place(b) for b in self.plan.flat_buffers}
         rules = Rules(
             self._measures, self._scaling, self._cfg.skips_overflow, transforms,
-            places if self._cfg.precision.stochastic_rounding else None, self._salts,
+            places if self._cfg.precision.stochastic_rounding else None, knobs.salts,
         )  # fmt: skip
-        self._compiled = CompiledStep(
-            self._model, self.plan, self._axis, self.device, rules,
+        compiled = CompiledStep(
+            self._model, self.plan, self._ranks, self.device, rules,
             loss_fn=self._loss_fn, autocast=self._cfg.precision.autocast, backend=backend,
         )  # fmt: skip
+        return compiled, knobs
 
     @property
     def specs(self) -> TrainState[TensorSpec]:
@@ -286,6 +314,7 @@ class TrainStep:
         Raises:
             ValueError: a name or shape that does not fit, or a module on `meta` that nothing initialises.
         """
+        axis = self._axis
         if params is not None:
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
             initialise.check_names(self._model, params)
@@ -302,7 +331,7 @@ class TrainStep:
             name: self._from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), name)
             for name, spec in self.plan.buffers.items()
         }
-        rng = {kind: _generator(kind, self._seed * 1_000_003 + self.rank).get_state() for kind in self.specs.rng}
+        rng = {kind: _generator(kind, self._seed * 1_000_003 + axis.rank).get_state() for kind in self.specs.rng}
         num_updates = torch.zeros((), dtype=torch.int64, device=self.device if self._cfg.skips_overflow else "cpu")
         loss_scale = self._scaling.init(self.device)
         return TrainState(step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=rng)
@@ -461,12 +490,12 @@ class TrainStep:
         """The step as a graph: writes its numbers where the graph reads them, and raises what the graph found."""
         self._num_passes += 1
         num_updates = int(state.step)
-        for lr, rate in zip(self._lr, self._rates, strict=True):
+        for lr, rate in zip(self._knobs.lr, self._rates, strict=True):
             lr.fill_(rate(num_updates))
-        if self._beta is not None and self._momentum is not None:
-            self._beta.fill_(self._momentum(num_updates))
+        if self._knobs.beta is not None and self._momentum is not None:
+            self._knobs.beta.fill_(self._momentum(num_updates))
         if self._cfg.precision.stochastic_rounding:
-            self._salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
+            self._knobs.salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
         batches = [self._cast(batch) for batch in micro_batches]
         with _random_state(state.rng, self.device) as rng:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
@@ -480,7 +509,7 @@ class TrainStep:
                 self._check_loss_scale(state, outcome.overflow)
             raise FloatingPointError(self._what_is_not_finite(outcome.told[..., :2], state, outcome.norm))
         metrics = Metrics(
-            outcome.loss, outcome.norm, self._lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
+            outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
         )
         return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng), metrics
 
@@ -675,22 +704,58 @@ class TrainStep:
             + "); the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
         )
 
-    def explain(self) -> Timeline:
-        """The schedule of the graph that runs: compute and collectives over the step, and the gathered bytes under them.
+    def trace(self, batch: Any) -> list[Captured]:
+        """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured and not yet scheduled.
 
-        For `compile="step"`, after the first step. `print` it for a table, `draw()` gives a picture. Times are those of a
-        simple model of a machine (`fzero.timeline.Machine`), not measured.
+        Works in every step, whatever its `compile` is, and on one rank alone. Runs, allocates and sends nothing, and
+        changes nothing: state and batch are tensors without memory (`FakeTensorMode`).
+
+        Args:
+            batch: this rank's samples, as for a step; tensors may be on `meta`. An iterator loses its next micro-batches.
 
         Raises:
-            ValueError: there is no graph yet, or none at all.
+            ConfigError, CompileError, ValueError: the step cannot be captured, or the batch is not what was configured.
         """
-        graphs = self._compiled.backend.graphs if self._compiled is not None else []
-        if not graphs:
-            raise ValueError(
-                "explain: needs a graph of the whole step, got none; make the step with compile='step' and call the step once"
+        from torch._subclasses import FakeTensorMode
+
+        micro_batches = list(self._split(batch))
+        compiled = self._compiled or self._one_graph("aot_eager")[0]
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            state = optree.tree_map(
+                lambda spec: torch.empty(
+                    spec.local_shape(self.world_size), dtype=torch_dtype(spec.dtype), device=self.device
+                ),
+                self.specs,
             )
+            return compiled.trace(state, [self._cast(_without_memory(x, self.device)) for x in micro_batches])
+
+    def explain(self, batch: Any = None, *, machine: Machine | None = None) -> Timeline:
+        """The schedule of a step: compute and collectives over time, and the gathered bytes under them.
+
+        With a `batch`, that of the graph which `compile="step"` makes of it, captured on paper (see `trace`): in every
+        step, before the first one too, and on one rank alone. An eager step enters and leaves its units at the same
+        places; Inductor fuses compute, and keeps the collectives and their order. Without a batch, for `compile="step"` and
+        after the first step, that of the graph that ran.
+
+        `print` it for a table, `draw()` gives a picture. Times are those of a simple model of a machine, not measured.
+
+        Raises:
+            ValueError: no batch is given, and no graph has run; and what `trace` raises.
+        """
         title = f"stage {self.plan.stage} on {self.world_size} ranks"
-        return make_timeline(max(graphs, key=lambda graph: len(graph.nodes)), title=title)
+        if batch is None:
+            graphs = self._compiled.backend.graphs if self._compiled is not None else []
+            if not graphs:
+                raise ValueError(
+                    "explain: needs a batch where no graph of the whole step has run, got none; pass one, explain(batch), or "
+                    "make the step with compile='step' and call the step once"
+                )
+            graph = max(graphs, key=lambda graph: len(graph.nodes))
+            return make_timeline(graph, machine, title=title)
+        captured = self.trace(batch)
+        different = {id(c.graph): c for c in captured}  # micro-steps share one
+        timelines = {key: c.scheduled().timeline(machine, title=title) for key, c in different.items()}
+        return joined([timelines[id(c.graph)] for c in captured])
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
         """The name of the first parameter, as declared, whose collected gradient is not finite; None if all are finite.
@@ -996,6 +1061,17 @@ def _stored_names(model: nn.Module) -> dict[str, str]:
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     tensors = model.state_dict(keep_vars=True)
     return {key: names[id(tensor)] for key, tensor in tensors.items() if id(tensor) in names}
+
+
+def _without_memory(batch: Any, device: torch.device) -> Any:
+    """The batch with empty tensors of the same shapes on `device`, for a `FakeTensorMode`."""
+    return optree.tree_map(
+        lambda x: (
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
+        ),
+        dict(batch) if isinstance(batch, Mapping) else batch,
+        none_is_leaf=True,
+    )
 
 
 def _portable(tensor: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import io
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.console import Console, Group
@@ -63,7 +65,7 @@ class Machine:
 
 
 class Span(NamedTuple):
-    """One node in its lane, in seconds from the beginning of the step."""
+    """One node in its lane, in seconds from the beginning of the step; `nbytes` is what a rank sends."""
 
     lane: Literal["compute", "wait", "collective"]
     label: str
@@ -104,6 +106,15 @@ class Timeline:
         return sum(span.end - span.begin for span in self.spans if span.lane == "collective")
 
     @property
+    def sent(self) -> int:
+        """Bytes that a rank sends in the step."""
+        return sum(span.nbytes for span in self.spans)
+
+    @property
+    def num_collectives(self) -> int:
+        return sum(span.lane == "collective" for span in self.spans)
+
+    @property
     def hidden(self) -> float:
         """The part of the communication beside which the compute lane computes."""
         return 1 - self.waiting / self.communicating if self.communicating else 1.0
@@ -116,9 +127,12 @@ class Timeline:
         Console(width=120, file=out).print(self, soft_wrap=True)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
-    def draw(self) -> Figure:
-        """One lane for compute, one for collectives, and below them the gathered bytes alive. Needs matplotlib (extra `demo`)."""
-        figure: Figure = _draw(self)
+    def draw(self, *others: Timeline) -> Figure:
+        """A picture: one lane for compute, one for collectives, below them the bytes alive. Needs matplotlib (extra `demo`).
+
+        Others are drawn beside it, all on the same scales.
+        """
+        figure: Figure = _draw([self, *others])
         return figure
 
 
@@ -132,6 +146,7 @@ def make_timeline(graph: Graph, machine: Machine | None = None, *, title: str = 
     """
     machine = Machine() if machine is None else machine
     analysis = analyse(graph)
+    world_size = max(filter(None, map(_num_ranks, graph.nodes)), default=None)
     labels: dict[Node, str] = {}
     for gather in analysis.gathers:
         labels |= {node: f"gather {gather.unit}" for node in gather.issue if is_collective(node)}
@@ -142,7 +157,7 @@ def make_timeline(graph: Graph, machine: Machine | None = None, *, title: str = 
     for node in graph.nodes:
         times.append(now)
         if is_collective(node):
-            nbytes = sent_by(node)
+            nbytes = sent_by(node, world_size)
             begin = max(now, free)
             free = begin + machine.latency + nbytes / machine.network
             ends[node] = free
@@ -168,17 +183,48 @@ def make_timeline(graph: Graph, machine: Machine | None = None, *, title: str = 
     return Timeline(tuple(spans), tuple(times), liveness(graph, analysis), title)
 
 
-def sent_by(node: Node) -> int:
-    """Bytes that one rank sends in the collective that `node` starts, by the fewest that it can be done with."""
-    numbers = [arg for arg in node.args if isinstance(arg, int)]
+def sent_by(node: Node, world_size: int | None = None) -> int:
+    """Bytes that one rank sends in the collective that `node` starts, by the fewest that it can be done with.
+
+    Args:
+        world_size: the ranks of a collective that does not tell (an all-reduce); None takes them for very many.
+    """
+    num_ranks = _num_ranks(node) or world_size
+    whole = max(nbytes_of(node), sum(map(nbytes_of, node.all_input_nodes)))
+    if node.target is ALL_REDUCE:
+        whole *= 2
+    return whole * (num_ranks - 1) // num_ranks if num_ranks and node.target is not c10d.broadcast.default else whole
+
+
+def _num_ranks(node: Node) -> int | None:
+    """How many ranks take part in a collective, where it says so."""
     if node.target is c10d.all_to_all_single.default:
-        num_ranks = len(node.args[1])  # type: ignore[arg-type]
-        return nbytes_of(node) * (num_ranks - 1) // num_ranks
+        return len(node.args[1])  # type: ignore[arg-type]
     if node.target in (c10d.all_gather_into_tensor.default, ALL_GATHERS, c10d.reduce_scatter_tensor.default):
-        num_ranks = numbers[0]
-        whole = max(nbytes_of(node), sum(map(nbytes_of, node.all_input_nodes)))
-        return whole * (num_ranks - 1) // num_ranks
-    return nbytes_of(node) * (2 if node.target is ALL_REDUCE else 1)
+        return next(arg for arg in node.args if isinstance(arg, int))
+    return None
+
+
+def joined(timelines: Sequence[Timeline]) -> Timeline:
+    """One timeline of several graphs that run one after the other."""
+    if len(timelines) == 1:
+        return timelines[0]
+    starts = list(accumulate((timeline.seconds for timeline in timelines), initial=0.0))
+    spans = [
+        span._replace(begin=start + span.begin, end=start + span.end)
+        for start, timeline in zip(starts, timelines)
+        for span in timeline.spans
+    ]
+    times = [start + time for start, timeline in zip(starts, timelines) for time in timeline.times]
+    lives = [timeline.liveness for timeline in timelines]
+    live = Liveness(
+        nodes=tuple(chain.from_iterable(live.nodes for live in lives)),
+        live=tuple(chain.from_iterable(live.live for live in lives)),
+        gathered=tuple(chain.from_iterable(live.gathered for live in lives)),
+        gathered_numel=tuple(chain.from_iterable(live.gathered_numel for live in lives)),
+        arguments=max(live.arguments for live in lives),
+    )
+    return Timeline(tuple(spans), tuple(times), live, timelines[0].title)
 
 
 def _seconds(node: Node, machine: Machine) -> float:
@@ -213,35 +259,87 @@ def _report(timeline: Timeline) -> Group:
     )
 
 
-def _draw(timeline: Timeline) -> Any:
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
+# --- the picture -------------------------------------------------------------------------------------------------
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1))
-    labels = dict.fromkeys(span.label for span in timeline.spans if span.lane == "collective")
-    palette = colormaps["tab20"]
-    colors: dict[str, Any] = {label: palette(place % 20) for place, label in enumerate(labels)}
-    for lane, y in (("compute", 1), ("wait", 1), ("collective", 0)):
-        spans = [span for span in timeline.spans if span.lane == lane]
-        fixed = {"compute": "0.35", "wait": "0.9"}.get(lane)
-        lanes.broken_barh(
-            [(span.begin * 1e3, (span.end - span.begin) * 1e3) for span in spans],
-            (y - 0.4, 0.8),
-            facecolors=[fixed or colors[span.label] for span in spans],
-            edgecolor="white" if lane == "collective" else "none",
-            linewidth=0.3,
-        )
-    lanes.set_yticks([1, 0], ["compute", "collectives"])
-    lanes.set_title(timeline.title, loc="left")
-    times = [time * 1e3 for time in timeline.times]
-    memory.step(times, [n / 1e6 for n in timeline.liveness.live], where="post", color="0.6", label="alive")
-    gathered = [n / 1e6 for n in timeline.liveness.gathered]
-    memory.fill_between(times, gathered, step="post", color="tab:blue", alpha=0.6, label="gathered")
-    memory.set_xlabel("ms")
-    memory.set_ylabel("MB")
-    memory.set_ylim(bottom=0)
-    memory.legend(loc="upper right", frameon=False)
-    for axes in (lanes, memory):
-        axes.spines[["top", "right"]].set_visible(False)
+_LANES = {
+    "compute": "0.35",
+    "waits": "#f3c6c0",
+    "gather of parameters": "tab:blue",
+    "all_gather": "tab:cyan",
+    "reduce_scatter": "tab:orange",
+    "all_reduce": "tab:red",
+    "all_to_all": "tab:purple",
+    "broadcast": "tab:green",
+}
+_MEMORY = {"state and batch": "#b9aec9", "gathered parameters": "#6f9ec9", "activations, gradients, new state": "0.88"}
+
+
+def _draw(timelines: Sequence[Timeline]) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    num_columns = 1 if len(timelines) < 4 else 2
+    num_rows = -(-len(timelines) // num_columns)
+    figure = Figure(figsize=(11 if num_columns == 1 else 13, 3.4 * num_rows + 0.5), layout="constrained")
+    end = max((timeline.seconds for timeline in timelines), default=0.0) or 1.0
+    most = max(timeline.liveness.arguments + timeline.liveness.peak for timeline in timelines) or 1
+    scale, unit = (1e3, "ms") if end < 1 else (1.0, "s")
+    one, unit_of_bytes = next(
+        (one, name) for one, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if most >= one
+    )
+    axes = figure.subplots(2 * num_rows, num_columns, sharex=True, squeeze=False, height_ratios=[5, 6] * num_rows)
+    used: set[str] = set()
+    for place, timeline in enumerate(timelines):
+        row, column = divmod(place, num_columns)
+        lanes, memory = axes[2 * row : 2 * row + 2, column]
+        used |= _draw_lanes(lanes, timeline, scale, end)
+        _draw_memory(memory, timeline, scale, one)
+        memory.set_xlim(0, end * scale)
+        memory.set_ylim(0, 1.05 * most / one)
+        memory.set_ylabel(f"{unit_of_bytes} alive", fontsize=8)
+        memory.tick_params(labelsize=8, labelbottom=row == num_rows - 1)
+        if row == num_rows - 1:
+            memory.set_xlabel(f"{unit}, by a model of a machine", fontsize=8)
+        for panel in (lanes, memory):
+            panel.spines[["top", "right"]].set_visible(False)
+    colors = {label: color for label, color in _LANES.items() if label in used} | _MEMORY
+    patches = [Patch(color=color, label=label) for label, color in colors.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=-(-len(patches) // 2), frameon=False, fontsize=8)
     return figure
+
+
+def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[str]:
+    """The two lanes of a timeline, with the units of gathers where there is room. Gives the names of the colors used."""
+    bars: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for span in timeline.spans:
+        bar = (span.begin * scale, (span.end - span.begin) * scale)
+        if span.lane == "collective":
+            unit = span.label.removeprefix("gather ")
+            bars["gather of parameters" if unit != span.label else span.label, 0].append(bar)
+            if unit != span.label and bar[1] > 0.013 * end * scale and len(unit) < 10:
+                text = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 6, "color": "white"}
+                axes.text(bar[0] + bar[1] / 2, 0, unit, **text)
+            continue
+        column = bars["compute" if span.lane == "compute" else "waits", 1]
+        if column and bar[0] - sum(column[-1]) < 1e-9 * scale:  # one bar for what follows at once
+            column[-1] = (column[-1][0], sum(bar) - column[-1][0])
+        else:
+            column.append(bar)
+    for (kind, y), parts in bars.items():
+        edge = {"edgecolor": "white", "linewidth": 0.4} if y == 0 and len(parts) < 40 else {"linewidth": 0}
+        axes.broken_barh(parts, (y - 0.4, 0.8), facecolor=_LANES.get(kind, "0.6"), **edge)
+    axes.set_title(timeline.title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_yticks([1, 0], ["compute", "collectives"], fontsize=8)
+    axes.set_ylim(-0.5, 1.5)
+    axes.tick_params(labelbottom=False)
+    return {kind for kind, _ in bars}
+
+
+def _draw_memory(axes: Any, timeline: Timeline, scale: float, one: float) -> None:
+    """What is alive, from the arguments up; `one` is what a unit of bytes holds."""
+    live, times = timeline.liveness, [time * scale for time in (*timeline.times, timeline.seconds)]
+    base = [live.arguments / one] * len(times)
+    gathered = [low + nbytes / one for low, nbytes in zip(base, (*live.gathered, 0))]
+    every = [low + nbytes / one for low, nbytes in zip(base, (*live.live, 0))]
+    for low, high, color in zip(([0.0] * len(times), base, gathered), (base, gathered, every), _MEMORY.values()):
+        axes.fill_between(times, low, high, step="post", color=color, linewidth=0)

@@ -518,12 +518,137 @@ def test_a_graph_sends_what_the_plan_says_and_gathers_two_units_at_most(ranks: R
         assert found["gathered"] == 2 * largest, "the next unit is gathered early, and no more"
 
 
-def test_a_schedule_is_explained_once_it_is_known() -> None:
+# --- on paper ----------------------------------------------------------------------------------------------------
+
+
+def _explained_and_run(stage: int, keys: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The collectives of the graphs as explained, by rank 0 alone, and as run."""
+    step = fzero.make_train_step(make(Short), config(stage) | keys, **AOT)
+    batch = part(vectors(0), step.rank, step.world_size)
+    explained = []
+    if step.rank == 0:
+        explained = [_collectives(captured.scheduled().graph) for captured in step.trace(batch)]
+    step(step.init(), batch)
+    assert step._compiled is not None
+    return explained, [_collectives(graph) for graph in step._compiled.backend.graphs]
+
+
+def _collectives(graph: torch.fx.Graph) -> list[tuple[str, torch.Size]]:
+    """And their waits, and the matrix products between them."""
+    return [
+        (str(node.target), node.meta["val"].shape)
+        for node in graph.nodes
+        if is_collective(node) or node.target is WAIT or flops_of(node)
+    ]
+
+
+@pytest.mark.parametrize(("stage", "keys"), [(0, {}), (1, BF16), (2, TWICE), (3, {})])
+def test_what_one_rank_explains_before_the_first_step_is_what_runs(
+    ranks: RankPool, stage: int, keys: dict[str, Any]
+) -> None:
+    explained, run = ranks(2, _explained_and_run, stage, keys)[0]
+    if keys is TWICE:
+        assert explained.pop(0) == explained[0], "two micro-steps are one graph"
+    assert explained == run and any("c10d" in target for target, _ in run[0])
+    eager = fzero.make_train_step(make(Short), config(stage) | keys, mesh=fzero.Fake("data", 2, backend="gloo"))
+    assert [_collectives(c.scheduled().graph) for c in eager.trace(part(vectors(0), 0, 2))][-1] == run[-1]
+
+
+class Counting(Peculiar):
+    """Changes itself as it runs, and has a part in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls, self.last = 0, torch.zeros(())
+        self.norm.eval()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.num_calls += 1
+        loss = super().forward(x, y)
+        self.last = loss.detach()
+        return loss
+
+
+@pytest.mark.parametrize(
+    "options", [{}, AOT, {"units": ["linear"], "compile": "block", "compile_backend": "aot_eager"}]
+)
+def test_explaining_changes_nothing(options: dict[str, Any]) -> None:
+    def run(explain: bool) -> tuple[Any, ...]:
+        model = make(Counting)
+        step = fzero.make_train_step(model, config(3, optimizer=SGD), **options)
+        state, told = step.init(), []
+        for index in range(3):
+            if explain:
+                before = torch.get_rng_state(), model.num_calls, model.last, step.schedule
+                assert step.explain(vectors(index)).num_collectives == 0  # of one rank
+                after = torch.get_rng_state(), model.num_calls, model.last, step.schedule
+                assert torch.equal(before[0], after[0]) and before[2] is after[2] and before[1::2] == after[1::2]
+            state, metrics = step(state, vectors(index))
+            told.append((metrics.loss.item(), metrics.grad_norm.item(), model.num_calls))
+        assert model.linear.training and not model.norm.training
+        return told, step.gather(state), None if step._compiled is None else step._compiled.backend.num_captured
+
+    (told, weights, num_captured), (expected, expected_weights, expected_captured) = run(True), run(False)
+    assert told == expected and num_captured == expected_captured
+    assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
+
+
+def test_a_step_may_be_explained_for_many_batches_on_any_device() -> None:
+    step = fzero.make_train_step(make(Short), config(1), mesh=fzero.Fake("data", 8))
+    real, meta = (step.explain(tuple(x.to(device) for x in vectors(0))) for device in ("cpu", "meta"))
+    assert real == meta
+    found = [sum(step.explain(vectors(0, size)).liveness.live) for size in range(2, 11)]
+    assert found == sorted(set(found)), "a larger batch keeps more alive"
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_on_paper_holds_and_sends_what_the_plan_says(stage: int) -> None:
+    num_ranks, text_ = 64, text(0)
+    with torch.device("meta"):
+        model = MODELS["llama"]()
+    step = fzero.make_train_step(model, config(stage), mesh=fzero.Fake("data", num_ranks))
+    (captured,) = step.trace(text_)
+    graph, units = captured.graph, captured.units
+    held = sum(node.meta["val"].nbytes for node in graph.nodes if node.op == "placeholder" and node.name in units)
+    assert held == sum(step.plan.bytes_per_rank.values())
+    timeline = captured.scheduled().timeline()
+    planned = sum(step.plan.sent_per_step.values())
+    if stage == 3:  # the backward does not need an embedding's weights
+        planned -= step.plan.units[0].gathered_numel // num_ranks * (num_ranks - 1)
+    # Losses, weights and numbers of passes, and where gradients are divided the parts of the norm, in float64; and the
+    # tables of angles, which are module buffers.
+    numbers = (3 + (stage > 0)) * 8 + sum(spec.local_nbytes(num_ranks) for spec in step.specs.buffers.values())
+    assert timeline.sent == 4 * planned + numbers * (num_ranks - 1)
+    assert "gather model.layers.1" in str(timeline) or stage < 3
+
+
+def test_a_step_with_weighted_losses_is_explained_with_its_micro_steps() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return model(*batch) * 5, torch.tensor(5)
+
+    cfg = config(2, optimizer=SGD) | {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 4}
+    step = fzero.make_train_step(make(Plain), cfg, loss_fn=loss_fn, mesh=fzero.Fake("data", 4))
+    timeline = step.explain(vectors(0))
+    assert timeline.sent == 4 * sum(step.plan.sent_per_step.values()) + (3 * 3 + 1) * 8 * 3
+
+
+def test_what_cannot_be_explained_or_run_is_told() -> None:
     step = fzero.make_train_step(make(Plain), config(0), **AOT)
-    with pytest.raises(ValueError, match=r"explain: needs a graph .* call the step once"):
+    with pytest.raises(ValueError, match=r"explain: needs a batch .* call the step once"):
         step.explain()
-    with pytest.raises(ValueError, match=r"explain: needs a graph .* compile='step'"):
-        fzero.make_train_step(make(Plain), config(0)).explain()
+    with pytest.raises(fzero.ConfigError, match=r"optimizer.type: must be elementwise"):
+        fzero.make_train_step(make(Plain), config(0, optimizer={"type": "Muon"})).explain(vectors(0))
+    with pytest.raises(fzero.CompileError, match=r"if x.sum\(\).item\(\) > 0"):
+        fzero.make_train_step(Branching(), config(0)).explain(vectors(0))
+    paper = fzero.make_train_step(make(Plain), config(3) | TWICE, mesh=fzero.Fake("data", 4))
+    with pytest.raises(ValueError, match="batch: must hold 6 samples"):
+        paper.explain(vectors(0))
+    with pytest.raises(ValueError, match=r"mesh: .* Fake\(name='data', size=4"):
+        paper.init()
+    with pytest.raises(ValueError, match="Fake: rank must be in"):
+        fzero.Fake("data", 4, rank=4)
+    with pytest.raises(ValueError, match="Fake: backend must be"):
+        fzero.Fake("data", 4, backend="mpi")  # type: ignore[arg-type]
 
 
 # --- blocks ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fzero.graph_analysis import WAIT, Reduction, analyse, flops_of, is_collective, is_mutation, liveness, storages
 from fzero.graph_schedule import PassOptions, run_passes
 from fzero.graph_stays import plan_stays
-from fzero.timeline import Machine, make_timeline
+from fzero.timeline import Machine, joined, make_timeline
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MANY = 10**9
@@ -650,7 +650,23 @@ def test_a_timeline_draws_two_lanes_and_what_is_gathered() -> None:
     timeline = make_timeline(run_passes(trace_step((8, 16)).graph, PassOptions()), title="stage 3")
     lanes, memory = timeline.draw().axes
     assert [label.get_text() for label in lanes.get_yticklabels()] == ["compute", "collectives"]
-    assert lanes.get_title(loc="left") == "stage 3" and memory.get_ylabel() == "MB"
+    assert lanes.get_title(loc="left") == "stage 3" and memory.get_ylabel() == "kB alive"
+    assert len(timeline.draw(*[timeline] * 3).axes) == 8
+
+
+def test_timelines_one_after_the_other_keep_their_spans_and_bytes() -> None:
+    timeline = make_timeline(run_passes(trace_step((8, 16)).graph, PassOptions()))
+    twice = joined([timeline, timeline])
+    assert twice.seconds == pytest.approx(2 * timeline.seconds) and twice.sent == 2 * timeline.sent
+    assert len(twice.times) == len(twice.liveness.live) == 2 * len(timeline.times)
+    assert twice.liveness.peak == timeline.liveness.peak
+    assert str(twice).count("gather flats_1") == 1, "the table adds up"
+
+
+def test_an_all_reduce_sends_twice_what_the_other_ranks_hold_where_the_graph_tells_how_many_there_are() -> None:
+    timeline = make_timeline(trace_step((8,), world_size=3).graph)
+    (nbytes,) = (span.nbytes for span in timeline.spans if span.label == "all_reduce")  # of the loss
+    assert nbytes == 2 * 4 * 2 // 3
 
 
 # --- through torch.compile -----------------------------------------------------------------------------------------

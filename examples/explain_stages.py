@@ -1,0 +1,43 @@
+"""When does a ZeRO step compute, when does it communicate, and what is alive meanwhile? A picture of all four stages.
+
+    python examples/explain_stages.py --out docs/schedules.png
+
+`step.explain(batch)` captures the step as one graph on tensors without memory, schedules it, and puts it in time over a
+simple model of a machine. Nothing runs: the eight ranks are a number (`fzero.Fake`), and the model stays on `meta`.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from gpt import GPT, SIZES
+
+import fzero
+
+NUM_ROWS = 4  # of each rank's batch
+MACHINE = fzero.Machine(flops=4e12, memory=1e12, network=8e9, latency=1e-5)  # rates at which neither lane is idle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="medium")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=Path("out/schedules.png"))
+    args = parser.parse_args()
+    size = SIZES[args.size]
+    with torch.device("meta"):
+        model = GPT(size)
+        tokens_BT = torch.empty((NUM_ROWS, size.context), dtype=torch.int64)
+    timelines = []
+    for stage in range(4):
+        cfg = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}}
+        step = fzero.make_train_step(model, cfg, mesh=fzero.Fake("data", args.ranks))
+        timelines.append(step.explain((tokens_BT, tokens_BT), machine=MACHINE))
+        print(timelines[-1])
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    timelines[0].draw(*timelines[1:]).savefig(args.out, dpi=100)
+    print(f"drawn to {args.out}")
+
+
+if __name__ == "__main__":
+    main()
