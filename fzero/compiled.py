@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from fzero.collectives import InGraph, Real, Sent, sent_by
 from fzero.graph_backends import aot_eager, inductor
+from fzero.graph_remat import BACKWARD, CheckpointError
 from fzero.graph_schedule import CompileError, PassOptions, copy_of
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
@@ -61,19 +62,24 @@ class Backend:
     """A backend of torch.compile that schedules what is captured (`fzero.graph_schedule`), counts it, and keeps the graphs.
 
     Attributes:
+        checkpoint: the modules that the backward runs again (`fzero.graph_remat`).
         graphs: the aten graphs as they are run, in the order of their capture; mutated inputs are `copy_`'d to.
         num_captured: how often something was captured, also where a cache spared the passes.
     """
 
     name: BackendName
     options: PassOptions
+    checkpoint: dict[str, str] = field(default_factory=dict)
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
 
     def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         self.num_captured += 1
         make = inductor if self.name == "inductor" else aot_eager
-        return make(self.options, observe=lambda graph: self.graphs.append(copy_of(graph)))(module, inputs)
+        backend = make(
+            self.options, checkpoint=self.checkpoint, observe=lambda graph: self.graphs.append(copy_of(graph))
+        )
+        return backend(module, inputs)
 
 
 class _WithLoss(nn.Module):
@@ -197,13 +203,16 @@ class CompiledStep:
         loss_fn: LossFn | None,
         autocast: str | None,
         backend: BackendName,
+        checkpoint: Sequence[str] = (),
     ) -> None:
         if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
             raise ValueError(
                 f"compile: 'step' needs torch 2.13, where a gradient can be traced in a graph, got {torch.__version__}; "
                 f"pass compile='block', or install a newer torch"
             )
-        self.backend = Backend(backend, pass_options(plan))
+        self.backend = Backend(
+            backend, pass_options(plan), {str(id(model.get_submodule(name))): name for name in checkpoint}
+        )
         self._axis, self._graph, self._device = axis, InGraph.of(axis, device), device
         self._rules, self._name = rules, type(model).__name__
         self._aliases, self._num_micro_steps, self._stage = plan.aliases, plan.num_micro_steps, plan.stage
@@ -381,7 +390,8 @@ class CompiledStep:
         )
         if measures.scales_loss:
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * loss_scale.scale
-        grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)))
+        with torch.fx.traceback.annotate(BACKWARD):
+            grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)))
         full = {}
         for flat in self._trained:
             pieces = [grads[name].reshape(-1) for name in flat.names]
@@ -468,6 +478,8 @@ def _one_graph(model: str) -> Iterator[None]:
     try:
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
+        if isinstance(inner := getattr(error, "inner_exception", None), CheckpointError):
+            raise inner from None
         raise CompileError(_what_stopped(error, model)) from None
 
 

@@ -224,9 +224,10 @@ class TrainStep:
         """Makes this a compiled step. What a step changes about the update is written into tensors, once in each."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
-        if self._checkpointing.names:
+        if self._checkpointing.names and self._checkpointing.moves is not None:
             raise ConfigError(
-                "checkpoint: must be None where the whole step is one graph, got modules to checkpoint; pass compile='block'"
+                "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
+                "it out, or pass compile='block'"
             )
         masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
         dtype = torch.float64 if torch.float64 in masters else torch.float32
@@ -253,6 +254,7 @@ class TrainStep:
         self._compiled = CompiledStep(
             self._model, self.plan, self._axis, self.device, rules,
             loss_fn=self._loss_fn, autocast=self._cfg.precision.autocast, backend=backend,
+            checkpoint=self._checkpointing.names,
         )  # fmt: skip
 
     @property

@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.graph_stays",
         "fzero.graph_buckets",
         "fzero.graph_schedule",
+        "fzero.graph_remat",
         "fzero.timeline",
     ),
     # the only door to torch.distributed
