@@ -175,4 +175,8 @@ def _dropped(graph: Graph, x: Node, mask: Node, p: Any) -> Node:
     """What dropout made of `x`, by the mask of the first run: the operator's own two products, of the same bits."""
     kept = graph.call_function(aten.mul.Tensor, (x, mask))
     kept.meta = {**x.meta, "custom": _AGAIN}
-    return graph.call_function(aten.mul.Tensor, (kept, 0.0 if p == 1 else 1 / (1 - p)))
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    val = x.meta["val"]
+    if val.device.type == "cpu":  # whose kernel rounds the factor to the tensor's dtype first
+        scale = torch.tensor(scale, dtype=val.dtype, device="cpu").item()
+    return graph.call_function(aten.mul.Tensor, (kept, scale))
