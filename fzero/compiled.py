@@ -31,6 +31,7 @@ import torch
 import torch._dynamo
 import torch._dynamo.backends.common
 import torch._dynamo.exc
+import torch.fx.traceback
 from rich.console import Console
 from torch import Tensor, nn
 

@@ -99,7 +99,8 @@ def make_train_step(
             it. n is every n-th unit that is one module (a repeated block, or one named in `units`): 1 all of them, 2 the
             first, the third and so on. Or a function of a module's name and the module, of which the outermost modules it
             is true of count; what it picks should be no larger than a unit, for all that it uses is gathered while its
-            backward runs. None does as `activation_checkpointing.every` says. The numbers stay the same, bit for bit.
+            backward runs. None does as `activation_checkpointing.every` says. The numbers stay the same, bit for bit (with
+            generated code: to rounding). With `compile="step"` each must be called as a module.
         compile: `"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in
             place; `"block"` compiles the forward of each unit that is one module, once for equal ones, and runs the rest as
             it is. None compiles nothing. A captured step tells how long that took, on rank 0; batches of another shape are

@@ -21,7 +21,9 @@ from training import ADAMW, Block, Odd, Plain, config, make, part, tokens, train
 import fzero
 from fzero.checkpointing import Moves
 from fzero.graph_analysis import liveness
+from fzero.graph_backends import InductorPass
 from fzero.graph_remat import is_again
+from fzero.graph_schedule import PassOptions
 
 SGD = {"type": "SGD", "params": {"lr": 0.125, "momentum": 0.9, "weight_decay": 0.01}}
 AOT: dict[str, Any] = {"compile": "step", "compile_backend": "aot_eager"}
@@ -485,6 +487,12 @@ def test_inputs_cannot_wait_in_host_memory_where_the_step_is_a_graph(monkeypatch
     cfg = config(0) | {"activation_checkpointing": {"every": 1, "cpu_checkpointing": True}}
     with pytest.raises(fzero.ConfigError, match=r"cpu_checkpointing: must be false .* compile='block'"):
         fzero.make_train_step(_quiet(), cfg, **AOT)
+
+
+def test_inductors_cache_holds_no_checkpointed_graph() -> None:
+    # It compares operators, and not by which module each was called.
+    assert InductorPass(PassOptions()).uuid() is not None
+    assert InductorPass(PassOptions(), checkpoint={"1": "blocks.0"}).uuid() is None
 
 
 class Widening(nn.Module):
