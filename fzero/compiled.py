@@ -32,6 +32,7 @@ import torch
 import torch._dynamo
 import torch._dynamo.backends.common
 import torch._dynamo.exc
+import torch.fx.traceback
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -39,6 +40,7 @@ from fzero.collectives import Fake, InGraph, Real, Sent, sent_by
 from fzero.graph_analysis import name_units
 from fzero.graph_backends import Backend as TorchBackend
 from fzero.graph_backends import OnPaper, aot_eager, inductor, on_paper
+from fzero.graph_remat import BACKWARD, CheckpointError, rematerialise
 from fzero.graph_schedule import CompileError, PassOptions, copy_of, run_passes
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
@@ -72,6 +74,7 @@ class Backend:
 
     Attributes:
         units: the unit of each flat buffer, by what Dynamo calls the place where it was found.
+        checkpoint: the modules that the backward runs again (`fzero.graph_remat`).
         graphs: the aten graphs as they are run, in the order of their capture; mutated inputs are `copy_`'d to.
         num_captured: how often something was captured, also where a cache spared the passes.
     """
@@ -79,6 +82,7 @@ class Backend:
     name: BackendName
     options: PassOptions
     units: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: dict[str, str] = field(default_factory=dict)
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
 
@@ -86,8 +90,13 @@ class Backend:
         self.num_captured += 1
         make = inductor if self.name == "inductor" else aot_eager
         found = [node.meta["grapharg"].source.name for node in module.graph.nodes if node.op == "placeholder"]
-        units = [self.units.get(name) for name in found]
-        return make(self.options, units=units, observe=lambda graph: self.graphs.append(copy_of(graph)))(module, inputs)
+        backend = make(
+            self.options,
+            units=[self.units.get(name) for name in found],
+            checkpoint=self.checkpoint,
+            observe=lambda graph: self.graphs.append(copy_of(graph)),
+        )
+        return backend(module, inputs)
 
 
 class _WithLoss(nn.Module):
@@ -205,10 +214,12 @@ class Captured(NamedTuple):
     units: dict[str, str]
     """The unit of each tensor that belongs to a flat buffer, by the name of its placeholder."""
     options: PassOptions
+    checkpoint: dict[str, str]
+    """The modules that the backward runs again."""
 
     def scheduled(self) -> Captured:
-        """The graph in the order in which it runs."""
-        return self._replace(graph=run_passes(self.graph, self.options))
+        """The graph as it runs: what is checkpointed is there twice, and all of it in order."""
+        return self._replace(graph=run_passes(rematerialise(self.graph, self.checkpoint), self.options))
 
     def timeline(self, machine: Machine | None = None, *, title: str = "one step") -> Timeline:
         """The graph in time, in the order in which it stands."""
@@ -233,6 +244,7 @@ class CompiledStep:
         loss_fn: LossFn | None,
         autocast: str | None,
         backend: BackendName,
+        checkpoint: Sequence[str] = (),
     ) -> None:
         if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
             raise ValueError(
@@ -241,7 +253,8 @@ class CompiledStep:
             )
         self._units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
         params = {f"L['params'][{key!r}]": unit for key, unit in self._units.items()}
-        self.backend = Backend(backend, pass_options(plan), params)
+        modules = {str(id(model.get_submodule(name))): name for name in checkpoint}
+        self.backend = Backend(backend, pass_options(plan), params, modules)
         self._axis, self._graph, self._device = axis, InGraph.of(axis, device), device
         self._rules, self._name = rules, type(model).__name__
         self._aliases, self._num_micro_steps, self._stage = plan.aliases, plan.num_micro_steps, plan.stage
@@ -346,7 +359,7 @@ class CompiledStep:
             found = {name: _STATE.match(source) for name, source in captured.sources.items()}
             units = {name: self._units[key[1]] for name, key in found.items() if key and key[1] in self._units}
             name_units(captured.graph, units)
-            return Captured(captured.graph, units, self.backend.options)
+            return Captured(captured.graph, units, self.backend.options, self.backend.checkpoint)
         raise AssertionError(f"{self._name}: a backend that runs nothing gave a result")
 
     # --- what is captured ----------------------------------------------------------------------------------------
@@ -462,7 +475,8 @@ class CompiledStep:
         )
         if measures.scales_loss:
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * loss_scale.scale
-        grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)))
+        with torch.fx.traceback.annotate(BACKWARD):
+            grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)))
         full = {}
         for flat in self._trained:
             pieces = [grads[name].reshape(-1) for name in flat.names]
@@ -549,6 +563,8 @@ def _one_graph(model: str) -> Iterator[None]:
     try:
         yield
     except torch._dynamo.exc.TorchDynamoException as error:
+        if isinstance(inner := getattr(error, "inner_exception", None), CheckpointError):
+            raise inner from None
         raise CompileError(_what_stopped(error, model)) from None
 
 

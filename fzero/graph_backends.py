@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -21,7 +22,18 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
 from fzero import graph_analysis, graph_buckets, graph_products, graph_schedule, graph_stays
-from fzero.graph_analysis import WAIT, aten, flops_of, is_cheap, is_collective, is_view, numel_of
+from fzero.graph_analysis import (
+    WAIT,
+    aten,
+    flops_of,
+    is_cheap,
+    is_collective,
+    is_view,
+    nbytes_of,
+    numel_of,
+    storages,
+)
+from fzero.graph_remat import is_again, is_backward, rematerialise, rematerialise_in_place
 from fzero.graph_schedule import PassOptions, run_passes, run_passes_in_place
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -29,18 +41,24 @@ Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def aot_eager(
-    options: PassOptions, *, units: Sequence[str | None] = (), observe: Callable[[Graph], None] | None = None
+    options: PassOptions,
+    *,
+    units: Sequence[str | None] = (),
+    checkpoint: Mapping[str, str] | None = None,
+    observe: Callable[[Graph], None] | None = None,
 ) -> Backend:
     """A backend that runs the scheduled graph without generating code.
 
     Args:
         options: what the schedule may cost.
         units: the unit of each argument of the graph, by position; None where it is no flat buffer with a unit.
+        checkpoint: the modules that the backward runs again, as for `rematerialise`.
         observe: called with the scheduled graph, for `make_timeline` or a test; read it at once, for it may change later.
     """
 
     def compile_graph(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-        graph = run_passes(module.graph, options, units=_by_placeholder(module.graph, units))
+        graph = rematerialise(module.graph, checkpoint or {})
+        graph = run_passes(graph, options, units=_by_placeholder(graph, units))
         if observe is not None:
             observe(graph)
         boxed: Callable[..., Any] = make_boxed_func(GraphModule(module, graph).forward)
@@ -85,13 +103,17 @@ def on_paper(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
 
 
 def inductor(
-    options: PassOptions, *, units: Sequence[str | None] = (), observe: Callable[[Graph], None] | None = None
+    options: PassOptions,
+    *,
+    units: Sequence[str | None] = (),
+    checkpoint: Mapping[str, str] | None = None,
+    observe: Callable[[Graph], None] | None = None,
 ) -> Backend:
     """Inductor, with the passes among its own; arguments as for `aot_eager`."""
     from torch._inductor.compile_fx import compile_fx
 
     patches = {
-        "post_grad_custom_post_pass": InductorPass(options, units, observe),
+        "post_grad_custom_post_pass": InductorPass(options, units, checkpoint, observe),
         "fallback_random": True,  # the numbers of the eager step
         "reorder_for_locality": False,  # it moves the gradients of weights to the end, and their reductions with them
     }
@@ -110,11 +132,14 @@ class InductorPass(CustomGraphPass):
         self,
         options: PassOptions,
         units: Sequence[str | None] = (),
+        checkpoint: Mapping[str, str] | None = None,
         observe: Callable[[Graph], None] | None = None,
     ) -> None:
-        self.options, self.units, self.observe = options, tuple(units), observe
+        self.options, self.units, self.checkpoint = options, tuple(units), dict(checkpoint or {})
+        self.observe = observe
 
     def __call__(self, graph: Graph) -> None:
+        rematerialise_in_place(graph, self.checkpoint)
         run_passes_in_place(graph, self.options, units=_by_placeholder(graph, self.units))
         if self.observe is not None:
             self.observe(graph)
@@ -122,8 +147,11 @@ class InductorPass(CustomGraphPass):
         pin_order(graph)
 
     def uuid(self) -> Any:
-        """What Inductor's cache of compiled graphs must also compare; None, so that nothing is observed from a cache."""
-        if self.observe is not None:
+        """What Inductor's cache of compiled graphs must also compare; None for a graph that no cache may hold.
+
+        A cache would spare the observer, and does not compare by which module an operator was called.
+        """
+        if self.observe is not None or self.checkpoint:
             return None
         passes = (graph_analysis, graph_buckets, graph_products, graph_schedule, graph_stays)
         files = tuple(str(module.__file__) for module in passes)
@@ -165,23 +193,51 @@ def pin_order(graph: Graph) -> None:
     """Keeps every collective where it stands among the other collectives and among the matrix products.
 
     A start or a wait comes after the collective and the product before it, and a product after the collective before it.
-    Changes the graph.
+    What runs again in the backward comes after the backward before it: otherwise it could run in the forward, in one kernel
+    with what it is the copy of, and all that it makes would be kept until the backward. Changes the graph.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 
+    roots = storages(graph)
     after: dict[Node, OrderedSet[Node]] = {}
     product: Node | None = None
     collective: Node | None = None
-    for node in graph.nodes:
+    gradient: Node | None = None  # the last product of the backward; before the first, whatever is of the backward
+    late: set[Node] = set()  # what cannot run in the forward
+    for node in list(graph.nodes):
         is_product = isinstance(node.meta.get("val"), Tensor) and flops_of(node) > 0
-        if node.target is not WAIT and not is_collective(node) and not is_product:
-            continue
-        before = [collective] if is_product else [collective, product]
+        is_communication = node.target is WAIT or is_collective(node)
+        before = [collective, product] if is_communication else [collective] if is_product else []
+        if is_again(node) and gradient is not None:
+            if any(arg in late for arg in node.all_input_nodes):
+                late.add(node)
+            elif is_product:
+                before.append(gradient)
+                late.add(node)
+            elif roots[node] is node and node.all_input_nodes:
+                after[_put_off(graph, node)] = OrderedSet([gradient])
+                late.add(node)
+        elif is_backward(node) and roots[node] is node and (is_product or gradient is None or not flops_of(gradient)):
+            gradient = node
         others = [other for other in before if other is not None and other not in node.all_input_nodes]
         if others:
             after[node] = OrderedSet(others)
         if is_product:
             product = node
-        else:
+        elif is_communication:
             collective = node
     preserve_node_ordering(graph, after)
+
+
+def _put_off(graph: Graph, node: Node) -> Node:
+    """Gives `node` a copy of its largest input, made by an operator of its own, which is returned.
+
+    Inductor ties operators with memory of their own only, and mostly makes the copy on the way.
+    """
+    largest = max(node.all_input_nodes, key=nbytes_of)
+    with graph.inserting_before(node):
+        copy = graph.call_function(aten.clone.default, (largest,))
+        alone = graph.call_function(torch.ops._inductor_test.realize.default, (copy,))
+    copy.meta["val"] = alone.meta["val"] = largest.meta["val"]
+    node.replace_input_with(largest, alone)
+    return alone

@@ -100,7 +100,8 @@ def make_train_step(
             it. n is every n-th unit that is one module (a repeated block, or one named in `units`): 1 all of them, 2 the
             first, the third and so on. Or a function of a module's name and the module, of which the outermost modules it
             is true of count; what it picks should be no larger than a unit, for all that it uses is gathered while its
-            backward runs. None does as `activation_checkpointing.every` says. The numbers stay the same, bit for bit.
+            backward runs. None does as `activation_checkpointing.every` says. The numbers stay the same, bit for bit (with
+            generated code: to rounding). With `compile="step"` each must be called as a module.
         compile: `"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in
             place; `"block"` compiles the forward of each unit that is one module, once for equal ones, and runs the rest as
             it is. None compiles nothing. A captured step tells how long that took, on rank 0; batches of another shape are
@@ -249,9 +250,10 @@ class TrainStep:
         """The step as one graph, and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
-        if self._checkpointing.names:
+        if self._checkpointing.names and self._checkpointing.moves is not None:
             raise ConfigError(
-                "checkpoint: must be None where the whole step is one graph, got modules to checkpoint; pass compile='block'"
+                "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
+                "it out, or pass compile='block'"
             )
         masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
         dtype = torch.float64 if torch.float64 in masters else torch.float32
@@ -280,6 +282,7 @@ class TrainStep:
         compiled = CompiledStep(
             self._model, self.plan, self._ranks, self.device, rules,
             loss_fn=self._loss_fn, autocast=self._cfg.precision.autocast, backend=backend,
+            checkpoint=self._checkpointing.names,
         )  # fmt: skip
         return compiled, knobs
 

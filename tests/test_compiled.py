@@ -7,7 +7,7 @@ arithmetic give the same bits: nearly all tests ask for these. `aot_eager` runs 
 from __future__ import annotations
 
 import re
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import optree
@@ -18,10 +18,14 @@ from test_models import MODELS, text
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.fx import Graph
-from training import ADAMW, Odd, Plain, config, make, part, tokens, train, vectors
+from training import ADAMW, Block, Odd, Plain, config, make, part, tokens, train, vectors
 
 import fzero
+from fzero.checkpointing import Moves
 from fzero.graph_analysis import WAIT, analyse, flops_of, is_collective, liveness, numel_of
+from fzero.graph_backends import InductorPass
+from fzero.graph_remat import is_again
+from fzero.graph_schedule import PassOptions
 from sharding import Sharded
 
 SGD = {"type": "SGD", "params": {"lr": 0.125, "momentum": 0.9, "weight_decay": 0.01}}
@@ -481,23 +485,186 @@ def test_an_optimizer_that_a_graph_cannot_hold_is_refused(name: str) -> None:
         fzero.make_train_step(Plain(), config(0, optimizer={"type": name}), **AOT)
 
 
-def test_checkpointing_and_unknown_choices_are_refused() -> None:
-    with pytest.raises(fzero.ConfigError, match="compile='block'"):
-        fzero.make_train_step(Plain(), config(0), checkpoint=1, **AOT)
+def test_unknown_choices_are_refused() -> None:
     with pytest.raises(ValueError, match="compile: must be None or 'step' or 'block', got 'all'"):
         fzero.make_train_step(Plain(), config(0), compile="all")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no repeated blocks"):
         fzero.make_train_step(nn.Linear(2, 2), config(0), compile="block")
 
 
+# --- checkpointing -----------------------------------------------------------------------------------------------
+
+
+class Noisy(Block):
+    """A block with dropout, inside and at its end, and with batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.batch_norm, self.dropout = nn.BatchNorm1d(48), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.dropout(torch.tanh(self.batch_norm(self.up(self.norm(x)))))
+        return x + self.dropout(self.down(hidden))
+
+
+class Stack(nn.Module):
+    def __init__(self, block: Any = Noisy, num_blocks: int = 3, order: tuple[int, ...] = (0, 1, 2)) -> None:
+        super().__init__()
+        self.blocks, self.order = nn.ModuleList(block() for _ in range(num_blocks)), order
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return nn.functional.mse_loss(x, y)
+
+
+def _repeating() -> nn.Module:
+    return Stack(order=(0, 1, 0, 2))
+
+
+def _quiet() -> nn.Module:
+    return Stack(lambda: Block(16), 6, tuple(range(6)))
+
+
+def _checkpointed(model: Any, data: Any, cfg: dict[str, Any], checkpoint: Any = 1) -> bool:
+    """Whether a checkpointed step's losses, norms, weights and module buffers are those of one that is not, to the bit."""
+    curve, weights = train(model, data, cfg, num_steps=2, **AOT)
+    found_curve, found = train(model, data, cfg, num_steps=2, checkpoint=checkpoint, **AOT)
+    return curve == found_curve and all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
+def _checkpointed_in_stages(model: Any, stages: tuple[int, ...], keys: dict[str, Any]) -> list[bool]:
+    return [_checkpointed(model, vectors, config(stage) | keys) for stage in stages]
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "stages", "keys"),
+    [
+        (_repeating, 1, (0, 3), {}),
+        (_repeating, 2, (0, 1, 2, 3), {}),
+        (_repeating, 3, (3,), {}),
+        (_repeating, 2, (3,), BF16 | {"data_types": {"buffer_dtype": "bf16"}}),
+        (_repeating, 2, (1, 3), TWICE),
+        (_quiet, 2, (3,), BF16 | TWICE),
+    ],
+)
+def test_checkpointing_changes_no_bit_of_a_compiled_step(
+    ranks: RankPool, model: Any, world_size: int, stages: tuple[int, ...], keys: dict[str, Any]
+) -> None:
+    assert ranks(world_size, _checkpointed_in_stages, model, stages, keys) == [[True] * len(stages)] * world_size
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_checkpointing_changes_no_bit_of_a_compiled_transformer(ranks: RankPool, name: str) -> None:
+    assert ranks(2, _checkpointed, MODELS[name], text, config(3)) == [True, True]
+
+
+def test_autocast_and_gradients_inside_the_forward_are_the_same_when_checkpointed() -> None:
+    assert _checkpointed(_quiet, vectors, config(0) | {"torch_autocast": {"enabled": True}}, 2)
+    assert _checkpointed(Penalised, vectors, config(0))
+
+
+class Penalised(Stack):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        hidden = self.blocks[2](self.blocks[1](self.blocks[0](x)))
+        (slope,) = torch.autograd.grad(hidden.square().sum(), x, create_graph=True)
+        return nn.functional.mse_loss(hidden, y) + 1e-3 * slope.square().sum()
+
+
+def _graph(model: Any, checkpoint: Any, keys: dict[str, Any] | None = None) -> torch.fx.Graph:
+    step = fzero.make_train_step(make(model), config(0) | (keys or {}), checkpoint=checkpoint, **AOT)
+    step(step.init(), vectors(0))
+    assert step._compiled is not None
+    return step._compiled.backend.graphs[0]
+
+
+def _kept(graph: torch.fx.Graph) -> int:
+    """Bytes alive between the forward and the backward."""
+    end = max(i for i, node in enumerate(graph.nodes) if node.meta.get("nn_module_stack") and not is_again(node))
+    return liveness(graph).live[end + 1]
+
+
+def test_a_checkpointed_block_keeps_its_input_and_nothing_else() -> None:
+    x, hidden, loss = 4 * 12 * 16, 4 * 12 * 48, 4
+    inside = 2 * 4 * 12 + x + 2 * hidden  # the norm's mean and deviation, what it makes, and gelu's input and result
+    choices = [(None, 0), (1, 6), (2, 3), (lambda name, _: name in ("blocks.1", "blocks.2"), 2)]
+    for checkpoint, number in choices:
+        # Each block's result is the next one's input; the first input is the batch.
+        assert _kept(_graph(_quiet, checkpoint)) == 6 * x + (6 - number) * inside + loss
+    by_config = _graph(_quiet, None, {"activation_checkpointing": {"every": 2, "cpu_checkpointing": True}})
+    assert _kept(by_config) == 6 * x + 3 * inside + loss
+
+
+def test_random_operators_and_writes_are_not_repeated_and_of_dropout_the_mask_is_kept() -> None:
+    plain, again = (_graph(Stack, checkpoint) for checkpoint in (None, 1))
+    for target in (torch.ops.aten.native_dropout.default, torch.ops.aten.copy_.default):
+        counts = [sum(node.target is target for node in graph.nodes) for graph in (plain, again)]
+        assert counts[0] == counts[1] > 0
+    x, hidden = 12 * 16, 12 * 48
+    statistics = 2 * 4 * 48  # the new running mean and variance, which are written into the module buffers at the end
+    # The second dropout's result is added and needed no more; its mask is.
+    assert _kept(again) == 3 * (4 * x + statistics + x + hidden) + 4
+
+
+def test_a_module_that_the_graph_does_not_show_is_named() -> None:
+    step = fzero.make_train_step(Stack(order=(0, 1)), config(0), checkpoint=1, **AOT)
+    with pytest.raises(ValueError, match=r"checkpoint: module 'blocks.2' must run as a module .* compile='block'"):
+        step(step.init(), vectors(0))
+
+
+def test_inputs_cannot_wait_in_host_memory_where_the_step_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fzero.step.host_moves", lambda device: Moves(torch.clone, torch.clone))
+    cfg = config(0) | {"activation_checkpointing": {"every": 1, "cpu_checkpointing": True}}
+    with pytest.raises(fzero.ConfigError, match=r"cpu_checkpointing: must be false .* compile='block'"):
+        fzero.make_train_step(_quiet(), cfg, **AOT)
+
+
+def test_inductors_cache_holds_no_checkpointed_graph() -> None:
+    # It compares operators, and not by which module each was called.
+    assert InductorPass(PassOptions()).uuid() is not None
+    assert InductorPass(PassOptions(), checkpoint={"1": "blocks.0"}).uuid() is None
+
+
+class Widening(nn.Module):
+    """What it makes is larger than what it reads, in the first operator, which is pointwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.down = nn.Parameter(torch.randn(8, 16)), nn.Linear(8 * 16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.down(torch.tanh(x[:, None] * self.weight).flatten(1)))
+
+
+def _peak_of_generated_code(checkpoint: int | None) -> int:
+    """The most bytes that a step allocates at once."""
+    model = make(lambda: Stack(Widening, 8, tuple(range(8))))
+    step = fzero.make_train_step(model, config(0), checkpoint=checkpoint, compile="step")
+    batch = vectors(0, size=2048)
+    state, _ = step(step.init(), batch)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step(state, batch)
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def test_generated_code_does_not_make_again_in_the_forward_what_the_backward_needs() -> None:
+    # A block's eight-fold input, as large as eight results; one block's is alive at a time beside its gradient.
+    result = 4 * 2048 * 16
+    plain, again = _peak_of_generated_code(None), _peak_of_generated_code(1)
+    assert plain > 8 * 8 * result
+    assert again < 8 * result + 4 * 8 * result
+
+
 # --- what is sent ------------------------------------------------------------------------------------------------
 
 
-def _sent(stage: int) -> dict[str, int]:
+def _sent(stage: int, checkpoint: int | None) -> dict[str, int]:
     log: list[fzero.Sent] = []
     axis = fzero.join()
     axis = fzero.Real(axis.name, axis.size, axis.rank, axis.group, log.append)
-    step = fzero.make_train_step(make(Plain), config(stage), mesh=axis, **AOT)
+    step = fzero.make_train_step(make(Plain), config(stage), mesh=axis, checkpoint=checkpoint, **AOT)
     state = step.init()
     state, _ = step(state, part(vectors(0), step.rank, step.world_size))
     log.clear()
@@ -510,10 +677,12 @@ def _sent(stage: int) -> dict[str, int]:
     return {"told": told, "planned": sum(planned.values()), "gathered": gathered}
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_a_graph_sends_what_the_plan_says_and_gathers_two_units_at_most(ranks: RankPool, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "checkpoint"), [(0, None), (1, None), (2, None), (2, 1), (3, None), (3, 1), (3, 2)])
+def test_a_graph_sends_what_the_plan_says_and_gathers_two_units_at_most(
+    ranks: RankPool, stage: int, checkpoint: int | None
+) -> None:
     largest = max(unit.gathered_numel for unit in fzero.plan(make(Plain), config(stage), world_size=2).units)
-    for found in ranks(2, _sent, stage):
+    for found in ranks(2, _sent, stage, checkpoint):
         assert found["told"] == found["planned"] > 0
         assert found["gathered"] == 2 * largest, "the next unit is gathered early, and no more"
 

@@ -48,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.graph_buckets",
         "fzero.graph_products",
         "fzero.graph_schedule",
+        "fzero.graph_remat",
         "fzero.timeline",
     ),
     # the only door to torch.distributed
