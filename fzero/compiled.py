@@ -211,11 +211,10 @@ class CompiledStep:
         self._axis, self._graph, self._device = axis, InGraph.of(axis, device), device
         self._rules, self._name = rules, type(model).__name__
         # A module under two names has its tensors once: put there twice, torch would not find back what was there first.
-        slots = {
-            f"{prefix}.{key}".removeprefix(".")
-            for prefix, module in model.named_modules()
-            for key in (*module._parameters, *module._buffers)
-        }
+        slots: set[str] = set()
+        for name, module in model.named_modules():
+            for listed in (module.named_parameters, module.named_buffers):
+                slots.update(key for key, _ in listed(name, recurse=False, remove_duplicate=False))
         self._aliases = {alias: owner for alias, owner in plan.aliases.items() if alias in slots}
         self._num_micro_steps, self._stage = plan.num_micro_steps, plan.stage
         self._flats = tuple(Flat.of(buffer, axis) for buffer in plan.flat_buffers)

@@ -60,8 +60,9 @@ class Peculiar(nn.Module):
 
 def _differences(model: Any, data: Any, cfg: Any, num_steps: int = 3, **options: Any) -> tuple[float, float]:
     """How far eager and compiled steps are apart: the largest difference of losses and norms, and of weights."""
-    curve, weights = train(model, data, cfg, num_steps=num_steps)
-    compiled, found = train(model, data, cfg, num_steps=num_steps, **(options or AOT))
+    compiling = {key: options.pop(key) for key in AOT if key in options} or AOT
+    curve, weights = train(model, data, cfg, num_steps=num_steps, **options)
+    compiled, found = train(model, data, cfg, num_steps=num_steps, **options, **compiling)
     assert weights.keys() == found.keys()
     apart = [
         (weights[name].double() - found[name].double()).abs().max().item() for name in weights if weights[name].numel()
