@@ -21,6 +21,7 @@ import atexit
 import ctypes
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -160,7 +161,7 @@ class Pending:
         except CollectiveError:
             raise
         except RuntimeError as error:
-            raise _failed(self.label, error) from error
+            raise failed(self.label, error) from error
 
 
 def abandon(pendings: Sequence[Pending]) -> None:
@@ -185,7 +186,8 @@ def _never_free() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_ABANDONED))
 
 
-def _failed(label: str, error: Exception) -> CollectiveError:
+def failed(label: str, error: Exception) -> CollectiveError:
+    """The error to raise in place of what torch.distributed raised."""
     return CollectiveError(
         f"{label}: the collective failed; most often another rank died, left the job or did not arrive in time, so look "
         f"for the first error among the logs of all ranks. torch.distributed said: {error}"
@@ -337,7 +339,7 @@ def start_stack(x: Tensor, axis: Real, *, label: str = "stack") -> Pending:
     try:
         works = [dist.all_gather(list(rows), x.contiguous(), group=axis.group, async_op=True)]
     except RuntimeError as error:
-        raise _failed(label, error) from error
+        raise failed(label, error) from error
     return Pending(label, works, lambda: rows)
 
 
@@ -345,7 +347,7 @@ def _start(label: str, collective: Callable[..., Any], *tensors: Tensor, axis: R
     try:
         return [collective(*tensors, group=axis.group, async_op=True)]
     except RuntimeError as error:
-        raise _failed(label, error) from error
+        raise failed(label, error) from error
 
 
 def _swap(
@@ -447,6 +449,15 @@ def _wait(x: Tensor) -> Tensor:
     return waited
 
 
+def collective_that_raised(error: BaseException) -> str | None:
+    """The name of the node of a graph that an error comes from, if it is a collective (or the wait for one)."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        operator = frame.f_locals.get("self")
+        if getattr(operator, "namespace", None) == _ops.name:
+            return str(operator._opname)  # type: ignore[union-attr]
+    return None
+
+
 def sent_by(graph: torch.fx.Graph, world_size: int) -> list[Sent]:
     """What one run of a captured graph sends, collective by collective, in the order of its nodes."""
     found = []
@@ -500,7 +511,7 @@ def broadcast(x: Tensor, axis: Real, *, source: int = 0, label: str = "broadcast
         try:
             dist.broadcast(x, axis.global_rank(source), group=axis.group)
         except RuntimeError as error:
-            raise _failed(label, error) from error
+            raise failed(label, error) from error
     return x
 
 
@@ -512,5 +523,5 @@ def exchange(value: Any, axis: Real, *, label: str = "exchange") -> list[Any]:
     try:
         dist.all_gather_object(values, value, group=axis.group)
     except RuntimeError as error:
-        raise _failed(label, error) from error
+        raise failed(label, error) from error
     return values

@@ -20,14 +20,18 @@ from __future__ import annotations
 
 import logging
 import re
+import sysconfig
+import textwrap
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
+import optree
 import torch
 import torch._dynamo
 import torch._dynamo.backends.common
@@ -36,7 +40,7 @@ import torch.fx.traceback
 from rich.console import Console
 from torch import Tensor, nn
 
-from fzero.collectives import Fake, InGraph, Real, Sent, sent_by
+from fzero.collectives import Fake, InGraph, Real, Sent, collective_that_raised, failed, sent_by
 from fzero.graph_analysis import name_units
 from fzero.graph_backends import Backend as TorchBackend
 from fzero.graph_backends import OnPaper, aot_eager, inductor, on_paper
@@ -257,7 +261,13 @@ class CompiledStep:
         self.backend = Backend(backend, pass_options(plan), params, modules)
         self._axis, self._graph, self._device = axis, InGraph.of(axis, device), device
         self._rules, self._name = rules, type(model).__name__
-        self._aliases, self._num_micro_steps, self._stage = plan.aliases, plan.num_micro_steps, plan.stage
+        # A module under two names has its tensors once: put there twice, torch would not find back what was there first.
+        slots: set[str] = set()
+        for name, module in model.named_modules():
+            for listed in (module.named_parameters, module.named_buffers):
+                slots.update(key for key, _ in listed(name, recurse=False, remove_duplicate=False))
+        self._aliases = {alias: owner for alias, owner in plan.aliases.items() if alias in slots}
+        self._num_micro_steps, self._stage = plan.num_micro_steps, plan.stage
         self._flats = tuple(Flat.of(buffer, axis) for buffer in plan.flat_buffers)
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
@@ -266,6 +276,7 @@ class CompiledStep:
         self._whole = self._compile(self._whole_step, self.backend)
         self._micro = self._compile(self._micro_step, self.backend)
         self._end = self._compile(self._update, self.backend)
+        self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self._sent_by: dict[Callable[..., Any], list[Sent]] = {}
 
     def _compile(self, function: Callable[..., Any], backend: TorchBackend) -> Callable[..., Any]:
@@ -283,7 +294,8 @@ class CompiledStep:
             micro_batches: A batches.
             number: of this pass (1,), float64; must be the same on all ranks.
         """
-        flat = (state.params, state.master, state.grads, state.optimizer)
+        flat = (state.params, state.master, state.grads, _shielded(state.optimizer))
+        buffers = _shielded(buffers)
         if len(micro_batches) == 1:
             outcome: Outcome = self._run(self._whole, *flat, buffers, state.loss_scale, micro_batches[0], number)
             return outcome
@@ -317,8 +329,10 @@ class CompiledStep:
         # Numbers are constants of the graph; taken for inputs at first, they would make Dynamo capture everything twice.
         quiet = torch._dynamo.config.ignore_logging_functions | _logging()
         with (
-            _one_graph(self._name),
-            torch._dynamo.config.patch(trace_autograd_ops=True, specialize_float=True, ignore_logging_functions=quiet),
+            _one_graph(self._name, is_new=not self.backend.num_captured),
+            torch._dynamo.config.patch(
+                trace_autograd_ops=True, specialize_float=True, allow_rnn=True, ignore_logging_functions=quiet
+            ),
         ):
             yield
 
@@ -327,7 +341,8 @@ class CompiledStep:
 
         What the model changes in Python when it runs stays as it is.
         """
-        flat, buffers = (state.params, state.master, state.grads, state.optimizer), dict(state.buffers)
+        flat = (state.params, state.master, state.grads, _shielded(state.optimizer))
+        buffers = _shielded(dict(state.buffers))
         number = torch.empty((1,), dtype=torch.float64, device=self._device)
         if len(micro_batches) == 1:
             whole = self._compile(self._whole_step, on_paper)
@@ -375,6 +390,7 @@ class CompiledStep:
         batch: Any,
         number: Tensor,
     ) -> Outcome:
+        optimizer, buffers = _bare(optimizer), _bare(buffers)
         rows, full, share, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number)
         reduced = {}
         for flat in self._trained:
@@ -391,7 +407,7 @@ class CompiledStep:
         number: Tensor,
     ) -> tuple[Tensor, bool]:
         """Adds the gradients of one micro-batch to `grads`; reduces what a rank does not keep whole."""
-        rows, full, share, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number)
+        rows, full, share, is_sum = self._value_and_grad(params, _bare(buffers), loss_scale, batch, number)
         for flat in self._trained:
             grad, kept = full[flat.key], grads[flat.key]
             if flat.collects_whole:
@@ -414,6 +430,7 @@ class CompiledStep:
         is_sum: bool,
     ) -> Outcome:
         """Measures and updates. `reduced` are the mean gradients, None where they are to be made of what is collected."""
+        optimizer, buffers = _bare(optimizer), _bare(buffers)
         rules, rows = self._rules, told.flatten(0, 1)
         if reduced is None:
             reduced = {
@@ -463,7 +480,9 @@ class CompiledStep:
         for alias, owner in self._aliases.items():
             tensors[alias] = tensors[owner]
         given = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False, strict=True)
+        loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
+        for module in self._recurrent:  # they keep a list of their weights, which would let those of the graph out
+            module._init_flat_weights()
         for name, buffer_ in buffers.items():
             now = given[f"model.{name}"]  # functional_call tells what the model put in a buffer's place
             if now is not buffer_:
@@ -557,15 +576,60 @@ def _times(grad: Tensor, share: float, dtype: torch.dtype) -> Tensor:
     return (grad if share == 1 else grad * share).to(dtype)
 
 
+class _Shielded(NamedTuple):
+    """A 0-d float64 tensor on the CPU, as (1,). As 0-d torch takes it for a number, and forgets what is written to it."""
+
+    value: Tensor
+
+
+def _shielded(tree: Any) -> Any:
+    return optree.tree_map(
+        lambda x: _Shielded(x.view(1)) if not x.ndim and x.dtype == torch.float64 and x.device.type == "cpu" else x,
+        tree,
+    )
+
+
+def _bare(tree: Any) -> Any:
+    """The tensors as they were shielded, in a graph; each a view."""
+    return optree.tree_map(
+        lambda x: x.value.view(()) if isinstance(x, _Shielded) else x, tree, is_leaf=lambda x: isinstance(x, _Shielded)
+    )
+
+
 @contextmanager
-def _one_graph(model: str) -> Iterator[None]:
-    """Makes of what torch.compile raises an error of a few lines."""
+def _one_graph(model: str, *, is_new: bool) -> Iterator[None]:
+    """Makes of what torch raises an error of a few lines, in whose place torch tells nothing.
+
+    Args:
+        model: its name.
+        is_new: whether nothing is captured yet. Later warnings are left alone: to hush some shows others anew.
+    """
+    for logger in _TALKATIVE:
+        logger.addFilter(_is_quiet)
     try:
-        yield
-    except torch._dynamo.exc.TorchDynamoException as error:
+        with warnings.catch_warnings() if is_new else nullcontext():
+            if is_new:
+                warnings.filterwarnings("ignore", module=r"torch\._dynamo")
+            yield
+    except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
         if isinstance(inner := getattr(error, "inner_exception", None), CheckpointError):
             raise inner from None
         raise CompileError(_what_stopped(error, model)) from None
+    except RuntimeError as error:
+        collective = collective_that_raised(error)
+        if collective is None:
+            raise
+        raise failed(f"{collective} in the compiled step of {model}", error) from error
+    finally:
+        for logger in _TALKATIVE:
+            logger.removeFilter(_is_quiet)
+
+
+_TALKATIVE = [logging.getLogger(name) for name in ("torch._dynamo.convert_frame", "torch._subclasses.fake_tensor")]
+
+
+def _is_quiet(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.WARNING
 
 
 def _logging() -> set[Callable[..., Any]]:
@@ -576,14 +640,45 @@ def _logging() -> set[Callable[..., Any]]:
 
 def _what_stopped(error: BaseException, model: str) -> str:
     """Which line of whose code cannot be captured, and why, in a few words."""
+    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+        return _what_changed(error, model)
     stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
-    own, torch_ = str(Path(__file__).parent), str(Path(torch.__file__).parent)
-    users = [frame for frame in stack if not frame.filename.startswith((own, torch_, "<"))]
-    where = f"{users[-1].filename}, line {users[-1].lineno}: {(users[-1].line or '').strip()!r}" if users else model
+    frames = [frame for frame in stack if not frame.filename.startswith(_NOT_THE_MODEL) or _is_package(frame)]
+    where = _told(frames[-1]) if frames else model
+    users = [frame for frame in frames if not _is_package(frame)]
+    if users and users[-1] is not frames[-1]:
+        where += f"\ncalled from {_told(users[-1])}"
+    error = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     raised = [line.partition("raised exception ")[2] for line in lines if "raised exception " in line]
-    kept = raised[:1] or lines[:2]
+    why = " ".join(raised[:1] or lines[:2])
+    if "returning intermediate with requires_grad_" in why:
+        why = "the forward keeps a tensor that has a gradient, in an attribute say; keep its .detach()"
     return (
-        f"{where}\ncannot be captured in one graph: {' '.join(kept)}\n"
+        f"{where}\ncannot be captured in one graph: {textwrap.shorten(why, 400)}\n"
         f"Change that line, or pass compile='block', which compiles block by block and runs the rest as it is."
     )
+
+
+def _what_changed(error: BaseException, model: str) -> str:
+    """What a step is captured anew for, all the time."""
+    found = [frame.f_locals.get("recompile_reason") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    reason = next((text for text in found if text), "").partition("\n")[0].partition("(HINT")[0].partition(": ")[2]
+    reason = textwrap.shorten(reason.replace("self._module._modules['model']", "model"), 300)
+    return (
+        f"{model}: captured {torch._dynamo.config.recompile_limit} times, for something changes from step to step: {reason}\n"
+        f"Keep it the same (pad batches to a few shapes, keep what the model counts in a buffer), raise "
+        f"torch._dynamo.config.recompile_limit, or pass compile='block'."
+    )
+
+
+_NOT_THE_MODEL = (str(Path(__file__).parent), str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
+
+
+def _is_package(frame: traceback.FrameSummary) -> bool:
+    """Whether that is code of an installed package, other than torch."""
+    return "site-packages" in Path(frame.filename).parts and not frame.filename.startswith(_NOT_THE_MODEL[:2])
+
+
+def _told(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}, line {frame.lineno}: {(frame.line or '').strip()!r}"

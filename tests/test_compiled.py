@@ -68,8 +68,9 @@ class Peculiar(nn.Module):
 
 def _differences(model: Any, data: Any, cfg: Any, num_steps: int = 3, **options: Any) -> tuple[float, float]:
     """How far eager and compiled steps are apart: the largest difference of losses and norms, and of weights."""
-    curve, weights = train(model, data, cfg, num_steps=num_steps)
-    compiled, found = train(model, data, cfg, num_steps=num_steps, **(options or AOT))
+    compiling = {key: options.pop(key) for key in AOT if key in options} or AOT
+    curve, weights = train(model, data, cfg, num_steps=num_steps, **options)
+    compiled, found = train(model, data, cfg, num_steps=num_steps, **options, **compiling)
     assert weights.keys() == found.keys()
     apart = [
         (weights[name].double() - found[name].double()).abs().max().item() for name in weights if weights[name].numel()
@@ -203,15 +204,6 @@ def test_weights_of_the_model_may_be_dropped_and_a_state_be_copied() -> None:
     assert int(state.step) == 0 and int(again.step) == 1
     assert all(torch.equal(x, y) for x, y in zip(_tensors(first), _tensors(again), strict=True))
     assert step.evaluate(again, tokens(0)) < metrics.loss
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
-def test_models_that_nobody_here_wrote_are_one_graph_and_agree_to_rounding(name: str) -> None:
-    counters.clear()
-    curve, weights = _differences(MODELS[name], text, config(3), 2)
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    # As for AdamW above; the second loss is that of weights so far apart.
-    assert weights <= 1e-5 and curve <= 2e-5
 
 
 # --- overflow ----------------------------------------------------------------------------------------------------

@@ -68,14 +68,14 @@ class Ended(NamedTuple):
 
 
 class Job:
-    """The ranks of one job, in processes of their own."""
+    """The ranks of one job, in processes of their own; `file` is what each runs."""
 
-    def __init__(self, world_size: int, scenario: str, stage: int, victim: int = -1) -> None:
+    def __init__(self, world_size: int, scenario: str, stage: int, victim: int = -1, *, file: str = __file__) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-        command = [sys.executable, __file__, scenario, str(stage), str(victim)]
+        command = [sys.executable, file, scenario, str(stage), str(victim)]
         self.ranks = [
             subprocess.Popen(
                 command,
