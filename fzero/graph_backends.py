@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
-from fzero import graph_analysis, graph_buckets, graph_products, graph_schedule, graph_stays
+from fzero import graph_analysis, graph_buckets, graph_exchange, graph_products, graph_schedule, graph_stays
 from fzero.graph_analysis import (
     WAIT,
     aten,
@@ -33,6 +33,7 @@ from fzero.graph_analysis import (
     numel_of,
     storages,
 )
+from fzero.graph_exchange import send_to_others
 from fzero.graph_remat import is_again, is_backward, rematerialise, rematerialise_in_place
 from fzero.graph_schedule import PassOptions, run_passes, run_passes_in_place
 
@@ -45,6 +46,7 @@ def aot_eager(
     *,
     units: Sequence[str | None] = (),
     checkpoint: Mapping[str, str] | None = None,
+    rank: int | None = None,
     observe: Callable[[Graph], None] | None = None,
 ) -> Backend:
     """A backend that runs the scheduled graph without generating code.
@@ -53,6 +55,7 @@ def aot_eager(
         options: what the schedule may cost.
         units: the unit of each argument of the graph, by position; None where it is no flat buffer with a unit.
         checkpoint: the modules that the backward runs again, as for `rematerialise`.
+        rank: which sends nothing to itself in an exchange; None leaves exchanges as they are.
         observe: called with the scheduled graph, for `make_timeline` or a test; read it at once, for it may change later.
     """
 
@@ -61,6 +64,8 @@ def aot_eager(
         graph = run_passes(graph, options, units=_by_placeholder(graph, units))
         if observe is not None:
             observe(graph)
+        if rank is not None:
+            send_to_others(graph, rank)
         boxed: Callable[..., Any] = make_boxed_func(GraphModule(module, graph).forward)
         return boxed
 
@@ -107,13 +112,14 @@ def inductor(
     *,
     units: Sequence[str | None] = (),
     checkpoint: Mapping[str, str] | None = None,
+    rank: int | None = None,
     observe: Callable[[Graph], None] | None = None,
 ) -> Backend:
     """Inductor, with the passes among its own; arguments as for `aot_eager`."""
     from torch._inductor.compile_fx import compile_fx
 
     patches = {
-        "post_grad_custom_post_pass": InductorPass(options, units, checkpoint, observe),
+        "post_grad_custom_post_pass": InductorPass(options, units, checkpoint, rank, observe),
         "fallback_random": True,  # the numbers of the eager step
         "reorder_for_locality": False,  # it moves the gradients of weights to the end, and their reductions with them
     }
@@ -133,16 +139,19 @@ class InductorPass(CustomGraphPass):
         options: PassOptions,
         units: Sequence[str | None] = (),
         checkpoint: Mapping[str, str] | None = None,
+        rank: int | None = None,
         observe: Callable[[Graph], None] | None = None,
     ) -> None:
         self.options, self.units, self.checkpoint = options, tuple(units), dict(checkpoint or {})
-        self.observe = observe
+        self.rank, self.observe = rank, observe
 
     def __call__(self, graph: Graph) -> None:
         rematerialise_in_place(graph, self.checkpoint)
         run_passes_in_place(graph, self.options, units=_by_placeholder(graph, self.units))
         if self.observe is not None:
             self.observe(graph)
+        if self.rank is not None:
+            send_to_others(graph, self.rank)
         realize_numbers(graph)
         pin_order(graph)
 
@@ -153,9 +162,9 @@ class InductorPass(CustomGraphPass):
         """
         if self.observe is not None or self.checkpoint:
             return None
-        passes = (graph_analysis, graph_buckets, graph_products, graph_schedule, graph_stays)
+        passes = (graph_analysis, graph_buckets, graph_exchange, graph_products, graph_schedule, graph_stays)
         files = tuple(str(module.__file__) for module in passes)
-        return get_hash_for_files((*files, __file__), repr((self.options, self.units)))
+        return get_hash_for_files((*files, __file__), repr((self.options, self.units, self.rank)))
 
 
 def _by_placeholder(graph: Graph, units: Sequence[str | None]) -> dict[str, str]:

@@ -131,9 +131,9 @@ def _gather_together(graph: Graph, buckets: Sequence[Sequence[_Item]], index: di
     for bucket in buckets:
         with graph.inserting_before(max((item.start for item in bucket), key=index.__getitem__)):
             shards = [_shard(item.start) for item in bucket]
-            start = _call(graph, ALL_GATHERS, shards, bucket[0].num_ranks, bucket[0].kind[0])
+            start = call(graph, ALL_GATHERS, shards, bucket[0].num_ranks, bucket[0].kind[0])
             for place, item in enumerate(bucket):
-                item.wait.replace_all_uses_with(_call(graph, WAIT, _call(graph, operator.getitem, start, place)))
+                item.wait.replace_all_uses_with(call(graph, WAIT, call(graph, operator.getitem, start, place)))
     _forget(graph, buckets)
     if buckets:
         sort(graph)  # the first of a bucket may have been used before the last began
@@ -200,21 +200,21 @@ def _buckets(items: Iterable[_Item | None], cap: int) -> list[list[_Item]]:
 def _join(graph: Graph, bucket: Sequence[_Item]) -> None:
     """One collective in place of several, at the graph's insertion point."""
     target, num_ranks = bucket[0].start.target, bucket[0].num_ranks
-    inputs = [_call(graph, aten.reshape.default, item.start.args[0], [num_ranks, -1]) for item in bucket]
+    inputs = [call(graph, aten.reshape.default, item.start.args[0], [num_ranks, -1]) for item in bucket]
     numels = [node.meta["val"].shape[1] for node in inputs]
-    joined = _call(graph, aten.cat.default, inputs, 1)
-    flat = _call(graph, aten.reshape.default, joined, [-1])
+    joined = call(graph, aten.cat.default, inputs, 1)
+    flat = call(graph, aten.reshape.default, joined, [-1])
     rest = bucket[0].start.args[1:]
     if target is _ALL_TO_ALL:
         rest = ([sum(numels)] * num_ranks, [sum(numels)] * num_ranks, rest[-1])
-    wait = _call(graph, WAIT, _call(graph, target, flat, *rest))
+    wait = call(graph, WAIT, call(graph, target, flat, *rest))
     rows = 1 if target is _REDUCE_SCATTER else num_ranks
-    parts = _call(graph, aten.split_with_sizes.default, _call(graph, aten.view.default, wait, [rows, -1]), numels, 1)
+    parts = call(graph, aten.split_with_sizes.default, call(graph, aten.view.default, wait, [rows, -1]), numels, 1)
     for place, item in enumerate(bucket):
-        part = _call(graph, operator.getitem, parts, place)
+        part = call(graph, operator.getitem, parts, place)
         if rows > 1:  # the ranks' parts of one shard are not next to each other
-            part = _call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
-        whole = _call(graph, aten.view.default, part, list(item.wait.meta["val"].shape))
+            part = call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
+        whole = call(graph, aten.view.default, part, list(item.wait.meta["val"].shape))
         item.wait.replace_all_uses_with(whole)
 
 
@@ -226,7 +226,7 @@ def _forget(graph: Graph, buckets: Sequence[Sequence[_Item]]) -> None:
             graph.erase_node(item.start)
 
 
-def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
+def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A new node with what it returns in its `meta`."""
     node = graph.call_function(target, args, kwargs)
     vals = map_arg(args, lambda arg: arg.meta["val"])

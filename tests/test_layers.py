@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.graph_analysis",
         "fzero.graph_stays",
         "fzero.graph_buckets",
+        "fzero.graph_exchange",
         "fzero.graph_products",
         "fzero.graph_schedule",
         "fzero.graph_remat",
