@@ -79,7 +79,7 @@ class Backend:
     Attributes:
         units: the unit of each flat buffer, by what Dynamo calls the place where it was found.
         checkpoint: the modules that the backward runs again (`fzero.graph_remat`).
-        rank: of this process.
+        axis: of exchanges, on gloo.
         graphs: the aten graphs in the order in which they run, by capture; mutated inputs are `copy_`'d to.
         num_captured: how often something was captured, also where a cache spared the passes.
     """
@@ -88,7 +88,7 @@ class Backend:
     options: PassOptions
     units: Mapping[str, str] = field(default_factory=dict)
     checkpoint: dict[str, str] = field(default_factory=dict)
-    rank: int = 0
+    axis: InGraph | None = None
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
 
@@ -100,7 +100,7 @@ class Backend:
             self.options,
             units=[self.units.get(name) for name in found],
             checkpoint=self.checkpoint,
-            rank=self.rank,
+            axis=self.axis,
             observe=lambda graph: self.graphs.append(copy_of(graph)),
         )
         return backend(module, inputs)
@@ -261,8 +261,9 @@ class CompiledStep:
         self._units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
         params = {f"L['params'][{key!r}]": unit for key, unit in self._units.items()}
         modules = {str(id(model.get_submodule(name))): name for name in checkpoint}
-        self.backend = Backend(backend, pass_options(plan), params, modules, axis.rank)
         self._axis, self._graph, self._device = axis, InGraph.of(axis, device), device
+        exchanges = None if self._graph.is_nccl else self._graph
+        self.backend = Backend(backend, pass_options(plan), params, modules, exchanges)
         self._rules, self._name = rules, type(model).__name__
         # A module under two names has its tensors once: put there twice, torch would not find back what was there first.
         slots: set[str] = set()

@@ -2,6 +2,8 @@
 
 - A *gather* is captured as the exchange of a shard repeated for all ranks. Each rank has its own shard: it receives those of
   the others, and joins them with it where they are used.
+- A *sum* over two ranks is captured as an all-reduce. Each rank sends all of its tensor to the other and adds up the two, as
+  many elements in half the time; two summands have one order.
 - A *reduction* is captured as the exchange of all shards of a tensor. Each rank has its own part of that: it receives the
   parts that the others have of it, and adds them up from where they are.
 
@@ -16,17 +18,23 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fzero.graph_analysis import WAIT, aten, c10d
+from fzero.collectives import InGraph
+from fzero.graph_analysis import ALL_REDUCE, WAIT, aten, c10d
 from fzero.graph_buckets import call
 
 _ALL_TO_ALL = c10d.all_to_all_single.default
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
-def send_to_others(graph: Graph, rank: int) -> None:
-    """Takes out of every exchange of equal parts what `rank` would send to itself."""
+def send_to_others(graph: Graph, axis: InGraph) -> None:
+    """Takes out of every exchange of equal parts on `axis` what this rank would send to itself."""
+    rank = axis.rank
     for start in list(graph.nodes):
-        if start.target is not _ALL_TO_ALL or [user.target for user in start.users] != [WAIT]:
+        if [user.target for user in start.users] != [WAIT] or start.args[-1] != axis.group_name:
+            continue
+        if start.target is ALL_REDUCE and axis.size == 2 and start.args[1] == "sum" and start.meta["val"].dim() == 1:
+            _swap(graph, start, rank)
+        if start.target is not _ALL_TO_ALL:
             continue
         sent: Any
         received: Any
@@ -61,6 +69,18 @@ def send_to_others(graph: Graph, rank: int) -> None:
         for node in (wait, start, source):
             if not node.users and node.op == "call_function":
                 graph.erase_node(node)
+
+
+def _swap(graph: Graph, start: Node, rank: int) -> None:
+    """A sum over two ranks as an exchange."""
+    (wait,), (own, *_) = start.users, start.args
+    numels = [0 if other == rank else start.meta["val"].numel() for other in range(2)]
+    with graph.inserting_before(start):
+        exchange = call(graph, _ALL_TO_ALL, own, numels, numels, start.args[-1])
+    with graph.inserting_before(wait):
+        wait.replace_all_uses_with(call(graph, aten.add.Tensor, own, call(graph, WAIT, exchange)))
+    graph.erase_node(wait)
+    graph.erase_node(start)
 
 
 def _others(rank: int, size: int) -> list[int]:

@@ -1,23 +1,29 @@
-"""Laws of what makes a step's graph fast: products where they are joined, and numbers that are computed once."""
+"""Laws of what makes a step's graph fast: products where they are joined, exchanges without oneself, numbers computed once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any
 
 import torch
-from graphs import trace_step
+from graphs import GROUP, trace_step
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
-from fzero.graph_analysis import flops_of, numel_of
+from fzero.collectives import InGraph
+from fzero.graph_analysis import WAIT, flops_of, numel_of
 from fzero.graph_backends import realize_numbers
+from fzero.graph_exchange import send_to_others
 from fzero.graph_products import join_products
-from fzero.graph_schedule import PassOptions, run_passes
+from fzero.graph_schedule import PassOptions, copy_of, run_passes
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+EXCHANGE = c10d.all_to_all_single.default
 JOIN = torch.ops.fzero.join_gradients.default
 
 PIECES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -80,3 +86,66 @@ def test_numbers_are_computed_once_and_not_for_every_element() -> None:
     realize_numbers(module.graph)
     assert not reads_a_formula(module.graph)
     assert torch.equal(Interpreter(module, graph=module.graph).run(*args), expected)
+
+
+def exchanging(graph: Graph, args: list[Tensor]) -> Generator[Any, Tensor, Any]:
+    """Runs the graph of one rank: yields what each exchange is given, and is sent what it returns."""
+    env: dict[Node, Any] = {}
+    given_ = iter(args)
+    for node in graph.nodes:
+        positional, named = map_arg((node.args, node.kwargs), env.__getitem__)
+        if node.op == "placeholder":
+            env[node] = next(given_)
+        elif node.op == "output":
+            return positional[0]
+        elif node.target is EXCHANGE:
+            env[node] = yield positional
+        else:
+            env[node] = positional[0] if node.target is WAIT else node.target(*positional, **named)
+
+
+@given(st.integers(2, 4), st.data())
+def test_an_exchange_sends_nothing_to_its_own_rank_and_gives_the_same(size: int, data: st.DataObject) -> None:
+    """A gather and a sum in rank order, by exchanges, on ranks that are simulated."""
+    numel = data.draw(st.integers(1, 5), label="numel")
+
+    def step(shard: Tensor, full: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        numels = [numel] * size
+        gathered = c10d.wait_tensor(c10d.all_to_all_single(shard.repeat(size), numels, numels, GROUP))
+        parts = c10d.wait_tensor(c10d.all_to_all_single(full, numels, numels, GROUP))
+        total, *others = torch.split(parts, numel)
+        for other in others:
+            total = total + other
+        whole = c10d.wait_tensor(c10d.all_reduce(full, "sum", GROUP)) if size == 2 else full
+        return gathered * 2, total, whole
+
+    args = [[torch.randn(numel), torch.randn(size * numel)] for _ in range(size)]
+    with FakeTensorMode() as mode:
+        graph = make_fx(step)(*(mode.from_tensor(x) for x in args[0])).graph
+    graphs = [copy_of(graph) for _ in range(size)]
+    for rank, own in enumerate(graphs):
+        send_to_others(own, InGraph(size, rank, GROUP, is_nccl=False))
+        exchanges = [node for node in own.nodes if node.target is EXCHANGE]
+        num_sums = int(size == 2)
+        assert len(exchanges) == 2 + num_sums and all(node.args[2][rank] == 0 for node in exchanges)
+        sent = [numel_of(node.all_input_nodes[0]) for node in exchanges]
+        assert sent == [(size - 1) * numel] * 2 + [size * numel] * num_sums
+    shards, fulls = zip(*args)
+    ranks = [exchanging(own, of_rank) for own, of_rank in zip(graphs, args)]
+    calls = [next(rank) for rank in ranks]
+    for _ in range(2 + (size == 2)):
+        rows = [sent.split(list(numels)) for sent, _, numels, _ in calls]
+        arrived = [torch.cat([row[rank] for row in rows]) for rank in range(size)]
+        calls = []
+        for rank, received in zip(ranks, arrived):
+            try:
+                calls.append(rank.send(received))
+            except StopIteration as end:
+                calls.append(end.value)
+    for rank, (gathered, total, whole) in enumerate(calls):
+        assert torch.equal(whole, fulls[0] + fulls[1] if size == 2 else fulls[rank])
+        assert torch.equal(gathered, 2 * torch.cat(shards))
+        expected = fulls[0][rank * numel : (rank + 1) * numel]
+        for full in fulls[1:]:
+            expected = expected + full[rank * numel : (rank + 1) * numel]
+        assert torch.equal(total, expected)

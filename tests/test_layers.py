@@ -46,7 +46,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.graph_analysis",
         "fzero.graph_stays",
         "fzero.graph_buckets",
-        "fzero.graph_exchange",
         "fzero.graph_products",
         "fzero.graph_schedule",
         "fzero.graph_remat",
@@ -57,7 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # what moves state, and what runs a model
     (
         *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.eager"),
-        "fzero.graph_backends",
+        *("fzero.graph_exchange", "fzero.graph_backends"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
