@@ -238,7 +238,7 @@ def draw(rows: list[Row], path: Path) -> None:
                 label = label if start == 0.6 else None
                 times.hlines(height, start, stop, color="black", linestyle=style, linewidth=1.3, label=label)
             for axis in (times, memory):
-                centre = ((start + stop) / 2, -0.215)
+                centre = ((start + stop) / 2, -0.26)
                 axis.annotate(f"stage {stage}", centre, xycoords=("data", "axes fraction"), ha="center", weight="bold")
         times.set_title(size)
         times.set_ylabel("step time / fastest peer's of the stage (white: ms)")
