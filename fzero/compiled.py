@@ -228,9 +228,11 @@ class Captured(NamedTuple):
         """The graph as it runs: what is checkpointed is there twice, and all of it in order."""
         return self._replace(graph=run_passes(rematerialise(self.graph, self.checkpoint), self.options))
 
-    def timeline(self, machine: Machine | None = None, *, title: str = "one step") -> Timeline:
+    def timeline(
+        self, machine: Machine | None = None, *, world_size: int | None = None, title: str = "one step"
+    ) -> Timeline:
         """The graph in time, in the order in which it stands."""
-        return make_timeline(self.graph, machine, title=title)
+        return make_timeline(self.graph, machine, world_size=world_size, title=title)
 
 
 class CompiledStep:
@@ -446,6 +448,8 @@ class CompiledStep:
         norm = self._norm(reduced) / multiple
         overflow = ~(norm + mean_loss).isfinite()
         ok = is_agreed(rows[:, :2], is_sum=is_sum) & (rows[:, 2] == rows[0, 2]).all()
+        if is_sum:
+            ok = ok & (rows[:, 1] > 0).any()
         if rules.skips_overflow:
             skip = overflow | ~ok
             new_scale = rules.scaling.update(loss_scale, overflow)

@@ -339,7 +339,7 @@ def analyse(graph: Graph) -> Analysis:
     parts = _Parts()
     homes: dict[Node, int] = {}  # the gather that a node is made from
     for node in graph.nodes:
-        if node.target in GATHERS and all(arg in fresh for arg in node.all_input_nodes):
+        if _may_gather(node) and all(arg in fresh for arg in node.all_input_nodes):
             homes[node] = parts.new()
         elif node.target is WAIT and node.args[0] in homes:
             homes[node] = homes[node.args[0]]
@@ -355,6 +355,13 @@ def analyse(graph: Graph) -> Analysis:
         (starts if node.target in GATHERS else settle).setdefault(parts.find(home), []).append(node)
     gathers = tuple(_gather(starts[home], settle.get(home, [])) for home in starts)
     return Analysis(gathers, _reductions(graph, homes))
+
+
+def _may_gather(node: Node) -> bool:
+    """Whether the node sends the same to all; an exchange of different parts is a reduction's."""
+    if node.target is c10d.all_to_all_single.default:
+        return bool(node.all_input_nodes[0].target is aten.repeat.default)
+    return node.target in GATHERS
 
 
 def _fresh(graph: Graph) -> set[Node]:

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import mm_flop, register_flop_formula
 from fzero.graph_analysis import aten, is_view, numel_of
 
 _TURNS = (aten.t.default, aten.permute.default)
-_SAME_ORDER = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_SAME_ORDER = (aten.view.default, aten.reshape.default)
 
 
 @torch.library.custom_op("fzero::join_gradients", mutates_args=())
@@ -51,8 +51,11 @@ def _(operands: list[Tensor], counts: list[int], numel: int) -> Tensor:
 
 @register_flop_formula(torch.ops.fzero.join_gradients)
 def _(operands: list[tuple[int, ...]], counts: list[int], numel: int, **kwargs: object) -> int:
-    rest = iter(operands)
-    return sum(0 * len(next(rest)) if count == 1 else mm_flop(next(rest), next(rest)) for count in counts)
+    flops, place = 0, 0
+    for count in counts:
+        flops += mm_flop(*operands[place : place + 2]) if count == 2 else 0
+        place += count
+    return flops
 
 
 def join_products(graph: Graph) -> None:
@@ -62,13 +65,15 @@ def join_products(graph: Graph) -> None:
         if node.target is not aten.cat.default or node.meta["val"].dim() != 1:
             continue
         pieces = [_source_of(piece) for piece in node.args[0] if numel_of(piece)]
-        if len(pieces) > 1 and pieces[-1].target in (aten.new_zeros.default, aten.full.default):
+        if len(pieces) > 1 and _is_zero(pieces[-1]):
             pieces.pop()
         parts: list[list[Node]] = [list(p.args) if _is_own_product(p) else [p] for p in pieces]  # type: ignore[arg-type]
         if len(parts) == sum(map(len, parts)) or any(p.meta["val"].dtype != node.meta["val"].dtype for p in pieces):
             continue
         operands = [operand for part in parts for operand in part]
-        with graph.inserting_after(_last_use(max(operands, key=index.__getitem__), index)):
+        if any(operand not in index for operand in operands):  # joined themselves
+            continue
+        with graph.inserting_after(_last_use(max(operands, key=index.__getitem__), index, before=index[node])):
             joined = graph.call_function(
                 torch.ops.fzero.join_gradients.default, (operands, [len(part) for part in parts], numel_of(node))
             )
@@ -93,11 +98,15 @@ def _source_of(piece: Node) -> Node:
     return source
 
 
+def _is_zero(node: Node) -> bool:
+    return node.target is aten.new_zeros.default or (node.target is aten.full.default and bool(node.args[1] == 0))
+
+
 def _is_own_product(node: Node) -> bool:
     return node.target is aten.mm.default and len(node.users) == 1
 
 
-def _last_use(operand: Node, index: dict[Node, int]) -> Node:
+def _last_use(operand: Node, index: dict[Node, int], *, before: int) -> Node:
     """The last product with what `operand` is a view of: so the parameters of a unit leave before its gradients come."""
     last, base = operand, operand
     while is_view(base) and isinstance(base.all_input_nodes[0].meta["val"], Tensor):
@@ -105,7 +114,7 @@ def _last_use(operand: Node, index: dict[Node, int]) -> Node:
     readers = [base, operand]
     for reader in readers:
         for user in reader.users:
-            if user.target is aten.mm.default and index[user] > index[last]:
+            if user.target is aten.mm.default and index[last] < index[user] < before:
                 last = user
             elif is_view(user) and user not in readers:
                 readers.append(user)

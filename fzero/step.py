@@ -402,6 +402,7 @@ class TrainStep:
 
     def _check_state(self, state: TrainState[Tensor]) -> None:
         """Raises unless every tensor has this step's shape and dtype: another step's may be divided otherwise."""
+        assert self._axis is not None  # which raises where no ranks are there
         if self._expected is None:
             accessors, specs, treespec = optree.tree_flatten_with_accessor(self.specs)
             shapes = [(s.local_shape(self.world_size), torch_dtype(s.dtype)) for s in specs]
@@ -738,7 +739,7 @@ class TrainStep:
         With a `batch`, that of the graph which `compile="step"` makes of it, captured on paper (see `trace`): in every
         step, before the first one too, and on one rank alone. An eager step enters and leaves its units at the same
         places; Inductor fuses compute, and keeps the collectives and their order. Without a batch, for `compile="step"` and
-        after the first step, that of the graph that ran.
+        after the first step, that of the largest graph that ran.
 
         `print` it for a table, `draw()` gives a picture. Times are those of a simple model of a machine, not measured.
 
@@ -754,10 +755,13 @@ class TrainStep:
                     "make the step with compile='step' and call the step once"
                 )
             graph = max(graphs, key=lambda graph: len(graph.nodes))
-            return make_timeline(graph, machine, title=title)
+            return make_timeline(graph, machine, world_size=self.world_size, title=title)
         captured = self.trace(batch)
         different = {id(c.graph): c for c in captured}  # micro-steps share one
-        timelines = {key: c.scheduled().timeline(machine, title=title) for key, c in different.items()}
+        timelines = {
+            key: c.scheduled().timeline(machine, world_size=self.world_size, title=title)
+            for key, c in different.items()
+        }
         return joined([timelines[id(c.graph)] for c in captured])
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:

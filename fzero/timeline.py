@@ -57,6 +57,8 @@ class Machine:
     latency: float = 1e-5
 
     def __post_init__(self) -> None:
+        if self.latency < 0:
+            raise ValueError(f"Machine: latency must not be negative, got {self.latency}; it is seconds")
         for name in ("flops", "memory", "network"):
             if getattr(self, name) <= 0:
                 raise ValueError(
@@ -136,17 +138,20 @@ class Timeline:
         return figure
 
 
-def make_timeline(graph: Graph, machine: Machine | None = None, *, title: str = "one step") -> Timeline:
+def make_timeline(
+    graph: Graph, machine: Machine | None = None, *, world_size: int | None = None, title: str = "one step"
+) -> Timeline:
     """The timeline of a graph in the order in which it stands.
 
     Args:
         graph: a training step's, as `run_passes` returns it.
         machine: the rates.
+        world_size: the ranks; None reads them from the collectives that tell (an all-reduce does not).
         title: what the table and the picture are called.
     """
     machine = Machine() if machine is None else machine
     analysis = analyse(graph)
-    world_size = max(filter(None, map(_num_ranks, graph.nodes)), default=None)
+    world_size = world_size or max(filter(None, map(_num_ranks, graph.nodes)), default=None)
     labels: dict[Node, str] = {}
     for gather in analysis.gathers:
         labels |= {node: f"gather {gather.unit}" for node in gather.issue if is_collective(node)}

@@ -36,6 +36,10 @@ PIECES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bias": lambda x, y: x.sum(0),
     "turned bias": lambda x, y: x.exp().t().reshape(-1),
     "zeros": lambda x, y: x.new_zeros(3),
+    "ones": lambda x, y: x.new_ones(3),
+    "full": lambda x, y: torch.full((3,), 2, dtype=x.dtype),
+    "zero": lambda x, y: torch.full((3,), 0, dtype=x.dtype),
+    "joined": lambda x, y: torch.cat([(x @ y).reshape(-1), x[0]]),
     "nothing": lambda x, y: x.new_zeros(0),
 }
 
@@ -55,7 +59,9 @@ def test_joined_products_are_the_same_bits(names: list[str], is_wide: bool) -> N
     module.graph.lint()
     assert torch.equal(Interpreter(module, graph=module.graph).run(x, y), join(x, y))
     whole = {"product", "turned twice", "of turned matrices"}
-    assert sum(node.target is JOIN for node in module.graph.nodes) == any(name in whole for name in names)
+    num_joined = sum(node.target is JOIN for node in module.graph.nodes)
+    num_inner = names.count("joined")
+    assert num_joined == (num_inner or any(name in whole for name in names))
 
 
 def test_gradients_of_weights_are_made_where_they_are_sent_from() -> None:
