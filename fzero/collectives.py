@@ -458,28 +458,6 @@ def collective_that_raised(error: BaseException) -> str | None:
     return None
 
 
-def sent_by(graph: torch.fx.Graph, world_size: int) -> list[Sent]:
-    """What one run of a captured graph sends, collective by collective, in the order of its nodes."""
-    found = []
-    for node in graph.nodes:
-        name = getattr(node.target, "_opname", "")
-        if node.op == "call_function" and getattr(node.target, "namespace", "") == "_c10d_functional":
-            value, size = node.args[0], 0
-            if name == "all_gather_into_tensor_coalesced":
-                size = sum(shard.meta["val"].numel() for shard in value) * (world_size - 1)
-                value = value[0]
-            value = value.meta["val"]
-            if name == "all_gather_into_tensor":
-                size = value.numel() * (world_size - 1)
-            elif name in ("all_to_all_single", "reduce_scatter_tensor"):
-                size = value.numel() // world_size * (world_size - 1)
-            elif name == "all_reduce":
-                size = 2 * (value.numel() // world_size) * (world_size - 1)
-            if name != "wait_tensor":
-                found.append(Sent(name, f"{name} {node.name}", size, size * value.element_size()))
-    return found
-
-
 # --- whole collectives, on either axis ---------------------------------------------------------------------------
 
 

@@ -40,8 +40,8 @@ import torch.fx.traceback
 from rich.console import Console
 from torch import Tensor, nn
 
-from fzero.collectives import Fake, InGraph, Real, Sent, collective_that_raised, failed, sent_by
-from fzero.graph_analysis import name_units
+from fzero.collectives import Fake, InGraph, Real, Sent, collective_that_raised, failed
+from fzero.graph_analysis import is_collective, name_units
 from fzero.graph_backends import Backend as TorchBackend
 from fzero.graph_backends import OnPaper, aot_eager, inductor, on_paper
 from fzero.graph_remat import BACKWARD, CheckpointError, rematerialise
@@ -51,12 +51,14 @@ from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, m
 from fzero.plan import BufferPlan, Plan
 from fzero.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.state import TrainState
-from fzero.timeline import Machine, Timeline, make_timeline
+from fzero.timeline import Machine, Timeline, kind_of, make_timeline, sent_by
 from fzero.transforms import Transform, unless
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
 
 BackendName = Literal["inductor", "aot_eager"]
+
+_STATE = re.compile(r"L\['\w+'\](?:\[\d+\])?\['([^']*)'\]")  # a tensor of a dict: of a flat buffer, if its key is one
 
 
 def pass_options(plan: Plan) -> PassOptions:
@@ -77,7 +79,7 @@ class Backend:
     """A backend of torch.compile that schedules what is captured (`fzero.graph_schedule`), counts it, and keeps the graphs.
 
     Attributes:
-        units: the unit of each flat buffer, by what Dynamo calls the place where it was found.
+        units: the unit of each flat buffer, by its key.
         checkpoint: the modules that the backward runs again (`fzero.graph_remat`).
         axis: of exchanges, on gloo.
         graphs: the aten graphs in the order in which they run, by capture; mutated inputs are `copy_`'d to.
@@ -98,12 +100,17 @@ class Backend:
         found = [node.meta["grapharg"].source.name for node in module.graph.nodes if node.op == "placeholder"]
         backend = make(
             self.options,
-            units=[self.units.get(name) for name in found],
+            units=[self.unit_of(source) for source in found],
             checkpoint=self.checkpoint,
             axis=self.axis,
             observe=lambda graph: self.graphs.append(copy_of(graph)),
         )
         return backend(module, inputs)
+
+    def unit_of(self, source: str) -> str | None:
+        """The unit of a tensor by what a captured function calls it, `L['params']['blocks.0/float32']`."""
+        key = _STATE.match(source)
+        return self.units.get(key[1]) if key else None
 
 
 class _WithLoss(nn.Module):
@@ -209,10 +216,6 @@ class Outcome(NamedTuple):
     is_sum: bool
 
 
-_STATE = re.compile(r"L\['\w+'\](?:\[\d+\])?\['([^']*)'\]")
-"""What a captured function calls a tensor of a flat buffer, `L['params']['blocks.0/float32']`."""
-
-
 class Captured(NamedTuple):
     """One graph of a step, captured on paper."""
 
@@ -260,12 +263,11 @@ class CompiledStep:
                 f"compile: 'step' needs torch 2.13, where a gradient can be traced in a graph, got {torch.__version__}; "
                 f"pass compile='block', or install a newer torch"
             )
-        self._units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
-        params = {f"L['params'][{key!r}]": unit for key, unit in self._units.items()}
+        units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
         modules = {str(id(model.get_submodule(name))): name for name in checkpoint}
         self._axis, self._graph, self._device = axis, InGraph.of(axis, device), device
         exchanges = None if self._graph.is_nccl else self._graph
-        self.backend = Backend(backend, pass_options(plan), params, modules, exchanges)
+        self.backend = Backend(backend, pass_options(plan), units, modules, exchanges)
         self._rules, self._name = rules, type(model).__name__
         # A module under two names has its tensors once: put there twice, torch would not find back what was there first.
         slots: set[str] = set()
@@ -377,8 +379,8 @@ class CompiledStep:
             with self._capturing():
                 function(*arguments)
         except OnPaper as captured:
-            found = {name: _STATE.match(source) for name, source in captured.sources.items()}
-            units = {name: self._units[key[1]] for name, key in found.items() if key and key[1] in self._units}
+            found = {name: self.backend.unit_of(source) for name, source in captured.sources.items()}
+            units = {name: unit for name, unit in found.items() if unit is not None}
             name_units(captured.graph, units)
             return Captured(captured.graph, units, self.backend.options, self.backend.checkpoint)
         raise AssertionError(f"{self._name}: a backend that runs nothing gave a result")
@@ -573,9 +575,18 @@ class CompiledStep:
     def _tell(self, function: Callable[..., Any], num_graphs: int, observe: Callable[[Sent], None]) -> None:
         """Tells `observe` what the call sent, by the graph that ran."""
         if len(self.backend.graphs) > num_graphs:
-            self._sent_by[function] = sent_by(self.backend.graphs[-1], self._axis.size)
+            self._sent_by[function] = _sent_in(self.backend.graphs[-1], self._axis.size)
         for sent in self._sent_by.get(function, ()):
             observe(sent)
+
+
+def _sent_in(graph: torch.fx.Graph, world_size: int) -> list[Sent]:
+    """What one run of a graph sends, collective by collective, in the order of its nodes."""
+    found = []
+    for node in filter(is_collective, graph.nodes):
+        nbytes, itemsize = sent_by(node, world_size), node.all_input_nodes[0].meta["val"].element_size()
+        found.append(Sent(kind_of(node), f"{kind_of(node)} {node.name}", nbytes // itemsize, nbytes))
+    return found
 
 
 def _times(grad: Tensor, share: float, dtype: torch.dtype) -> Tensor:

@@ -77,7 +77,8 @@ def join_products(graph: Graph) -> None:
             joined = graph.call_function(
                 torch.ops.fzero.join_gradients.default, (operands, [len(part) for part in parts], numel_of(node))
             )
-        joined.meta["val"] = node.meta["val"]
+        product = next(piece for piece in pieces if _is_own_product(piece))
+        joined.meta |= {"val": node.meta["val"], "custom": product.meta.get("custom")}
         node.replace_all_uses_with(joined)
         _forget(node)
 

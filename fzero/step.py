@@ -402,7 +402,7 @@ class TrainStep:
 
     def _check_state(self, state: TrainState[Tensor]) -> None:
         """Raises unless every tensor has this step's shape and dtype: another step's may be divided otherwise."""
-        assert self._axis is not None  # which raises where no ranks are there
+        _ = self._axis  # which raises where no ranks are there
         if self._expected is None:
             accessors, specs, treespec = optree.tree_flatten_with_accessor(self.specs)
             shapes = [(s.local_shape(self.world_size), torch_dtype(s.dtype)) for s in specs]

@@ -166,15 +166,7 @@ def make_timeline(
             begin = max(now, free)
             free = begin + machine.latency + nbytes / machine.network
             ends[node] = free
-            kind = (
-                str(node.target)
-                .split(".")[1]
-                .removesuffix("_coalesced")
-                .removesuffix("_into_tensor")
-                .removesuffix("_tensor")
-                .removesuffix("_single")
-            )
-            spans.append(Span("collective", labels.get(node, kind), begin, free, nbytes))
+            spans.append(Span("collective", labels.get(node, kind_of(node)), begin, free, nbytes))
         elif node.target is WAIT:
             end = max(now, ends.get(start_of(node), now))
             if end > now:
@@ -186,6 +178,14 @@ def make_timeline(
                 spans.append(Span("compute", node.name, now, now + seconds))
             now += seconds
     return Timeline(tuple(spans), tuple(times), liveness(graph, analysis), title)
+
+
+def kind_of(node: Node) -> str:
+    """The name of a collective, without what it says about tensors."""
+    name = str(node.target).split(".")[1]
+    for suffix in ("_coalesced", "_into_tensor", "_tensor", "_single"):
+        name = name.removesuffix(suffix)
+    return name
 
 
 def sent_by(node: Node, world_size: int | None = None) -> int:
