@@ -134,6 +134,7 @@ class Fake:
             raise ValueError(f"Fake: backend must be 'nccl' or 'gloo', got {self.backend!r}; pass one of these")
 
 
+Bound = Real
 Axis = Real | Sim
 
 

@@ -116,19 +116,12 @@ class Backend:
 class _WithLoss(nn.Module):
     """The model and what is made of its output, as one module to be called with other tensors."""
 
-    def __init__(
-        self, model: nn.Module, loss_fn: LossFn | None, *, reduces_by_sum: bool, autocast: str | None, device: str
-    ) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, **how: Any) -> None:
         super().__init__()
-        self.model = model
-        self.loss_fn, self.reduces_by_sum = loss_fn, reduces_by_sum
-        self.autocast, self.device = None if autocast is None else torch_dtype(autocast), device
+        self.model, self.loss_fn, self.how = model, loss_fn, how
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        if self.autocast is None:
-            return loss_of(self.model, self.loss_fn, batch, reduces_by_sum=self.reduces_by_sum)
-        with torch.autocast(self.device, dtype=self.autocast):
-            return loss_of(self.model, self.loss_fn, batch, reduces_by_sum=self.reduces_by_sum)
+        return loss_of(self.model, self.loss_fn, batch, **self.how)
 
 
 class Flat(NamedTuple):
@@ -254,7 +247,7 @@ class CompiledStep:
         rules: Rules,
         *,
         loss_fn: LossFn | None,
-        autocast: str | None,
+        autocast: torch.dtype | None,
         backend: BackendName,
         checkpoint: Sequence[str] = (),
     ) -> None:

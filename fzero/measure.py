@@ -19,7 +19,13 @@ LossFn = Callable[[nn.Module, Any], Any]
 
 
 def loss_of(
-    model: nn.Module, loss_fn: LossFn | None, batch: Any, *, reduces_by_sum: bool
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Any,
+    *,
+    reduces_by_sum: bool,
+    autocast: torch.dtype | None = None,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight.
 
@@ -28,10 +34,14 @@ def loss_of(
         loss_fn: see `make_train_step`; None takes the model's output.
         batch: what the model is called with.
         reduces_by_sum: whether gradients are to be added up over ranks, which goes with no weight.
+        autocast: the dtype of `torch.autocast` on `device`, None for none.
 
     Raises:
         ValueError: the loss is no scalar that depends on a trainable parameter, or the weight is no number from 0 on.
     """
+    if autocast is not None:
+        with torch.autocast(device, dtype=autocast):
+            return loss_of(model, loss_fn, batch, reduces_by_sum=reduces_by_sum)
     weight = None
     if loss_fn is not None:
         loss: Any = loss_fn(model, batch)

@@ -13,8 +13,6 @@ Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard,
 from __future__ import annotations
 
 import math
-import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
@@ -25,19 +23,21 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero import collectives, initialise, lr_schedules
+from fzero import collectives, initialise
+from fzero.batches import Batches, without_memory
 from fzero.binding import bound
-from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
-from fzero.collectives import CollectiveError, Fake, Pending, Real
+from fzero.checkpointing import Choice
+from fzero.collectives import Bound, CollectiveError, Fake, Pending, Real
 from fzero.config import Config, ConfigError
-from fzero.config_optimizers import Optimizer, TorchOptimizer
+from fzero.config_optimizers import TorchOptimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
-from fzero.measure import LossFn, Measure, agreed_buffers, check_rows, loss_of, mean_of
+from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
 from fzero.pieces import Pieces
-from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
+from fzero.plan import BufferPlan, OwnTransform, ParamGroup
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
+from fzero.recipe import Recipe
 from fzero.schedule import Event, early
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Machine, Timeline, joined, make_timeline
@@ -115,34 +115,12 @@ def make_train_step(
         ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` or the function
             `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
     """
-    _check_choice("schedule", schedule, ("learned", "negotiated"))
-    _check_choice("compile", compile, (None, "step", "block"))
-    _check_choice("compile_backend", compile_backend, ("inductor", "aot_eager"))
-    cfg = Config.load(cfg)
-    _check_no_hooks(model)
-    device = _device_of(model)
-    axis = mesh if isinstance(mesh, Real | Fake) else _bind(mesh, device)
-    the_plan = plan(model, cfg, world_size=axis.size, units=units, param_groups=param_groups, transform=transform)
-    optimizers = optimizers_of(cfg, param_groups, transform)
-    checkpointing = _checkpointing(model, cfg, checkpoint, units, device)
-    arguments = {
-        "schedule": schedule,
-        "optimizers": str(optimizers),
-        "checkpoint": ", ".join(checkpointing.names),
-        "compile": f"{compile} with {compile_backend}",
-    }
-    if isinstance(axis, Real):
-        _check_same(axis, cfg, model, the_plan, arguments)
-    step = TrainStep(
-        model, cfg, the_plan, optimizers, axis, device, loss_fn, donate, lr_schedule, schedule, checkpointing, seed
-    )
-    if compile == "step":
-        step._capture(compile_backend)
-    elif compile == "block":
-        from fzero.compiled_blocks import CompiledBlocks
-
-        step._blocks = CompiledBlocks(_blocks_to_compile(model, units), compile_backend)
-    return step
+    recipe = Recipe(
+        model=model, cfg=Config.load(cfg), loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
+        donate=donate, lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile,
+        compile_backend=compile_backend, seed=seed,
+    )  # fmt: skip
+    return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else _bind(mesh, recipe.device))
 
 
 class _Knobs(NamedTuple):
@@ -161,6 +139,7 @@ class TrainStep:
     buffers change) is the same for every state.
 
     Attributes:
+        recipe: what it was made from.
         plan: units, flat buffers, bytes and what is sent; `print(step.plan)`.
         specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
         schedule: the events of a step in order, after the first one.
@@ -168,72 +147,43 @@ class TrainStep:
         device: where the state is, and the batch must be.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        cfg: Config,
-        plan: Plan,
-        optimizers: Sequence[Optimizer | Own],
-        axis: Real | Fake,
-        device: torch.device,
-        loss_fn: LossFn | None,
-        donate: bool,
-        lr_schedule: Schedule | None,
-        schedule: Literal["learned", "negotiated"],
-        checkpointing: Checkpointing,
-        seed: int,
-    ) -> None:
-        self.plan, self.rank, self.world_size = plan, axis.rank, axis.size
+    def __init__(self, recipe: Recipe, axis: Bound | Fake) -> None:
+        self.recipe, self.plan, self.rank, self.world_size = recipe, recipe.plan(axis.size), axis.rank, axis.size
         self.schedule: tuple[Event, ...] | None = None
-        self._model, self._cfg, self._ranks, self.device = model, cfg, axis, device
-        self._loss_fn, self._donate, self._learns, self._seed = loss_fn, donate, schedule == "learned", seed
-        self._checkpointing = checkpointing
+        self._model, self._cfg, self._ranks, self.device = recipe.model, recipe.cfg, axis, recipe.device
+        self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
+        self._optimizers, self._rates, self._momentum = recipe.optimizers, recipe.rates, recipe.momentum
+        self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
         self._eval_schedule: tuple[Event, ...] | None = None
         self._num_passes = 0
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
-        # Statistics may rest in the first step (a module in evaluation mode) and move later, which no version tells.
-        self._statistics = {
-            f"{name}.{buffer}".removeprefix(".")
-            for name, module in model.named_modules()
-            if isinstance(module, nn.modules.batchnorm._NormBase)
-            for buffer, _ in module.named_buffers(recurse=False)
-        } & set(plan.buffers)
+        self._statistics = recipe.statistics & set(self.plan.buffers)
         self._scratch = Scratch()
         self._expected: Any = None  # structure, paths, shapes and dtypes of the state's tensors
-        self._optimizers = optimizers  # of each parameter group
-        _check_schedule(lr_schedule)
-        rate = lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else None)
-        if rate is not None and any(isinstance(group, Own) and group.is_fixed for group in optimizers):
-            raise ConfigError(
-                "transform: must be a function of the learning rate where a schedule moves that, got a Transform; pass "
-                "lambda lr: ..."
-            )
-        self._rates = [_rate_of(group.lr, cfg.optimizer.lr, rate) for group in optimizers]
-        self._momentum = (
-            None
-            if lr_schedule
-            else _momentum_schedule(cfg, has_betas=not any(isinstance(group, Own) for group in optimizers))
-        )
-        self._scaling = cfg.loss_scaling()
-        numels = accumulate((buffer.padded_numel for buffer in plan.flat_buffers), initial=0)
-        self._places = dict(zip((buffer.key for buffer in plan.flat_buffers), numels, strict=False))
-        predivide = None if cfg.prescale_gradients else cfg.gradient_predivide_factor
-        is_mean = cfg.gradient_allreduce_op == "mean"
-        self._measures = Measure(
-            world_size=axis.size,
-            predivide=predivide or (axis.size if is_mean else 1),
-            is_mean=is_mean,
-            clip=cfg.gradient_clipping,
-            is_inf=cfg.gradient_norm_type == "inf",
-            scales_loss=cfg.scales_loss,
-        )
-        self._micro_batch, self._num_micro_steps = cfg.batch_sizes(axis.size).micro, plan.num_micro_steps
-        self._stored_names = _stored_names(model)
+        self._scaling = self._cfg.loss_scaling()
+        numels = accumulate((buffer.padded_numel for buffer in self.plan.flat_buffers), initial=0)
+        self._places = dict(zip((buffer.key for buffer in self.plan.flat_buffers), numels, strict=False))
+        casts_to = self._cfg.casts_batch_to
+        self._batches = Batches(
+            axis.size, self.plan.num_micro_steps, self._cfg.batch_sizes(axis.size).micro,
+            None if casts_to is None else torch_dtype(casts_to),
+        )  # fmt: skip
+        autocast = self._cfg.precision.autocast
+        self._autocast = None if autocast is None else torch_dtype(autocast)
+        self._stored_names = recipe.stored_names
+        if not isinstance(axis, Fake):
+            _check_same(axis, recipe.fingerprint(self.plan))
         self._compiled: CompiledStep | None = None
         self._blocks: CompiledBlocks | None = None
+        if recipe.compile == "step":
+            self._compiled, self._knobs = self._one_graph(recipe.compile_backend)
+        elif recipe.compile == "block":
+            from fzero.compiled_blocks import CompiledBlocks
+
+            self._blocks = CompiledBlocks(recipe.blocks_to_compile, recipe.compile_backend)
 
     @property
-    def _axis(self) -> Real:
+    def _axis(self) -> Bound:
         """The ranks, which are there."""
         if isinstance(self._ranks, Fake):
             raise ValueError(
@@ -241,10 +191,6 @@ class TrainStep:
                 f"specs, trace and explain, so leave mesh out under torchrun"
             )
         return self._ranks
-
-    def _capture(self, backend: Literal["inductor", "aot_eager"]) -> None:
-        """Makes this a compiled step."""
-        self._compiled, self._knobs = self._one_graph(backend)
 
     def _one_graph(self, backend: Literal["inductor", "aot_eager"]) -> tuple[CompiledStep, _Knobs]:
         """The step as one graph, and what it reads about the update."""
@@ -281,7 +227,7 @@ class TrainStep:
         )  # fmt: skip
         compiled = CompiledStep(
             self._model, self.plan, self._ranks, self.device, rules,
-            loss_fn=self._loss_fn, autocast=self._cfg.precision.autocast, backend=backend,
+            loss_fn=self._loss_fn, autocast=self._autocast, backend=backend,
             checkpoint=self._checkpointing.names,
         )  # fmt: skip
         return compiled, knobs
@@ -334,7 +280,7 @@ class TrainStep:
             name: self._from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), name)
             for name, spec in self.plan.buffers.items()
         }
-        rng = {kind: _generator(kind, self._seed * 1_000_003 + axis.rank).get_state() for kind in self.specs.rng}
+        rng = {kind: _generator(kind, self.recipe.seed * 1_000_003 + axis.rank).get_state() for kind in self.specs.rng}
         num_updates = torch.zeros((), dtype=torch.int64, device=self.device if self._cfg.skips_overflow else "cpu")
         loss_scale = self._scaling.init(self.device)
         return TrainState(step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=rng)
@@ -360,7 +306,7 @@ class TrainStep:
         self, names: Sequence[str], params: Mapping[str, Tensor] | None, init_fn: initialise.InitFn | None
     ) -> dict[str, Tensor]:
         return initialise.values_of(
-            self._model, names, aliases=self.plan.aliases, given=params, init_fn=init_fn, seed=self._seed,
+            self._model, names, aliases=self.plan.aliases, given=params, init_fn=init_fn, seed=self.recipe.seed,
             device=self.device,
         )  # fmt: skip
 
@@ -445,7 +391,7 @@ class TrainStep:
         """
         self._check_state(state)
         # At once: an iterator of the user's must not meet the state's random generators.
-        micro_batches = list(self._split(batch))
+        micro_batches = list(self._batches.split(batch))
         if not self._donate:
             state = optree.tree_map(torch.clone, state)
         # Buffers change in a copy, so that the state given stays good when this step raises.
@@ -500,7 +446,7 @@ class TrainStep:
             self._knobs.beta.fill_(self._momentum(num_updates))
         if self._cfg.precision.stochastic_rounding:
             self._knobs.salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
-        batches = [self._cast(batch) for batch in micro_batches]
+        batches = [self._batches.cast(batch) for batch in micro_batches]
         with _random_state(state.rng, self.device) as rng:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
             outcome = compiled(state, buffers, batches, number)
@@ -533,7 +479,7 @@ class TrainStep:
         """
         self._num_passes += 1
         schedule = self.schedule if self._learns else None
-        place = {"is_first": index == 0, "is_last": index == self._num_micro_steps - 1}
+        place = {"is_first": index == 0, "is_last": index == self.plan.num_micro_steps - 1}
         with Pass(self.plan, self._axis, state.params, state.grads, schedule, self._scratch, **place) as work:
             with (
                 bound(self._model, self.plan.aliases, work.fetch, buffers),
@@ -543,7 +489,7 @@ class TrainStep:
                 with work.saving():
                     loss, weight = self._loss(batch)
                 # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
-                share = 1 / (self._measures.predivide * (self._num_micro_steps if weight is None else 1))
+                share = 1 / (self._measures.predivide * (self.plan.num_micro_steps if weight is None else 1))
                 news = _moved(buffers, before) - (self._moving_buffers or set())
                 self._turn(work, loss, weight, len(news), share=share)
                 if self._cfg.scales_loss:
@@ -613,13 +559,11 @@ class TrainStep:
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight."""
-        batch = self._cast(batch)
-        autocast = self._cfg.precision.autocast
         try:
-            if autocast is None:
-                return self._plain_loss(batch)
-            with torch.autocast(self.device.type, dtype=torch_dtype(autocast)):
-                return self._plain_loss(batch)
+            return loss_of(
+                self._model, self._loss_fn, self._batches.cast(batch), reduces_by_sum=not self._measures.is_mean,
+                autocast=self._autocast, device=self.device.type,
+            )  # fmt: skip
         except RuntimeError as error:
             param_dtype = self._cfg.precision.param_dtype
             if param_dtype is not None and ("dtype" in str(error) or "scalar type" in str(error)):
@@ -628,21 +572,6 @@ class TrainStep:
                     f"with auto_cast in fp16 or bf16, and module buffers with data_types.buffer_dtype"
                 )
             raise
-
-    def _cast(self, batch: Any) -> Any:
-        """The batch in the dtype that the configuration asks for."""
-        if self._cfg.casts_batch_to is None:
-            return batch
-        dtype = torch_dtype(self._cfg.casts_batch_to)
-        return optree.tree_map(
-            lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
-            dict(batch) if isinstance(batch, Mapping) else batch,
-            none_is_leaf=True,
-        )
-
-    def _plain_loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        reduces_by_sum = self._cfg.gradient_allreduce_op == "sum"
-        return loss_of(self._model, self._loss_fn, batch, reduces_by_sum=reduces_by_sum)
 
     def _measure(
         self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool, num_updates: int
@@ -722,7 +651,7 @@ class TrainStep:
         """
         from torch._subclasses import FakeTensorMode
 
-        micro_batches = list(self._split(batch))
+        micro_batches = list(self._batches.split(batch))
         compiled = self._compiled or self._one_graph("aot_eager")[0]
         with FakeTensorMode(allow_non_fake_inputs=True):
             state = optree.tree_map(
@@ -731,7 +660,7 @@ class TrainStep:
                 ),
                 self.specs,
             )
-            return compiled.trace(state, [self._cast(_without_memory(x, self.device)) for x in micro_batches])
+            return compiled.trace(state, [self._batches.cast(without_memory(x, self.device)) for x in micro_batches])
 
     def explain(self, batch: Any = None, *, machine: Machine | None = None) -> Timeline:
         """The schedule of a step: compute and collectives over time, and the gathered bytes under them.
@@ -873,130 +802,8 @@ class TrainStep:
                 buffers[name].copy_(values.view(buffers[name].shape))
         return buffers
 
-    def _split(self, batch: Any) -> Iterator[Any]:
-        """The micro-batches of a step: the next ones of an iterator, or equal parts of the leading dimension."""
-        if isinstance(batch, Iterator):
-            for index in range(self._num_micro_steps):
-                try:
-                    micro_batch = next(batch)
-                except StopIteration:
-                    raise ValueError(
-                        f"batch: the iterator must give {self._num_micro_steps} micro-batches "
-                        f"(gradient_accumulation_steps), ended after {index}; drop the last incomplete step"
-                    ) from None
-                self._check_batch(micro_batch, self._micro_batch)
-                yield micro_batch
-            return
-        if self._micro_batch is not None:
-            self._check_batch(batch, self._micro_batch * self._num_micro_steps)
-        if self._num_micro_steps == 1:
-            yield batch
-            return
-        batch = dict(batch) if isinstance(batch, Mapping) else batch
-        leaves, treespec = optree.tree_flatten(batch, none_is_leaf=True)
-        for parts in zip(*map(self._parts, leaves), strict=True):
-            yield treespec.unflatten(parts)
-
-    def _parts(self, x: Any) -> Sequence[Any]:
-        if x is None or isinstance(x, bool | int | float | str) or (isinstance(x, Tensor) and x.ndim == 0):
-            return [x] * self._num_micro_steps
-        if not isinstance(x, Tensor):
-            raise ValueError(
-                f"batch: a {type(x).__name__} cannot be divided into the {self._num_micro_steps} micro-batches "
-                f"(gradient_accumulation_steps); pass tensors in tuples, lists and dicts, or an iterator of micro-batches"
-            )
-        if x.shape[0] % self._num_micro_steps:
-            raise ValueError(
-                f"batch: the leading dimension of every tensor must be a multiple of the {self._num_micro_steps} "
-                f"micro-batches (gradient_accumulation_steps), got shape {tuple(x.shape)}; pass an iterator of micro-batches"
-            )
-        return x.chunk(self._num_micro_steps)
-
-    def _check_batch(self, batch: Any, expected: int | None) -> None:
-        """The leading dimension of every tensor, where they agree, must be what was configured."""
-        sizes = {x.shape[0] for x in optree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim > 0}
-        if expected is not None and len(sizes) == 1 and sizes != {expected}:
-            raise ValueError(
-                f"batch: must hold {expected} samples on each rank (from train_batch_size, "
-                f"train_micro_batch_size_per_gpu, gradient_accumulation_steps and {self.world_size} ranks), got "
-                f"{sizes.pop()}; mend the loader or the configuration"
-            )
-
 
 # --- helpers -----------------------------------------------------------------------------------------------------
-
-
-def _check_choice(field: str, value: Any, known: tuple[Any, ...]) -> None:
-    if value not in known:
-        choices = " or ".join(map(repr, known))
-        raise ValueError(f"{field}: must be {choices}, got {value!r}; pass one of these")
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Where the model is; for a model on `meta`, the accelerator if there is one."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
-    if len(devices) > 1:
-        raise ValueError(f"model: must be on one device, found {sorted(map(str, devices))}; move it with model.to(...)")
-    if devices:
-        return devices.pop()
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-
-
-def _checkpointing(
-    model: nn.Module, cfg: Config, choice: Choice | None, units: Sequence[str] | None, device: torch.device
-) -> Checkpointing:
-    field, block = "checkpoint", cfg.activation_checkpointing
-    if choice is None:
-        field, choice = "activation_checkpointing.every", block.every
-    names = choose_modules(model, choice, blocks=blocks_of(model, units), field=field)
-    return Checkpointing(names, host_moves(device) if block.cpu_checkpointing else None)
-
-
-def _blocks_to_compile(model: nn.Module, units: Sequence[str] | None) -> list[str]:
-    names = blocks_of(model, units)
-    if not names:
-        raise ValueError(
-            f"compile: 'block' needs units that are one module, and {type(model).__name__} has no repeated blocks; name "
-            f"modules in units=, or pass compile='step'"
-        )
-    return names
-
-
-def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
-    """The learning rate of a parameter group, whose own is `lr` where the configuration's is `base`."""
-    if schedule is None:
-        return lr_schedules.constant(lr)
-    if lr == base:
-        return schedule
-    if base == 0:
-        raise ConfigError(
-            f"optimizer.params.lr: must not be 0 when a parameter group has another lr ({lr}) and a schedule moves both, "
-            f"got 0; the group's is scaled by the ratio, so give the lr that the schedule starts from"
-        )
-    return lambda n: schedule(n) * (lr / base)
-
-
-def _check_schedule(schedule: Schedule | None) -> None:
-    first = 0.0 if schedule is None else schedule(0)
-    if not isinstance(first, int | float) or not 0 <= first < math.inf:
-        raise ValueError(
-            f"lr_schedule: must give a number that is not negative for every number of updates, got {first!r} for 0"
-        )
-
-
-def _momentum_schedule(cfg: Config, *, has_betas: bool) -> Schedule | None:
-    """The first beta as a function of the number of updates so far, where the scheduler moves it."""
-    momentum = cfg.scheduler.momentum() if cfg.scheduler else None
-    if momentum is not None and not (has_betas and hasattr(cfg.optimizer.params, "betas")):
-        warnings.warn(
-            f"scheduler.params.cycle_momentum: {cfg.optimizer.type if has_betas else 'a transform'} has no betas, so that "
-            f"only the learning rate cycles (as in DeepSpeed); set it to false",
-            stacklevel=4,
-        )
-        return None
-    return momentum
 
 
 def _bind(mesh: Mesh | None, device: torch.device) -> Real:
@@ -1015,29 +822,8 @@ def _bind(mesh: Mesh | None, device: torch.device) -> Real:
     return axis
 
 
-def _check_no_hooks(model: nn.Module) -> None:
-    """Hooks of modules run as they are; those of a parameter would not, for the module's parameters are not used."""
-    for name, param in model.named_parameters():
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"parameter {name!r}: has a gradient hook, which would never be called; remove it, and change the gradient "
-                f"in the forward (a torch.autograd.Function around the parameter) or the parameter after the step"
-            )
-
-
-def _check_same(axis: Real, cfg: Config, model: nn.Module, the_plan: Plan, arguments: dict[str, str]) -> None:
+def _check_same(axis: Bound, mine: dict[str, dict[str, str]]) -> None:
     """Raises on every rank when ranks were given different models or configurations."""
-    mine = {
-        "configuration": _dotted(cfg.model_dump()),
-        "parameters": {
-            n: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()
-        },
-        "buffers": {n: f"{tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()},
-        "units": {unit.name: str(unit.numel) for unit in the_plan.units},
-        "flat buffers": {b.key: ", ".join(b.layout.names) for b in the_plan.flat_buffers},
-        "arguments": arguments,
-        "torch": {"version": torch.__version__},
-    }
     everyone = collectives.exchange(mine, axis, label="compare models and configurations")
     for rank, theirs in enumerate(everyone):
         for subject, first in everyone[0].items():
@@ -1049,36 +835,6 @@ def _check_same(axis: Real, cfg: Config, model: nn.Module, the_plan: Plan, argum
                     f"{subject}: must be the same on all ranks, but {name!r} is {first.get(name)!r} on rank 0 and "
                     f"{theirs[subject].get(name)!r} on rank {rank}; start every rank with the same model and configuration"
                 )
-
-
-def _dotted(block: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The values of nested mappings, as text, by dotted name."""
-    values: dict[str, str] = {}
-    for key, value in block.items():
-        name = f"{prefix}{key}"
-        values |= _dotted(value, f"{name}.") if isinstance(value, Mapping) else {name: str(value)}
-    return values
-
-
-def _stored_names(model: nn.Module) -> dict[str, str]:
-    """The keys of the model's state dict, each with the name under which its tensor is stored.
-
-    They differ for tied tensors, and where a module's hook writes keys of its own (a checkpoint wrapper hides itself).
-    """
-    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    tensors = model.state_dict(keep_vars=True)
-    return {key: names[id(tensor)] for key, tensor in tensors.items() if id(tensor) in names}
-
-
-def _without_memory(batch: Any, device: torch.device) -> Any:
-    """The batch with empty tensors of the same shapes on `device`, for a `FakeTensorMode`."""
-    return optree.tree_map(
-        lambda x: (
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
-        ),
-        dict(batch) if isinstance(batch, Mapping) else batch,
-        none_is_leaf=True,
-    )
 
 
 def _portable(tensor: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.config",
         "fzero.config_table",
         "fzero.plan",
+        "fzero.batches",
         "fzero.graph_analysis",
         "fzero.graph_stays",
         "fzero.graph_buckets",
@@ -60,7 +61,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
-    ("fzero.step",),
+    ("fzero.recipe", "fzero.step"),
     ("fzero",),
     # the command line
     ("fzero.__main__",),
