@@ -16,6 +16,7 @@ from fzero.pieces import Pieces
 from fzero.plan import Plan, plan
 from fzero.precision import Precision, widened
 from fzero.schedule import Event, ScheduleError
+from fzero.simulate import simulate, stacked, unstacked
 from fzero.state import Metrics, TrainState
 from fzero.step import MismatchError, TrainStep, make_train_step
 from fzero.timeline import Machine, Timeline
@@ -66,8 +67,11 @@ __all__ = [
     "sgd",
     "shard",
     "shutdown",
+    "simulate",
     "specs_of",
+    "stacked",
     "torch_optimizer",
     "unless",
+    "unstacked",
     "widened",
 ]

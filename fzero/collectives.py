@@ -3,6 +3,7 @@
 A collective takes an *axis*, a value that says who takes part, never a process group:
 
 - `Real`: this process is one rank of a torch.distributed group (of one rank alone where there is no group),
+- `Lockstep`: this thread is one rank of several in this process, which run in turn (`fzero.lockstep`),
 - `Sim`: all ranks live in this process, stacked along the first dimension of every tensor,
 - `Fake`: a number of ranks of which none is there, for what can be told before there is a job.
 
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
+from fzero.lockstep import Hub
 from sharding import reference
 
 TIMEOUT = timedelta(minutes=10)
@@ -96,6 +98,25 @@ class Real:
 
 
 @dataclass(frozen=True, slots=True)
+class Lockstep:
+    """One of `size` ranks along the mesh axis `name` that run in turn in this process, on the CPU.
+
+    Args:
+        name: the mesh axis.
+        size: number of ranks W.
+        rank: this thread.
+        hub: through which they send.
+        observe: as for `Real`.
+    """
+
+    name: str
+    size: int
+    rank: int
+    hub: Hub = field(repr=False)
+    observe: Callable[[Sent], None] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Sim:
     """All `size` ranks of the mesh axis `name` in this process: every tensor has a leading dimension of ranks.
 
@@ -134,8 +155,9 @@ class Fake:
             raise ValueError(f"Fake: backend must be 'nccl' or 'gloo', got {self.backend!r}; pass one of these")
 
 
-Bound = Real
-Axis = Real | Sim
+Bound = Real | Lockstep
+"""An axis of which this process, or this thread, is one rank."""
+Axis = Bound | Sim
 
 
 @dataclass(slots=True)
@@ -146,7 +168,7 @@ class Pending:
     """
 
     label: str
-    works: Sequence[dist.Work] | Future[list[dist.Work]]
+    works: Sequence[dist.Work] | Future[list[dist.Work]] | Letters
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
@@ -165,13 +187,31 @@ class Pending:
             raise failed(self.label, error) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A tensor on its way from a rank in lockstep."""
+
+    hub: Hub
+    message: tuple[int, int, int]
+    target: Tensor
+
+    def wait(self) -> None:
+        self.target.copy_(self.hub.receive(self.message))
+
+
+class Letters(tuple[Letter, ...]):
+    """What one collective in lockstep receives."""
+
+    __slots__ = ()
+
+
 def abandon(pendings: Sequence[Pending]) -> None:
     """Keeps collectives that nobody will wait for, until `settle`.
 
     gloo forgets a send that is freed early, so that the rank that receives would wait for ever; and before it frees a
     receive it waits for the rank that sends.
     """
-    _ABANDONED.extend(pendings)
+    _ABANDONED.extend(pending for pending in pendings if not isinstance(pending.works, Letters))
 
 
 def settle() -> None:
@@ -251,11 +291,11 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-# --- collectives that overlap compute (Real axes) ----------------------------------------------------------------
+# --- collectives that overlap compute (Real and Lockstep axes) ----------------------------------------------------------------
 
 
 def start_all_gather(
-    shard_S: Tensor, full_P: Tensor, axis: Real, *, after: Pending | None = None, label: str = "all_gather"
+    shard_S: Tensor, full_P: Tensor, axis: Bound, *, after: Pending | None = None, label: str = "all_gather"
 ) -> Pending:
     """Starts to fill `full_P` with the shards of all ranks, in rank order. `shard_S` may be a slice of `full_P`.
 
@@ -269,7 +309,7 @@ def start_all_gather(
     _tell(axis, "all_gather", label, shard_S.numel() * (axis.size - 1), shard_S)
     if full_P.numel() == 0:
         return Pending(label, (), lambda: full_P)
-    if full_P.is_cuda:
+    if isinstance(axis, Real) and full_P.is_cuda:
         return Pending(label, _start(label, _all_gather, full_P, shard_S, axis=axis), lambda: full_P)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     if full_WS[axis.rank].data_ptr() != shard_S.data_ptr():
@@ -279,7 +319,7 @@ def start_all_gather(
 
 
 def start_reduce_scatter(
-    full_P: Tensor, axis: Real, *, out_S: Tensor | None = None, label: str = "reduce_scatter"
+    full_P: Tensor, axis: Bound, *, out_S: Tensor | None = None, label: str = "reduce_scatter"
 ) -> Pending:
     """Starts to sum `full_P` over the ranks, in rank order; the result is this rank's shard (S) of the sum.
 
@@ -296,7 +336,7 @@ def start_reduce_scatter(
     _tell(axis, "reduce_scatter", label, shard_numel * (axis.size - 1), full_P)
     if full_P.numel() == 0:
         return Pending(label, (), lambda: sum_S)
-    if full_P.is_cuda:
+    if isinstance(axis, Real) and full_P.is_cuda:
         return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis=axis), lambda: sum_S)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
@@ -317,13 +357,13 @@ def start_reduce_scatter(
     return Pending(label, works, finish)
 
 
-def start_all_reduce(full_P: Tensor, axis: Real, *, label: str = "all_reduce") -> Pending:
+def start_all_reduce(full_P: Tensor, axis: Bound, *, label: str = "all_reduce") -> Pending:
     """Starts to sum `full_P` over the ranks, in rank order and in place.
 
     *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements.
     """
     _tell(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)
-    if axis.size == 2 and full_P.numel():  # two summands have one order, so the named collective gives the same bits
+    if isinstance(axis, Real) and axis.size == 2 and full_P.numel():  # two summands have one order: the same bits
         return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis), lambda: full_P)
     silent = replace(axis, observe=None)
     shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
@@ -331,12 +371,16 @@ def start_all_reduce(full_P: Tensor, axis: Real, *, label: str = "all_reduce") -
     return start_all_gather(shard_S, full_P, silent, after=None if full_P.is_cuda else reduction, label=label)
 
 
-def start_stack(x: Tensor, axis: Real, *, label: str = "stack") -> Pending:
+def start_stack(x: Tensor, axis: Bound, *, label: str = "stack") -> Pending:
     """Starts to stack the small tensors of all ranks along a new first dimension. *Collective:* sends (W-1) · numel."""
     if axis.size == 1:
         return Pending(label, (), lambda: x[None])
     rows = x.new_empty((axis.size, *x.shape))
     _tell(axis, "stack", label, x.numel() * (axis.size - 1), x)
+    if isinstance(axis, Lockstep):
+        rows[axis.rank].copy_(x)
+        received = {rank: rows[rank] for rank in range(axis.size) if rank != axis.rank}
+        return Pending(label, _post(received, dict.fromkeys(received, x), axis), lambda: rows)
     try:
         works = [dist.all_gather(list(rows), x.contiguous(), group=axis.group, async_op=True)]
     except RuntimeError as error:
@@ -352,13 +396,17 @@ def _start(label: str, collective: Callable[..., Any], *tensors: Tensor, axis: R
 
 
 def _swap(
-    received: dict[int, Tensor], sent: dict[int, Tensor], axis: Real, after: Pending | None = None
-) -> Future[list[dist.Work]]:
+    received: dict[int, Tensor], sent: dict[int, Tensor], axis: Bound, after: Pending | None = None
+) -> Future[list[dist.Work]] | Letters:
     """Starts to receive a tensor from, and to send one to, each of some ranks of `axis`.
 
     Sends between two ranks arrive in the order in which they were started. They are started on a thread of their own,
     because gloo begins to copy at once and would hold up the compute.
     """
+    if isinstance(axis, Lockstep):
+        if after is not None:
+            after.wait()
+        return _post(received, sent, axis)
     transfers: list[tuple[Callable[..., Any], int, Tensor]]
     transfers = [(dist.irecv, rank, x) for rank, x in received.items()]
     transfers += [(dist.isend, rank, x) for rank, x in sent.items()]
@@ -375,7 +423,15 @@ def _swap(
     return _STARTER.submit(start)
 
 
-def _tell(axis: Real, collective: str, label: str, num_elements: int, tensor: Tensor) -> None:
+def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: Lockstep) -> Letters:
+    """The same in lockstep: sends copies, one for all ranks that are sent the same tensor."""
+    copies = {id(x): x.clone() for x in sent.values()}
+    for rank, x in sent.items():
+        axis.hub.send(axis.rank, rank, copies[id(x)])
+    return Letters(Letter(axis.hub, axis.hub.expect(rank, axis.rank), x) for rank, x in received.items())
+
+
+def _tell(axis: Bound, collective: str, label: str, num_elements: int, tensor: Tensor) -> None:
     if axis.observe is not None:
         axis.observe(Sent(collective, label, num_elements, num_elements * tensor.element_size()))
 
@@ -478,15 +534,20 @@ def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
     return shard * (1 / axis.size)
 
 
-def stack(x: Tensor, axis: Real, *, label: str = "stack") -> Tensor:
+def stack(x: Tensor, axis: Bound, *, label: str = "stack") -> Tensor:
     """The small tensors of all ranks, stacked along a new first dimension. *Collective:* sends (W-1) · numel."""
     return start_stack(x, axis, label=label).wait()
 
 
-def broadcast(x: Tensor, axis: Real, *, source: int = 0, label: str = "broadcast") -> Tensor:
+def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: str = "broadcast") -> Tensor:
     """Overwrites `x` with rank `source`'s and returns it. *Collective:* the source sends numel to each other rank."""
     if axis.size > 1 and x.numel():
         _tell(axis, "broadcast", label, x.numel() * (axis.size - 1) * (axis.rank == source), x)
+        if isinstance(axis, Lockstep):
+            others = [rank for rank in range(axis.size) if rank != source]
+            is_source = axis.rank == source
+            works = _post({} if is_source else {source: x}, dict.fromkeys(others, x) if is_source else {}, axis)
+            return Pending(label, works, lambda: x).wait()
         try:
             dist.broadcast(x, axis.global_rank(source), group=axis.group)
         except RuntimeError as error:
@@ -494,12 +555,19 @@ def broadcast(x: Tensor, axis: Real, *, source: int = 0, label: str = "broadcast
     return x
 
 
-def exchange(value: Any, axis: Real, *, label: str = "exchange") -> list[Any]:
+def exchange(value: Any, axis: Bound, *, label: str = "exchange") -> list[Any]:
     """Every rank's small Python value, in rank order; for start-up checks. *Collective:* every rank of `axis`."""
     if axis.size == 1:
         return [value]
-    values: list[Any] = [None] * axis.size
+    values: list[Any] = [value] * axis.size
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
     try:
+        if isinstance(axis, Lockstep):
+            for rank in others:
+                axis.hub.send(axis.rank, rank, value)
+            for rank in others:
+                values[rank] = axis.hub.receive(axis.hub.expect(rank, axis.rank))
+            return values
         dist.all_gather_object(values, value, group=axis.group)
     except RuntimeError as error:
         raise failed(label, error) from error

@@ -31,7 +31,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from fzero import collectives
-from fzero.collectives import Pending, Real
+from fzero.collectives import Bound, Pending
 from fzero.plan import BufferPlan, Plan, UnitPlan
 from fzero.schedule import TURN, Event, ScheduleError
 from sharding import Replicated, Sharded
@@ -138,7 +138,7 @@ class Pass:
     def __init__(
         self,
         plan: Plan,
-        axis: Real,
+        axis: Bound,
         params: dict[str, Tensor],
         grads: dict[str, Tensor] | None,
         schedule: Sequence[Event] | None,

@@ -27,7 +27,7 @@ from fzero import collectives, initialise
 from fzero.batches import Batches, without_memory
 from fzero.binding import bound
 from fzero.checkpointing import Choice
-from fzero.collectives import Bound, CollectiveError, Fake, Pending, Real
+from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Pending, Real
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import TorchOptimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
@@ -225,8 +225,11 @@ class TrainStep:
             self._measures, self._scaling, self._cfg.skips_overflow, transforms,
             places if self._cfg.precision.stochastic_rounding else None, knobs.salts,
         )  # fmt: skip
+        axis = self._ranks
+        if isinstance(axis, Lockstep):
+            axis = Fake(axis.name, axis.size, axis.rank, "gloo")  # of what is never run
         compiled = CompiledStep(
-            self._model, self.plan, self._ranks, self.device, rules,
+            self._model, self.plan, axis, self.device, rules,
             loss_fn=self._loss_fn, autocast=self._autocast, backend=backend,
             checkpoint=self._checkpointing.names,
         )  # fmt: skip
@@ -861,7 +864,7 @@ def _random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict
     """Runs on the random state `rng`, and leaves the process' own as it was; the mapping given is the state after."""
     after: dict[str, Tensor] = {}
     own = {"cpu": torch.get_rng_state()}
-    torch.set_rng_state(rng["cpu"])
+    torch.set_rng_state(rng["cpu"].clone())  # torch reads a view of other memory wrongly
     if "cuda" in rng:
         own["cuda"] = torch.cuda.get_rng_state(device)
         torch.cuda.set_rng_state(rng["cuda"], device)

@@ -9,7 +9,7 @@ composition:
     grads_S = reduce_scatter_grads(grads_P, specs, axis)
     params_S, state_S = optimizer_update(transform, params_S, grads_S, state_S)
 
-On a `Real` axis a leaf is this rank's; on a `Sim` axis every leaf has a leading dimension of ranks. The laws:
+On a `Real` or `Lockstep` axis a leaf is this rank's; on a `Sim` axis every leaf has a leading dimension of ranks. The laws:
 gather ∘ shard = id, reduce_scatter_grads = shard ∘ mean, and gather and W·reduce_scatter_grads are adjoint.
 
 Shape letters: P padded elements = W·S, S elements of a shard, W ranks.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fzero import collectives
-from fzero.collectives import Axis, Real, Sim
+from fzero.collectives import Axis, Sim
 from fzero.transforms import Transform
 from sharding import Partial, Partition, Replicated, Sharded, Spec, TensorSpec
 from sharding.views import dtype_name, pad, take_shard
@@ -58,7 +58,7 @@ def shard(tree: Any, specs: Any, axis: Axis) -> Any:
     """
 
     def one(x: Tensor, partition: Partition) -> Tensor:
-        if isinstance(axis, Real):
+        if not isinstance(axis, Sim):
             return take_shard(pad(x.reshape(-1), partition), partition, axis.rank).clone()
         rows = [take_shard(pad(row.reshape(-1), partition), partition, rank) for rank, row in enumerate(x)]
         return torch.stack(rows)
@@ -94,7 +94,7 @@ def reduce_scatter_grads(tree: Any, specs: Any, axis: Axis) -> Any:
     """
 
     def rows(x: Tensor, partition: Partition) -> Tensor:
-        if isinstance(axis, Real):
+        if not isinstance(axis, Sim):
             return pad(x.reshape(-1), partition)
         return torch.stack([pad(row.reshape(-1), partition) for row in x])
 

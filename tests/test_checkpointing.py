@@ -484,7 +484,7 @@ CPU_CHECKPOINTING = {"activation_checkpointing": {"cpu_checkpointing": True}}
 @contextmanager
 def _host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     host = Host()
-    monkeypatch.setattr("fzero.step.host_moves", lambda device: Moves(host.away, host.back))
+    monkeypatch.setattr("fzero.recipe.host_moves", lambda device: Moves(host.away, host.back))
     yield host
 
 

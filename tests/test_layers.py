@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.timeline",
     ),
     # the only door to torch.distributed
-    ("fzero.collectives",),
+    ("fzero.lockstep", "fzero.collectives"),
     # what moves state, and what runs a model
     (
         *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.eager"),
@@ -61,7 +61,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
-    ("fzero.recipe", "fzero.step"),
+    ("fzero.recipe", "fzero.step", "fzero.simulate"),
     ("fzero",),
     # the command line
     ("fzero.__main__",),
