@@ -28,7 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ from torch import Tensor
 
 from fzero.lockstep import Hub
 from sharding import reference
+
+T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="fzero-send")
@@ -492,6 +494,23 @@ class InGraph:
             return x[None]
         rows = _wait(_ops.all_gather_into_tensor(x.reshape(-1), self.size, self.group_name))
         return rows.view(self.size, *x.shape)
+
+    def each(self, function: Callable[..., T]) -> Callable[..., T]:
+        """`function` on this rank."""
+        return function
+
+    def own(self, full_P: Tensor) -> Tensor:
+        """This rank's shard of a whole flat tensor, a view: P → S."""
+        numel = full_P.numel() // self.size
+        return full_P[self.rank * numel : (self.rank + 1) * numel]
+
+    def write_own(self, full_P: Tensor, shard_S: Tensor) -> None:
+        """Writes this rank's shard of a whole flat tensor."""
+        self.own(full_P).copy_(shard_S)
+
+    def place(self, numel: int) -> int:
+        """Where this rank's shard of so many elements begins."""
+        return self.rank * numel
 
     def _all_to_all(self, x: Tensor) -> Tensor:
         numels = [x.numel() // self.size] * self.size

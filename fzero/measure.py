@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.transforms import is_traced
+
 LossFn = Callable[[nn.Module, Any], Any]
 
 
@@ -85,7 +87,7 @@ def loss_of(
 
 def check_weight(weight: Tensor, source: str) -> None:
     """Raises ValueError unless the weight is one number, not negative. Reads it on the CPU, outside of a graph."""
-    is_known = weight.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_known = weight.device.type == "cpu" and not is_traced()
     if weight.numel() != 1 or (is_known and not weight >= 0):
         raise ValueError(
             f"loss: {source} must give a weight that is one number, not negative, beside the sum, got "

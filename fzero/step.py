@@ -220,10 +220,9 @@ class TrainStep:
                 transforms[buffer.key] = optimizer.transform(
                     lr=knobs.lr[buffer.group], momentum=knobs.beta, kind=buffer.way
                 )
-        places = {b.key: self._place(b) for b in self.plan.flat_buffers}
         rules = Rules(
             self._measures, self._scaling, self._cfg.skips_overflow, transforms,
-            places if self._cfg.precision.stochastic_rounding else None, knobs.salts,
+            self._places if self._cfg.precision.stochastic_rounding else None, knobs.salts,
         )  # fmt: skip
         axis = self._ranks
         if isinstance(axis, Lockstep):
@@ -452,12 +451,12 @@ class TrainStep:
         batches = [self._batches.cast(batch) for batch in micro_batches]
         with _random_state(state.rng, self.device) as rng:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            outcome = compiled(state, buffers, batches, number)
+            outcome, is_sum = compiled(state, buffers, batches, number)
         if self.device.type != "cpu":
             torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
         elif not outcome.ok:
             self._check_passes(outcome.told[..., 2].flatten())
-            check_rows(outcome.told[..., :2].flatten(0, 1), is_sum=outcome.is_sum)
+            check_rows(outcome.told[..., :2].flatten(0, 1), is_sum=is_sum)
             if self._cfg.skips_overflow:
                 self._check_loss_scale(state, outcome.overflow)
             raise FloatingPointError(self._what_is_not_finite(outcome.told[..., :2], state, outcome.norm))

@@ -43,6 +43,11 @@ class Transform(NamedTuple):
     update_unless: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]] | None = None
 
 
+def is_traced() -> bool:
+    """Whether kernels that only run as they are cannot: in a captured graph, and under `torch.vmap`."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def unless(skip: Tensor, transform: Transform) -> Transform:
     """The transform whose update leaves parameter and state as they were where `skip` is true (a 0-d bool).
 
@@ -50,7 +55,7 @@ def unless(skip: Tensor, transform: Transform) -> Transform:
     """
 
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        if transform.update_unless is not None and not torch.compiler.is_compiling():
+        if transform.update_unless is not None and not is_traced():
             return transform.update_unless(skip, grad, param, state)
         leaves, treespec = optree.tree_flatten(state)
         old = [param, *leaves]
@@ -208,7 +213,7 @@ def _adam(
         grad: Tensor, param: Tensor, state: AdamState[Tensor], found_inf: Tensor | None = None
     ) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
         step = state.step.add_(1 if found_inf is None else 1 - found_inf)
-        if torch.compiler.is_compiling():
+        if is_traced():
             by_element(grad, param, state)
         elif param.numel():
             kernel(
@@ -264,7 +269,7 @@ def adagrad(
 
     def update(grad: Tensor, param: Tensor, state: AdagradState[Tensor]) -> tuple[Tensor, Tensor, AdagradState[Tensor]]:
         step = state.step.add_(1)
-        if torch.compiler.is_compiling():
+        if is_traced():
             decayed = grad.add(param, alpha=weight_decay) if weight_decay else grad
             state.sum.addcmul_(decayed, decayed)
             param.sub_(decayed / (state.sum.sqrt() + eps) * (lr / (1 + (step.double() - 1) * lr_decay)))
