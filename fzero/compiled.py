@@ -50,6 +50,7 @@ from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
 from fzero.plan import BufferPlan, Plan
 from fzero.precision import Rounding, cast_leaves, stochastic, to_nearest, update_in_graph
+from fzero.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
 from fzero.state import TrainState
 from fzero.timeline import Machine, Timeline, kind_of, make_timeline, sent_by
 from fzero.transforms import Transform, unless
@@ -82,6 +83,7 @@ class Backend:
         units: the unit of each flat buffer, by its key.
         checkpoint: the modules that the backward runs again (`fzero.graph_remat`).
         axis: of exchanges, on gloo.
+        stacked: whether the graph is of all ranks at once, and so must not draw random numbers.
         graphs: the aten graphs in the order in which they run, by capture; mutated inputs are `copy_`'d to.
         num_captured: how often something was captured, also where a cache spared the passes.
     """
@@ -91,6 +93,7 @@ class Backend:
     units: Mapping[str, str] = field(default_factory=dict)
     checkpoint: dict[str, str] = field(default_factory=dict)
     axis: InGraph | None = None
+    stacked: bool = False
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
 
@@ -103,9 +106,14 @@ class Backend:
             units=[self.unit_of(source) for source in found],
             checkpoint=self.checkpoint,
             axis=self.axis,
-            observe=lambda graph: self.graphs.append(copy_of(graph)),
+            observe=self._keep,
         )
         return backend(module, inputs)
+
+    def _keep(self, graph: torch.fx.Graph) -> None:
+        if self.stacked:
+            check_draws_nothing(graph)
+        self.graphs.append(copy_of(graph))
 
     def unit_of(self, source: str) -> str | None:
         """The unit of a tensor by what a captured function calls it, `L['params']['blocks.0/float32']`."""
@@ -224,7 +232,9 @@ class Captured(NamedTuple):
 
 
 class CompiledStep:
-    """Captured functions for one model, plan and rank.
+    """Captured functions for one model, plan and rank; of all ranks at once where they are `stacked`.
+
+    Without a backend nothing is captured, and the functions run as they are.
 
     One graph without gradient accumulation. With it two, for a micro-step and for the update: one graph would hold the
     forward and the backward A times, and take A times as long to compile.
@@ -240,19 +250,25 @@ class CompiledStep:
         *,
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
-        backend: BackendName,
+        backend: BackendName | None,
         checkpoint: Sequence[str] = (),
+        stacked: Stacked | None = None,
     ) -> None:
-        if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        if backend is not None and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
             raise ValueError(
                 f"compile: 'step' needs torch 2.13, where a gradient can be traced in a graph, got {torch.__version__}; "
                 f"pass compile='block', or install a newer torch"
             )
         units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
         modules = {str(id(model.get_submodule(name))): name for name in checkpoint}
-        self._axis, self._graph, self._device = axis, InGraph.of(axis, device), device
-        exchanges = None if self._graph.is_nccl else self._graph
-        self.backend = Backend(backend, pass_options(plan), units, modules, exchanges)
+        self._axis, self._device = axis, device
+        in_graph = InGraph.of(axis, device)
+        self._graph = stacked or in_graph
+        exchanges = None if stacked or in_graph.is_nccl else in_graph
+        self.backend = Backend(backend or "aot_eager", pass_options(plan), units, modules, exchanges, bool(stacked))
+        self._is_captured = backend is not None
+        if stacked is not None:
+            torch._dynamo.allow_in_graph(over_ranks)  # type: ignore[no-untyped-call]
         self._rules, self._name = rules, type(model).__name__
         # A module under two names has its tensors once: put there twice, torch would not find back what was there first.
         slots: set[str] = set()
@@ -273,6 +289,8 @@ class CompiledStep:
         self._sent_by: dict[Callable[..., Any], list[Sent]] = {}
 
     def _compile(self, function: Callable[..., Any], backend: TorchBackend) -> Callable[..., Any]:
+        if not self._is_captured:
+            return function
         # A cache of its own: that of a method is otherwise shared by all steps of a process.
         return torch.compile(function, fullgraph=True, dynamic=False, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload,no-any-return]
 
@@ -300,7 +318,7 @@ class CompiledStep:
         for batch in micro_batches:
             rows, is_sum = self._run(self._micro, state.params, state.grads, buffers, state.loss_scale, batch, number)
             told.append(rows)
-        return self._run(self._end, *flat, buffers, state.loss_scale, torch.stack(told), is_sum), is_sum
+        return self._run(self._end, *flat, buffers, state.loss_scale, torch.stack(told, rows.dim() - 2), is_sum), is_sum
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a captured function, and tells how long it took to capture it."""
@@ -686,7 +704,7 @@ def _one_graph(model: str, *, is_new: bool) -> Iterator[None]:
                 warnings.filterwarnings("ignore", module=r"torch\._dynamo")
             yield
     except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-        if isinstance(inner := getattr(error, "inner_exception", None), CheckpointError):
+        if isinstance(inner := getattr(error, "inner_exception", None), CheckpointError | VmapError):
             raise inner from None
         raise CompileError(_what_stopped(error, model)) from None
     except RuntimeError as error:

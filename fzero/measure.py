@@ -78,7 +78,8 @@ def loss_of(
             f"loss: {source} must be a scalar tensor, or have a scalar as .loss or first item, got {got}; "
             f"pass loss_fn=lambda model, batch: ... that returns a scalar"
         )
-    if torch.is_grad_enabled() and not loss.requires_grad:
+    # Under torch.vmap a tensor does not tell.
+    if torch.is_grad_enabled() and not (loss.requires_grad or torch._C._are_functorch_transforms_active()):
         raise ValueError(
             f"loss: {source} must depend on a trainable parameter and does not; unfreeze one, or drop no_grad"
         )

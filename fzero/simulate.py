@@ -2,6 +2,8 @@
 
 A simulated state has the structure of a rank's, and every tensor a leading dimension of ranks; so has a batch.
 
+- *As a dimension* (`fzero.stacked`): the functions of a compiled step, run once by `torch.vmap` over the ranks, captured or
+  not. The numbers are those of as many processes, to rounding: a batched product rounds otherwise.
 - *In lockstep* every rank is a step of its own with a copy of the model (its tensors shared), and they run in turn. Any
   model works, and the bits are those of as many processes.
 
@@ -11,7 +13,10 @@ Shape letters: W ranks (the leading dimension), P padded elements of a flat buff
 from __future__ import annotations
 
 import copy
+import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, TypeVar
@@ -21,21 +26,27 @@ import torch
 from torch import Tensor, nn
 
 from fzero.batches import map_tensors
-from fzero.collectives import CollectiveError, Lockstep, Sent
+from fzero.collectives import CollectiveError, Fake, Lockstep, Sent
+from fzero.config import ConfigError
+from fzero.graph_schedule import CompileError
 from fzero.initialise import InitFn
 from fzero.lockstep import Hub, StuckError
 from fzero.plan import Plan
 from fzero.recipe import Recipe
+from fzero.stacked import RandomByRank, Stacked, VmapError
 from fzero.state import Metrics, TrainState
 from fzero.step import TrainStep
 from sharding import TensorSpec
 
 T = TypeVar("T")
+BackendName = Literal["inductor", "aot_eager"]
 
 
 def stacked(trees: Sequence[Any]) -> Any:
     """One tree of stacked tensors from the ranks' trees, in rank order."""
-    return optree.tree_map(lambda *xs: torch.stack(xs), *trees)
+    return optree.tree_map(
+        lambda *xs: torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0], *trees, none_is_leaf=True
+    )
 
 
 def unstacked(tree: Any, world_size: int) -> list[Any]:
@@ -121,11 +132,72 @@ class LockstepRanks:
             raise CollectiveError(f"simulate: {error}") from error
 
 
+class VmapRanks(LockstepRanks):
+    """A train step whose ranks are a dimension; made by `simulate`.
+
+    What is done once (`init`, `gather`) or seldom (`evaluate`, the name of what overflowed) is done in lockstep.
+
+    Args:
+        compile: the backend that captures the step; None captures nothing.
+        may_change: whether ranks run in lockstep from where `torch.vmap` cannot go on.
+    """
+
+    def __init__(
+        self, recipe: Recipe, world_size: int, compile: BackendName | None = None, *, may_change: bool = False
+    ) -> None:
+        super().__init__(recipe, world_size)
+        self._may_change, self._is_captured, self._donate = may_change, compile is not None, recipe.donate
+        own = replace(recipe, model=_twin(recipe.model), compile=None)
+        self._step = TrainStep(own, Fake("data", world_size, backend="gloo"))
+        self._made, self._knobs = self._step._one_graph(compile, Stacked(world_size))
+
+    def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
+        split = [list(rank._batches.split(own)) for rank, own in zip(self.steps, self._batches(batch), strict=True)]
+        states = unstacked(state, self.world_size)
+        self._run(lambda rank: self.steps[rank]._check_state(states[rank]))
+        try:
+            return self._step_of_all(state, [stacked(own) for own in zip(*split)])
+        except (RuntimeError, VmapError, CompileError) as error:
+            if isinstance(error, CollectiveError):
+                raise
+            told = f"simulate: torch.vmap cannot run this model for all ranks at once: {_first_line(error)}"
+            if not self._may_change:
+                raise VmapError(f"{told}; pass by='lockstep'") from error
+            warnings.warn(f"{told}; the ranks run in lockstep, which takes longer", stacklevel=2)
+        return super().__call__(state, batch)
+
+    def _step_of_all(self, state: TrainState[Tensor], micro_batches: list[Any]) -> tuple[TrainState[Tensor], Metrics]:
+        step = self._step
+        state = state if self._donate else optree.tree_map(torch.clone, state)
+        buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+        step._turn_knobs(self._knobs, int(state.step[0]))
+        number = torch.zeros(self.world_size, 1, dtype=torch.float64)
+        draw = nullcontext() if self._is_captured else RandomByRank(state.rng["cpu"])
+        before = torch.get_rng_state()
+        try:
+            with draw, warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", "There is a performance drop"
+                )  # of vmap, where it loops over the ranks
+                outcome_W, is_sum = self._made(state, buffers, [step._batches.cast(b) for b in micro_batches], number)
+        finally:
+            torch.set_rng_state(before)
+        outcome = optree.tree_map(lambda x: x[0], outcome_W)
+        if not outcome.ok:
+            states = unstacked(state, self.world_size)
+            self._run(lambda rank: self.steps[rank]._check_outcome(outcome, states[rank], is_sum=is_sum))
+        rng = {"cpu": torch.stack(draw.rng)} if isinstance(draw, RandomByRank) else state.rng
+        scale = state.loss_scale.scale[0].clone()
+        metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
+        return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng), metrics
+
+
 def simulate(
     step: TrainStep,
     world_size: int | None = None,
     *,
-    by: Literal["lockstep"] = "lockstep",
+    by: Literal["vmap", "lockstep"] | None = None,
+    compile: BackendName | None = None,
 ) -> LockstepRanks:
     """The same step on `world_size` ranks, all of them in this process.
 
@@ -133,7 +205,10 @@ def simulate(
         step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.Fake("data", W)` it checks batch sizes
             for as many. It is not changed.
         world_size: number of ranks W; None takes the step's own.
-        by: `"lockstep"` runs the ranks in turn: any model, the bits of as many processes.
+        by: `"vmap"` runs all ranks at once: fast, to rounding; raises for what `torch.vmap` cannot do. `"lockstep"` runs them
+            in turn: any model, the bits of as many processes. None takes vmap where that can be and lockstep elsewhere,
+            which a warning tells.
+        compile: captures the step of all ranks with `"inductor"` or `"aot_eager"`; not for models that draw random numbers.
 
     Returns:
         A step on stacked tensors, with `init`, `gather`, `evaluate`, `plan` and `specs`. Its metrics are those of every
@@ -142,7 +217,23 @@ def simulate(
     world_size = step.world_size if world_size is None else world_size
     if world_size < 1:
         raise ValueError(f"simulate: world_size must be positive, got {world_size}; say how many ranks are meant")
-    return LockstepRanks(step.recipe, world_size)
+    if by not in (None, "vmap", "lockstep"):
+        raise ValueError(f"simulate: by must be 'vmap', 'lockstep' or None, got {by!r}; pass one of these")
+    if by == "lockstep":
+        if compile is not None:
+            raise ValueError(f"simulate: compile must be None in lockstep, got {compile!r}; pass by='vmap'")
+        return LockstepRanks(step.recipe, world_size)
+    try:
+        return VmapRanks(step.recipe, world_size, compile, may_change=by is None)
+    except ConfigError as error:  # of what no graph can hold
+        if by == "vmap":
+            raise
+        warnings.warn(f"simulate: {error}; the ranks run in lockstep, which takes longer", stacklevel=2)
+        return LockstepRanks(step.recipe, world_size)
+
+
+def _first_line(error: BaseException) -> str:
+    return textwrap.shorten(str(error).partition("\n")[0], 300)
 
 
 def _twin(model: nn.Module) -> nn.Module:

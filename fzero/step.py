@@ -46,8 +46,9 @@ from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
 
 if TYPE_CHECKING:
-    from fzero.compiled import Captured, CompiledStep
+    from fzero.compiled import Captured, CompiledStep, Outcome
     from fzero.compiled_blocks import CompiledBlocks
+    from fzero.stacked import Stacked
 
 
 class MismatchError(ValueError):
@@ -192,7 +193,9 @@ class TrainStep:
             )
         return self._ranks
 
-    def _one_graph(self, backend: Literal["inductor", "aot_eager"]) -> tuple[CompiledStep, _Knobs]:
+    def _one_graph(
+        self, backend: Literal["inductor", "aot_eager"] | None, stacked: Stacked | None = None
+    ) -> tuple[CompiledStep, _Knobs]:
         """The step as one graph, and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
@@ -230,7 +233,7 @@ class TrainStep:
         compiled = CompiledStep(
             self._model, self.plan, axis, self.device, rules,
             loss_fn=self._loss_fn, autocast=self._autocast, backend=backend,
-            checkpoint=self._checkpointing.names,
+            checkpoint=self._checkpointing.names, stacked=stacked,
         )  # fmt: skip
         return compiled, knobs
 
@@ -441,17 +444,28 @@ class TrainStep:
     ) -> tuple[TrainState[Tensor], Metrics]:
         """The step as a graph: writes its numbers where the graph reads them, and raises what the graph found."""
         self._num_passes += 1
-        num_updates = int(state.step)
-        for lr, rate in zip(self._knobs.lr, self._rates, strict=True):
-            lr.fill_(rate(num_updates))
-        if self._knobs.beta is not None and self._momentum is not None:
-            self._knobs.beta.fill_(self._momentum(num_updates))
-        if self._cfg.precision.stochastic_rounding:
-            self._knobs.salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
+        self._turn_knobs(self._knobs, int(state.step))
         batches = [self._batches.cast(batch) for batch in micro_batches]
         with _random_state(state.rng, self.device) as rng:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
             outcome, is_sum = compiled(state, buffers, batches, number)
+        self._check_outcome(outcome, state, is_sum=is_sum)
+        metrics = Metrics(
+            outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
+        )
+        return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng), metrics
+
+    def _turn_knobs(self, knobs: _Knobs, num_updates: int) -> None:
+        """Writes what the graph reads about the update after `num_updates` others."""
+        for lr, rate in zip(knobs.lr, self._rates, strict=True):
+            lr.fill_(rate(num_updates))
+        if knobs.beta is not None and self._momentum is not None:
+            knobs.beta.fill_(self._momentum(num_updates))
+        if self._cfg.precision.stochastic_rounding:
+            knobs.salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
+
+    def _check_outcome(self, outcome: Outcome, state: TrainState[Tensor], *, is_sum: bool) -> None:
+        """Raises on every rank what the graph found."""
         if self.device.type != "cpu":
             torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
         elif not outcome.ok:
@@ -460,10 +474,6 @@ class TrainStep:
             if self._cfg.skips_overflow:
                 self._check_loss_scale(state, outcome.overflow)
             raise FloatingPointError(self._what_is_not_finite(outcome.told[..., :2], state, outcome.norm))
-        metrics = Metrics(
-            outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
-        )
-        return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng), metrics
 
     def _micro_step(
         self,

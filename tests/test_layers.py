@@ -57,7 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # what moves state, and what runs a model
     (
         *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.eager"),
-        *("fzero.graph_exchange", "fzero.graph_backends"),
+        *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
