@@ -15,6 +15,8 @@ from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
 from fzero.plan import Plan, plan
 from fzero.precision import Precision, widened
+from fzero.reshard import reshard, reshard_all
+from fzero.reshard_plan import Place, ReshardPlan, plan_reshard
 from fzero.schedule import Event, ScheduleError
 from fzero.state import Metrics, TrainState
 from fzero.step import MismatchError, TrainStep, make_train_step
@@ -37,9 +39,11 @@ __all__ = [
     "Metrics",
     "MismatchError",
     "Pieces",
+    "Place",
     "Plan",
     "Precision",
     "Real",
+    "ReshardPlan",
     "ScheduleError",
     "Sent",
     "Sim",
@@ -61,7 +65,10 @@ __all__ = [
     "muon",
     "optimizer_update",
     "plan",
+    "plan_reshard",
     "reduce_scatter_grads",
+    "reshard",
+    "reshard_all",
     "scale",
     "sgd",
     "shard",

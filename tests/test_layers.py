@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.config",
         "fzero.config_table",
         "fzero.plan",
+        "fzero.reshard_plan",
         "fzero.graph_analysis",
         "fzero.graph_stays",
         "fzero.graph_buckets",
@@ -61,6 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
     ("fzero.step",),
+    ("fzero.reshard",),
     ("fzero",),
     # the command line
     ("fzero.__main__",),
