@@ -234,7 +234,10 @@ def _flows_between(old: Plan, source: BufferPlan, new: Plan, target: BufferPlan)
             if not tensor.is_whole or new_tensors["master"].is_whole:
                 continue  # made of the rank's own master
             reach = "others"
-        flow = _flow(old_tensors[_quantity_for(quantity, source, target)], tensor, reach)
+        known = old_tensors.get(_quantity_for(quantity, source, target))
+        if known is None:
+            continue  # the parameters that both buffers hold have no element
+        flow = _flow(known, tensor, reach)
         if flow.moves:
             yield flow
 
@@ -345,7 +348,8 @@ def _check_same(what: str, old: Mapping[str, tuple[int, ...]], new: Mapping[str,
 
 def _check_same_kind(old: Plan, source: BufferPlan, new: Plan, target: BufferPlan) -> None:
     """Raises unless the one buffer's state has all that the other's needs."""
-    name = next(name for name in target.layout.names if name in source.layout.names)
+    shared = [name for name in target.layout.names if name in set(source.layout.names)]
+    name = shared[0]
     if source.trainable != target.trainable:
         frozen, trained = ("new", "old") if source.trainable else ("old", "new")
         raise ValueError(
@@ -354,25 +358,34 @@ def _check_same_kind(old: Plan, source: BufferPlan, new: Plan, target: BufferPla
         )
     if not target.trainable:
         return
-    old_leaves, new_leaves = _optimizer_leaves(old, source), _optimizer_leaves(new, target)
     kinds = [type(p.optimizer[b.key]).__name__ for p, b in ((old, source), (new, target))]
-    if kinds[0] != kinds[1] or old_leaves.keys() != new_leaves.keys():
-        theirs = [
-            f"{kind}({', '.join(path.removeprefix('.') for path in leaves)})"
-            for kind, leaves in zip(kinds, (old_leaves, new_leaves), strict=True)
-        ]
+    kept = [_kept(p, b, shared) for p, b in ((old, source), (new, target))]
+    if kinds[0] != kinds[1] or kept[0].keys() != kept[1].keys():
+        theirs = [f"{kind}({', '.join(path[1:] for path in paths)})" for kind, paths in zip(kinds, kept, strict=True)]
         raise ValueError(
             f"plan_reshard: the optimizer of parameter {name!r} must keep the same in both steps, and keeps {theirs[0]} in the "
             f"old and {theirs[1]} in the new; start the new step from the weights, init(old.gather(state))"
         )
     dtypes = {"master": (source.dtypes.master, target.dtypes.master)}
-    dtypes |= {f"state{path}": (old_leaves[path][1].dtype, spec.dtype) for path, (_, spec) in new_leaves.items()}
+    dtypes |= {f"state{path}": (kept[0][path], dtype) for path, dtype in kept[1].items()}
     for what, (before, after) in dtypes.items():
         if torch.promote_types(torch_dtype(before), torch_dtype(after)) != torch_dtype(after):
             raise ValueError(
                 f"plan_reshard: {what} of parameter {name!r} must not become narrower, and is {before} in the old step and "
                 f"{after} in the new; give the new step the same master and optimizer dtypes"
             )
+
+
+def _kept(plan: Plan, buffer: BufferPlan, names: Sequence[str]) -> dict[str, str]:
+    """What the optimizer keeps of some parameters of a buffer, numbers included: the dtypes, by path."""
+    tensors = _tensors_of(plan, buffer)
+
+    def has_entries(path: str) -> bool:
+        layout = tensors[path].layout
+        return any(start < stop for start, stop in (layout.bounds(n) for n in names if n in layout.names))
+
+    leaves = _optimizer_leaves(plan, buffer).items()
+    return {path: spec.dtype for path, (_, spec) in leaves if spec.shape == () or has_entries(path)}
 
 
 def _check_present(job: str, ranks: Sequence[int | None], world_size: int) -> None:
