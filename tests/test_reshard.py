@@ -352,6 +352,14 @@ def test_a_loss_scale_stays_where_both_steps_move_it_and_else_starts_anew() -> N
 # --- on real processes -------------------------------------------------------------------------------------------
 
 
+class Lively(Odd):
+    """`Odd` with module buffers that every step moves, and dropout, so that the random states matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(nn.BatchNorm1d(7), self.norm, nn.Dropout(0.2))
+
+
 @dataclass(frozen=True)
 class Job:
     """A stage on some of the processes, in this order."""
@@ -362,7 +370,7 @@ class Job:
     units: tuple[str, ...] | None = None
 
 
-def bind(job: Job, sent: list[fzero.Sent] | None = None, model: Any = Odd, **options: Any) -> fzero.TrainStep:
+def bind(job: Job, sent: list[fzero.Sent] | None = None, model: Any = Lively, **options: Any) -> fzero.TrainStep:
     """The job's step, on this process. Every process makes the group."""
     groups = dist.new_group(sorted(job.processes))
     axis: fzero.Real | fzero.Fake = fzero.Fake("data", len(job.processes))
@@ -380,7 +388,7 @@ def _batch(step: fzero.TrainStep, data: Any, index: int) -> Any:
     return part(data(index), step.rank, step.world_size)
 
 
-def _train_through(jobs: list[Job], num_steps: int = 3, model: Any = Odd, data: Any = tokens, **options: Any) -> Any:
+def _train_through(jobs: list[Job], num_steps: int = 3, model: Any = Lively, data: Any = tokens, **options: Any) -> Any:
     """Trains some steps in each job, one after the other; this process' curve, the state at the end, the weights."""
     state, curve, old, index = None, [], None, 0
     for job in jobs:
@@ -422,8 +430,8 @@ def test_training_goes_on_as_if_it_had_been_in_the_new_stage_all_along(
 def test_training_in_16_bits_goes_on_in_the_new_stage(ranks: RankPool, stages: tuple[int, int], precision: str) -> None:
     cfg = ((precision, {"enabled": True} | ({"initial_scale_power": 8} if precision == "fp16" else {})),)
     old, new = (Job(stage, EVERYONE[2], cfg) for stage in stages)
-    moved = ranks(2, _train_through, [old, new])
-    always = ranks(2, _train_through, [new], 6)
+    moved = ranks(2, _train_through, [old, new], 3, Odd)
+    always = ranks(2, _train_through, [new], 6, Odd)
     for (curve, state, _), (curve_always, state_always, _) in zip(moved, always, strict=True):
         assert curve == curve_always
         assert_same([state], [state_always])
@@ -440,6 +448,8 @@ def test_training_with_every_kind_of_optimizer_goes_on_in_the_new_stage(ranks: R
         assert_same([state], [state_always])
 
 
+IN_BF16 = (("bf16", {"enabled": True}), ("data_types", {"buffer_dtype": "bf16"}))
+IN_FP16 = (("fp16", {"enabled": True, "initial_scale_power": 8}), ("data_types", {"buffer_dtype": "fp16"}))
 JOBS = [
     [Job(1, (0, 1)), Job(3, (0, 1, 2, 3))],
     [Job(3, (0, 1, 2, 3)), Job(1, (0, 1))],
@@ -447,6 +457,7 @@ JOBS = [
     [Job(3, (0, 1, 2), units=("blocks",)), Job(3, (1, 2, 3))],
     [Job(2, (0, 1)), Job(3, (2, 3))],
     [Job(3, (0, 1, 2)), Job(0, (1, 2), units=("blocks.0", "norm")), Job(1, (0, 1, 2, 3))],
+    [Job(3, (0, 1, 2)), Job(1, (0, 1), IN_BF16), Job(2, (1, 2), IN_FP16), Job(3, (0, 1), units=("blocks",))],
 ]
 
 
@@ -468,7 +479,9 @@ def test_on_other_processes_the_state_is_the_one_made_of_all_old_states(ranks: R
 
 def _on_paper(job: Job) -> fzero.TrainStep:
     units = None if job.units is None else list(job.units)
-    return fzero.make_train_step(make(Odd), config(job.stage), mesh=fzero.Fake("data", len(job.processes)), units=units)
+    return fzero.make_train_step(
+        make(Lively), config(job.stage) | dict(job.cfg), mesh=fzero.Fake("data", len(job.processes)), units=units
+    )
 
 
 def _train_from(job: Job, states: list[TrainState[Tensor]], index: int) -> TrainState[Tensor]:
@@ -634,10 +647,10 @@ def _reshard_wrongly(case: str) -> None:
     elif case == "state":
         fzero.reshard(state if rank == 0 else state._replace(master={"x": state.step}), old, new)
     elif case == "steps":
-        other = fzero.make_train_step(make(Odd), config(2), mesh=fzero.Fake("data", 2))
+        other = fzero.make_train_step(make(Lively), config(2), mesh=fzero.Fake("data", 2))
         fzero.reshard(state, old, new if rank == 0 else other)
     elif case == "nobody":
-        fzero.reshard(state, old, fzero.make_train_step(make(Odd), config(2), mesh=fzero.Fake("data", 2)))
+        fzero.reshard(state, old, fzero.make_train_step(make(Lively), config(2), mesh=fzero.Fake("data", 2)))
 
 
 @pytest.mark.parametrize(
