@@ -125,18 +125,19 @@ class ReshardPlan:
             owner, sender = self._receivers[move.target_rank], self._senders[move.source_rank]
             source_start = flow.source.start(move.source_rank) + move.source_start
             target_start = flow.target.start(move.target_rank) + move.target_start
-            for receiver in self._reached(flow, owner, process if process != sender else None):
+            if flow.reach == "owner":
+                reached: Iterable[int] = (owner,)
+            elif process is None or process == sender:
+                reached = self._receivers
+            else:  # it can only receive
+                reached = (process,) if self.places[process].new is not None else ()
+            for receiver in reached:
+                if flow.reach == "others" and receiver == owner:
+                    continue
                 has_it = flow.source.is_whole and self.places[receiver].old is not None
                 source = receiver if has_it else sender
                 if process in (None, source, receiver):
                     yield Move(source, source_start, source_start + move.numel, receiver, target_start)
-
-    def _reached(self, flow: Flow, owner: int, process: int | None) -> Iterable[int]:
-        """The processes that take the elements of a shard of `owner`, or if one is named, only that."""
-        if flow.reach == "owner":
-            return (owner,)
-        reached = self._receivers if process is None else (process,) if self.places[process].new is not None else ()
-        return reached if flow.reach == "all" else (receiver for receiver in reached if receiver != owner)
 
     @property
     def sent_nbytes(self) -> tuple[int, ...]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import optree
 import pytest
@@ -22,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import ADAMW, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
+from fzero import collectives
 from fzero.eager import own_shard
 from fzero.pieces import grids_of
 from fzero.plan import BufferPlan
@@ -529,6 +532,18 @@ def test_a_process_sends_the_bytes_of_the_plan_in_few_messages(ranks: RankPool, 
         assert len(sent) <= (world_size - 1) * 2 * 2 * (num_units + 1)
 
 
+def test_one_process_alone_changes_its_stage_without_a_process_group() -> None:
+    old, new = (fzero.make_train_step(make(Odd), config(stage), mesh=fzero.Real("data")) for stage in (0, 3))
+    state, always = old.init(), new.init()
+    for index in range(4):
+        step = old if index < 2 else new
+        state = fzero.reshard(state, old, new) if index == 2 else state
+        assert state is not None
+        state, _ = step(state, tokens(index))
+        always, _ = new(always, tokens(index))
+    assert_same([state], [always])
+
+
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
@@ -667,3 +682,18 @@ def test_what_is_wrong_on_one_process_is_told_on_all(ranks: RankPool, case: str,
         ranks(2, _reshard_wrongly, case)
     for error in caught.value.errors:
         assert isinstance(error, ValueError) and words in str(error), error
+
+
+def _reshard_and_die() -> None:
+    old, new = bind(Job(3, (0, 1))), bind(Job(0, (0, 1)))
+    state = old.init()
+    with patch.object(collectives, "swap", side_effect=ZeroDivisionError) if dist.get_rank() == 1 else nullcontext():
+        fzero.reshard(state, old, new)
+
+
+def test_a_process_that_fails_in_the_middle_ends_the_others(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, _reshard_and_die)
+    first, second = caught.value.errors
+    assert isinstance(first, fzero.CollectiveError) and "reshard" in str(first)
+    assert isinstance(second, ZeroDivisionError)
