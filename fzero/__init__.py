@@ -15,6 +15,8 @@ from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
 from fzero.plan import Plan, plan
 from fzero.precision import Precision, widened
+from fzero.reshard import reshard, reshard_all
+from fzero.reshard_plan import Place, ReshardPlan, plan_reshard
 from fzero.schedule import Event, ScheduleError
 from fzero.simulate import simulate, stacked, unstacked
 from fzero.state import Metrics, TrainState
@@ -38,9 +40,11 @@ __all__ = [
     "Metrics",
     "MismatchError",
     "Pieces",
+    "Place",
     "Plan",
     "Precision",
     "Real",
+    "ReshardPlan",
     "ScheduleError",
     "Sent",
     "Sim",
@@ -62,7 +66,10 @@ __all__ = [
     "muon",
     "optimizer_update",
     "plan",
+    "plan_reshard",
     "reduce_scatter_grads",
+    "reshard",
+    "reshard_all",
     "scale",
     "sgd",
     "shard",

@@ -261,6 +261,11 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
     return Real(name, dist.get_world_size(), dist.get_rank())
 
 
+def job() -> Real:
+    """This process among all processes of the default group, whatever axes they form; alone where there is none."""
+    return Real("job", dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else Real("job")
+
+
 def _leave() -> None:
     """Leaves the group at the end of a process that nothing went wrong in.
 
@@ -591,3 +596,37 @@ def exchange(value: Any, axis: Bound, *, label: str = "exchange") -> list[Any]:
     except RuntimeError as error:
         raise failed(label, error) from error
     return values
+
+
+def swap(
+    received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]], axis: Real, *, label: str = "swap"
+) -> None:
+    """Receives tensors from some ranks, and sends tensors to some; returns when all have arrived.
+
+    *Collective* of the ranks that are named only: what one sends another must receive, in the same order for each pair of
+    ranks. A rank that has nothing to send or to receive need not call it. Sends the elements of `sent`.
+
+    Args:
+        received: memory to be written, each with the rank that it comes from; contiguous.
+        sent: what is sent, each with the rank that it goes to; contiguous, and the same tensor may go to several ranks.
+    """
+    for _, x in sent:
+        _tell(axis, "swap", label, x.numel(), x)
+    transfers = [
+        dist.P2POp(transfer, x, axis.global_rank(rank), axis.group)
+        for transfer, pairs in ((dist.irecv, received), (dist.isend, sent))
+        for rank, x in pairs
+        if x.numel()
+    ]
+    if not transfers:
+        return
+    try:
+        works = dist.batch_isend_irecv(transfers)
+    except RuntimeError as error:
+        raise failed(label, error) from error
+    pending = Pending(label, works, lambda: transfers[0].tensor)
+    try:
+        pending.end()
+    except CollectiveError:
+        abandon([pending])
+        raise

@@ -285,10 +285,14 @@ class TrainStep:
             name: self._from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), name)
             for name, spec in self.plan.buffers.items()
         }
-        rng = {kind: _generator(kind, self.recipe.seed * 1_000_003 + axis.rank).get_state() for kind in self.specs.rng}
+        rng = self._first_rng(axis.rank)
         num_updates = torch.zeros((), dtype=torch.int64, device=self.device if self._cfg.skips_overflow else "cpu")
         loss_scale = self._scaling.init(self.device)
         return TrainState(step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=rng)
+
+    def _first_rng(self, rank: int) -> dict[str, Tensor]:
+        """The random state with which a rank starts."""
+        return {kind: _generator(kind, self.recipe.seed * 1_000_003 + rank).get_state() for kind in self.specs.rng}
 
     def _init_buffer(self, buffer: BufferPlan, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """What this rank holds of one flat buffer, from the whole values of its parameters."""

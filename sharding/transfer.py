@@ -6,8 +6,8 @@ reach. Pieces that adjoin on both sides are one move. The work is proportional t
 The plan is a value: copying by it is done by whoever holds the shards, on one process or on many.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from sharding.layout import FlatLayout
 
@@ -47,7 +47,7 @@ class Move:
         return self.target_start + self.numel
 
 
-def plan_transfer(old: FlatLayout, new: FlatLayout) -> tuple[Move, ...]:
+def plan_transfer(old: FlatLayout, new: FlatLayout, *, names: Collection[str] | None = None) -> tuple[Move, ...]:
     """The moves that turn shards of `old` into shards of `new`.
 
     World size, padding and the order of the names may differ. Every element of every parameter is moved exactly once,
@@ -56,6 +56,7 @@ def plan_transfer(old: FlatLayout, new: FlatLayout) -> tuple[Move, ...]:
     Args:
         old: the layout of the shards that exist.
         new: the layout of the shards that are wanted.
+        names: the parameters to move, which both layouts have; None is all, and then neither may have others.
 
     Returns:
         The moves, sorted by target rank and target start; no two adjoining ones could be one.
@@ -69,21 +70,32 @@ def plan_transfer(old: FlatLayout, new: FlatLayout) -> tuple[Move, ...]:
     Move(source_rank=0, source_start=0, source_stop=3, target_rank=0, target_start=0)
     Move(source_rank=1, source_start=0, source_stop=3, target_rank=0, target_start=3)
     """
-    _check_same_parameters(old, new)
-    moves: list[Move] = []
-    for move in _iterate_pieces(old, new):
-        if moves and _adjoin(moves[-1], move):
-            moves[-1] = Move(
-                move.source_rank, moves[-1].source_start, move.source_stop, move.target_rank, moves[-1].target_start
-            )
-        else:
-            moves.append(move)
-    return tuple(moves)
+    _check_same_parameters(old, new, (*old.names, *new.names) if names is None else names)
+    wanted = set(new.names if names is None else names)
+    return tuple(merged(_iterate_pieces(old, new, [name for name in new.names if name in wanted])))
 
 
-def _iterate_pieces(old: FlatLayout, new: FlatLayout) -> Iterator[Move]:
+def merged(moves: Iterable[Move]) -> Iterator[Move]:
+    """The moves, each joined with the next where they adjoin on both sides.
+
+    >>> list(merged([Move(0, 0, 2, 1, 4), Move(0, 2, 3, 1, 6)]))
+    [Move(source_rank=0, source_start=0, source_stop=3, target_rank=1, target_start=4)]
+    """
+    last: Move | None = None
+    for move in moves:
+        if last is not None and _adjoin(last, move):
+            last = replace(last, source_stop=move.source_stop)
+            continue
+        if last is not None:
+            yield last
+        last = move
+    if last is not None:
+        yield last
+
+
+def _iterate_pieces(old: FlatLayout, new: FlatLayout, names: Iterable[str]) -> Iterator[Move]:
     old_shard, new_shard = old.partition.shard_numel, new.partition.shard_numel
-    for name in new.names:
+    for name in names:
         source, source_stop = old.bounds(name)
         target, _ = new.bounds(name)
         while source < source_stop:
@@ -103,9 +115,9 @@ def _adjoin(first: Move, second: Move) -> bool:
     )
 
 
-def _check_same_parameters(old: FlatLayout, new: FlatLayout) -> None:
+def _check_same_parameters(old: FlatLayout, new: FlatLayout, names: Iterable[str]) -> None:
     old_shapes, new_shapes = dict(zip(old.names, old.shapes)), dict(zip(new.names, new.shapes))
-    for name in (*old.names, *new.names):
+    for name in names:
         if name not in old_shapes or name not in new_shapes:
             where, missing = ("old", "new") if name in old_shapes else ("new", "old")
             raise ValueError(

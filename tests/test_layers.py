@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.config_table",
         "fzero.plan",
         "fzero.batches",
+        "fzero.reshard_plan",
         "fzero.graph_analysis",
         "fzero.graph_stays",
         "fzero.graph_buckets",
@@ -61,7 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
-    ("fzero.recipe", "fzero.step", "fzero.simulate"),
+    ("fzero.recipe", "fzero.step", "fzero.reshard", "fzero.simulate"),
     ("fzero",),
     # the command line
     ("fzero.__main__",),
