@@ -1,15 +1,17 @@
 """Which elements go from which shard to which, when the layout changes?
 
-A state saved or held on W ranks is wanted on W' ranks, with other padding or another order of names. Walk through the
-parameters in the new order; a piece of a parameter reaches as far as the old shard, the new shard and the parameter all
-reach. Pieces that adjoin on both sides are one move. The work is proportional to parameters plus shards, not elements.
-The plan is a value: copying by it is done by whoever holds the shards, on one process or on many.
+A state saved or held on W ranks is wanted on W' ranks, with other padding or another order of names. Parameters that
+follow each other in both orders are one run; a run is cut wherever a shard ends in either buffer, and each piece is one
+move. The work is proportional to parameters plus shards, not elements. The plan is a value: copying by it is done by
+whoever holds the shards, on one process or on many.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sharding.layout import FlatLayout
+from sharding.partition import Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,41 +72,49 @@ def plan_transfer(old: FlatLayout, new: FlatLayout) -> tuple[Move, ...]:
     Move(source_rank=1, source_start=0, source_stop=3, target_rank=0, target_start=3)
     """
     _check_same_parameters(old, new)
-    moves: list[Move] = []
-    for move in _iterate_pieces(old, new):
-        if moves and _adjoin(moves[-1], move):
-            moves[-1] = Move(
-                move.source_rank, moves[-1].source_start, move.source_stop, move.target_rank, moves[-1].target_start
-            )
-        else:
-            moves.append(move)
-    return tuple(moves)
+    return tuple(move for run in _runs(old, new) for move in _cut(run, old.partition, new.partition))
 
 
-def _iterate_pieces(old: FlatLayout, new: FlatLayout) -> Iterator[Move]:
-    old_shard, new_shard = old.partition.shard_numel, new.partition.shard_numel
-    for name in new.names:
-        source, source_stop = old.bounds(name)
-        target, _ = new.bounds(name)
-        while source < source_stop:
-            source_rank, source_start = divmod(source, old_shard)
-            target_rank, target_start = divmod(target, new_shard)
-            numel = min(source_stop - source, old_shard - source_start, new_shard - target_start)
-            yield Move(source_rank, source_start, source_start + numel, target_rank, target_start)
-            source, target = source + numel, target + numel
+class _Run(NamedTuple):
+    """`numel` elements that follow each other in both buffers, from `source` of the old and `target` of the new one on."""
+
+    source: int
+    target: int
+    numel: int
 
 
-def _adjoin(first: Move, second: Move) -> bool:
-    return (first.source_rank, first.source_stop, first.target_rank, first.target_stop) == (
-        second.source_rank,
-        second.source_start,
-        second.target_rank,
-        second.target_start,
-    )
+def _runs(old: FlatLayout, new: FlatLayout) -> Iterator[_Run]:
+    """The longest stretches of parameters that follow each other in both orders, in that of the new buffer."""
+    starts = dict(zip(old.names, old.offsets))
+    source = target = numel = 0
+    for name, length in zip(new.names, new.numels):
+        if not length:
+            continue
+        if starts[name] != source + numel:
+            if numel:
+                yield _Run(source, target, numel)
+            source, target, numel = starts[name], target + numel, 0
+        numel += length
+    if numel:
+        yield _Run(source, target, numel)
+
+
+def _cut(run: _Run, old: Partition, new: Partition) -> Iterator[Move]:
+    """The run, cut wherever a shard ends in either buffer."""
+    source, target, numel = run
+    old_shard, new_shard = old.shard_numel, new.shard_numel
+    while numel:
+        source_rank, source_start = divmod(source, old_shard)
+        target_rank, target_start = divmod(target, new_shard)
+        length = min(numel, old_shard - source_start, new_shard - target_start)
+        yield Move(source_rank, source_start, source_start + length, target_rank, target_start)
+        source, target, numel = source + length, target + length, numel - length
 
 
 def _check_same_parameters(old: FlatLayout, new: FlatLayout) -> None:
     old_shapes, new_shapes = dict(zip(old.names, old.shapes)), dict(zip(new.names, new.shapes))
+    if old_shapes == new_shapes:
+        return
     for name in (*old.names, *new.names):
         if name not in old_shapes or name not in new_shapes:
             where, missing = ("old", "new") if name in old_shapes else ("new", "old")
