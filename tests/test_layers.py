@@ -62,6 +62,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # their composition
     ("fzero.step",),
     ("fzero",),
+    # what the tests of users may call
+    ("fzero.testing",),
     # the command line
     ("fzero.__main__",),
 )

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from sharding import (
     FlatLayout,
     NearEqualSplit,
-    Order,
     declaration,
     plan_buckets,
     plan_transfer,
     round_robin,
 )
-from sharding.testing import bucket_problems, layouts, orders, partitions, world_sizes
+from sharding.testing import bucket_problems, layout_pairs, layouts, orders, partitions, world_sizes
 
 law = settings(deadline=None)
 
@@ -36,16 +35,6 @@ def buffer_of(layout: FlatLayout) -> list[tuple[str, int]]:
 def shards_of(layout: FlatLayout) -> list[list[tuple[str, int]]]:
     buffer = buffer_of(layout)
     return [buffer[slice(*layout.partition.bounds(rank))] for rank in range(layout.world_size)]
-
-
-@st.composite
-def layout_pairs(draw: st.DrawFn) -> tuple[FlatLayout, FlatLayout]:
-    """Two layouts of the same parameters, in another order, on another world size, with other padding."""
-    old, other = draw(layouts(min_parameters=0)), draw(layouts())
-    order = Order(tuple(draw(st.permutations(range(len(old.names))))))
-    order = draw(st.sampled_from([declaration(len(order)), order]))
-    new = replace(other, names=order.apply(old.names), shapes=order.apply(old.shapes), world_size=draw(world_sizes()))
-    return old, new
 
 
 # Partition
