@@ -15,7 +15,7 @@ from torch import Tensor
 import fzero
 from fzero import collectives
 from sharding import Partial, Replicated, Sharded, TensorSpec
-from sharding.testing import SPECS, distinct_tensors, spec_trees, world_sizes
+from sharding.testing import SPECS, StateTree, distinct_tensors, spec_trees, state_trees, world_sizes
 
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -42,12 +42,12 @@ def equal(found: Any, expected: Any) -> bool:
 # --- on a simulated axis -----------------------------------------------------------------------------------------
 
 
-@given(spec_trees(("float32", "bfloat16", "int64", "bool")), world_sizes())
-def test_gather_undoes_shard(specs: Any, world_size: int) -> None:
+@given(state_trees(("float32", "bfloat16", "int64", "bool")), world_sizes())
+def test_gather_undoes_shard(tree: StateTree, world_size: int) -> None:
     axis = fzero.Sim("data", world_size)
-    full = stacked([distinct_tensors(specs)] * world_size)
-    shards = fzero.shard(full, specs, axis)
-    assert equal(fzero.gather(shards, specs, axis), full)
+    full = stacked([tree.tensors] * world_size)
+    shards = fzero.shard(full, tree.specs, axis)
+    assert equal(fzero.gather(shards, tree.specs, axis), full)
 
 
 @given(spec_trees(), world_sizes())
