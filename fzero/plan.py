@@ -580,9 +580,13 @@ def _has_params(module: nn.Module) -> bool:
 def _runs(blocks: Sequence[str], names: Iterable[str]) -> list[tuple[str | None, list[str]]]:
     """The names, as declared, cut wherever the block that they belong to changes; None is no block."""
     known = set(blocks)
+    block_of: dict[str, str | None] = {}  # by module, which has several parameters as a rule
     runs: list[tuple[str | None, list[str]]] = []
     for name in names:
-        block = next((parent for parent in _parents(name) if parent in known), None)
+        module = name.rpartition(".")[0]
+        if module not in block_of:
+            block_of[module] = next((parent for parent in _parents(name) if parent in known), None)
+        block = block_of[module]
         if not runs or runs[-1][0] != block:
             runs.append((block, []))
         runs[-1][1].append(name)
