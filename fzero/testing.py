@@ -4,7 +4,7 @@ For the tests of your own: hypothesis tries random layouts, world sizes and numb
 the smallest example found and what to mend.
 
     def test_my_optimizer_works_in_every_stage() -> None:
-        check_transform(lambda lr: my_optimizer(lr, beta=0.9))
+        check_transform(lambda lr: my_optimizer(lr, beta=0.9), compile="step")
 
 A law is a row of a table: its sentence, what to mend where it is broken, the examples to try, and a function that looks for a
 fault in one of them. Laws are tried in order, and the first that is broken is raised. Needs the extra `fzero[testing]`.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import optree
@@ -29,6 +29,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.plan import ALIGNMENT, OwnTransform
 from fzero.precision import widened
@@ -57,13 +58,20 @@ class Law(NamedTuple, Generic[Subject, Example]):
 
 
 def check_transform(
-    transform: OwnTransform, *, name: str = "transform", lr: float = 0.1, max_examples: int = 25
+    transform: OwnTransform,
+    *,
+    name: str = "transform",
+    compile: Literal["step", "block"] | None = None,
+    lr: float = 0.1,
+    max_examples: int = 25,
 ) -> None:
     """Raises unless a transform can be used in every ZeRO stage, precision and placement.
 
     Args:
         transform: a `Transform`, or a function of the learning rate that makes one.
         name: what messages call it.
+        compile: as in `make_train_step`. A step that is compiled as a whole asks more of a transform: it must not read the
+            values of tensors, and take its learning rate as one.
         lr: the learning rate that such a function is given.
         max_examples: how many examples of each law are tried.
 
@@ -85,9 +93,9 @@ def check_transform(
             f"see fzero.Transform"
         )
     make: Callable[[], Transform] = (lambda: transform) if isinstance(transform, Transform) else lambda: transform(lr)
-    for law in TRANSFORM_LAWS:
+    for law in (*TRANSFORM_LAWS, *(CAPTURE_LAWS if compile == "step" else ())):
         _try(law, make, name, max_examples)
-    if not isinstance(transform, Transform):
+    if compile == "step" and not isinstance(transform, Transform):
         _try(RATE_LAW, transform, name, max_examples)
 
 
@@ -423,6 +431,26 @@ def _is_not_widened(make: Make, example: Updates) -> str | None:
     return f"all in bf16, tiles of {ALIGNMENT} elements give another {differs} than one" if differs else None
 
 
+class _Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers which operators gave the value of a tensor to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in str(operator) for word in ("_local_scalar_dense", "is_nonzero", "nonzero", "equal.default")):
+            self.operators.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+def _reads(make: Make, example: Updates) -> str | None:
+    """Whether an update depends on a value that the host reads."""
+    with _Reading() as reading:
+        _run(make(), example.param, example.grads)
+    return f"the host reads a value by {reading.operators[0]}" if reading.operators else None
+
+
 def _freezes_rate(make: Callable[[Any], Transform], example: Updates) -> str | None:
     """Whether a learning rate in a tensor is read before the update, or written to."""
     rate = torch.tensor(0.5, dtype=torch_dtype(example.dtype))
@@ -506,6 +534,16 @@ TRANSFORM_LAWS: tuple[Law[Make, Any], ...] = (
     ),
 )
 """In the order in which they are tried: the first ones say most clearly what is wrong."""
+
+CAPTURE_LAWS: tuple[Law[Make, Any], ...] = (
+    Law(
+        "an update must not read the values of tensors, for a captured step has none",
+        "Choose with torch.where; no if or float() of a tensor, no .item()",
+        updates(),
+        _reads,
+    ),
+)
+"""What a step that is compiled as a whole asks besides."""
 
 RATE_LAW: Law[Callable[[Any], Transform], Updates] = Law(
     "a learning rate in a 0-d tensor must be data, for a captured step has no other",

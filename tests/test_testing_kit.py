@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fzero
 from fzero import Transform
-from fzero.testing import ORDER_LAWS, RATE_LAW, TRANSFORM_LAWS, Updates, check_order, check_transform
+from fzero.testing import CAPTURE_LAWS, ORDER_LAWS, RATE_LAW, TRANSFORM_LAWS, Updates, check_order, check_transform
 from sharding import FlatLayout, Order, TensorSpec, declaration, round_robin
 
 Update = tuple[Tensor, Tensor, "Momentum"]
@@ -179,6 +179,12 @@ def fp32_as_16_bits(grad: Tensor, param: Tensor, state: Momentum) -> Update:
     return UPDATE(grad, param, state)
 
 
+def branching(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    if state.step > 0:
+        grad.mul_(0.5)
+    return UPDATE(grad, param, state)
+
+
 def freezing(lr: Any) -> Transform:
     return right(float(lr))
 
@@ -192,7 +198,8 @@ def writing(lr: Any) -> Transform:
     return right(update=update)
 
 
-PLACE, EMPTY, KINDS, ALIASES, WRITES, EQUAL, ALL, SHARDS, SKIPS, WIDE = (law.sentence for law in TRANSFORM_LAWS)
+ALL_LAWS = (*TRANSFORM_LAWS, *CAPTURE_LAWS, RATE_LAW)
+PLACE, EMPTY, KINDS, ALIASES, WRITES, EQUAL, ALL, SHARDS, SKIPS, WIDE, READS = (law.sentence for law in ALL_LAWS[:-1])
 BROKEN: dict[str, tuple[Any, str, str]] = {
     "padding": (right(place=forgetting_padding), PLACE, "init makes state.mean with shape and dtype"),
     "placement": (right(place=forgetting_placement), PLACE, "place puts state.step on .*'device'"),
@@ -214,6 +221,7 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "counts the skipped": (right(update_unless=counting_what_is_skipped), SKIPS, "a skipped update changes state.step"),
     "skips all": (right(update_unless=always_skipping), SKIPS, "after skipped updates the parameter is another"),
     "tiles": (right(update=fp32_as_16_bits), WIDE, "in tiles of 32 elements"),
+    "a branch": (right(update=branching), READS, "the host reads a value by aten._local_scalar_dense"),
     "rate as a constant": (freezing, RATE_LAW.sentence, "does not change the parameter"),
     "writes to the rate": (writing, RATE_LAW.sentence, "an update writes to the learning rate"),
 }
@@ -223,20 +231,25 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
 def test_a_broken_transform_is_caught_for_the_right_reason(name: str) -> None:
     transform, sentence, found = BROKEN[name]
     with pytest.raises(AssertionError, match=found) as raised:
-        check_transform(transform, name=name)
+        check_transform(transform, name=name, compile="step")
     told = str(raised.value)
     assert told.startswith(f"{name}: {sentence}. Found that ")
-    law = next(law for law in (*TRANSFORM_LAWS, RATE_LAW) if law.sentence == sentence)
+    law = next(law for law in ALL_LAWS if law.sentence == sentence)
     assert ". Smallest example: " in told and told.endswith(law.fix)
 
 
 @pytest.mark.parametrize("given_transform", [right(), right], ids=["itself", "of the learning rate"])
 def test_a_transform_that_is_right_passes(given_transform: Any) -> None:
-    check_transform(given_transform)
+    check_transform(given_transform, compile="step")
+
+
+@pytest.mark.parametrize("name", ["rate as a constant", "writes to the rate", "a branch"])
+def test_what_only_a_captured_step_asks_is_not_asked_of_others(name: str) -> None:
+    check_transform(BROKEN[name][0], compile="block")
 
 
 def test_every_law_of_transforms_is_broken_by_one() -> None:
-    assert {sentence for _, sentence, _ in BROKEN.values()} == {law.sentence for law in (*TRANSFORM_LAWS, RATE_LAW)}
+    assert {sentence for _, sentence, _ in BROKEN.values()} == {law.sentence for law in ALL_LAWS}
 
 
 def test_the_smallest_example_is_small_and_can_be_made_again() -> None:
