@@ -63,7 +63,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.step",),
     ("fzero",),
     # what the tests of users may call
-    ("fzero.testing",),
+    ("fzero.laws", "fzero.laws_of_orders", "fzero.laws_of_transforms", "fzero.testing"),
     # the command line
     ("fzero.__main__",),
 )

@@ -16,7 +16,9 @@ from torch import Tensor
 
 import fzero
 from fzero import Transform
-from fzero.testing import CAPTURE_LAWS, ORDER_LAWS, RATE_LAW, TRANSFORM_LAWS, Updates, check_order, check_transform
+from fzero.laws_of_orders import ORDER_LAWS
+from fzero.laws_of_transforms import CAPTURE_LAWS, RATE_LAW, TRANSFORM_LAWS, Updates
+from fzero.testing import check_order, check_transform
 from sharding import FlatLayout, Order, TensorSpec, declaration, round_robin
 
 Update = tuple[Tensor, Tensor, "Momentum"]
