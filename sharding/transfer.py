@@ -1,15 +1,17 @@
 """Which elements go from which shard to which, when the layout changes?
 
-A state saved or held on W ranks is wanted on W' ranks, with other padding or another order of names. Walk through the
-parameters in the new order; a piece of a parameter reaches as far as the old shard, the new shard and the parameter all
-reach. Pieces that adjoin on both sides are one move. The work is proportional to parameters plus shards, not elements.
-The plan is a value: copying by it is done by whoever holds the shards, on one process or on many.
+A state saved or held on W ranks is wanted on W' ranks, with other padding or another order of names. Parameters that
+follow each other in both orders are one run; a run is cut wherever a shard ends in either buffer, and each piece is one
+move. The work is proportional to parameters plus shards, not elements. The plan is a value: copying by it is done by
+whoever holds the shards, on one process or on many.
 """
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from sharding.layout import FlatLayout
+from sharding.partition import Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,13 @@ def plan_transfer(old: FlatLayout, new: FlatLayout, *, names: Collection[str] | 
     Move(source_rank=0, source_start=0, source_stop=3, target_rank=0, target_start=0)
     Move(source_rank=1, source_start=0, source_stop=3, target_rank=0, target_start=3)
     """
-    _check_same_parameters(old, new, (*old.names, *new.names) if names is None else names)
-    wanted = set(new.names if names is None else names)
-    return tuple(merged(_iterate_pieces(old, new, [name for name in new.names if name in wanted])))
+    if names is None:
+        _check_same_parameters(old, new, (*old.names, *new.names))
+        names = new.names
+    else:
+        _check_same_parameters(old, new, names)
+    runs = _runs(old, new, set(names))
+    return tuple(move for run in runs for move in _cut(run, old.partition, new.partition))
 
 
 def merged(moves: Iterable[Move]) -> Iterator[Move]:
@@ -93,19 +99,6 @@ def merged(moves: Iterable[Move]) -> Iterator[Move]:
         yield last
 
 
-def _iterate_pieces(old: FlatLayout, new: FlatLayout, names: Iterable[str]) -> Iterator[Move]:
-    old_shard, new_shard = old.partition.shard_numel, new.partition.shard_numel
-    for name in names:
-        source, source_stop = old.bounds(name)
-        target, _ = new.bounds(name)
-        while source < source_stop:
-            source_rank, source_start = divmod(source, old_shard)
-            target_rank, target_start = divmod(target, new_shard)
-            numel = min(source_stop - source, old_shard - source_start, new_shard - target_start)
-            yield Move(source_rank, source_start, source_start + numel, target_rank, target_start)
-            source, target = source + numel, target + numel
-
-
 def _adjoin(first: Move, second: Move) -> bool:
     return (first.source_rank, first.source_stop, first.target_rank, first.target_stop) == (
         second.source_rank,
@@ -115,8 +108,46 @@ def _adjoin(first: Move, second: Move) -> bool:
     )
 
 
+class _Run(NamedTuple):
+    """`numel` elements that follow each other in both buffers, from `source` of the old and `target` of the new one on."""
+
+    source: int
+    target: int
+    numel: int
+
+
+def _runs(old: FlatLayout, new: FlatLayout, names: set[str]) -> Iterator[_Run]:
+    """The longest stretches of these parameters that follow each other in both orders, in that of the new buffer."""
+    starts = dict(zip(old.names, old.offsets))
+    source = target = numel = 0
+    for name, start, length in zip(new.names, new.offsets, new.numels):
+        if not length or name not in names:
+            continue
+        if (starts[name], start) != (source + numel, target + numel):
+            if numel:
+                yield _Run(source, target, numel)
+            source, target, numel = starts[name], start, 0
+        numel += length
+    if numel:
+        yield _Run(source, target, numel)
+
+
+def _cut(run: _Run, old: Partition, new: Partition) -> Iterator[Move]:
+    """The run, cut wherever a shard ends in either buffer."""
+    source, target, numel = run
+    old_shard, new_shard = old.shard_numel, new.shard_numel
+    while numel:
+        source_rank, source_start = divmod(source, old_shard)
+        target_rank, target_start = divmod(target, new_shard)
+        length = min(numel, old_shard - source_start, new_shard - target_start)
+        yield Move(source_rank, source_start, source_start + length, target_rank, target_start)
+        source, target, numel = source + length, target + length, numel - length
+
+
 def _check_same_parameters(old: FlatLayout, new: FlatLayout, names: Iterable[str]) -> None:
     old_shapes, new_shapes = dict(zip(old.names, old.shapes)), dict(zip(new.names, new.shapes))
+    if old_shapes == new_shapes:
+        names = [name for name in names if name not in old_shapes]
     for name in names:
         if name not in old_shapes or name not in new_shapes:
             where, missing = ("old", "new") if name in old_shapes else ("new", "old")

@@ -64,6 +64,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # their composition
     ("fzero.recipe", "fzero.step", "fzero.reshard", "fzero.simulate"),
     ("fzero",),
+    # what the tests of users may call
+    ("fzero.laws", "fzero.laws_of_orders", "fzero.laws_of_transforms", "fzero.testing"),
     # the command line
     ("fzero.__main__",),
 )
