@@ -18,7 +18,8 @@ from fzero.precision import Precision, widened
 from fzero.reshard import reshard, reshard_all
 from fzero.reshard_plan import Place, ReshardPlan, plan_reshard
 from fzero.schedule import Event, ScheduleError
-from fzero.simulate import simulate, stacked, unstacked
+from fzero.simulate import LockstepRanks, VmapRanks, simulate, stacked, unstacked
+from fzero.stacked import VmapError
 from fzero.state import Metrics, TrainState
 from fzero.step import MismatchError, TrainStep, make_train_step
 from fzero.timeline import Machine, Timeline
@@ -34,6 +35,7 @@ __all__ = [
     "ConfigWarning",
     "Event",
     "Fake",
+    "LockstepRanks",
     "LossScale",
     "LossScaling",
     "Machine",
@@ -52,6 +54,8 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "Transform",
+    "VmapError",
+    "VmapRanks",
     "adafactor",
     "adagrad",
     "adam",

@@ -348,6 +348,14 @@ class CompiledStep:
         ):
             yield
 
+    def forward(self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> None:
+        """The forward alone, as it runs in a step; writes the `buffers`."""
+
+        def of_a_rank(params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Tensor:
+            return self._forward(self._cut(params), buffers, batch)[0]
+
+        self._graph.each(of_a_rank)(params, buffers, batch)
+
     def trace(self, state: TrainState[Tensor], micro_batches: Sequence[Any]) -> list[Captured]:
         """The graphs that a step would run, one after the other, captured on tensors of a `FakeTensorMode`. Runs nothing.
 

@@ -47,7 +47,7 @@ class _OverRanks(torch.autograd.Function):
 _COLLECTIVES: dict[str, Callable[[Tensor], tuple[Tensor, int | None]]] = {
     "all_gather": lambda x_WS: (reference.all_gather(x_WS)[0], None),
     "reduce_scatter": lambda x_WP: (reference.reduce_scatter(x_WP, "sum"), 0),
-    "all_reduce": lambda x_WP: (reference.all_reduce(x_WP, "sum")[0], None),
+    "all_reduce": lambda x_WP: (reference.all_reduce(x_WP, "sum").clone(), 0),  # each rank may write into its own
     "stack": lambda x_W: (x_W.clone(), None),
 }
 """What each rank gets, and in which dimension the ranks are; None where all get the same."""

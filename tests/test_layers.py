@@ -62,7 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
-    ("fzero.recipe", "fzero.step", "fzero.reshard", "fzero.simulate"),
+    ("fzero.recipe", "fzero.step", "fzero.simulate", "fzero.reshard"),
     ("fzero",),
     # what the tests of users may call
     ("fzero.laws", "fzero.laws_of_orders", "fzero.laws_of_transforms", "fzero.testing"),
