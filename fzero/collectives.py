@@ -25,7 +25,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, Self, TypeVar
@@ -503,6 +503,14 @@ class InGraph:
     def each(self, function: Callable[..., T]) -> Callable[..., T]:
         """`function` on this rank."""
         return function
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Around what draws random numbers."""
+        return nullcontext()
+
+    def in_turn(self, function: Callable[..., None], *args: Any) -> None:
+        """`function`, which writes into its arguments, on this rank."""
+        function(*args)
 
     def own(self, full_P: Tensor) -> Tensor:
         """This rank's shard of a whole flat tensor, a view: P → S."""
