@@ -95,7 +95,7 @@ class Job:
             rank.kill()
             rank.communicate()
 
-    def end_of(self, rank: int, timeout: float = 60) -> Ended:
+    def end_of(self, rank: int, timeout: float = 150) -> Ended:
         _, errors = self.ranks[rank].communicate(timeout=timeout)
         return Ended(self.ranks[rank].returncode, errors)
 
