@@ -28,7 +28,7 @@ from fzero.plan import Plan
 from fzero.recipe import Recipe
 from fzero.state import Metrics, TrainState
 from fzero.step import TrainStep
-from sharding import TensorSpec
+from sharding import Mesh, TensorSpec
 
 T = TypeVar("T")
 
@@ -57,7 +57,13 @@ class LockstepRanks:
         plan, specs: of every rank.
     """
 
-    def __init__(self, recipe: Recipe, world_size: int, observe: Callable[[int, Sent], None] | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        world_size: int,
+        observe: Callable[[int, Sent], None] | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
         if recipe.device.type != "cpu":
             raise ValueError(f"simulate: ranks in lockstep must be on the CPU, got a model on {recipe.device}; move it")
         self._hub, self.world_size = Hub(world_size), world_size
@@ -65,7 +71,7 @@ class LockstepRanks:
         def make(rank: int) -> TrainStep:
             own = replace(recipe, model=_twin(recipe.model), compile=None)
             watch = None if observe is None else lambda sent: observe(rank, sent)
-            return TrainStep(own, Lockstep("data", world_size, rank, self._hub, watch))
+            return TrainStep(own, Lockstep("data", world_size, rank, self._hub, watch, mesh))
 
         self.steps = self._hub.run(make)
 
@@ -125,6 +131,7 @@ def simulate(
     step: TrainStep,
     world_size: int | None = None,
     *,
+    mesh: Mesh | None = None,
     by: Literal["lockstep"] = "lockstep",
 ) -> LockstepRanks:
     """The same step on `world_size` ranks, all of them in this process.
@@ -132,17 +139,21 @@ def simulate(
     Args:
         step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.Fake("data", W)` it checks batch sizes
             for as many. It is not changed.
-        world_size: number of ranks W; None takes the step's own.
+        world_size: number of ranks W; None takes those of `mesh`, or the step's own.
+        mesh: how they stand along several axes; None takes the step's own where it has as many ranks.
         by: `"lockstep"` runs the ranks in turn: any model, the bits of as many processes.
 
     Returns:
         A step on stacked tensors, with `init`, `gather`, `evaluate`, `plan` and `specs`. Its metrics are those of every
         rank.
     """
-    world_size = step.world_size if world_size is None else world_size
+    if world_size is None:
+        world_size = step.world_size if mesh is None else mesh.size
     if world_size < 1:
         raise ValueError(f"simulate: world_size must be positive, got {world_size}; say how many ranks are meant")
-    return LockstepRanks(step.recipe, world_size)
+    if mesh is None and step.world_size == world_size:
+        mesh = step.plan.mesh
+    return LockstepRanks(step.recipe, world_size, mesh=mesh)
 
 
 def _twin(model: nn.Module) -> nn.Module:

@@ -354,7 +354,6 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
         "zero_optimization.contiguous_gradients": "accepted",
         "zero_optimization.offload_optimizer": "off",
         "zero_optimization.zero_quantized_weights": "off",
-        "zero_optimization.zero_hpz_partition_size": "off",
         "zero_optimization.reduce_bucket_size": "auto",
         "steps_per_print": "accepted",
     }
@@ -367,7 +366,6 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
         {"managed_gradient_accumulation": False},
         zero(offload_optimizer={"device": "cpu"}),
         zero(ignore_unused_parameters=False),
-        zero(zero_hpz_partition_size=8),
         optimizer("Adam", bias_correction=False),
         optimizer("Adam", amsgrad=True),
     ],

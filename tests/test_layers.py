@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.measure",
         "fzero.config",
         "fzero.config_table",
+        "fzero.meshes",
         "fzero.plan",
         "fzero.batches",
         "fzero.graph_analysis",
@@ -56,7 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.lockstep", "fzero.collectives"),
     # what moves state, and what runs a model
     (
-        *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.eager"),
+        *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.bound_mesh", "fzero.eager"),
         *("fzero.graph_exchange", "fzero.graph_backends"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
