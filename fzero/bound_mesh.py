@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
 from torch import Tensor
 
@@ -76,7 +76,13 @@ class BoundMesh:
         return pending
 
     def start_reduce_scatter(
-        self, full_P: Tensor, *, out_S: Tensor | None = None, label: str = "reduce_scatter"
+        self,
+        full_P: Tensor,
+        *,
+        out_S: Tensor | None = None,
+        further: Literal["now", "later"] = "now",
+        held_S: Tensor | None = None,
+        label: str = "reduce_scatter",
     ) -> Pending:
         """Starts to sum `full_P` over all ranks: along `axes` in order, each in rank order, and then along the further ones.
 
@@ -85,6 +91,8 @@ class BoundMesh:
         Args:
             full_P: this rank's summand; must not change until the end, and is written where there are several axes.
             out_S: takes the result; may be this rank's shard of `full_P`. None makes a new tensor, or uses that shard.
+            further: `"later"` leaves the sum along the further axes to a later call, which is given this result.
+            held_S: what earlier calls left; added to the shard before the sum along the further axes.
         """
         pending, summand = None, full_P
         for axis in self.axes:
@@ -95,8 +103,9 @@ class BoundMesh:
             pending = collectives.start_reduce_scatter(summand, axis, out_S=target, after=pending, label=label)
             summand = full_P if target is None else target
         assert pending is not None
-        if self.further:
+        if self.further and further == "now":
             first, *then = self.further
+            pending = pending if held_S is None else _plus(pending, held_S)
             pending = collectives.start_all_reduce(summand, first, then=then, after=pending, label=label)
         return pending
 
@@ -118,6 +127,11 @@ class BoundMesh:
         for axis in reversed(majors):
             rows = collectives.stack(rows, axis, label=label).flatten(0, 1)
         return rows
+
+
+def _plus(pending: Pending, x: Tensor) -> Pending:
+    """The same collective, with `x` added to its result."""
+    return Pending(pending.label, pending.works, lambda: pending.finish().add_(x))
 
 
 def _own(full: Tensor, axis: Bound) -> Tensor:

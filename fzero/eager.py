@@ -461,8 +461,12 @@ class Pass:
         flat_P = flat_P.to(self._reduce_dtype(buffer))
         if isinstance(buffer.row.grads, Replicated):
             return self.mesh.start_all_reduce(flat_P, label=label)
-        out_S = None if self._adds(buffer) or flat_P.dtype != self.grads[buffer.key].dtype else self._own(buffer)
-        return self.mesh.start_reduce_scatter(flat_P, out_S=out_S, label=label)
+        own_S, is_held = self._own(buffer), self._is_held(buffer)
+        is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype
+        return self.mesh.start_reduce_scatter(
+            flat_P, out_S=None if is_new else own_S, further="now" if self.is_last else "later",
+            held_S=own_S if is_held else None, label=label,
+        )  # fmt: skip
 
     def _reduce_dtype(self, buffer: BufferPlan) -> torch.dtype:
         """The dtype in which gradients are sent; where nobody else is, that in which they are kept."""
@@ -470,7 +474,14 @@ class Pass:
 
     def _adds(self, buffer: BufferPlan) -> bool:
         """Whether a reduction is added to one that came before, in this micro-step or an earlier one."""
-        return buffer.key in self._reduced or not (self.is_first or self._is_whole(buffer))
+        if buffer.key in self._reduced:
+            return True
+        return not (self.is_first or self._is_whole(buffer) or self._is_held(buffer))
+
+    def _is_held(self, buffer: BufferPlan) -> bool:
+        """Whether the shard of earlier micro-steps joins this reduction, before it crosses the further axes once for all."""
+        is_kept = bool(self.mesh.further) and not (self.is_first or self._is_whole(buffer))
+        return is_kept and self.is_last and buffer.key not in self._reduced
 
     def _is_whole(self, buffer: BufferPlan) -> bool:
         """Whether all of the gradient stays on this rank."""

@@ -279,9 +279,8 @@ class Plan:
             if isinstance(row.grads, Replicated):
                 add("all_reduce of gradients", numel, every, 2)
                 continue
-            times = micro_steps if isinstance(row.grads, Sharded) else 1
-            add("reduce_scatter of gradients", numel, self.axes, times)
-            add("all_reduce of gradients", buffer.shard_numel, self.further_axes, 2 * times)
+            add("reduce_scatter of gradients", numel, self.axes, micro_steps if isinstance(row.grads, Sharded) else 1)
+            add("all_reduce of gradients", buffer.shard_numel, self.further_axes, 2)
             local_numel = buffer.params.local_shape(self.mesh)[0]
             add("all_gather of updated parameters", local_numel, self.axes[len(in_params) :])
             if buffer.way == "muon" and is_cut(buffer.layout):

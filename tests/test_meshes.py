@@ -18,6 +18,7 @@ from test_simulate import CASES, assert_same, for_ranks
 from training import ADAMW, Odd, Plain, adamw, config, make, part, tokens, train_plainly, vectors
 
 import fzero
+from fzero import eager
 from fzero.simulate import LockstepRanks, stacked
 from sharding import Mesh, Partial, Replicated, Sharded
 
@@ -147,7 +148,56 @@ def test_every_mode_gives_the_same_bits_on_a_mesh_and_one_axis_to_rounding(name:
         torch.testing.assert_close(weights, other_weights, rtol=0, atol=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+def _added_up(terms: list[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, terms)
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["2x2", "2x3", "3x2", "data first"])
+def test_gradients_are_added_up_within_a_node_and_then_over_the_nodes_each_in_rank_order(
+    name: str, mode: str, num_micro_steps: int
+) -> None:
+    mesh, kind, stage = MESHES[name], mode.split()[0], int(mode[-1])
+    keys = {"gradient_accumulation_steps": num_micro_steps, "train_micro_batch_size_per_gpu": 2}
+    simulated = in_lockstep(mode, mesh, Plain, gradient_clipping=0.0, **keys)
+    size = 2 * mesh.size * num_micro_steps
+    batch, model = vectors(0, size), make(Plain)
+    share = 1 / (mesh.size * num_micro_steps)
+
+    def summand(node: int, data: int, micro: int) -> dict[str, torch.Tensor]:
+        rows = part(part(batch, mesh.rank({"node": node, "data": data}), mesh.size), micro, num_micro_steps)
+        grads = torch.autograd.grad(model(*rows), list(model.parameters()))
+        return {name: grad for (name, _), grad in zip(model.named_parameters(), grads, strict=True)}
+
+    nodes, places, micros = range(mesh.axis_size("node")), range(mesh.axis_size("data")), range(num_micro_steps)
+    unscaled = {(n, d, m): summand(n, d, m) for n in nodes for d in places for m in micros}
+
+    def expected(key: str) -> torch.Tensor:
+        of = {place: grads[key] * share for place, grads in unscaled.items()}
+        if stage < 2:  # every rank adds up its own first, as it divides them
+            own = {(n, d): of[n, d, 0] for n in nodes for d in places}
+            for n, d in own if num_micro_steps > 1 else ():
+                own[n, d] = torch.add(own[n, d], unscaled[n, d, 1][key], alpha=share)
+            return _added_up([_added_up([own[n, d] for d in places]) for n in nodes])
+        within = {(n, m): _added_up([of[n, d, m] for d in places]) for n in nodes for m in micros}
+        if kind == "hpz":
+            return _added_up([_added_up([within[n, m] for n in nodes]) for m in micros])
+        return _added_up([_added_up([within[n, m] for m in reversed(micros)]) for n in nodes])
+
+    state, _ = simulated(simulated.init(), for_ranks(batch, mesh.size))
+    for buffer in simulated.plan.flat_buffers:
+        rows, spec = state.grads[buffer.key], Sharded(*simulated.plan.axes)
+        own = {
+            mesh.shard_of(r, spec): eager.own_shard(rows[r], buffer, mesh.shard_of(r, spec)) for r in range(mesh.size)
+        }
+        whole = torch.cat([own[shard] for shard in range(buffer.layout.world_size)])
+        for name_ in buffer.layout.names:
+            start, stop = buffer.layout.bounds(name_)
+            assert torch.equal(whole[start:stop].view(buffer.layout.shape(name_)), expected(name_)), name_
+
+
+@settings(max_examples=20, deadline=None)
 @given(
     mesh=st.sampled_from([mesh for name, mesh in MESHES.items() if name not in ("2x2", "2x2x2")]),
     width=st.integers(3, 40),
@@ -182,8 +232,9 @@ def test_stages_agree_on_every_mesh(
     torch.testing.assert_close(of_stage[2][0][0], curve[0], rtol=tolerance, atol=tolerance)
     if mesh.axis_size("data") > 1:
         hpz = train(in_lockstep("hpz 3", mesh, model, **keys), data, 2)
-        torch.testing.assert_close(hpz[0][0], of_stage[3][0][0], rtol=1e-6, atol=0)
-        if clip == 0 and optimizer == "AdamW":  # no sum over shards
+        torch.testing.assert_close(hpz[0][0], of_stage[3][0][0], rtol=1e-6 if precision == "fp32" else 1e-2, atol=0)
+        # Where no sum is over shards, and none over micro-steps, which hybrid sharding makes within the node first.
+        if clip == 0 and optimizer == "AdamW" and num_micro_steps == 1:
             assert_same(hpz[1], of_stage[3][1])
 
 
