@@ -15,8 +15,11 @@ from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
 from fzero.plan import Plan, plan
 from fzero.precision import Precision, widened
+from fzero.reshard import reshard, reshard_all
+from fzero.reshard_plan import Place, ReshardPlan, plan_reshard
 from fzero.schedule import Event, ScheduleError
-from fzero.simulate import simulate, stacked, unstacked
+from fzero.simulate import LockstepRanks, VmapRanks, simulate, stacked, unstacked
+from fzero.stacked import VmapError
 from fzero.state import Metrics, TrainState
 from fzero.step import MismatchError, TrainStep, make_train_step
 from fzero.timeline import Machine, Timeline
@@ -32,15 +35,18 @@ __all__ = [
     "ConfigWarning",
     "Event",
     "Fake",
+    "LockstepRanks",
     "LossScale",
     "LossScaling",
     "Machine",
     "Metrics",
     "MismatchError",
     "Pieces",
+    "Place",
     "Plan",
     "Precision",
     "Real",
+    "ReshardPlan",
     "ScheduleError",
     "Sent",
     "Sim",
@@ -48,6 +54,8 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "Transform",
+    "VmapError",
+    "VmapRanks",
     "adafactor",
     "adagrad",
     "adam",
@@ -62,7 +70,10 @@ __all__ = [
     "muon",
     "optimizer_update",
     "plan",
+    "plan_reshard",
     "reduce_scatter_grads",
+    "reshard",
+    "reshard_all",
     "scale",
     "sgd",
     "shard",

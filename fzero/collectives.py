@@ -30,7 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,6 +40,8 @@ from torch import Tensor
 
 from fzero.lockstep import Hub
 from sharding import Mesh, reference
+
+T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 EVERYONE = "everyone"
@@ -318,6 +320,11 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
         dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout)
         atexit.register(_leave)
     return Real(name, dist.get_world_size(), dist.get_rank())
+
+
+def job() -> Real:
+    """This process among all processes of the default group, whatever axes they form; alone where there is none."""
+    return Real("job", dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else Real("job")
 
 
 def _leave() -> None:
@@ -604,6 +611,23 @@ class InGraph:
         rows = _wait(_ops.all_gather_into_tensor(x.reshape(-1), self.size, self.group_name))
         return rows.view(self.size, *x.shape)
 
+    def each(self, function: Callable[..., T]) -> Callable[..., T]:
+        """`function` on this rank."""
+        return function
+
+    def own(self, full_P: Tensor) -> Tensor:
+        """This rank's shard of a whole flat tensor, a view: P → S."""
+        numel = full_P.numel() // self.size
+        return full_P[self.rank * numel : (self.rank + 1) * numel]
+
+    def write_own(self, full_P: Tensor, shard_S: Tensor) -> None:
+        """Writes this rank's shard of a whole flat tensor."""
+        self.own(full_P).copy_(shard_S)
+
+    def place(self, numel: int) -> int:
+        """Where this rank's shard of so many elements begins."""
+        return self.rank * numel
+
     def _all_to_all(self, x: Tensor) -> Tensor:
         numels = [x.numel() // self.size] * self.size
         return _wait(_ops.all_to_all_single(x, numels, numels, self.group_name))
@@ -684,3 +708,37 @@ def exchange(value: Any, axis: Bound, *, label: str = "exchange") -> list[Any]:
     except RuntimeError as error:
         raise failed(label, error) from error
     return values
+
+
+def swap(
+    received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]], axis: Real, *, label: str = "swap"
+) -> None:
+    """Receives tensors from some ranks, and sends tensors to some; returns when all have arrived.
+
+    *Collective* of the ranks that are named only: what one sends another must receive, in the same order for each pair of
+    ranks. A rank that has nothing to send or to receive need not call it. Sends the elements of `sent`.
+
+    Args:
+        received: memory to be written, each with the rank that it comes from; contiguous.
+        sent: what is sent, each with the rank that it goes to; contiguous, and the same tensor may go to several ranks.
+    """
+    for _, x in sent:
+        _tell(axis, "swap", label, x.numel(), x)
+    transfers = [
+        dist.P2POp(transfer, x, axis.global_rank(rank), axis.group)
+        for transfer, pairs in ((dist.irecv, received), (dist.isend, sent))
+        for rank, x in pairs
+        if x.numel()
+    ]
+    if not transfers:
+        return
+    try:
+        works = dist.batch_isend_irecv(transfers)
+    except RuntimeError as error:
+        raise failed(label, error) from error
+    pending = Pending(label, works, lambda: transfers[0].tensor)
+    try:
+        pending.end()
+    except CollectiveError:
+        abandon([pending])
+        raise

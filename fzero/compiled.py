@@ -49,7 +49,8 @@ from fzero.graph_schedule import CompileError, PassOptions, copy_of, run_passes
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
 from fzero.plan import BufferPlan, Plan
-from fzero.precision import cast_leaves, stochastic, to_nearest, update_in_graph
+from fzero.precision import Rounding, cast_leaves, stochastic, to_nearest, update_in_graph
+from fzero.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
 from fzero.state import TrainState
 from fzero.timeline import Machine, Timeline, kind_of, make_timeline, sent_by
 from fzero.transforms import Transform, unless
@@ -82,6 +83,7 @@ class Backend:
         units: the unit of each flat buffer, by its key.
         checkpoint: the modules that the backward runs again (`fzero.graph_remat`).
         axis: of exchanges, on gloo.
+        stacked: whether the graph is of all ranks at once, and so must not draw random numbers.
         graphs: the aten graphs in the order in which they run, by capture; mutated inputs are `copy_`'d to.
         num_captured: how often something was captured, also where a cache spared the passes.
     """
@@ -91,6 +93,7 @@ class Backend:
     units: Mapping[str, str] = field(default_factory=dict)
     checkpoint: dict[str, str] = field(default_factory=dict)
     axis: InGraph | None = None
+    stacked: bool = False
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
 
@@ -103,9 +106,14 @@ class Backend:
             units=[self.unit_of(source) for source in found],
             checkpoint=self.checkpoint,
             axis=self.axis,
-            observe=lambda graph: self.graphs.append(copy_of(graph)),
+            observe=self._keep,
         )
         return backend(module, inputs)
+
+    def _keep(self, graph: torch.fx.Graph) -> None:
+        if self.stacked:
+            check_draws_nothing(graph)
+        self.graphs.append(copy_of(graph))
 
     def unit_of(self, source: str) -> str | None:
         """The unit of a tensor by what a captured function calls it, `L['params']['blocks.0/float32']`."""
@@ -134,8 +142,6 @@ class Flat(NamedTuple):
     """Of the parameters, and of the padding."""
     padded_numel: int
     shard_numel: int
-    own: tuple[int, int]
-    """Where this rank's shard begins and ends."""
     trainable: bool
     is_gathered: bool
     """Whether the model's parameters are brought together for it."""
@@ -161,7 +167,6 @@ class Flat(NamedTuple):
             (*layout.numels, buffer.padded_numel - layout.numel),
             buffer.padded_numel,
             buffer.shard_numel,
-            layout.partition.bounds(axis.rank),
             buffer.trainable,
             is_shared and isinstance(row.params, Sharded),
             isinstance(row.grads, Replicated),
@@ -174,17 +179,13 @@ class Flat(NamedTuple):
             torch_dtype(buffer.dtypes.grad),
         )
 
-    def own_of(self, flat: Tensor) -> Tensor:
-        """This rank's shard of a flat tensor that may be whole."""
-        return flat if flat.numel() == self.shard_numel else flat[self.own[0] : self.own[1]]
-
 
 class Rules(NamedTuple):
     """What a compiled step is told about the arithmetic, once.
 
     `transforms` are by flat buffer; learning rates and momentum are 0-d tensors in them, that somebody else fills. (0-d float64
     and int64 tensors on the CPU are numbers to Dynamo, at first: they cost a second capture.)
-    `places` are what stochastic rounding counts elements from, None where it does not round so.
+    `places` are what stochastic rounding counts a whole flat buffer's elements from, None where it does not round so.
     """
 
     measures: Measure
@@ -196,7 +197,7 @@ class Rules(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one compiled step tells the host; tensors, but for `is_sum`."""
+    """What one compiled step tells the host."""
 
     told: Tensor
     """Of every micro-step and rank its loss, its weight or -1, and the number of its pass (A, W, 3)."""
@@ -206,7 +207,6 @@ class Outcome(NamedTuple):
     ok: Tensor
     """Whether the step was made, or skipped as an overflow may be; if not, nothing but `state.grads` was written."""
     loss_scale: LossScale[Tensor]
-    is_sum: bool
 
 
 class Captured(NamedTuple):
@@ -232,7 +232,9 @@ class Captured(NamedTuple):
 
 
 class CompiledStep:
-    """Captured functions for one model, plan and rank.
+    """Captured functions for one model, plan and rank; of all ranks at once where they are `stacked`.
+
+    Without a backend nothing is captured, and the functions run as they are.
 
     One graph without gradient accumulation. With it two, for a micro-step and for the update: one graph would hold the
     forward and the backward A times, and take A times as long to compile.
@@ -248,19 +250,25 @@ class CompiledStep:
         *,
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
-        backend: BackendName,
+        backend: BackendName | None,
         checkpoint: Sequence[str] = (),
+        stacked: Stacked | None = None,
     ) -> None:
-        if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        if backend is not None and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
             raise ValueError(
                 f"compile: 'step' needs torch 2.13, where a gradient can be traced in a graph, got {torch.__version__}; "
                 f"pass compile='block', or install a newer torch"
             )
         units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
         modules = {str(id(model.get_submodule(name))): name for name in checkpoint}
-        self._axis, self._graph, self._device = axis, InGraph.of(axis, device), device
-        exchanges = None if self._graph.is_nccl else self._graph
-        self.backend = Backend(backend, pass_options(plan), units, modules, exchanges)
+        self._axis, self._device = axis, device
+        in_graph = InGraph.of(axis, device)
+        self._graph = stacked or in_graph
+        exchanges = None if stacked or in_graph.is_nccl else in_graph
+        self.backend = Backend(backend or "aot_eager", pass_options(plan), units, modules, exchanges, bool(stacked))
+        self._is_captured = backend is not None
+        if stacked is not None:
+            torch._dynamo.allow_in_graph(over_ranks)  # type: ignore[no-untyped-call]
         self._rules, self._name = rules, type(model).__name__
         # A module under two names has its tensors once: put there twice, torch would not find back what was there first.
         slots: set[str] = set()
@@ -281,13 +289,15 @@ class CompiledStep:
         self._sent_by: dict[Callable[..., Any], list[Sent]] = {}
 
     def _compile(self, function: Callable[..., Any], backend: TorchBackend) -> Callable[..., Any]:
+        if not self._is_captured:
+            return function
         # A cache of its own: that of a method is otherwise shared by all steps of a process.
         return torch.compile(function, fullgraph=True, dynamic=False, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload,no-any-return]
 
     def __call__(
         self, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: Sequence[Any], number: Tensor
-    ) -> Outcome:
-        """Makes one step of `state`, in place, and of the module `buffers`. *Collective:* every rank.
+    ) -> tuple[Outcome, bool]:
+        """Makes one step of `state`, in place, and of the module `buffers`; tells whether losses are sums. *Collective.*
 
         Args:
             state: donated.
@@ -298,16 +308,17 @@ class CompiledStep:
         flat = (state.params, state.master, state.grads, _shielded(state.optimizer))
         buffers = _shielded(buffers)
         if len(micro_batches) == 1:
-            outcome: Outcome = self._run(self._whole, *flat, buffers, state.loss_scale, micro_batches[0], number)
-            return outcome
+            made: tuple[Outcome, bool] = self._run(
+                self._whole, *flat, buffers, state.loss_scale, micro_batches[0], number
+            )
+            return made
         for grads in state.grads.values():
             grads.zero_()
         told = []
         for batch in micro_batches:
             rows, is_sum = self._run(self._micro, state.params, state.grads, buffers, state.loss_scale, batch, number)
             told.append(rows)
-        outcome = self._run(self._end, *flat, buffers, state.loss_scale, torch.stack(told), None, is_sum)
-        return outcome
+        return self._run(self._end, *flat, buffers, state.loss_scale, torch.stack(told, rows.dim() - 2), is_sum), is_sum
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a captured function, and tells how long it took to capture it."""
@@ -337,6 +348,14 @@ class CompiledStep:
         ):
             yield
 
+    def forward(self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> None:
+        """The forward alone, as it runs in a step; writes the `buffers`."""
+
+        def of_a_rank(params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Tensor:
+            return self._forward(self._cut(params), buffers, batch)[0]
+
+        self._graph.each(of_a_rank)(params, buffers, batch)
+
     def trace(self, state: TrainState[Tensor], micro_batches: Sequence[Any]) -> list[Captured]:
         """The graphs that a step would run, one after the other, captured on tensors of a `FakeTensorMode`. Runs nothing.
 
@@ -365,7 +384,7 @@ class CompiledStep:
             for batch in micro_batches
         ]
         told = number.new_empty(len(micro_batches), self._graph.size, 3)
-        return [*graphs, self._captured(update, *flat, buffers, state.loss_scale, told, None, sums[-1])]
+        return [*graphs, self._captured(update, *flat, buffers, state.loss_scale, told, sums[-1])]
 
     def _captured(self, function: Callable[..., Any], *arguments: Any) -> Captured:
         try:
@@ -390,13 +409,28 @@ class CompiledStep:
         loss_scale: LossScale[Tensor],
         batch: Any,
         number: Tensor,
-    ) -> Outcome:
+    ) -> tuple[Outcome, bool]:
         optimizer, buffers = _bare(optimizer), _bare(buffers)
-        rows, full, share, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number)
-        reduced = {}
-        for flat in self._trained:
-            reduced[flat.key] = self._reduce_into(grads, flat, _times(full[flat.key], share, flat.reduce_dtype))
-        return self._update(params, master, grads, optimizer, buffers, loss_scale, rows[None], reduced, is_sum)
+        row, gradients, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number)
+
+        def finish(
+            params: dict[str, Tensor],
+            master: dict[str, Tensor],
+            grads: dict[str, Tensor],
+            optimizer: dict[str, Any],
+            buffers: dict[str, Tensor],
+            loss_scale: LossScale[Tensor],
+            row: Tensor,
+            gradients: dict[str, Tensor],
+        ) -> Outcome:
+            told, reduced = self._graph.stack(row)[None], {}
+            for flat, grad_P in self._flattened(gradients):
+                grad_P = _times(grad_P, self._share(is_sum), flat.reduce_dtype)
+                reduced[flat.key] = self._reduce_into(grads, flat, grad_P)
+            return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
+
+        finished = self._graph.each(finish)
+        return finished(params, master, grads, optimizer, buffers, loss_scale, row, gradients), is_sum
 
     def _micro_step(
         self,
@@ -408,15 +442,20 @@ class CompiledStep:
         number: Tensor,
     ) -> tuple[Tensor, bool]:
         """Adds the gradients of one micro-batch to `grads`; reduces what a rank does not keep whole."""
-        rows, full, share, is_sum = self._value_and_grad(params, _bare(buffers), loss_scale, batch, number)
-        for flat in self._trained:
-            grad, kept = full[flat.key], grads[flat.key]
-            if flat.collects_whole:
-                wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
-                kept.copy_(kept.to(wide).add(grad.to(wide), alpha=share))
-            else:
-                kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat))
-        return rows, is_sum
+        row, gradients, is_sum = self._value_and_grad(params, _bare(buffers), loss_scale, batch, number)
+
+        def add(grads: dict[str, Tensor], row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
+            share = self._share(is_sum)
+            for flat, grad in self._flattened(gradients):
+                kept = grads[flat.key]
+                if flat.collects_whole:
+                    wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
+                    kept.copy_(kept.to(wide).add(grad.to(wide), alpha=share))
+                else:
+                    kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat))
+            return self._graph.stack(row)
+
+        return self._graph.each(add)(grads, row, gradients), is_sum
 
     def _update(
         self,
@@ -427,17 +466,37 @@ class CompiledStep:
         buffers: dict[str, Tensor],
         loss_scale: LossScale[Tensor],
         told: Tensor,
-        reduced: dict[str, Tensor] | None,
         is_sum: bool,
     ) -> Outcome:
-        """Measures and updates. `reduced` are the mean gradients, None where they are to be made of what is collected."""
-        optimizer, buffers = _bare(optimizer), _bare(buffers)
-        rules, rows = self._rules, told.flatten(0, 1)
-        if reduced is None:
+        """Measures and updates, when all micro-steps are made."""
+
+        def finish(grads: dict[str, Tensor], *state: Any) -> Outcome:
+            params, master, optimizer, buffers, loss_scale, told = state
             reduced = {
                 flat.key: self._reduce_into(grads, flat, grads[flat.key]) if flat.collects_whole else grads[flat.key]
                 for flat in self._trained
             }
+            return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
+
+        return self._graph.each(finish)(grads, params, master, _bare(optimizer), _bare(buffers), loss_scale, told)
+
+    # --- its parts: on one rank --------------------------------------------------------------------------------------
+
+    def _updated(
+        self,
+        params: dict[str, Tensor],
+        master: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        optimizer: dict[str, Any],
+        buffers: dict[str, Tensor],
+        loss_scale: LossScale[Tensor],
+        told: Tensor,
+        reduced: dict[str, Tensor],
+        *,
+        is_sum: bool,
+    ) -> Outcome:
+        """Measures and updates by the sums over ranks."""
+        rules, rows = self._rules, told.flatten(0, 1)
         mean_loss, weight = mean_of(rows[:, :2], is_sum=is_sum)
         multiple = rules.measures.multiple(weight, loss_scale.scale)
         norm = self._norm(reduced) / multiple
@@ -457,9 +516,7 @@ class CompiledStep:
             self._update_flat(flat, params, master, reduced[flat.key], optimizer, skip, factor)
         self._agree(buffers)
         new_scale = LossScale(*(x.clone() for x in new_scale))
-        return Outcome(told, mean_loss.float(), norm.float(), overflow, ok, new_scale, is_sum)
-
-    # --- its parts -----------------------------------------------------------------------------------------------
+        return Outcome(told, mean_loss.float(), norm.float(), overflow, ok, new_scale)
 
     def _value_and_grad(
         self,
@@ -468,18 +525,46 @@ class CompiledStep:
         loss_scale: LossScale[Tensor],
         batch: Any,
         number: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor], float, bool]:
-        """What every rank tells (W, 3), its flat gradients (P), by what they are to be multiplied, and if losses are sums."""
+    ) -> tuple[Tensor, dict[str, Tensor], bool]:
+        """What a rank tells (3,), its gradients by name, and whether losses are sums. Not differentiated are collectives."""
+        tensors = {name: tensor.detach() for name, tensor in self._graph.each(self._cut)(params).items()}
+        leaves = {name: tensors[name].requires_grad_() for flat in self._trained for name in flat.names}
+        found: list[bool] = []
+
+        def forward(
+            tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, number: Tensor, scale: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            loss, weight = self._forward(tensors, buffers, batch)
+            found.append(weight is not None)
+            row = torch.stack(
+                [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double(), number[0]]
+            ).detach()
+            if self._rules.measures.scales_loss:
+                loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+            return loss, row
+
+        loss, row = self._graph.each(forward)(tensors, buffers, batch, number, loss_scale.scale)
+        with torch.fx.traceback.annotate(BACKWARD):
+            # Of simulated ranks there is a loss each, and no gradient of one rank's in another's parameters.
+            grads = torch.autograd.grad(
+                loss, list(leaves.values()), torch.ones_like(loss) if loss.dim() else None, materialize_grads=True
+            )
+        return row, dict(zip(leaves, grads)), found[0]
+
+    def _cut(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters by name, of what is gathered."""
         tensors: dict[str, Tensor] = {}
-        leaves: dict[str, Tensor] = {}
         for flat in self._flats:
             param = params[flat.key]
             parts = torch.split(self._graph.all_gather(param) if flat.is_gathered else param, list(flat.numels))
-            for name, shape, part in zip(flat.names, flat.shapes, parts):
-                tensors[name] = part.view(shape).detach()
-                if flat.trainable:
-                    leaves[name] = tensors[name].requires_grad_()
-        tensors.update(buffers)
+            tensors |= {name: part.view(shape) for name, shape, part in zip(flat.names, flat.shapes, parts)}
+        return tensors
+
+    def _forward(
+        self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss, and its weight if it is a sum; writes the `buffers` that change."""
+        tensors = {**tensors, **buffers}
         for alias, owner in self._aliases.items():
             tensors[alias] = tensors[owner]
         given = {f"model.{name}": tensor for name, tensor in tensors.items()}
@@ -490,20 +575,17 @@ class CompiledStep:
             now = given[f"model.{name}"]  # functional_call tells what the model put in a buffer's place
             if now is not buffer_:
                 buffer_.copy_(now.detach())
-        measures, is_sum = self._rules.measures, weight is not None
-        share = 1 / (measures.predivide * (1 if is_sum else self._num_micro_steps))
-        row = torch.stack(
-            [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double(), number[0]]
-        )
-        if measures.scales_loss:
-            loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * loss_scale.scale
-        with torch.fx.traceback.annotate(BACKWARD):
-            grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)))
-        full = {}
+        return loss, weight
+
+    def _share(self, is_sum: bool) -> float:
+        """By what a micro-step's gradients are multiplied."""
+        return 1 / (self._rules.measures.predivide * (1 if is_sum else self._num_micro_steps))
+
+    def _flattened(self, grads: dict[str, Tensor]) -> Iterator[tuple[Flat, Tensor]]:
+        """The flat gradients (P)."""
         for flat in self._trained:
             pieces = [grads[name].reshape(-1) for name in flat.names]
-            full[flat.key] = torch.cat([*pieces, pieces[0].new_zeros(flat.numels[-1])])
-        return self._graph.stack(row.detach()), full, share, is_sum
+            yield flat, torch.cat([*pieces, pieces[0].new_zeros(flat.numels[-1])])
 
     def _reduce(self, grad_P: Tensor, flat: Flat) -> Tensor:
         """The sum over ranks: whole (P) in stage 0, this rank's shard (S) otherwise."""
@@ -513,7 +595,11 @@ class CompiledStep:
     def _reduce_into(self, grads: dict[str, Tensor], flat: Flat, grad_P: Tensor) -> Tensor:
         """The same, in the dtype in which gradients are kept; writes it to `grads`, too."""
         reduced = self._reduce(grad_P, flat).to(flat.grad_dtype)
-        (grads[flat.key] if flat.sums_whole else flat.own_of(grads[flat.key])).copy_(reduced)
+        kept = grads[flat.key]
+        if flat.sums_whole or kept.numel() == flat.shard_numel:
+            kept.copy_(reduced)
+        else:
+            self._graph.write_own(kept, reduced)
         return reduced
 
     def _update_flat(
@@ -527,11 +613,13 @@ class CompiledStep:
         factor: Tensor | None,
     ) -> None:
         param, rules = params[flat.key], self._rules
-        share = flat.own_of(param).clone() if flat.joins else param
-        grad = flat.own_of(reduced) if flat.updates_shard else reduced
-        rounding = to_nearest if rules.places is None else stochastic(rules.salts, rules.places[flat.key])
+        share = self._graph.own(param).clone() if flat.joins else param
+        rounding: Rounding = to_nearest
+        if rules.places is not None:
+            place = rules.places[flat.key] + (self._graph.place(flat.shard_numel) if flat.updates_shard else 0)
+            rounding = stochastic(rules.salts, place)
         update_in_graph(
-            unless(skip, rules.transforms[flat.key]), self._is_cast[flat.key], grad,
+            unless(skip, rules.transforms[flat.key]), self._is_cast[flat.key], reduced,
             master[flat.key] if flat.has_master else share, optimizer[flat.key],
             factor=factor, rounding=rounding, out=share if flat.has_master else None,
         )  # fmt: skip
@@ -624,7 +712,7 @@ def _one_graph(model: str, *, is_new: bool) -> Iterator[None]:
                 warnings.filterwarnings("ignore", module=r"torch\._dynamo")
             yield
     except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-        if isinstance(inner := getattr(error, "inner_exception", None), CheckpointError):
+        if isinstance(inner := getattr(error, "inner_exception", None), CheckpointError | VmapError):
             raise inner from None
         raise CompileError(_what_stopped(error, model)) from None
     except RuntimeError as error:

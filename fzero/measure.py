@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.transforms import is_traced
+
 LossFn = Callable[[nn.Module, Any], Any]
 
 
@@ -76,7 +78,8 @@ def loss_of(
             f"loss: {source} must be a scalar tensor, or have a scalar as .loss or first item, got {got}; "
             f"pass loss_fn=lambda model, batch: ... that returns a scalar"
         )
-    if torch.is_grad_enabled() and not loss.requires_grad:
+    # Under torch.vmap a tensor does not tell.
+    if torch.is_grad_enabled() and not (loss.requires_grad or torch._C._are_functorch_transforms_active()):
         raise ValueError(
             f"loss: {source} must depend on a trainable parameter and does not; unfreeze one, or drop no_grad"
         )
@@ -85,7 +88,7 @@ def loss_of(
 
 def check_weight(weight: Tensor, source: str) -> None:
     """Raises ValueError unless the weight is one number, not negative. Reads it on the CPU, outside of a graph."""
-    is_known = weight.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_known = weight.device.type == "cpu" and not is_traced()
     if weight.numel() != 1 or (is_known and not weight >= 0):
         raise ValueError(
             f"loss: {source} must give a weight that is one number, not negative, beside the sum, got "

@@ -89,8 +89,8 @@ def _named(zero: ZeroOptimization) -> tuple[str, int | None]:
 
 
 def is_several(mesh: Mesh) -> bool:
-    """Whether more than one axis has more than one rank."""
-    return sum(size > 1 for _, size in mesh.axes) > 1
+    """Whether there is more to it than the axis "data"."""
+    return mesh.axis_size(DATA) != mesh.size
 
 
 def num_ranks(mesh: Mesh, axes: tuple[str, ...]) -> int:

@@ -70,8 +70,9 @@ class Pieces:
     join: Callable[[Tensor], Tensor] = _same
 
     def __post_init__(self) -> None:
-        everyone = tuple(range(self.layout.world_size))
-        if self.ranks != everyone and (len(self.ranks) != 1 or self.ranks[0] not in everyone):
+        everyone = range(self.layout.world_size)
+        is_one = len(self.ranks) == 1 and self.ranks[0] in everyone  # asked first: a plan asks for each of many buffers
+        if not is_one and self.ranks != tuple(everyone):
             raise ValueError(
                 f"Pieces: ranks must be all {self.layout.world_size} in order, or one of them, got {self.ranks}; pass "
                 f"Pieces.whole(layout) for a whole buffer and ranks=(rank,) for a shard"

@@ -18,7 +18,7 @@ import fnmatch
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -330,7 +330,7 @@ def plan(
     zero = cfg.zero_optimization
     mesh = mesh_of(zero, world_size or (mesh.size if mesh else 1), mesh)
     optimizers = optimizers_of(cfg, param_groups, transform)
-    owners = dict(model.named_parameters())
+    owners, modules = dict(model.named_parameters()), dict(model.named_modules())
     if not owners:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
     _check_params(owners, param_groups)
@@ -339,7 +339,7 @@ def plan(
             name,
             tuple(
                 _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, mesh)
-                for kind, names in _by_kind(members, model, owners, cfg, param_groups, optimizers).items()
+                for kind, names in _by_kind(members, modules, owners, cfg, param_groups, optimizers).items()
             ),
         )
         for name, members in _find_units(model, owners, units, zero.reduce_bucket_size or BUCKET)
@@ -362,7 +362,7 @@ def plan(
         aliases=_aliases(model),
         optimizer={
             b.key: widened(
-                optimizers[b.group].transform(pieces=Pieces.whole(b.layout), kind=b.way),
+                optimizers[b.group].transform(pieces=Pieces(b.layout, ranks=(0,)), kind=b.way),
                 state_dtype=b.dtypes.optimizer,
             ).place(b.master)
             for u in unit_plans
@@ -523,7 +523,7 @@ def _group_of(name: str, param: nn.Parameter, param_groups: Sequence[ParamGroup]
 
 def _by_kind(
     names: Sequence[str],
-    model: nn.Module,
+    modules: dict[str, nn.Module],
     owners: dict[str, nn.Parameter],
     cfg: Config,
     param_groups: Sequence[ParamGroup],
@@ -533,7 +533,7 @@ def _by_kind(
     precision, threshold = cfg.precision, cfg.zero_optimization.stage3_param_persistence_threshold
     for name in names:
         param = owners[name]
-        dtypes = precision.dtypes_of(dtype_name(param.dtype), model.get_submodule(name.rpartition(".")[0]))
+        dtypes = precision.dtypes_of(dtype_name(param.dtype), modules[name.rpartition(".")[0]])
         if not param.requires_grad:  # nothing but the parameter itself is kept
             dtypes = Dtypes(*[dtypes.param] * len(dtypes))
         group = _group_of(name, param, param_groups) if param.requires_grad else 0
@@ -635,12 +635,22 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
                 f"units: {pattern!r} must match a module with parameters and matches none of {type(model).__name__}'s; "
                 f"names look like {', '.join(names[:4])}"
             )
-    blocks: list[str] = []
+    blocks: dict[str, None] = {}
     for name in names:  # named_modules tells a parent before its children
-        inside = any(name.startswith(f"{block}.") for block in blocks)
+        inside = any(parent in blocks for parent in _parents(name))
         if not inside and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-            blocks.append(name)
-    return blocks
+            blocks[name] = None
+    return list(blocks)
+
+
+def _parents(name: str) -> Iterator[str]:
+    """The modules around what has that name, from the outermost in.
+
+    >>> list(_parents("blocks.0.up.weight"))
+    ['blocks', 'blocks.0', 'blocks.0.up']
+    """
+    parts = name.split(".")
+    return (".".join(parts[:length]) for length in range(1, len(parts)))
 
 
 def _has_params(module: nn.Module) -> bool:
@@ -650,11 +660,13 @@ def _has_params(module: nn.Module) -> bool:
 def _runs(blocks: Sequence[str], names: Iterable[str]) -> list[tuple[str | None, list[str]]]:
     """The names, as declared, cut wherever the block that they belong to changes; None is no block."""
     known = set(blocks)
+    block_of: dict[str, str | None] = {}  # by module, which has several parameters as a rule
     runs: list[tuple[str | None, list[str]]] = []
     for name in names:
-        parts = name.split(".")
-        prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
-        block = next((prefix for prefix in prefixes if prefix in known), None)
+        module = name.rpartition(".")[0]
+        if module not in block_of:
+            block_of[module] = next((parent for parent in _parents(name) if parent in known), None)
+        block = block_of[module]
         if not runs or runs[-1][0] != block:
             runs.append((block, []))
         runs[-1][1].append(name)

@@ -2,6 +2,8 @@
 
 A simulated state has the structure of a rank's, and every tensor a leading dimension of ranks; so has a batch.
 
+- *As a dimension* (`fzero.stacked`): the functions of a compiled step, run once by `torch.vmap` over the ranks, captured or
+  not. The numbers are those of as many processes, to rounding: a batched product rounds otherwise.
 - *In lockstep* every rank is a step of its own with a copy of the model (its tensors shared), and they run in turn. Any
   model works, and the bits are those of as many processes.
 
@@ -11,31 +13,43 @@ Shape letters: W ranks (the leading dimension), P padded elements of a flat buff
 from __future__ import annotations
 
 import copy
+import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import optree
 import torch
 from torch import Tensor, nn
 
 from fzero.batches import map_tensors
-from fzero.collectives import CollectiveError, Lockstep, Sent
+from fzero.collectives import CollectiveError, Fake, Lockstep, Sent
+from fzero.config import ConfigError
+from fzero.graph_schedule import CompileError
 from fzero.initialise import InitFn
 from fzero.lockstep import Hub, StuckError
 from fzero.plan import Plan
 from fzero.recipe import Recipe
+from fzero.stacked import RandomByRank, Stacked, VmapError
 from fzero.state import Metrics, TrainState
-from fzero.step import TrainStep
+from fzero.step import TrainStep, _Knobs
 from sharding import Mesh, TensorSpec
 
+if TYPE_CHECKING:
+    from fzero.compiled import CompiledStep
+
 T = TypeVar("T")
+BackendName = Literal["inductor", "aot_eager"]
 
 
 def stacked(trees: Sequence[Any]) -> Any:
     """One tree of stacked tensors from the ranks' trees, in rank order."""
-    return optree.tree_map(lambda *xs: torch.stack(xs), *trees)
+    return optree.tree_map(
+        lambda *xs: torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0], *trees, none_is_leaf=True
+    )
 
 
 def unstacked(tree: Any, world_size: int) -> list[Any]:
@@ -127,12 +141,92 @@ class LockstepRanks:
             raise CollectiveError(f"simulate: {error}") from error
 
 
+class VmapRanks(LockstepRanks):
+    """A train step whose ranks are a dimension; made by `simulate`.
+
+    What is done once (`init`, `gather`) or seldom (`evaluate`, the name of what overflowed) is done in lockstep.
+
+    Args:
+        compile: the backend that captures the step; None captures nothing.
+        may_change: whether ranks run in lockstep from where `torch.vmap` cannot go on.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world_size: int,
+        compile: BackendName | None = None,
+        *,
+        mesh: Mesh | None = None,
+        may_change: bool = False,
+    ) -> None:
+        super().__init__(recipe, world_size, mesh=mesh)
+        self._may_change, self._is_captured, self._donate = may_change, compile is not None, recipe.donate
+        self._step, self._made, self._knobs = self._make(recipe, compile)
+        self._looked_at = compile is None
+
+    def _make(self, recipe: Recipe, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, _Knobs]:
+        own = replace(recipe, model=_twin(recipe.model), compile=None)
+        step = TrainStep(own, Fake("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
+        return step, *step._one_graph(compile, Stacked(self.world_size))
+
+    def _look(self, state: TrainState[Tensor], batch: Any) -> None:
+        """Raises VmapError for a model whose backward a capture would not see, after one forward of a model of its own."""
+        step, made, _ = self._make(self._step.recipe, None)
+        with _functions() as found, RandomByRank(state.rng["cpu"]), torch.no_grad(), _quietly():
+            buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+            made.forward(state.params, buffers, step._batches.cast(batch))
+        if found:
+            raise VmapError(
+                f"{found[0]} is a torch.autograd.Function, whose backward a capture under torch.vmap ignores; pass compile=None"
+            )
+        self._looked_at = True
+
+    def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
+        split = [list(rank._batches.split(own)) for rank, own in zip(self.steps, self._batches(batch), strict=True)]
+        states = unstacked(state, self.world_size)
+        self._run(lambda rank: self.steps[rank]._check_state(states[rank]))
+        micro_batches = [stacked(own) for own in zip(*split)]
+        try:
+            with _own_random_state():
+                if not self._looked_at:
+                    self._look(state, micro_batches[0])
+                return self._step_of_all(state, micro_batches)
+        except (RuntimeError, VmapError, CompileError) as error:
+            if isinstance(error, CollectiveError):
+                raise
+            told = f"simulate: torch.vmap cannot run this model for all ranks at once: {_first_line(error)}"
+            if not self._may_change:
+                raise VmapError(f"{told}; pass by='lockstep'") from error
+            warnings.warn(f"{told}; the ranks run in lockstep, which takes longer", stacklevel=2)
+        return super().__call__(state, batch)
+
+    def _step_of_all(self, state: TrainState[Tensor], micro_batches: list[Any]) -> tuple[TrainState[Tensor], Metrics]:
+        step = self._step
+        state = state if self._donate else optree.tree_map(torch.clone, state)
+        buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+        step._turn_knobs(self._knobs, int(state.step[0]))
+        number = torch.zeros(self.world_size, 1, dtype=torch.float64)
+        draw = nullcontext() if self._is_captured else RandomByRank(state.rng["cpu"])
+        with draw, _quietly():
+            outcome_W, is_sum = self._made(state, buffers, [step._batches.cast(b) for b in micro_batches], number)
+        outcome = optree.tree_map(lambda x: x[0], outcome_W)
+        if not outcome.ok:
+            states = unstacked(state, self.world_size)
+            self._run(lambda rank: self.steps[rank]._check_outcome(outcome, states[rank], is_sum=is_sum))
+        rng = {"cpu": torch.stack(draw.rng)} if isinstance(draw, RandomByRank) else state.rng
+        scale = state.loss_scale.scale[0].clone()
+        metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
+        return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng), metrics
+
+
 def simulate(
     step: TrainStep,
     world_size: int | None = None,
     *,
     mesh: Mesh | None = None,
-    by: Literal["lockstep"] = "lockstep",
+    by: Literal["vmap", "lockstep"] | None = None,
+    compile: BackendName | None = None,
 ) -> LockstepRanks:
     """The same step on `world_size` ranks, all of them in this process.
 
@@ -140,8 +234,11 @@ def simulate(
         step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.Fake("data", W)` it checks batch sizes
             for as many. It is not changed.
         world_size: number of ranks W; None takes those of `mesh`, or the step's own.
-        mesh: how they stand along several axes; None takes the step's own where it has as many ranks.
-        by: `"lockstep"` runs the ranks in turn: any model, the bits of as many processes.
+        mesh: how they stand along several axes, in lockstep; None takes the step's own where it has as many ranks.
+        by: `"vmap"` runs all ranks at once: fast, to rounding; raises for what `torch.vmap` cannot do. `"lockstep"` runs them
+            in turn: any model, the bits of as many processes. None takes vmap where that can be and lockstep elsewhere,
+            which a warning tells.
+        compile: captures the step of all ranks with `"inductor"` or `"aot_eager"`; not for models that draw random numbers.
 
     Returns:
         A step on stacked tensors, with `init`, `gather`, `evaluate`, `plan` and `specs`. Its metrics are those of every
@@ -153,7 +250,59 @@ def simulate(
         raise ValueError(f"simulate: world_size must be positive, got {world_size}; say how many ranks are meant")
     if mesh is None and step.world_size == world_size:
         mesh = step.plan.mesh
-    return LockstepRanks(step.recipe, world_size, mesh=mesh)
+    if by not in (None, "vmap", "lockstep"):
+        raise ValueError(f"simulate: by must be 'vmap', 'lockstep' or None, got {by!r}; pass one of these")
+    if by == "lockstep":
+        if compile is not None:
+            raise ValueError(f"simulate: compile must be None in lockstep, got {compile!r}; pass by='vmap'")
+        return LockstepRanks(step.recipe, world_size, mesh=mesh)
+    try:
+        return VmapRanks(step.recipe, world_size, compile, mesh=mesh, may_change=by is None)
+    except ConfigError as error:  # of what no graph can hold
+        if by == "vmap":
+            raise
+        warnings.warn(f"simulate: {error}; the ranks run in lockstep, which takes longer", stacklevel=2)
+        return LockstepRanks(step.recipe, world_size, mesh=mesh)
+
+
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """Leaves the process' random state as it was."""
+    before = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what torch.vmap tells where it loops over the ranks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        yield
+
+
+@contextmanager
+def _functions() -> Iterator[list[str]]:
+    """The names of the autograd Functions that are applied inside, but for the collectives."""
+    found: list[str] = []
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def spy(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ != Stacked.__module__:
+            found.append(cls.__name__)
+        return apply.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(spy)  # type: ignore[assignment]
+    try:
+        yield found
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+def _first_line(error: BaseException) -> str:
+    return textwrap.shorten(str(error).partition("\n")[0], 300)
 
 
 def _twin(model: nn.Module) -> nn.Module:

@@ -48,8 +48,9 @@ from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
 
 if TYPE_CHECKING:
-    from fzero.compiled import Captured, CompiledStep
+    from fzero.compiled import Captured, CompiledStep, Outcome
     from fzero.compiled_blocks import CompiledBlocks
+    from fzero.stacked import Stacked
 
 
 class MismatchError(ValueError):
@@ -181,6 +182,7 @@ class TrainStep:
         if not isinstance(axis, Fake):
             _check_same(axis, recipe.fingerprint(self.plan))
         self._bound = None if isinstance(axis, Fake) else BoundMesh.of(axis, self.plan)
+        self._shard = self.plan.mesh.shard_of(axis.rank, Sharded(*self.plan.axes))  # of the finest ones
         self._compiled: CompiledStep | None = None
         self._blocks: CompiledBlocks | None = None
         if recipe.compile == "step":
@@ -200,7 +202,9 @@ class TrainStep:
             )
         return self._bound
 
-    def _one_graph(self, backend: Literal["inductor", "aot_eager"]) -> tuple[CompiledStep, _Knobs]:
+    def _one_graph(
+        self, backend: Literal["inductor", "aot_eager"] | None, stacked: Stacked | None = None
+    ) -> tuple[CompiledStep, _Knobs]:
         """The step as one graph, and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
@@ -233,10 +237,9 @@ class TrainStep:
                 transforms[buffer.key] = optimizer.transform(
                     lr=knobs.lr[buffer.group], momentum=knobs.beta, kind=buffer.way
                 )
-        places = {b.key: self._place(b) for b in self.plan.flat_buffers}
         rules = Rules(
             self._measures, self._scaling, self._cfg.skips_overflow, transforms,
-            places if self._cfg.precision.stochastic_rounding else None, knobs.salts,
+            self._places if self._cfg.precision.stochastic_rounding else None, knobs.salts,
         )  # fmt: skip
         axis = self._ranks
         if isinstance(axis, Lockstep):
@@ -244,7 +247,7 @@ class TrainStep:
         compiled = CompiledStep(
             self._model, self.plan, axis, self.device, rules,
             loss_fn=self._loss_fn, autocast=self._autocast, backend=backend,
-            checkpoint=self._checkpointing.names,
+            checkpoint=self._checkpointing.names, stacked=stacked,
         )  # fmt: skip
         return compiled, knobs
 
@@ -296,10 +299,14 @@ class TrainStep:
             name: self._from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), name)
             for name, spec in self.plan.buffers.items()
         }
-        rng = {kind: _generator(kind, self.recipe.seed * 1_000_003 + rank).get_state() for kind in self.specs.rng}
+        rng = self._first_rng(rank)
         num_updates = torch.zeros((), dtype=torch.int64, device=self.device if self._cfg.skips_overflow else "cpu")
         loss_scale = self._scaling.init(self.device)
         return TrainState(step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=rng)
+
+    def _first_rng(self, rank: int) -> dict[str, Tensor]:
+        """The random state with which a rank starts."""
+        return {kind: _generator(kind, self.recipe.seed * 1_000_003 + rank).get_state() for kind in self.specs.rng}
 
     def _init_buffer(self, buffer: BufferPlan, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """What this rank holds of one flat buffer, from the whole values of its parameters."""
@@ -455,29 +462,36 @@ class TrainStep:
     ) -> tuple[TrainState[Tensor], Metrics]:
         """The step as a graph: writes its numbers where the graph reads them, and raises what the graph found."""
         self._num_passes += 1
-        num_updates = int(state.step)
-        for lr, rate in zip(self._knobs.lr, self._rates, strict=True):
-            lr.fill_(rate(num_updates))
-        if self._knobs.beta is not None and self._momentum is not None:
-            self._knobs.beta.fill_(self._momentum(num_updates))
-        if self._cfg.precision.stochastic_rounding:
-            self._knobs.salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
+        self._turn_knobs(self._knobs, int(state.step))
         batches = [self._batches.cast(batch) for batch in micro_batches]
         with _random_state(state.rng, self.device) as rng:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            outcome = compiled(state, buffers, batches, number)
-        if self.device.type != "cpu":
-            torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
-        elif not outcome.ok:
-            self._check_passes(outcome.told[..., 2].flatten())
-            check_rows(outcome.told[..., :2].flatten(0, 1), is_sum=outcome.is_sum)
-            if self._cfg.skips_overflow:
-                self._check_loss_scale(state, outcome.overflow)
-            raise FloatingPointError(self._what_is_not_finite(outcome.told[..., :2], state, outcome.norm))
+            outcome, is_sum = compiled(state, buffers, batches, number)
+        self._check_outcome(outcome, state, is_sum=is_sum)
         metrics = Metrics(
             outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
         )
         return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng), metrics
+
+    def _turn_knobs(self, knobs: _Knobs, num_updates: int) -> None:
+        """Writes what the graph reads about the update after `num_updates` others."""
+        for lr, rate in zip(knobs.lr, self._rates, strict=True):
+            lr.fill_(rate(num_updates))
+        if knobs.beta is not None and self._momentum is not None:
+            knobs.beta.fill_(self._momentum(num_updates))
+        if self._cfg.precision.stochastic_rounding:
+            knobs.salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
+
+    def _check_outcome(self, outcome: Outcome, state: TrainState[Tensor], *, is_sum: bool) -> None:
+        """Raises on every rank what the graph found."""
+        if self.device.type != "cpu":
+            torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
+        elif not outcome.ok:
+            self._check_passes(outcome.told[..., 2].flatten())
+            check_rows(outcome.told[..., :2].flatten(0, 1), is_sum=is_sum)
+            if self._cfg.skips_overflow:
+                self._check_loss_scale(state, outcome.overflow)
+            raise FloatingPointError(self._what_is_not_finite(outcome.told[..., :2], state, outcome.norm))
 
     def _micro_step(
         self,
@@ -734,7 +748,7 @@ class TrainStep:
         """The transform of a flat buffer for the update after `num_updates` others; `how` is for `widened`."""
         optimizer, pieces = self._optimizers[buffer.group], Pieces.whole(buffer.layout)
         if isinstance(buffer.row.optimizer, Sharded):
-            pieces = Pieces(buffer.layout, (self._mesh.shard,), stack=self._stack, join=self._join)
+            pieces = Pieces(buffer.layout, (self._shard,), stack=self._stack, join=self._join)
         transform = optimizer.transform(
             lr=self._rates[buffer.group](num_updates),
             momentum=self._momentum(num_updates) if self._momentum else None,
@@ -751,8 +765,7 @@ class TrainStep:
 
     def _place(self, buffer: BufferPlan) -> int:
         """Where what this rank updates of a flat buffer begins among all elements."""
-        mesh, spec = self.plan.mesh, buffer.row.optimizer
-        own = mesh.shard_of(self.rank, spec) * buffer.shard_numel if isinstance(spec, Sharded) else 0
+        own = self._shard * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
         return self._places[buffer.key] + own
 
     def _stack(self, partial: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from sharding import Replicated, Sharded, TensorSpec
+from sharding.views import dtype_name
 
 Leaf = TypeVar("Leaf")
 """What stands in a state: tensors, or their specs."""
@@ -43,6 +44,11 @@ class Transform(NamedTuple):
     update_unless: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]] | None = None
 
 
+def is_traced() -> bool:
+    """Whether kernels that only run as they are cannot: in a captured graph, and under `torch.vmap`."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
 def unless(skip: Tensor, transform: Transform) -> Transform:
     """The transform whose update leaves parameter and state as they were where `skip` is true (a 0-d bool).
 
@@ -50,7 +56,7 @@ def unless(skip: Tensor, transform: Transform) -> Transform:
     """
 
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        if transform.update_unless is not None and not torch.compiler.is_compiling():
+        if transform.update_unless is not None and not is_traced():
             return transform.update_unless(skip, grad, param, state)
         leaves, treespec = optree.tree_flatten(state)
         old = [param, *leaves]
@@ -208,7 +214,7 @@ def _adam(
         grad: Tensor, param: Tensor, state: AdamState[Tensor], found_inf: Tensor | None = None
     ) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
         step = state.step.add_(1 if found_inf is None else 1 - found_inf)
-        if torch.compiler.is_compiling():
+        if is_traced():
             by_element(grad, param, state)
         elif param.numel():
             kernel(
@@ -264,7 +270,7 @@ def adagrad(
 
     def update(grad: Tensor, param: Tensor, state: AdagradState[Tensor]) -> tuple[Tensor, Tensor, AdagradState[Tensor]]:
         step = state.step.add_(1)
-        if torch.compiler.is_compiling():
+        if is_traced():
             decayed = grad.add(param, alpha=weight_decay) if weight_decay else grad
             state.sum.addcmul_(decayed, decayed)
             param.sub_(decayed / (state.sum.sqrt() + eps) * (lr / (1 + (step.double() - 1) * lr_decay)))
@@ -327,27 +333,63 @@ def check_elementwise(transform: Transform, *, name: str = "transform") -> None:
     >>> check_elementwise(adamw(1e-3))
     """
     param, grads = trial_tensors(torch.float32)
-    numel = len(param)
+    half = len(param) // 2
+    with torch.random.fork_rng(devices=[]):
+        differs = find_cut(transform, param, grads, ((0, half), (half, len(param))))
+    if differs:
+        raise ValueError(
+            f"{name}: must be elementwise, and two halves of {half} elements updated one by one differ from the whole in "
+            f"{differs}; a shard does not know the elements of other ranks, so use a transform that takes `pieces`"
+        )
 
-    def run(start: int, stop: int) -> tuple[Tensor, list[Tensor]]:
+
+def find_cut(
+    transform: Transform, param: Tensor, grads: Sequence[Tensor] | Tensor, bounds: Sequence[tuple[int, int]]
+) -> str | None:
+    """Where the pieces of a flat tensor, updated one by one, are not those of the whole bit for bit; None is nowhere.
+
+    Args:
+        param, grads: the parameter and a gradient for each update, flat; they stay as they are.
+        bounds: where each piece starts and stops; together they are all elements, in order.
+    """
+
+    def run(start: int, stop: int) -> tuple[Tensor, Any]:
         x = param[start:stop].clone()
         state = transform.init(x)
         for grad in grads:
             _, x, state = transform.update(grad[start:stop].clone(), x, state)
-        return x, list(optree.tree_leaves(state))
+        return x, state
 
-    with torch.random.fork_rng(devices=[]):
-        (whole, whole_state), *halves = (run(*bounds) for bounds in ((0, numel), (0, numel // 2), (numel // 2, numel)))
-    specs = optree.tree_leaves(transform.place(TensorSpec((numel,), "float32", Sharded("data"))))
-    joined = torch.equal(torch.cat([half for half, _ in halves]), whole)
-    for spec, of_all, *of_halves in zip(specs, whole_state, *(state for _, state in halves), strict=True):
-        cut = [torch.cat(of_halves)] if isinstance(spec.spec, Sharded) else of_halves
-        joined = joined and all(torch.equal(x, of_all) for x in cut)
-    if not joined:
-        raise ValueError(
-            f"{name}: must be elementwise, and two halves of {numel // 2} elements updated one by one differ from the whole; a "
-            f"shard does not know the elements of other ranks, so use a transform that takes `pieces`"
-        )
+    whole, whole_state = run(0, len(param))
+    names = leaf_names(whole_state)
+    pieces = [run(*bound) for bound in bounds]
+    if not same_bits(torch.cat([piece for piece, _ in pieces]), whole):
+        return "the parameter"
+    specs = optree.tree_leaves(
+        transform.place(TensorSpec(tuple(param.shape), dtype_name(param.dtype), Sharded("data")))
+    )
+    leaves, states = optree.tree_leaves(whole_state), [optree.tree_leaves(state) for _, state in pieces]
+    for index, (spec, of_all, *of_pieces) in enumerate(zip(specs, leaves, *states, strict=True)):
+        cut = [torch.cat(of_pieces)] if isinstance(spec.spec, Sharded) else of_pieces
+        if not all(same_bits(x, of_all) for x in cut):
+            return names[index]
+    return None
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and equal elements, where NaN equals a NaN of the same bits."""
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    return torch.equal(x, y) or torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+
+
+def leaf_names(state: Any) -> list[str]:
+    """The tensors of a state as Python would read them.
+
+    >>> leaf_names(AdamState(torch.zeros(()), torch.zeros(1), torch.zeros(1)))
+    ['state.step', 'state.exp_avg', 'state.exp_avg_sq']
+    """
+    return [accessor.codify("state") for accessor in optree.tree_accessors(state)]
 
 
 def trial_tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor]:

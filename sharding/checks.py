@@ -41,7 +41,8 @@ def check_shape(owner: str, field: str, shape: tuple[int, ...]) -> None:
     ...
     ValueError: TensorSpec: shape must hold integers of at least 0, got (4, -1); pass the tensor's own shape
     """
-    if not all(isinstance(length, int) and length >= 0 for length in shape):
-        raise ValueError(
-            f"{owner}: {field} must hold integers of at least 0, got {tuple(shape)}; pass the tensor's own shape"
-        )
+    for length in shape:
+        if not isinstance(length, int) or length < 0:
+            raise ValueError(
+                f"{owner}: {field} must hold integers of at least 0, got {tuple(shape)}; pass the tensor's own shape"
+            )

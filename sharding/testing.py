@@ -6,24 +6,29 @@ Hypothesis strategies, one for each noun of the package, for the tests here and 
     def test_a_shard_is_never_longer_than_the_buffer(layout): ...
 
 A failure shrinks to small values. The edges are among what is drawn: empty buffers, more ranks than elements,
-zero-sized and 0-d parameters. Needs the extra `fzero[testing]`; only `models` loads torch.
+zero-sized and 0-d parameters. Needs the extra `fzero[testing]`; only `models`, `batches` and `state_trees` load torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hypothesis import strategies as st
 
 from sharding.layout import FlatLayout
-from sharding.order import Order
+from sharding.order import Order, declaration
 from sharding.partition import Partition
-from sharding.specs import Mesh
+from sharding.specs import DEVICE, Mesh, Partial, Placement, Replicated, Sharded, Spec, TensorSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sharding.toy_models import ToyModel
 
 BucketProblem = tuple[tuple[int, ...], int]
+SPECS: tuple[Spec, ...] = (Replicated(), Sharded("data"), Partial("data"))
 
 
 def world_sizes(max_world_size: int = 8) -> st.SearchStrategy[int]:
@@ -69,20 +74,46 @@ def layouts(
     *,
     min_parameters: int = 1,
     max_multiple_of: int = 8,
+    parameters: st.SearchStrategy[tuple[int, ...]] | None = None,
 ) -> FlatLayout:
     """Layouts of a few parameters, zero-sized and 0-d ones among them; the names are not in alphabetical order.
+
+    `parameters` draws the shape of each, `shapes()` by default.
 
     >>> from hypothesis import find
     >>> find(layouts(), lambda layout: layout.numel > 0)
     FlatLayout(names=('p0',), shapes=((),), world_size=1, multiple_of=1)
     """
-    parameter_shapes = draw(st.lists(shapes(), min_size=min_parameters, max_size=max_parameters))
+    parameter_shapes = draw(
+        st.lists(shapes() if parameters is None else parameters, min_size=min_parameters, max_size=max_parameters)
+    )
     names = draw(st.permutations([f"p{index}" for index in range(len(parameter_shapes))]))
     return FlatLayout(
         names=tuple(names),
         shapes=tuple(parameter_shapes),
         world_size=draw(world_sizes(max_world_size)),
         multiple_of=draw(st.integers(1, max_multiple_of)),
+    )
+
+
+@st.composite
+def layout_pairs(draw: st.DrawFn, max_world_size: int = 8) -> tuple[FlatLayout, FlatLayout]:
+    """Two layouts of the same parameters: in the same or another order, on other numbers of ranks, with other padding.
+
+    >>> from hypothesis import find
+    >>> old, new = find(layout_pairs(), lambda pair: pair[0].names != pair[1].names)
+    >>> old.names, new.names
+    (('p0', 'p1'), ('p1', 'p0'))
+    """
+    old = draw(layouts(max_world_size=max_world_size, min_parameters=0))
+    indices = draw(st.permutations(range(len(old.names))))
+    order = draw(st.sampled_from([declaration(len(indices)), Order(tuple(indices))]))
+    return old, replace(
+        old,
+        names=order.apply(old.names),
+        shapes=order.apply(old.shapes),
+        world_size=draw(world_sizes(max_world_size)),
+        multiple_of=draw(st.integers(1, 8)),
     )
 
 
@@ -126,9 +157,130 @@ def bucket_problems(max_items: int = 12, max_numel: int = 20) -> st.SearchStrate
     return st.tuples(numels, st.integers(1, 2 * max_numel))
 
 
+def tensor_specs(
+    dtypes: Sequence[str] = ("float32", "float64", "bfloat16"), specs: Sequence[Spec] = SPECS
+) -> st.SearchStrategy[TensorSpec]:
+    """Specs of tensors of any shape, divided in each of these ways, in the memory of the device or of the host.
+
+    >>> from hypothesis import find
+    >>> find(tensor_specs(), lambda tensor: isinstance(tensor.spec, Sharded))
+    TensorSpec(shape=(), dtype='float32', spec=Sharded('data'), placement=Placement(kind='device', pinned=False, \
+path=None), multiple_of=1)
+    """
+    return st.builds(
+        TensorSpec,
+        shape=shapes(),
+        dtype=st.sampled_from(dtypes),
+        spec=st.sampled_from(specs),
+        placement=st.sampled_from([DEVICE, Placement("host"), Placement("host", pinned=True)]),
+        multiple_of=st.integers(1, 4),
+    )
+
+
+class Pair(NamedTuple):
+    """A node of a tree that is neither a dict nor a list."""
+
+    left: Any
+    right: Any
+
+
+def spec_trees(dtypes: Sequence[str] = ("float32", "float64", "bfloat16")) -> st.SearchStrategy[Any]:
+    """Trees of tensors' specs: of any nesting, empty ones and None among them.
+
+    >>> from hypothesis import find
+    >>> find(spec_trees(), lambda tree: isinstance(tree, list) and len(tree) == 1)
+    [None]
+    """
+    return st.recursive(
+        tensor_specs(dtypes) | st.none(),
+        lambda inner: (
+            st.dictionaries(st.sampled_from(["w", "b", "0"]), inner, max_size=3)
+            | st.lists(inner, max_size=3)
+            | st.tuples(inner)
+            | st.builds(Pair, inner, inner)
+        ),
+        max_leaves=5,
+    )
+
+
+class StateTree(NamedTuple):
+    """What a checkpoint has to hold: a tree of tensors, and the spec of each in a tree of the same structure."""
+
+    tensors: Any
+    specs: Any
+
+
+def state_trees(dtypes: Sequence[str] = ("float32", "float64", "bfloat16")) -> st.SearchStrategy[StateTree]:
+    """Trees of full tensors whose elements are all different numbers, with their specs.
+
+    >>> from hypothesis import find
+    >>> tree = find(state_trees(), lambda tree: isinstance(tree.specs, TensorSpec) and tree.specs.numel == 2)
+    >>> tree.tensors, tree.specs.shape
+    (tensor([0., 1.]), (2,))
+    """
+    return spec_trees(dtypes).map(lambda specs: StateTree(distinct_tensors(specs), specs))
+
+
+def distinct_tensors(specs: Any, *, first: int = 0) -> Any:
+    """A full tensor for each spec of a tree; the elements count on from `first`, so that a misplaced one shows.
+
+    >>> distinct_tensors([TensorSpec((2,), "float32"), TensorSpec((), "int64")], first=3)
+    [tensor([3., 4.]), tensor(5)]
+    """
+    import optree
+    import torch
+
+    from sharding.views import torch_dtype
+
+    count = first
+
+    def one(spec: TensorSpec) -> Tensor:
+        nonlocal count
+        count += spec.numel
+        return torch.arange(count - spec.numel, count).to(torch_dtype(spec.dtype)).reshape(spec.shape)
+
+    return optree.tree_map(one, specs)
+
+
+@st.composite
+def overflow_patterns(
+    draw: st.DrawFn, max_steps: int = 8, max_world_size: int = 4, *, min_steps: int = 0
+) -> tuple[tuple[bool, ...], ...]:
+    """Which steps overflow on which rank: `pattern[step][rank]`. One such rank is enough for all to skip the step.
+
+    >>> from hypothesis import find
+    >>> pattern = find(overflow_patterns(), lambda pattern: any(any(ranks) and not all(ranks) for ranks in pattern))
+    >>> sum(map(sum, pattern))
+    1
+    """
+    world_size = draw(world_sizes(max_world_size))
+    ranks = st.tuples(*[st.booleans()] * world_size)
+    return tuple(draw(st.lists(ranks, min_size=min_steps, max_size=max_steps)))
+
+
+@st.composite
+def batches(
+    draw: st.DrawFn, features: int, max_samples: int = 8, *, multiple_of: int = 1, dtype: str = "float32"
+) -> Tensor:
+    """Batches (B, F) of normal numbers, B a multiple of `multiple_of`, so that as many ranks can share one equally.
+
+    >>> from hypothesis import find
+    >>> find(batches(features=3, multiple_of=2), lambda batch: True).shape
+    torch.Size([2, 3])
+    """
+    import torch
+
+    from sharding.views import torch_dtype
+
+    samples = multiple_of * draw(st.integers(1, max(max_samples // multiple_of, 1)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    return torch.randn(samples, features, generator=generator, dtype=torch.float64).to(torch_dtype(dtype))
+
+
 @st.composite
 def models(draw: st.DrawFn, max_blocks: int = 3, max_width: int = 6) -> ToyModel:
-    """Small modules with repeated blocks; the parameters may be tied, frozen, 0-d, zero-sized and of any length.
+    """Small modules with repeated blocks; the parameters may be tied, frozen, 0-d, zero-sized, of any length, and of two
+    dtypes.
 
     A model takes a float tensor (batch, `model.features`) and returns its loss, a mean over the batch. It pickles, and
     `make_toy_model(model.recipe)` builds it again with the same weights, so that it reaches other processes.
@@ -153,6 +305,7 @@ def models(draw: st.DrawFn, max_blocks: int = 3, max_width: int = 6) -> ToyModel
         norm=draw(st.booleans()),
         scale=draw(st.booleans()),
         empty=draw(st.booleans()),
+        dtypes=draw(st.sampled_from((("float32",), ("float32", "float64"), ("float64",)))),
         seed=draw(st.integers(0, 2**16)),
     )
     return make_toy_model(recipe)

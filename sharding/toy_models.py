@@ -2,21 +2,23 @@
 
 A `ToyRecipe` is integers and words; `make_toy_model` builds the module it describes, with the same weights every time,
 so that several processes can each build their own. Between them the recipes cover repeated blocks of different sizes,
-tied and frozen parameters, a 0-d parameter, a zero-sized one, and LayerNorm. The model is an autoencoder: its forward
-takes a batch and returns the mean squared error, a mean over samples, so that equal local batches average to the global
-one. Every parameter that is not frozen gets a gradient.
+tied and frozen parameters, a 0-d parameter, a zero-sized one, blocks of another dtype, and LayerNorm. The model is an
+autoencoder: its forward takes a batch and returns the mean squared error, a mean over samples, so that equal local
+batches average to the global one. Every parameter that is not frozen gets a gradient.
 
 Shape letters: B samples, F features, D width, H hidden of one block.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from sharding.checks import check_at_least
+from sharding.views import torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class ToyRecipe:
         norm: each block starts with a LayerNorm.
         scale: there is a 0-d parameter.
         empty: there is a zero-sized parameter.
+        dtypes: of the blocks, in turn; all else is float32.
         seed: of the weights.
 
     >>> ToyRecipe(features=3, width=4, hidden=(5, 6), norm=True).hidden
@@ -46,10 +49,12 @@ class ToyRecipe:
     norm: bool = False
     scale: bool = False
     empty: bool = False
+    dtypes: tuple[str, ...] = ("float32",)
     seed: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
+        object.__setattr__(self, "dtypes", tuple(self.dtypes))
         for field, value in (("features", self.features), ("width", self.width)):
             check_at_least("ToyRecipe", field, value, 1)
         for index, value in enumerate(self.hidden):
@@ -60,6 +65,8 @@ class ToyRecipe:
         ):
             if word not in words:
                 raise ValueError(f"ToyRecipe: {field} must be one of {words}, got {word!r}; pass one of these")
+        if not self.dtypes:
+            raise ValueError("ToyRecipe: dtypes must name at least one, got (); pass ('float32',)")
 
 
 class Block(nn.Module):
@@ -76,8 +83,9 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width)
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """Args: x_BD (B, D). Returns: (B, D)."""
-        x_BD = x_BD + self.down(torch.tanh(self.up(self.norm(x_BD))))
+        """Args: x_BD (B, D), of any dtype. Returns: (B, D), of the same."""
+        h_BH = torch.tanh(self.up(self.norm(x_BD.to(self.up.weight.dtype))))
+        x_BD = x_BD + self.down(h_BH).to(x_BD.dtype)
         return x_BD
 
 
@@ -111,7 +119,10 @@ class ToyModel(nn.Module):
         self.recipe = recipe
         self.features = recipe.features
         self.inlet = nn.Linear(recipe.features, recipe.width)
-        self.blocks = nn.ModuleList(Block(recipe.width, hidden, norm=recipe.norm) for hidden in recipe.hidden)
+        self.blocks = nn.ModuleList(
+            Block(recipe.width, hidden, norm=recipe.norm).to(torch_dtype(dtype))
+            for hidden, dtype in zip(recipe.hidden, cycle(recipe.dtypes))
+        )
         self.outlet = Outlet(recipe.features, recipe.width)
         self.scale = nn.Parameter(torch.tensor(0.5)) if recipe.scale else None
         self.empty = nn.Parameter(torch.zeros(0, recipe.width)) if recipe.empty else None
@@ -125,7 +136,7 @@ class ToyModel(nn.Module):
                 parameter.requires_grad_(False)
 
     def forward(self, x_BF: Tensor) -> Tensor:
-        """Args: x_BF (B, F), the dtype of the parameters. Returns: the mean squared error, 0-d."""
+        """Args: x_BF (B, F), float32 (or what the model was cast to). Returns: the mean squared error, 0-d."""
         h_BD = self.inlet(x_BF)
         for block in self.blocks:
             h_BD = block(h_BD)
@@ -150,7 +161,8 @@ def make_toy_model(recipe: ToyRecipe) -> ToyModel:
 
 
 def _tie_equal(blocks: Sequence[nn.Module]) -> None:
-    first_of_shape: dict[tuple[int, ...], Tensor] = {}
+    first_of_kind: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
     for block in blocks:
         assert isinstance(block, Block)
-        block.up.weight = first_of_shape.setdefault(tuple(block.up.weight.shape), block.up.weight)
+        weight = block.up.weight
+        block.up.weight = first_of_kind.setdefault((tuple(weight.shape), weight.dtype), weight)

@@ -1,15 +1,17 @@
 """Which elements go from which shard to which, when the layout changes?
 
-A state saved or held on W ranks is wanted on W' ranks, with other padding or another order of names. Walk through the
-parameters in the new order; a piece of a parameter reaches as far as the old shard, the new shard and the parameter all
-reach. Pieces that adjoin on both sides are one move. The work is proportional to parameters plus shards, not elements.
-The plan is a value: copying by it is done by whoever holds the shards, on one process or on many.
+A state saved or held on W ranks is wanted on W' ranks, with other padding or another order of names. Parameters that
+follow each other in both orders are one run; a run is cut wherever a shard ends in either buffer, and each piece is one
+move. The work is proportional to parameters plus shards, not elements. The plan is a value: copying by it is done by
+whoever holds the shards, on one process or on many.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from sharding.layout import FlatLayout
+from sharding.partition import Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Move:
         return self.target_start + self.numel
 
 
-def plan_transfer(old: FlatLayout, new: FlatLayout) -> tuple[Move, ...]:
+def plan_transfer(old: FlatLayout, new: FlatLayout, *, names: Collection[str] | None = None) -> tuple[Move, ...]:
     """The moves that turn shards of `old` into shards of `new`.
 
     World size, padding and the order of the names may differ. Every element of every parameter is moved exactly once,
@@ -56,6 +58,7 @@ def plan_transfer(old: FlatLayout, new: FlatLayout) -> tuple[Move, ...]:
     Args:
         old: the layout of the shards that exist.
         new: the layout of the shards that are wanted.
+        names: the parameters to move, which both layouts have; None is all, and then neither may have others.
 
     Returns:
         The moves, sorted by target rank and target start; no two adjoining ones could be one.
@@ -69,29 +72,31 @@ def plan_transfer(old: FlatLayout, new: FlatLayout) -> tuple[Move, ...]:
     Move(source_rank=0, source_start=0, source_stop=3, target_rank=0, target_start=0)
     Move(source_rank=1, source_start=0, source_stop=3, target_rank=0, target_start=3)
     """
-    _check_same_parameters(old, new)
-    moves: list[Move] = []
-    for move in _iterate_pieces(old, new):
-        if moves and _adjoin(moves[-1], move):
-            moves[-1] = Move(
-                move.source_rank, moves[-1].source_start, move.source_stop, move.target_rank, moves[-1].target_start
-            )
-        else:
-            moves.append(move)
-    return tuple(moves)
+    if names is None:
+        _check_same_parameters(old, new, (*old.names, *new.names))
+        names = new.names
+    else:
+        _check_same_parameters(old, new, names)
+    runs = _runs(old, new, set(names))
+    return tuple(move for run in runs for move in _cut(run, old.partition, new.partition))
 
 
-def _iterate_pieces(old: FlatLayout, new: FlatLayout) -> Iterator[Move]:
-    old_shard, new_shard = old.partition.shard_numel, new.partition.shard_numel
-    for name in new.names:
-        source, source_stop = old.bounds(name)
-        target, _ = new.bounds(name)
-        while source < source_stop:
-            source_rank, source_start = divmod(source, old_shard)
-            target_rank, target_start = divmod(target, new_shard)
-            numel = min(source_stop - source, old_shard - source_start, new_shard - target_start)
-            yield Move(source_rank, source_start, source_start + numel, target_rank, target_start)
-            source, target = source + numel, target + numel
+def merged(moves: Iterable[Move]) -> Iterator[Move]:
+    """The moves, each joined with the next where they adjoin on both sides.
+
+    >>> list(merged([Move(0, 0, 2, 1, 4), Move(0, 2, 3, 1, 6)]))
+    [Move(source_rank=0, source_start=0, source_stop=3, target_rank=1, target_start=4)]
+    """
+    last: Move | None = None
+    for move in moves:
+        if last is not None and _adjoin(last, move):
+            last = replace(last, source_stop=move.source_stop)
+            continue
+        if last is not None:
+            yield last
+        last = move
+    if last is not None:
+        yield last
 
 
 def _adjoin(first: Move, second: Move) -> bool:
@@ -103,9 +108,47 @@ def _adjoin(first: Move, second: Move) -> bool:
     )
 
 
-def _check_same_parameters(old: FlatLayout, new: FlatLayout) -> None:
+class _Run(NamedTuple):
+    """`numel` elements that follow each other in both buffers, from `source` of the old and `target` of the new one on."""
+
+    source: int
+    target: int
+    numel: int
+
+
+def _runs(old: FlatLayout, new: FlatLayout, names: set[str]) -> Iterator[_Run]:
+    """The longest stretches of these parameters that follow each other in both orders, in that of the new buffer."""
+    starts = dict(zip(old.names, old.offsets))
+    source = target = numel = 0
+    for name, start, length in zip(new.names, new.offsets, new.numels):
+        if not length or name not in names:
+            continue
+        if (starts[name], start) != (source + numel, target + numel):
+            if numel:
+                yield _Run(source, target, numel)
+            source, target, numel = starts[name], start, 0
+        numel += length
+    if numel:
+        yield _Run(source, target, numel)
+
+
+def _cut(run: _Run, old: Partition, new: Partition) -> Iterator[Move]:
+    """The run, cut wherever a shard ends in either buffer."""
+    source, target, numel = run
+    old_shard, new_shard = old.shard_numel, new.shard_numel
+    while numel:
+        source_rank, source_start = divmod(source, old_shard)
+        target_rank, target_start = divmod(target, new_shard)
+        length = min(numel, old_shard - source_start, new_shard - target_start)
+        yield Move(source_rank, source_start, source_start + length, target_rank, target_start)
+        source, target, numel = source + length, target + length, numel - length
+
+
+def _check_same_parameters(old: FlatLayout, new: FlatLayout, names: Iterable[str]) -> None:
     old_shapes, new_shapes = dict(zip(old.names, old.shapes)), dict(zip(new.names, new.shapes))
-    for name in (*old.names, *new.names):
+    if old_shapes == new_shapes:
+        names = [name for name in names if name not in old_shapes]
+    for name in names:
         if name not in old_shapes or name not in new_shapes:
             where, missing = ("old", "new") if name in old_shapes else ("new", "old")
             raise ValueError(

@@ -45,6 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.meshes",
         "fzero.plan",
         "fzero.batches",
+        "fzero.reshard_plan",
         "fzero.graph_analysis",
         "fzero.graph_stays",
         "fzero.graph_buckets",
@@ -58,12 +59,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # what moves state, and what runs a model
     (
         *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.bound_mesh", "fzero.eager"),
-        *("fzero.graph_exchange", "fzero.graph_backends"),
+        *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
-    ("fzero.recipe", "fzero.step", "fzero.simulate"),
+    ("fzero.recipe", "fzero.step", "fzero.simulate", "fzero.reshard"),
     ("fzero",),
+    # what the tests of users may call
+    ("fzero.laws", "fzero.laws_of_orders", "fzero.laws_of_transforms", "fzero.testing"),
     # the command line
     ("fzero.__main__",),
 )

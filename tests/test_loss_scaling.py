@@ -127,34 +127,6 @@ def test_neither_the_machine_nor_a_skipped_update_is_read_by_the_host(name: str)
         bool(overflow)
 
 
-TRANSFORMS = {
-    "adamw": fzero.adamw(0.1),
-    "adam": fzero.adam(0.1, weight_decay=0.1),
-    "sgd": fzero.sgd(0.1, momentum=0.9, dampening=0.1),
-    "lion": fzero.lion(0.1, weight_decay=0.1),
-    "adagrad": fzero.adagrad(0.1, lr_decay=0.1),
-    "chain": fzero.chain(fzero.scale(0.5), fzero.adamw(0.1)),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_an_update_that_is_skipped_never_was(name: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    grads = torch.randn(3, 100, generator=generator)
-
-    def run(skips: list[bool]) -> list[Tensor]:
-        param, given_grads = torch.ones(100), iter(grads)
-        state = TRANSFORMS[name].init(param)
-        for skip in skips:
-            grad = torch.full((100,), float("nan")) if skip else next(given_grads).clone()
-            _, param, state = unless(torch.tensor(skip), TRANSFORMS[name]).update(grad, param, state)
-        return [param, *optree.tree_leaves(state)]
-
-    plain = run([False] * 3)
-    for skips in ([True, False, False, False], [False, True, True, False, False]):
-        assert all(torch.equal(x, y) for x, y in zip(run(skips), plain, strict=True))
-
-
 # --- the step ----------------------------------------------------------------------------------------------------
 
 FP16 = {

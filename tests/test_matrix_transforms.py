@@ -23,7 +23,7 @@ from fzero.pieces import Pieces, boxes
 from fzero.transforms import Transform
 from sharding import Replicated, Sharded, TensorSpec
 from sharding.layout import FlatLayout
-from sharding.testing import shapes, world_sizes
+from sharding.testing import layouts, shapes
 from sharding.views import dtype_name, flatten, take_shard, unflatten
 
 Make = Callable[[Pieces], Transform]
@@ -120,17 +120,10 @@ def run_whole(make: Make, layout: FlatLayout, params: Tree, grads: Sequence[Tree
     return run(transform, flatten(params, layout), [flatten(grad, layout) for grad in grads])
 
 
-@st.composite
-def cut_layouts(draw: st.DrawFn, *, only_matrices: bool = False) -> FlatLayout:
+def cut_layouts(*, only_matrices: bool = False) -> st.SearchStrategy[FlatLayout]:
     """Layouts of a few parameters on 1-4 ranks, of up to four dims, zero-sized, 0-d and much longer than a shard."""
-    parameter = shapes(max_dims=4, max_length=6).filter(lambda shape: len(shape) >= 2 or not only_matrices)
-    parameters = draw(st.lists(parameter, min_size=1, max_size=5))
-    return FlatLayout(
-        tuple(f"p{index}" for index in range(len(parameters))),
-        tuple(parameters),
-        draw(world_sizes(4)),
-        multiple_of=draw(st.integers(1, 32)),
-    )
+    parameters = shapes(max_dims=4, max_length=6).filter(lambda shape: len(shape) >= 2 or not only_matrices)
+    return layouts(5, 4, max_multiple_of=32, parameters=parameters)
 
 
 def layouts_for(name: str) -> st.SearchStrategy[FlatLayout]:

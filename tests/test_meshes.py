@@ -138,7 +138,7 @@ def test_every_mode_gives_the_same_bits_on_a_mesh_and_one_axis_to_rounding(name:
             assert other_curve == curve, mode
     # The norm is added up shard by shard, and hpZ has more of them.
     torch.testing.assert_close(torch.tensor(runs[modes[-1]][0]), torch.tensor(curve), rtol=1e-6, atol=0)
-    simulated = fzero.simulate(fzero.make_train_step(make(Odd), config(2, clip=0.0)), mesh.size)
+    simulated = fzero.simulate(fzero.make_train_step(make(Odd), config(2, clip=0.0)), mesh.size, by="lockstep")
     for other_curve, other_weights in (
         train(simulated, data, 4),
         train_plainly(Odd, data, adamw, num_steps=4, clip=0.0),
@@ -222,7 +222,7 @@ def test_stages_agree_on_every_mesh(
     one_axis = fzero.make_train_step(
         make(model), config_of("hybrid 2", mesh, **keys), mesh=fzero.Fake("data", mesh.size)
     )
-    curve, _ = train(fzero.simulate(one_axis), data, 2)
+    curve, _ = train(fzero.simulate(one_axis, by="lockstep"), data, 2)
     assert_same(of_stage[0], of_stage[1])
     assert_same(of_stage[2], of_stage[3])
     if num_micro_steps == 1 or mesh.axis_size("data") == 1:
@@ -246,7 +246,7 @@ def test_the_first_overflow_is_found_on_every_mesh(mode: str, mesh: Mesh) -> Non
     state = simulated.init()
     before = optree.tree_map(torch.clone, state.params)
     state, metrics = simulated(state, for_ranks(vectors(0), mesh.size))
-    one_axis = fzero.simulate(fzero.make_train_step(make(Plain), config(2) | {"fp16": fp16}), mesh.size)
+    one_axis = fzero.simulate(fzero.make_train_step(make(Plain), config(2) | {"fp16": fp16}), mesh.size, by="lockstep")
     other, _ = one_axis(one_axis.init(), for_ranks(vectors(0), mesh.size))
     assert metrics.overflow and simulated.first_overflow(state) == one_axis.first_overflow(other) is not None
     assert_same(state.params, before)
@@ -494,8 +494,21 @@ def test_a_graph_of_the_whole_step_has_one_axis() -> None:
 
 def test_a_simulation_takes_the_mesh_of_its_step_or_its_own() -> None:
     step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.Fake.of(SQUARE))
-    assert fzero.simulate(step).plan.mesh == fzero.simulate(step, 4).plan.mesh == SQUARE
-    assert fzero.simulate(step, mesh=MESHES["2x3"]).plan.mesh == MESHES["2x3"]
-    assert fzero.simulate(step, 6).plan.mesh == Mesh.of(data=6)
+    simulate = functools.partial(fzero.simulate, by="lockstep")
+    assert simulate(step).plan.mesh == simulate(step, 4).plan.mesh == SQUARE
+    assert simulate(step, mesh=MESHES["2x3"]).plan.mesh == MESHES["2x3"]
+    assert simulate(step, 6).plan.mesh == Mesh.of(data=6)
+    with pytest.warns(UserWarning, match="the ranks run in lockstep"):
+        assert isinstance(fzero.simulate(step, mesh=SQUARE), LockstepRanks)
+    with pytest.raises(fzero.ConfigError, match="must be None or 'block' on a mesh of several axes"):
+        fzero.simulate(step, by="vmap")
     with pytest.raises(ValueError, match="mesh: its axes must hold all 6 ranks of the job, got 2 × 2 = 4"):
-        fzero.simulate(step, 6, mesh=SQUARE)
+        simulate(step, 6, mesh=SQUARE)
+
+
+def test_states_of_several_axes_are_not_resharded() -> None:
+    one, several = (fzero.plan(make(Plain), config(2), mesh=mesh) for mesh in (Mesh.of(data=4), SQUARE))
+    with pytest.raises(ValueError, match="reshard: the new step must be on one axis, got Mesh"):
+        fzero.plan_reshard(one, several)
+    with pytest.raises(ValueError, match="reshard: the old step must be on one axis"):
+        fzero.plan_reshard(several, one)

@@ -4,6 +4,7 @@ import math
 import pickle
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,13 +15,12 @@ from hypothesis import strategies as st
 from sharding import (
     FlatLayout,
     NearEqualSplit,
-    Order,
     declaration,
     plan_buckets,
     plan_transfer,
     round_robin,
 )
-from sharding.testing import bucket_problems, layouts, orders, partitions, world_sizes
+from sharding.testing import bucket_problems, layout_pairs, layouts, orders, partitions, world_sizes
 
 law = settings(deadline=None)
 
@@ -36,16 +36,6 @@ def buffer_of(layout: FlatLayout) -> list[tuple[str, int]]:
 def shards_of(layout: FlatLayout) -> list[list[tuple[str, int]]]:
     buffer = buffer_of(layout)
     return [buffer[slice(*layout.partition.bounds(rank))] for rank in range(layout.world_size)]
-
-
-@st.composite
-def layout_pairs(draw: st.DrawFn) -> tuple[FlatLayout, FlatLayout]:
-    """Two layouts of the same parameters, in another order, on another world size, with other padding."""
-    old, other = draw(layouts(min_parameters=0)), draw(layouts())
-    order = Order(tuple(draw(st.permutations(range(len(old.names))))))
-    order = draw(st.sampled_from([declaration(len(order)), order]))
-    new = replace(other, names=order.apply(old.names), shapes=order.apply(old.shapes), world_size=draw(world_sizes()))
-    return old, new
 
 
 # Partition
@@ -256,11 +246,36 @@ def test_a_transfer_to_the_same_layout_stays_on_each_rank(layout):
         assert (move.source_rank, move.source_start) == (move.target_rank, move.target_start)
 
 
-def test_the_plan_of_a_trillion_elements_is_as_short_as_that_of_a_few():
-    old, new = (FlatLayout(("w", "b"), ((10**6, 10**6), (10**6,)), world_size) for world_size in (8, 6))
-    moves = plan_transfer(old, new)
-    assert len(moves) <= 8 + 6 - 1  # one for each stretch between shard boundaries
-    assert sum(move.numel for move in moves) == 10**12 + 10**6
+def large_layouts(numel, num_parameters=2000):
+    """`numel` elements on 4096 ranks, the same on 3072, and the same dealt out to lists."""
+    names = tuple(f"p{index}" for index in range(num_parameters))
+    shapes = tuple((length,) for length in NearEqualSplit(numel, num_parameters).sizes)
+    old, order = FlatLayout(names, shapes, 4096, multiple_of=32), round_robin(num_parameters, num_lists=64)
+    return old, replace(old, world_size=3072), replace(old, names=order.apply(names), shapes=order.apply(shapes))
+
+
+def test_plans_of_a_trillion_elements_are_no_longer_than_parameters_and_shards_together():
+    old, fewer, dealt = large_layouts(10**12)
+    assert sum(len(old.fragments(rank)) for rank in range(4096)) <= 2000 + 4096 - 1
+    # In the same order there is a move for each stretch between shard boundaries, whatever the parameters are.
+    assert len(plan_transfer(old, fewer)) <= 4096 + 3072 - 1
+    assert len(plan_transfer(old, dealt)) <= 2000 + 2 * 4096 - 2
+    for new in (fewer, dealt):
+        assert sum(move.numel for move in plan_transfer(old, new)) == 10**12
+
+
+def test_the_memory_of_plans_does_not_grow_with_elements():
+    def peak(numel):
+        tracemalloc.start()
+        old, *others = large_layouts(numel)
+        fragments = [old.fragments(rank) for rank in range(old.world_size)]
+        moves = [plan_transfer(old, new) for new in others]
+        held = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert fragments and moves
+        return held
+
+    assert peak(10**15) < 1.2 * peak(10**9)  # larger integers take some bytes more
 
 
 # The package

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sharding import FlatLayout, Partition, plan_transfer
 from sharding.dtypes import ITEMSIZES
 from sharding.reference import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from sharding.testing import layouts, models, partitions, world_sizes
+from sharding.testing import batches, layouts, models, partitions, world_sizes
 from sharding.toy_models import ToyRecipe, make_toy_model
 from sharding.views import dtype_name, flatten, join, pad, take_shard, torch_dtype, unflatten
 
@@ -257,10 +257,10 @@ def test_the_same_recipe_makes_the_same_model_and_leaves_the_random_state_alone(
 
 
 @law
-@given(models(), st.integers(1, 3))
-def test_the_loss_of_a_batch_is_the_mean_over_its_equal_parts(model, world_size):
+@given(models(), world_sizes(3), st.data())
+def test_the_loss_of_a_batch_is_the_mean_over_its_equal_parts(model, world_size, data):
     model = model.double()
-    x_BF = torch.randn(2 * world_size, model.features, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x_BF = data.draw(batches(model.features, multiple_of=world_size, dtype="float64"))
     losses = torch.stack([model(part) for part in x_BF.chunk(world_size)])
     torch.testing.assert_close(losses.mean(), model(x_BF))
 
@@ -271,13 +271,24 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_equal_parts(model, world_size)
         lambda model: any(p.numel() == 0 for p in model.parameters()),
         lambda model: any(p.dim() == 0 for p in model.parameters()),
         lambda model: any(not p.requires_grad for p in model.parameters()),
+        lambda model: len({p.dtype for p in model.parameters()}) == 2,
         lambda model: model.outlet.weight is model.inlet.weight,
         lambda model: len(model.blocks) > 1 and model.blocks[0].up.weight is model.blocks[1].up.weight,
         lambda model: any(isinstance(module, torch.nn.LayerNorm) for module in model.modules()),
         lambda model: len({block.up.out_features for block in model.blocks}) > 1,
         lambda model: len(model.blocks) == 0,
     ],
-    ids=["zero-sized", "0-d", "frozen", "tied ends", "tied blocks", "LayerNorm", "mixed sizes", "no blocks"],
+    ids=[
+        "zero-sized",
+        "0-d",
+        "frozen",
+        "two dtypes",
+        "tied ends",
+        "tied blocks",
+        "LayerNorm",
+        "mixed sizes",
+        "no blocks",
+    ],
 )
 def test_models_hold_every_kind_of_parameter(holds):
     assert holds(find(models(), holds))
@@ -286,4 +297,13 @@ def test_models_hold_every_kind_of_parameter(holds):
 def test_a_toy_model_ties_equal_blocks_only():
     model = make_toy_model(ToyRecipe(features=2, width=3, hidden=(4, 5, 4), tied="blocks"))
     first, other, equal = (block.up.weight for block in model.blocks)
+    assert equal is first and other is not first
+
+
+def test_blocks_of_other_dtypes_take_turns_and_are_not_tied():
+    model = make_toy_model(
+        ToyRecipe(features=2, width=3, hidden=(4, 4, 4), tied="blocks", dtypes=("float32", "float64"))
+    )
+    first, other, equal = (block.up.weight for block in model.blocks)
+    assert [x.dtype for x in (first, other, equal)] == [torch.float32, torch.float64, torch.float32]
     assert equal is first and other is not first

@@ -8,20 +8,15 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from ranks import RankPool
 from torch import Tensor
 from torch.optim import Optimizer
 from training import Plain, config, train, train_plainly, vectors
 
 import fzero
-from fzero.plan import ALIGNMENT
+from fzero.testing import check_transform
 from fzero.torch_optimizers import TorchState, classes
 from fzero.transforms import Transform
-from sharding import Partition, Replicated, Sharded, TensorSpec
-from sharding.testing import shapes, world_sizes
-from sharding.views import dtype_name, take_shard
 
 NUM_STEPS = 6
 REFUSED = {"LBFGS", "SparseAdam", "Adafactor", "Muon"}
@@ -187,49 +182,8 @@ def test_python_numbers_are_part_of_the_state() -> None:
 
 
 @every_case
-@given(
-    shape=shapes(),
-    dtype=st.sampled_from(["float32", "float64"]),
-    spec=st.sampled_from([Replicated(), Sharded("data")]),
-    multiple_of=st.sampled_from([1, 3, ALIGNMENT]),
-    world_size=world_sizes(),
-)
-def test_place_describes_exactly_what_init_makes(
-    name: str, params: Any, shape: tuple[int, ...], dtype: str, spec: Any, multiple_of: int, world_size: int
-) -> None:
-    transform = fzero.torch_optimizer(name, **params)
-    param = TensorSpec(shape, dtype, spec, multiple_of=multiple_of)
-    value = torch.ones(param.local_shape(world_size), dtype=getattr(torch, dtype))
-    tensors, structure = optree.tree_flatten(transform.init(value))
-    specs, placed_structure = optree.tree_flatten(transform.place(param))
-    assert structure == placed_structure
-    after = optree.tree_leaves(transform.update(value.clone(), value, transform.init(value))[2])
-    for tensor, later, where in zip(tensors, after, specs, strict=True):
-        assert tuple(tensor.shape) == tuple(later.shape) == where.local_shape(world_size)
-        assert dtype_name(tensor.dtype) == dtype_name(later.dtype) == where.dtype
-        assert where.placement == param.placement
-
-
-# --- shards ------------------------------------------------------------------------------------------------------
-
-
-@every_case
-@given(num_lanes=st.integers(1, 5), world_size=world_sizes(5))
-def test_the_update_of_a_shard_is_the_shard_of_the_update_bit_for_bit(
-    name: str, params: Any, num_lanes: int, world_size: int
-) -> None:
-    transform = fzero.torch_optimizer(name, **params)
-    partition = Partition(ALIGNMENT * num_lanes * world_size, world_size, ALIGNMENT)
-    param, grads = make_param(partition.numel), make_grads(partition.numel)
-    whole, whole_state = run(transform, param, grads)
-    specs = optree.tree_leaves(transform.place(TensorSpec((partition.numel,), "float32", Sharded("data"))))
-    for rank in range(world_size):
-        shards = [take_shard(grad, partition, rank) for grad in grads]
-        found, state = run(transform, take_shard(param, partition, rank), shards)
-        assert torch.equal(found[-1], take_shard(whole[-1], partition, rank))
-        for x, of_all, spec in zip(optree.tree_leaves(state), optree.tree_leaves(whole_state), specs, strict=True):
-            is_cut = isinstance(spec.spec, Sharded)
-            assert torch.equal(x, take_shard(of_all, partition, rank) if is_cut else of_all)
+def test_every_class_keeps_the_laws_of_transforms(name: str, params: Any) -> None:
+    check_transform(fzero.torch_optimizer(name, **params), name=name)
 
 
 ELEMENTWISE: dict[str, Transform] = {

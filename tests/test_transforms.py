@@ -1,4 +1,4 @@
-"""The laws of transforms: torch.optim's trajectories, what `place` promises, shards, donation, and one fused kernel."""
+"""The laws of transforms: torch.optim's trajectories, those of `fzero.testing`, donation, and one fused kernel."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 from fzero import Transform
-from fzero.plan import ALIGNMENT
-from sharding import Partition, Replicated, Sharded, TensorSpec
-from sharding.testing import shapes, world_sizes
-from sharding.views import dtype_name, take_shard
+from fzero.testing import check_transform
 
 NUM_STEPS = 20
 
@@ -89,11 +84,6 @@ def run_torch(make: Callable[..., torch.optim.Optimizer], values: Any, param: Te
         optimizer.step()
         trajectory.append(param.detach().clone())
     return trajectory
-
-
-def leaves(tree: Any) -> list[Any]:
-    """None counts as a leaf: a place without a tensor."""
-    return optree.tree_leaves(tree, none_is_leaf=True)
 
 
 # --- the trajectories of torch.optim -----------------------------------------------------------------------------
@@ -168,65 +158,17 @@ def test_the_first_gradient_is_not_dampened() -> None:
     assert [param.item() for param in trajectory] == [-1.0, -2.0]  # directions 1 and 0.5·1 + 0.5·1
 
 
-# --- place -------------------------------------------------------------------------------------------------------
+# --- the laws of every transform ---------------------------------------------------------------------------------
 
 
 @every_transform
-@given(
-    shape=shapes(),
-    dtype=st.sampled_from(["float32", "float64", "bfloat16"]),
-    spec=st.sampled_from([Replicated(), Sharded("data")]),
-    multiple_of=st.sampled_from([1, 3, ALIGNMENT]),
-    world_size=world_sizes(),
-)
-def test_place_describes_exactly_what_init_makes(
-    name: str, shape: tuple[int, ...], dtype: str, spec: Any, multiple_of: int, world_size: int
-) -> None:
-    transform = TRANSFORMS[name]
-    param = TensorSpec(shape, dtype, spec, multiple_of=multiple_of)
-    state = transform.init(torch.ones(param.local_shape(world_size), dtype=getattr(torch, dtype)))
-    placed = transform.place(param)
-    tensors, structure = optree.tree_flatten(state, none_is_leaf=True)
-    specs, placed_structure = optree.tree_flatten(placed, none_is_leaf=True)
-    assert structure == placed_structure
-    for tensor, where in zip(tensors, specs, strict=True):
-        assert (tensor is None) == (where is None)
-        if tensor is not None:
-            assert tuple(tensor.shape) == where.local_shape(world_size)
-            assert dtype_name(tensor.dtype) == where.dtype
-            assert tensor.nbytes == where.local_nbytes(world_size)
-            assert where.placement == param.placement
+def test_every_transform_keeps_the_laws(name: str) -> None:
+    check_transform(TRANSFORMS[name], name=name, compile="step")
 
 
-# --- shards ------------------------------------------------------------------------------------------------------
-
-
-@every_transform
-@given(num_lanes=st.integers(1, 5), world_size=world_sizes(5))
-def test_the_update_of_a_shard_is_the_shard_of_the_update_bit_for_bit(
-    name: str, num_lanes: int, world_size: int
-) -> None:
-    transform = TRANSFORMS[name]
-    partition = Partition(ALIGNMENT * num_lanes * world_size, world_size, ALIGNMENT)
-    param, grads = make_param(partition.numel), make_grads(partition.numel, num_steps=3)
-    whole, whole_state = run(transform, param, grads)
-    specs = leaves(transform.place(TensorSpec((partition.numel,), "float32", Sharded("data"))))
-    for rank in range(world_size):
-        own = take_shard(param, partition, rank)
-        found, state = run(transform, own, [take_shard(grad, partition, rank) for grad in grads])
-        assert torch.equal(found[-1], take_shard(whole[-1], partition, rank))
-        for x, of_all, spec in zip(leaves(state), leaves(whole_state), specs, strict=True):
-            if x is not None:
-                cut = take_shard(of_all, partition, rank) if isinstance(spec.spec, Sharded) else of_all
-                assert torch.equal(x, cut)
-
-
-@every_transform
-def test_updates_of_equal_inputs_are_equal(name: str) -> None:
-    results = [run(TRANSFORMS[name], make_param(100), make_grads(100)) for _ in range(2)]
-    assert all(
-        torch.equal(x, y) for x, y in zip(*map(optree.tree_leaves, results), strict=True) if isinstance(x, Tensor)
-    )
+@pytest.mark.parametrize("make", [fzero.adagrad, fzero.adam, fzero.adamw, fzero.lion, fzero.sgd])
+def test_every_optimizer_keeps_them_as_a_function_of_the_learning_rate(make: Callable[[Any], Transform]) -> None:
+    check_transform(make, name=make.__name__, compile="step")
 
 
 # --- chains ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import pytest
@@ -15,56 +15,14 @@ from torch import Tensor
 import fzero
 from fzero import collectives
 from sharding import Partial, Replicated, Sharded, TensorSpec
-from sharding.testing import shapes, world_sizes
-from sharding.views import torch_dtype
+from sharding.testing import SPECS, StateTree, distinct_tensors, spec_trees, state_trees, world_sizes
 
 WORLD_SIZES = (1, 2, 3, 4)
-SPECS = (Replicated(), Sharded("data"), Partial("data"))
-
-
-class Pair(NamedTuple):
-    """A node of a tree that is neither a dict nor a list."""
-
-    left: Any
-    right: Any
-
-
-def trees_of_specs(dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16")) -> st.SearchStrategy[Any]:
-    """Trees of any nesting, empty ones too, of specs of all kinds; 0-d and zero-sized tensors among them."""
-    specs = st.builds(
-        TensorSpec,
-        shape=shapes(),
-        dtype=st.sampled_from(dtypes),
-        spec=st.sampled_from(SPECS),
-        multiple_of=st.integers(1, 4),
-    )
-    return st.recursive(
-        specs | st.none(),
-        lambda inner: (
-            st.dictionaries(st.sampled_from(["w", "b", "0"]), inner, max_size=3)
-            | st.lists(inner, max_size=3)
-            | st.tuples(inner)
-            | st.builds(Pair, inner, inner)
-        ),
-        max_leaves=5,
-    )
-
-
-def full_tree(specs: Any, first: int = 0) -> Any:
-    """Full tensors of these specs. All elements of the tree are different numbers."""
-    count = first
-
-    def one(spec: TensorSpec) -> Tensor:
-        nonlocal count
-        count += spec.numel
-        return torch.arange(count - spec.numel, count).to(torch_dtype(spec.dtype)).reshape(spec.shape)
-
-    return optree.tree_map(one, specs)
 
 
 def grads_of(specs: Any, rank: int) -> Any:
     """Gradients that differ from rank to rank, and whose sums are not exact."""
-    return optree.tree_map(lambda x: (x + 1) / (rank + 1), full_tree(specs, 10 * rank))
+    return optree.tree_map(lambda x: (x + 1) / (rank + 1), distinct_tensors(specs, first=10 * rank))
 
 
 def stacked(trees: list[Any]) -> Any:
@@ -84,18 +42,18 @@ def equal(found: Any, expected: Any) -> bool:
 # --- on a simulated axis -----------------------------------------------------------------------------------------
 
 
-@given(trees_of_specs(("float32", "bfloat16", "int64", "bool")), world_sizes())
-def test_gather_undoes_shard(specs: Any, world_size: int) -> None:
+@given(state_trees(("float32", "bfloat16", "int64", "bool")), world_sizes())
+def test_gather_undoes_shard(tree: StateTree, world_size: int) -> None:
     axis = fzero.Sim("data", world_size)
-    full = stacked([full_tree(specs)] * world_size)
-    shards = fzero.shard(full, specs, axis)
-    assert equal(fzero.gather(shards, specs, axis), full)
+    full = stacked([tree.tensors] * world_size)
+    shards = fzero.shard(full, tree.specs, axis)
+    assert equal(fzero.gather(shards, tree.specs, axis), full)
 
 
-@given(trees_of_specs(), world_sizes())
+@given(spec_trees(), world_sizes())
 def test_shards_have_the_shape_that_their_spec_says(specs: Any, world_size: int) -> None:
     axis = fzero.Sim("data", world_size)
-    shards = fzero.shard(stacked([full_tree(specs)] * world_size), specs, axis)
+    shards = fzero.shard(stacked([distinct_tensors(specs)] * world_size), specs, axis)
     optree.tree_map(lambda x, spec: _check(x.shape == (world_size, *spec.local_shape(world_size))), shards, specs)
 
 
@@ -103,10 +61,10 @@ def _check(holds: bool) -> None:
     assert holds
 
 
-@given(trees_of_specs(), world_sizes())
+@given(spec_trees(), world_sizes())
 def test_shards_of_all_ranks_are_the_tensor_and_zeros(specs: Any, world_size: int) -> None:
     axis = fzero.Sim("data", world_size)
-    full = full_tree(specs, first=1)
+    full = distinct_tensors(specs, first=1)
 
     def one(shards: Tensor, x: Tensor, spec: TensorSpec) -> None:
         if isinstance(spec.spec, Sharded):
@@ -116,7 +74,7 @@ def test_shards_of_all_ranks_are_the_tensor_and_zeros(specs: Any, world_size: in
     optree.tree_map(one, fzero.shard(stacked([full] * world_size), specs, axis), full, specs)
 
 
-@given(trees_of_specs(), world_sizes())
+@given(spec_trees(), world_sizes())
 def test_reduced_gradients_are_shards_of_the_mean_and_partial_ones_stay(specs: Any, world_size: int) -> None:
     axis = fzero.Sim("data", world_size)
     on_ranks = [grads_of(specs, rank) for rank in range(world_size)]
@@ -145,7 +103,7 @@ def test_gather_and_world_size_times_reduce_scatter_are_adjoint(numel: int, worl
     torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)  # float64; the two sums add in another order
 
 
-@given(trees_of_specs(), world_sizes(3))
+@given(spec_trees(), world_sizes(3))
 def test_the_verbs_leave_their_inputs_unchanged(specs: Any, world_size: int) -> None:
     axis = fzero.Sim("data", world_size)
     grads = stacked([grads_of(specs, rank) for rank in range(world_size)])
@@ -164,7 +122,7 @@ def _verbs_on_a_rank(trees: list[Any]) -> list[Any]:
     axis = fzero.join()
     found = []
     for specs in trees:
-        full, grads = full_tree(specs), grads_of(specs, axis.rank)
+        full, grads = distinct_tensors(specs), grads_of(specs, axis.rank)
         kept = optree.tree_map(torch.clone, (full, grads))
         shards = fzero.shard(full, specs, axis)
         gathered = fzero.gather(shards, specs, axis)
@@ -176,12 +134,12 @@ def _verbs_on_a_rank(trees: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @settings(max_examples=10)
-@given(trees=st.lists(trees_of_specs(), min_size=8, max_size=8))
+@given(trees=st.lists(spec_trees(), min_size=8, max_size=8))
 def test_real_ranks_and_a_simulated_axis_give_the_same_bits(ranks: RankPool, world_size: int, trees: list[Any]) -> None:
     axis = fzero.Sim("data", world_size)
     on_ranks = ranks(world_size, _verbs_on_a_rank, trees)
     for index, specs in enumerate(trees):
-        full = stacked([full_tree(specs)] * world_size)
+        full = stacked([distinct_tensors(specs)] * world_size)
         grads = stacked([grads_of(specs, rank) for rank in range(world_size)])
         shards = fzero.shard(full, specs, axis)
         simulated = shards, fzero.gather(shards, specs, axis), fzero.reduce_scatter_grads(grads, specs, axis)
@@ -193,7 +151,7 @@ def _what_is_sent(spec: TensorSpec) -> list[tuple[str, int]]:
     sent: list[fzero.Sent] = []
     bound = fzero.join()
     axis = fzero.Real(bound.name, bound.size, bound.rank, observe=sent.append)
-    full = full_tree(spec)
+    full = distinct_tensors(spec)
     fzero.gather(fzero.shard(full, spec, axis), spec, axis)
     fzero.reduce_scatter_grads(full, spec, axis)
     return [(record.collective, record.num_elements) for record in sent]
@@ -223,10 +181,10 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @settings(max_examples=20)
-@given(specs=trees_of_specs(("float32",)))
+@given(specs=spec_trees(("float32",)))
 def test_an_update_changes_nothing_that_it_is_given_and_returns_new_tensors(name: str, specs: Any) -> None:
     transform = TRANSFORMS[name]
-    params, grads = full_tree(specs, first=1), grads_of(specs, rank=1)
+    params, grads = distinct_tensors(specs, first=1), grads_of(specs, rank=1)
     state = optree.tree_map(transform.init, params)
     for _ in range(2):
         kept = optree.tree_map(torch.clone, (params, grads, state))

@@ -1,0 +1,59 @@
+"""What is a law, and how is one tried?
+
+A law is a row of a table: its sentence, what to mend where it is broken, the examples to try, and a function that looks for a
+fault in one of them. hypothesis tries the examples and finds a small one in which there is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky
+
+Subject = TypeVar("Subject")
+Example = TypeVar("Example")
+
+
+class Law(NamedTuple, Generic[Subject, Example]):
+    """`find_fault` says what is wrong with the subject in an example of `examples`; None is nothing."""
+
+    sentence: str
+    fix: str
+    examples: st.SearchStrategy[Example]
+    find_fault: Callable[[Subject, Example], str | None]
+
+
+def try_law(law: Law[Subject, Example], subject: Subject, name: str, max_examples: int) -> None:
+    """Raises if an example shows that the law is broken."""
+    faults: list[tuple[str, Exception | None]] = []
+
+    # Derandomized: a check that passes today passes tomorrow. Nothing is kept on disk.
+    @settings(
+        max_examples=max_examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        report_multiple_bugs=False,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(law.examples)
+    def holds(example: Example) -> None:
+        cause = None
+        try:
+            fault = law.find_fault(subject, example)
+        except Exception as error:  # whatever code that is not ours does
+            fault, cause = f"it raises {type(error).__name__}: {error}", error
+        if fault:
+            told = f"{name}: {law.sentence}. Found that {fault}. Smallest example: {example}. {law.fix}"
+            faults.append((told, cause))
+            raise AssertionError(told)
+
+    try:
+        holds()
+    except (AssertionError, Flaky):  # what remembers or draws numbers may be right when it is tried again
+        message, reason = faults[-1]
+        raise AssertionError(message) from reason

@@ -1,0 +1,354 @@
+"""How does a training state move to another stage, number of ranks or layout between two steps?
+
+    state = fzero.reshard(state, old, new)    # old and new are steps of one model
+
+The plan (`fzero.reshard_plan`) says which elements go where. Two executors run it: `reshard` on real processes, where each
+holds its own part and sends what others lack, and `reshard_all` on the states of all ranks in one process. Neither
+gathers anything that the new step does not hold whole; what moves at a time is one unit.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero import collectives
+from fzero.collectives import Fake, Real
+from fzero.eager import own_shard
+from fzero.loss_scaling import LossScale
+from fzero.reshard_plan import Place, ReshardPlan, Round, plan_reshard
+from fzero.simulate import LockstepRanks, stacked, unstacked
+from fzero.state import TrainState
+from fzero.step import MismatchError, TrainStep
+from sharding import Sharded
+from sharding.views import torch_dtype
+
+Numbers = dict[str, float | int]
+"""The 0-d tensors of a state, by name: the same on every rank, so they travel as values."""
+
+
+AnyStep = TrainStep | LockstepRanks
+
+
+def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor] | None:
+    """The state of `new` that continues where `state`, one of `old`, stands: this process' part.
+
+    Parameters, master, optimizer state, counters, loss scale and module buffers go over bit by bit; where the new dtypes
+    are others, parameters are the master's, rounded. A rank keeps its random state, a further one starts as in `init`. The
+    gradients are zeros: a step collects them anew. The loss scale stays where both steps scale dynamically, else it is the
+    new step's first. The state given is left as it is.
+
+    *Collective:* every process of the default group, whichever of the two jobs it is in. Sends `plan_reshard(…).sent_nbytes`,
+    unit by unit, each in one message for every pair of processes, dtype and kind (shards, or what all hold), and the 0-d
+    tensors once. Besides the two states a process holds what it sends and receives of one unit.
+
+    Args:
+        state: this process' part; None where it is not in the old job.
+        old: the step that `state` is of. Outside of its job, one on `Fake("data", W)`.
+        new: the step to continue with, of the same model. Outside of its job, one on `Fake("data", W)`. Simulated steps
+            (`simulate`) have simulated states, and send nothing.
+
+    Returns:
+        This process' part; None where it is not in the new job.
+
+    Raises:
+        MismatchError: the processes have different steps (told on all of them).
+        ValueError: the state is not one of `old`, the models or optimizers differ, or a rank is missing (told on all).
+        CollectiveError: another process died or did not come.
+    """
+    if isinstance(old, LockstepRanks) or isinstance(new, LockstepRanks):
+        return _reshard_simulated(state, old, new)
+    axis = collectives.job()
+    for step in (new, old):
+        if isinstance(step._ranks, Real) and step._ranks.observe is not None:
+            axis = replace(axis, observe=step._ranks.observe)
+    everyone = collectives.exchange(_tell(state, old, new), axis, label="compare steps")
+    _check_told(everyone)
+    places = [Place(told.old, told.new) for told in everyone]
+    plan = plan_reshard(old.plan, new.plan, places=places, rng=_rng_specs(old, new))
+    numbers = next(told.numbers for told in everyone if told.numbers is not None)
+    place = places[axis.rank]
+    made = None if place.new is None else _blank(old, new, place.new, _chosen_numbers(plan, numbers))
+    sources = {} if state is None else _by_name(state)
+    targets = {} if made is None else _by_name(made)
+    for round_ in plan.rounds:
+        _run(round_, plan, sources, targets, axis, new.device)
+    if made is not None and place.new is not None:
+        _narrow(made, new, place.new)
+    return made
+
+
+def _reshard_simulated(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor]:
+    if state is None or not isinstance(old, LockstepRanks) or not isinstance(new, LockstepRanks):
+        raise ValueError(
+            f"reshard: both steps must be simulated or neither, and a simulated state is all ranks', got "
+            f"{type(old).__name__} and {type(new).__name__}; simulate the other step, too"
+        )
+    made: TrainState[Tensor] = stacked(reshard_all(unstacked(state, old.world_size), old.steps[0], new.steps[0]))
+    return made
+
+
+def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: TrainStep) -> list[TrainState[Tensor]]:
+    """`reshard` in one process: of the states of all ranks of `old` the states of all ranks of `new`. Sends nothing.
+
+    Args:
+        states: in rank order.
+        old, new: steps of one model; both may be on a `Fake` axis.
+
+    Raises:
+        ValueError: there is not one state of `old` for each rank, or the models or optimizers differ.
+    """
+    if len(states) != old.world_size:
+        raise ValueError(
+            f"reshard_all: needs the states of all {old.world_size} ranks of the old step in rank order, got {len(states)}; "
+            f"pass them all"
+        )
+    _check_devices(old, new)
+    for state in states:
+        _check_state(state, old)
+    plan = plan_reshard(old.plan, new.plan, rng=_rng_specs(old, new))
+    numbers = _chosen_numbers(plan, _numbers_of(states[0]))
+    made = [_blank(old, new, rank, numbers) for rank in range(new.world_size)]
+    sources, targets = [_by_name(state) for state in states], [_by_name(state) for state in made]
+    for flow in (flow for round_ in plan.rounds for flow in round_.flows):
+        for move in plan.moves(flow):
+            source = sources[move.source_rank][flow.source.name][move.source_start : move.source_stop]
+            targets[move.target_rank][flow.target.name][move.target_start : move.target_stop].copy_(source)
+    for rank, state in enumerate(made):
+        _narrow(state, new, rank)
+    return made
+
+
+# --- the executor on real processes ------------------------------------------------------------------------------
+
+
+class _Message(NamedTuple):
+    """What one process sends another in a round: `is_shared` tells what goes to all from what goes to one.
+
+    They are separate, so that what goes to all is packed once, and not once for each.
+    """
+
+    process: int
+    dtype: str
+    is_shared: bool
+
+
+class _Span(NamedTuple):
+    """Elements [start, stop) of a flat tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors[self.name][self.start : self.stop]
+
+
+def _run(
+    round_: Round,
+    plan: ReshardPlan,
+    sources: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
+    axis: Real,
+    device: torch.device,
+) -> None:
+    """Copies what stays in this process, and exchanges the rest of one round, from `device` to `device`."""
+    sent: dict[_Message, list[_Span]] = {}
+    received: dict[_Message, list[_Span]] = {}
+    for flow in round_.flows:
+        for move in plan.moves(flow, axis.rank):
+            source = _Span(flow.source.name, move.source_start, move.source_stop)
+            target = _Span(flow.target.name, move.target_start, move.target_stop)
+            if move.source_rank == move.target_rank:
+                target.of(targets).copy_(source.of(sources))
+            elif move.source_rank == axis.rank:
+                message = _Message(move.target_rank, flow.dtype, flow.reach != "owner")
+                sent.setdefault(message, []).append(source)
+            else:
+                message = _Message(move.source_rank, flow.dtype, flow.reach != "owner")
+                received.setdefault(message, []).append(target)
+    packed: dict[tuple[str, tuple[_Span, ...]], Tensor] = {}
+    outgoing, incoming = [], []
+    for message, spans in sent.items():
+        key = message.dtype, tuple(spans)
+        if key not in packed:
+            pieces = [span.of(sources).to(device, torch_dtype(message.dtype)) for span in spans]
+            packed[key] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        outgoing.append((message.process, packed[key]))
+    for message, spans in received.items():
+        numel = sum(span.stop - span.start for span in spans)
+        incoming.append((message.process, torch.empty(numel, dtype=torch_dtype(message.dtype), device=device)))
+    collectives.swap(incoming, outgoing, axis, label=f"reshard {round_.name}")
+    for (_, pieces_of_all), spans in zip(incoming, received.values(), strict=True):
+        pieces_by_span = torch.split(pieces_of_all, [span.stop - span.start for span in spans])
+        for span, piece in zip(spans, pieces_by_span, strict=True):
+            span.of(targets).copy_(piece)
+
+
+# --- states ------------------------------------------------------------------------------------------------------
+
+
+def _by_name(state: TrainState[Tensor]) -> dict[str, Tensor]:
+    """The tensors of a state as flat views, by the names that the plan uses."""
+    accessors, tensors, _ = optree.tree_flatten_with_accessor(state)
+    return {accessor.codify("state"): x.reshape(-1) for accessor, x in zip(accessors, tensors, strict=True)}
+
+
+def _numbers_of(state: TrainState[Tensor]) -> Numbers:
+    """The 0-d tensors of a state that the step made; a module's own buffers move as tensors."""
+    parts = state._replace(params={}, master={}, grads={}, buffers={}, rng={})
+    accessors, tensors, _ = optree.tree_flatten_with_accessor(parts)
+    named = zip(accessors, tensors, strict=True)
+    return {accessor.codify("state"): x.item() for accessor, x in named if x.ndim == 0}
+
+
+def _chosen_numbers(plan: ReshardPlan, numbers: Numbers) -> Numbers:
+    """The 0-d tensors of the new state, for what there are old ones."""
+    chosen = {name: number for name, number in numbers.items() if not name.startswith("state.optimizer")}
+    for name, sources in plan.numbers.items():
+        found = {repr(numbers[source]): source for source in sources}  # a NaN is equal to itself only in words
+        if len(found) > 1:
+            told = ", ".join(f"{source} is {number}" for number, source in found.items())
+            raise ValueError(
+                f"reshard: {name} must come from equal numbers, and {told}; keep apart in the new step what is apart in the old "
+                f"one (units, parameter groups)"
+            )
+        chosen[name] = numbers[sources[0]]
+    return chosen
+
+
+def _blank(old: TrainStep, new: TrainStep, rank: int, numbers: Numbers) -> TrainState[Tensor]:
+    """A state of `new` for one rank with the numbers given, its own random state, and flat tensors yet to be filled.
+
+    Padding is zero, in the optimizer state what `init` makes it.
+    """
+
+    def zeros(specs: Any) -> Any:
+        return optree.tree_map(
+            lambda spec: torch.zeros(
+                spec.local_shape(new.world_size), dtype=torch_dtype(spec.dtype), device=new.device
+            ),
+            specs,
+        )
+
+    specs = new.specs
+    params, master = zeros(specs.params), zeros(specs.master)
+    optimizer = {}
+    for buffer in new.plan.flat_buffers:
+        if buffer.trainable:
+            param = params[buffer.key]
+            share = own_shard(param, buffer, rank) if isinstance(buffer.row.optimizer, Sharded) else param
+            optimizer[buffer.key] = new._transform_of(buffer, 0).init(master.get(buffer.key, share))
+    loss_scale = new._scaling.init(new.device)
+    if new._scaling.dynamic and old._scaling.dynamic:
+        values = (numbers[f"state.loss_scale.{field}"] for field in LossScale._fields)
+        loss_scale = LossScale(*(x.fill_(value) for x, value in zip(loss_scale, values, strict=True)))
+    step = torch.zeros((), dtype=torch.int64, device=new.device if new._cfg.skips_overflow else "cpu")
+    state: TrainState[Tensor] = TrainState(
+        step=step.fill_(numbers["state.step"]),
+        params=params,
+        master=master,
+        grads=zeros(specs.grads),
+        optimizer=optimizer,
+        buffers=zeros(specs.buffers),
+        loss_scale=loss_scale,
+        rng=new._first_rng(rank),
+    )
+    for name, x in _by_name(state).items():
+        if name.startswith("state.optimizer") and name in numbers:
+            x.fill_(numbers[name])
+    return state
+
+
+def _narrow(state: TrainState[Tensor], new: TrainStep, rank: int) -> None:
+    """Writes what a rank holds of the masters into its parameters, in their dtype."""
+    for buffer in new.plan.flat_buffers:
+        if buffer.has_master:
+            master, param = state.master[buffer.key], state.params[buffer.key]
+            (param if param.shape == master.shape else own_shard(param, buffer, rank)).copy_(master)
+
+
+# --- checks ------------------------------------------------------------------------------------------------------
+
+
+class _Told(NamedTuple):
+    """What every process tells the others."""
+
+    old: int | None
+    new: int | None
+    steps: int
+    """A checksum of the two steps' plans."""
+    numbers: Numbers | None
+    """Of old rank 0."""
+    problem: str | None
+
+
+def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _Told:
+    """Finds what is wrong on this process alone, and does not raise it, for the others would wait."""
+    old_rank, new_rank = (None if isinstance(step._ranks, Fake) else step._ranks.rank for step in (old, new))
+    plans = [(p.stage, p.world_size, p.flat_buffers, p.optimizer, p.buffers) for p in (old.plan, new.plan)]
+    numbers, problem = None, None
+    try:
+        _check_devices(old, new)
+        if (state is None) != (old_rank is None):
+            raise ValueError(
+                f"state: must be this process' part where old is bound to ranks that are there, and None where it is on a Fake "
+                f"axis, got {'None' if state is None else 'a state'} with {old._ranks}; pass the step that goes with it"
+            )
+        if state is not None:
+            _check_state(state, old)
+            numbers = _numbers_of(state) if old_rank == 0 else None
+    except ValueError as error:
+        problem = str(error)
+    return _Told(old_rank, new_rank, zlib.crc32(repr(plans).encode()), numbers, problem)
+
+
+def _check_told(everyone: Sequence[_Told]) -> None:
+    """Raises on every process what is wrong on any."""
+    problems = [f"on process {process}: {told.problem}" for process, told in enumerate(everyone) if told.problem]
+    if problems:
+        raise ValueError(f"reshard: {problems[0]}")
+    differing = [process for process, told in enumerate(everyone) if told.steps != everyone[0].steps]
+    if differing:
+        raise MismatchError(
+            f"reshard: old and new must be the same two steps on every process, and those of processes {differing} have other "
+            f"plans than those of process 0; make them from the same model and configurations"
+        )
+
+
+def _check_state(state: TrainState[Tensor], step: TrainStep) -> None:
+    """Raises unless every tensor has the shape and dtype of this step."""
+    specs = step.specs
+    expected, found = _told_shapes(specs, step.world_size), _told_shapes(state, step.world_size)
+    for name in (*expected, *found):
+        if expected.get(name) != found.get(name):
+            raise ValueError(
+                f"{name}: must be {expected.get(name, 'left out')} in a state of the old step (stage {step.plan.stage}, "
+                f"{step.world_size} ranks), got {found.get(name, 'none')}; pass the step that made the state"
+            )
+
+
+def _told_shapes(tree: TrainState[Any], world_size: int) -> dict[str, str]:
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
+    return {
+        accessor.codify("state"): f"{str(leaf.dtype).removeprefix('torch.')} of shape "
+        f"{tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf.local_shape(world_size)}"
+        for accessor, leaf in zip(accessors, leaves, strict=True)
+    }
+
+
+def _check_devices(old: TrainStep, new: TrainStep) -> None:
+    if old.device.type != new.device.type:
+        raise ValueError(
+            f"reshard: both steps must be on one kind of device, got {old.device} and {new.device}; move the model of one"
+        )
+
+
+def _rng_specs(old: TrainStep, new: TrainStep) -> dict[str, Any]:
+    return {kind: spec for kind, spec in new.specs.rng.items() if kind in old.specs.rng}

@@ -1,0 +1,412 @@
+"""Which elements of a training state go where, when the stage, the number of ranks or the layout changes?
+
+1. A state holds flat tensors: parameters, master and what the optimizer keeps, each cut by the layout of its flat buffer.
+2. A new tensor is filled from the old ones that hold the same quantity of the same parameters: a *flow*. Its moves are
+   those of `sharding.plan_transfer`, shard to shard, and a whole tensor counts as the shards it consists of.
+3. A process that holds what it needs copies it. What it lacks comes once, from the rank whose shard it is in; where every
+   old rank holds it all, so the sending is spread over them, too.
+
+The plan is a value and holds integers and names only; `fzero.reshard` runs it. Shape letters: P padded = W·S, S elements
+of a shard, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import optree
+import torch
+
+from fzero.matrix_transforms import AdafactorState
+from fzero.meshes import is_several
+from fzero.pieces import grids_of
+from fzero.plan import BufferPlan, Plan
+from sharding import FlatLayout, Move, Replicated, Sharded, Spec, TensorSpec, plan_transfer
+from sharding.dtypes import itemsize
+from sharding.transfer import merged
+from sharding.views import torch_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process' rank in the old job and in the new one; None where it has none."""
+
+    old: int | None
+    new: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensor:
+    """A flat tensor of a state: its name, what of which parameters it holds, its dtype, and how it is divided."""
+
+    name: str
+    layout: FlatLayout
+    dtype: str
+    spec: Spec
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
+        return isinstance(self.spec, Replicated)
+
+    def start(self, rank: int) -> int:
+        """Where the shard of `rank` starts in the tensor that a holder of it has."""
+        return rank * self.layout.partition.shard_numel if self.is_whole else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What goes from one flat tensor of the old state to one of the new.
+
+    Attributes:
+        source, target: the two.
+        moves: from old shards to new ones.
+        reach: which new ranks take the elements of a shard: its `"owner"`, `"all"`, or all `"others"` (which is for
+            parameters beside a sharded master: the owner makes its own from that).
+    """
+
+    source: FlatTensor
+    target: FlatTensor
+    moves: tuple[Move, ...]
+    reach: Literal["owner", "all", "others"]
+
+    @property
+    def dtype(self) -> str:
+        """In which the elements travel: the narrower of the two."""
+        return min(self.source.dtype, self.target.dtype, key=itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The flows that run together: those to one unit, or those to the module buffers and random states."""
+
+    name: str
+    flows: tuple[Flow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """How the state of one step becomes the state of another. `print(plan)` shows what each process sends.
+
+    Attributes:
+        title: from what to what.
+        places: the rank of every process in the old job and in the new one.
+        rounds: what moves, in order.
+        numbers: each 0-d tensor of the new optimizer state, with the old ones that it is taken from, which must be equal.
+    """
+
+    title: str
+    places: tuple[Place, ...]
+    rounds: tuple[Round, ...] = field(repr=False)
+    numbers: dict[str, tuple[str, ...]] = field(repr=False)
+    _senders: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _receivers: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        processes = range(len(self.places))
+        for job, attribute in (("old", "_senders"), ("new", "_receivers")):
+            by_rank = {getattr(self.places[process], job): process for process in processes}
+            ranks = sorted(rank for rank in by_rank if rank is not None)
+            object.__setattr__(self, attribute, tuple(by_rank[rank] for rank in ranks))
+
+    def moves(self, flow: Flow, process: int | None = None) -> Iterator[Move]:
+        """The moves of a flow between processes, whose starts and stops count elements of the tensors that these hold.
+
+        A move from a process to itself is a copy. Any two processes see their moves in the same order.
+
+        Args:
+            process: only those that it takes part in; None is all.
+        """
+        return merged(self._moves(flow, process))
+
+    def _moves(self, flow: Flow, process: int | None) -> Iterator[Move]:
+        for move in flow.moves:
+            owner, sender = self._receivers[move.target_rank], self._senders[move.source_rank]
+            source_start = flow.source.start(move.source_rank) + move.source_start
+            target_start = flow.target.start(move.target_rank) + move.target_start
+            if flow.reach == "owner":
+                reached: Iterable[int] = (owner,)
+            elif process is None or process == sender:
+                reached = self._receivers
+            else:  # it can only receive
+                reached = (process,) if self.places[process].new is not None else ()
+            for receiver in reached:
+                if flow.reach == "others" and receiver == owner:
+                    continue
+                has_it = flow.source.is_whole and self.places[receiver].old is not None
+                source = receiver if has_it else sender
+                if process in (None, source, receiver):
+                    yield Move(source, source_start, source_start + move.numel, receiver, target_start)
+
+    @property
+    def sent_nbytes(self) -> tuple[int, ...]:
+        """The bytes that each process sends to others."""
+        return tuple(sent for sent, _, _ in self._traffic())
+
+    def _traffic(self) -> list[list[int]]:
+        """The bytes that each process sends, receives, and copies within itself."""
+        traffic = [[0, 0, 0] for _ in self.places]
+        for flow in (flow for round_ in self.rounds for flow in round_.flows):
+            for move in self.moves(flow):
+                if move.source_rank == move.target_rank:
+                    traffic[move.target_rank][2] += move.numel * itemsize(flow.target.dtype)
+                else:
+                    traffic[move.source_rank][0] += move.numel * itemsize(flow.dtype)
+                    traffic[move.target_rank][1] += move.numel * itemsize(flow.dtype)
+        return traffic
+
+    def __str__(self) -> str:
+        rows = [
+            f"{process:>7}  {_word(place.old):>8}  {_word(place.new):>8}" + "".join(f"  {n:>15,}" for n in nbytes)
+            for process, (place, nbytes) in enumerate(zip(self.places, self._traffic(), strict=True))
+        ]
+        head = f"process  old rank  new rank  {'bytes sent':>15}  {'received':>15}  {'copied':>15}"
+        return "\n".join([self.title, head, *rows])
+
+
+def plan_reshard(
+    old: Plan,
+    new: Plan,
+    *,
+    places: Sequence[Place] | None = None,
+    rng: Mapping[str, TensorSpec] | None = None,
+) -> ReshardPlan:
+    """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no tensor.
+
+    Stage, world size, units, order, parameter groups and dtypes may differ, but no master or optimizer state may become
+    narrower. A master comes from the old master, or else from the parameters, which then are the master.
+
+    Args:
+        old, new: `step.plan` of two steps, or what `fzero.plan` gives: plans of one model.
+        places: who is who; None says that rank r of both jobs is the same process.
+        rng: what else each rank has for itself, `step.specs.rng`: a rank of the new job gets that of the same rank.
+
+    Raises:
+        ValueError: a plan has several axes; the models differ in a name or a shape, in what is frozen, or in what the
+            optimizer keeps; something would become narrower; or a rank of either job has no process, or several.
+
+    >>> from fzero.plan import plan
+    >>> model = torch.nn.Linear(8, 8)
+    >>> plans = [plan(model, {"zero_optimization": {"stage": stage}}, world_size=2) for stage in (0, 1)]
+    >>> plan_reshard(*plans).sent_nbytes  # every rank has all that it needs
+    (0, 0)
+    >>> print(plan_reshard(*reversed(plans)))
+    ZeRO stage 1 on 2 ranks -> stage 0 on 2 ranks
+    process  old rank  new rank       bytes sent         received           copied
+          0         0         0              512               64              800
+          1         1         1               64              512              352
+    """
+    _check_one_axis("old", old)
+    _check_one_axis("new", new)
+    _check_same("parameter", _shapes_of(old), _shapes_of(new))
+    _check_same("module buffer", *({n: spec.shape for n, spec in p.buffers.items()} for p in (old, new)))
+    if places is None:
+        numbers = range(max(old.world_size, new.world_size))
+        places = [Place(r if r < old.world_size else None, r if r < new.world_size else None) for r in numbers]
+    _check_present("old", [place.old for place in places], old.world_size)
+    _check_present("new", [place.new for place in places], new.world_size)
+    owners = {name: buffer for buffer in old.flat_buffers for name in buffer.layout.names}
+    counted: dict[str, tuple[str, ...]] = {}
+    rounds = []
+    for unit in new.units:
+        flows: list[Flow] = []
+        for buffer in unit.buffers:
+            sources = list({owners[name].key: owners[name] for name in buffer.layout.names}.values())
+            for source in sources:
+                _check_same_kind(old, source, new, buffer)
+                flows += _flows_between(old, source, new, buffer)
+            for path, name in _numbers_of(new, buffer).items():
+                counted[name] = tuple(_numbers_of(old, source)[path] for source in sources)
+        rounds.append(Round(unit.name, tuple(flows)))
+    rest = [*_module_buffers(old, new), *(_own(kind, spec, old, new) for kind, spec in (rng or {}).items())]
+    rounds.append(Round("module buffers and random states", tuple(rest)))
+    title = f"ZeRO stage {old.stage} on {old.world_size} ranks -> stage {new.stage} on {new.world_size} ranks"
+    return ReshardPlan(title, tuple(places), tuple(rounds), counted)
+
+
+# --- flows -------------------------------------------------------------------------------------------------------
+
+
+def _flows_between(old: Plan, source: BufferPlan, new: Plan, target: BufferPlan) -> Iterator[Flow]:
+    """What goes from one flat buffer to another."""
+    old_tensors, new_tensors = _tensors_of(old, source), _tensors_of(new, target)
+    for quantity, tensor in new_tensors.items():
+        reach: Literal["owner", "all", "others"] = "all" if tensor.is_whole else "owner"
+        if quantity == "params" and target.has_master:
+            if not tensor.is_whole or new_tensors["master"].is_whole:
+                continue  # made of the rank's own master
+            reach = "others"
+        known = old_tensors.get(_quantity_for(quantity, source, target))
+        if known is None:
+            continue  # the parameters that both buffers hold have no element
+        flow = _flow(known, tensor, reach)
+        if flow.moves:
+            yield flow
+
+
+def _quantity_for(quantity: str, source: BufferPlan, target: BufferPlan) -> str:
+    """Which old quantity a new one is made of."""
+    if quantity not in ("params", "master"):
+        return quantity
+    if quantity == "params" and target.has_master and source.dtypes.param == target.dtypes.param:
+        return "params"  # already rounded, and perhaps whole
+    return "master" if source.has_master else "params"
+
+
+def _flow(source: FlatTensor, target: FlatTensor, reach: Literal["owner", "all", "others"]) -> Flow:
+    known = set(source.layout.names)
+    shared = [name for name in target.layout.names if name in known]
+    return Flow(source, target, plan_transfer(source.layout, target.layout, names=shared), reach)
+
+
+def _tensors_of(plan: Plan, buffer: BufferPlan) -> dict[str, FlatTensor]:
+    """The flat tensors of one buffer that outlive a step, by quantity. (Gradients do not.)"""
+    layout, row = buffer.layout, buffer.row
+    tensors = {"params": FlatTensor(f"state.params[{buffer.key!r}]", layout, buffer.dtypes.param, row.params)}
+    if buffer.has_master:
+        tensors["master"] = FlatTensor(f"state.master[{buffer.key!r}]", layout, buffer.dtypes.master, row.optimizer)
+    for path, (name, spec) in _optimizer_leaves(plan, buffer).items():
+        if spec.shape != ():
+            entries = layout if _is_by_element(spec, buffer) else _entries_layout(plan, buffer, path)
+            tensors[path] = FlatTensor(name, entries, spec.dtype, spec.spec)
+    return tensors
+
+
+def _numbers_of(plan: Plan, buffer: BufferPlan) -> dict[str, str]:
+    """The names of the 0-d tensors of the optimizer state, by path."""
+    return {path: name for path, (name, spec) in _optimizer_leaves(plan, buffer).items() if spec.shape == ()}
+
+
+def _optimizer_leaves(plan: Plan, buffer: BufferPlan) -> dict[str, tuple[str, TensorSpec]]:
+    """The tensors of the optimizer state: their names in the whole state and specs, by path in their own."""
+    if not buffer.trainable:
+        return {}
+    accessors, specs, _ = optree.tree_flatten_with_accessor(plan.optimizer[buffer.key])
+    paths = [accessor.codify("") for accessor in accessors]
+    return {path: (f"state.optimizer[{buffer.key!r}]{path}", spec) for path, spec in zip(paths, specs, strict=True)}
+
+
+def _is_by_element(spec: TensorSpec, buffer: BufferPlan) -> bool:
+    """Whether a tensor of the optimizer state has an element for each of the master."""
+    return replace(spec, dtype=buffer.master.dtype) == buffer.master
+
+
+def _entries_layout(plan: Plan, buffer: BufferPlan, path: str) -> FlatLayout:
+    """Where the entries of each parameter stand in Adafactor's means over rows and columns, which every rank has."""
+    if not isinstance(plan.optimizer[buffer.key], AdafactorState):
+        raise ValueError(
+            f"plan_reshard: the optimizer state of {buffer.key!r} must have tensors with an entry for each element, or one "
+            f"number, and state{path} has shape {_optimizer_leaves(plan, buffer)[path][1].shape}; start the new step from the "
+            f"weights, init(old.gather(state))"
+        )
+    grids = {buffer.layout.names[index]: grid for index, grid in grids_of(buffer.layout).items()}
+    lengths = {name: grid.rows if path == ".row_var" else grid.columns for name, grid in grids.items()}
+    shapes = tuple((grid.matrices, lengths[name]) for name, grid in grids.items())
+    return FlatLayout(tuple(grids), shapes, plan.world_size)
+
+
+def _module_buffers(old: Plan, new: Plan) -> Iterator[Flow]:
+    def tensor(plan: Plan, name: str) -> FlatTensor:
+        spec = plan.buffers[name]
+        layout = FlatLayout((name,), (spec.shape,), plan.world_size)
+        return FlatTensor(f"state.buffers[{name!r}]", layout, spec.dtype, Replicated())
+
+    for name in new.buffers:
+        yield _flow(tensor(old, name), tensor(new, name), "all")
+
+
+def _own(kind: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
+    """What each rank has for itself: one shard of all of them, of which the ranks that stay keep theirs."""
+
+    def tensor(plan: Plan) -> FlatTensor:
+        names = tuple(f"rank {rank}" for rank in range(plan.world_size))
+        layout = FlatLayout(names, (spec.shape,) * plan.world_size, plan.world_size)
+        return FlatTensor(f"state.rng[{kind!r}]", layout, spec.dtype, Sharded("data"))
+
+    return _flow(tensor(old), tensor(new), "owner")
+
+
+# --- checks ------------------------------------------------------------------------------------------------------
+
+
+def _shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
+    return {
+        name: shape
+        for buffer in plan.flat_buffers
+        for name, shape in zip(buffer.layout.names, buffer.layout.shapes, strict=True)
+    }
+
+
+def _check_same(what: str, old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
+    differing = [name for name in (*old, *(n for n in new if n not in old)) if old.get(name) != new.get(name)]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"plan_reshard: both steps must be of one model, and {what} {name!r} has shape {old.get(name, 'none')} in the old "
+            f"one and {new.get(name, 'none')} in the new ({len(differing)} such names: {', '.join(differing[:4])}); make both "
+            f"steps from the same model"
+        )
+
+
+def _check_same_kind(old: Plan, source: BufferPlan, new: Plan, target: BufferPlan) -> None:
+    """Raises unless the one buffer's state has all that the other's needs."""
+    shared = [name for name in target.layout.names if name in set(source.layout.names)]
+    name = shared[0]
+    if source.trainable != target.trainable:
+        frozen, trained = ("new", "old") if source.trainable else ("old", "new")
+        raise ValueError(
+            f"plan_reshard: parameter {name!r} must be frozen in both steps or in none, and is frozen in the {frozen} and "
+            f"trained in the {trained}; start the new step from the weights, init(old.gather(state))"
+        )
+    if not target.trainable:
+        return
+    kinds = [type(p.optimizer[b.key]).__name__ for p, b in ((old, source), (new, target))]
+    kept = [_kept(p, b, shared) for p, b in ((old, source), (new, target))]
+    if kinds[0] != kinds[1] or kept[0].keys() != kept[1].keys():
+        theirs = [f"{kind}({', '.join(path[1:] for path in paths)})" for kind, paths in zip(kinds, kept, strict=True)]
+        raise ValueError(
+            f"plan_reshard: the optimizer of parameter {name!r} must keep the same in both steps, and keeps {theirs[0]} in the "
+            f"old and {theirs[1]} in the new; start the new step from the weights, init(old.gather(state))"
+        )
+    dtypes = {"master": (source.dtypes.master, target.dtypes.master)}
+    dtypes |= {f"state{path}": (kept[0][path], dtype) for path, dtype in kept[1].items()}
+    for what, (before, after) in dtypes.items():
+        if torch.promote_types(torch_dtype(before), torch_dtype(after)) != torch_dtype(after):
+            raise ValueError(
+                f"plan_reshard: {what} of parameter {name!r} must not become narrower, and is {before} in the old step and "
+                f"{after} in the new; give the new step the same master and optimizer dtypes"
+            )
+
+
+def _kept(plan: Plan, buffer: BufferPlan, names: Sequence[str]) -> dict[str, str]:
+    """What the optimizer keeps of some parameters of a buffer, numbers included: the dtypes, by path."""
+    tensors = _tensors_of(plan, buffer)
+
+    def has_entries(path: str) -> bool:
+        layout = tensors[path].layout
+        return any(start < stop for start, stop in (layout.bounds(n) for n in names if n in layout.names))
+
+    leaves = _optimizer_leaves(plan, buffer).items()
+    return {path: spec.dtype for path, (_, spec) in leaves if spec.shape == () or has_entries(path)}
+
+
+def _check_one_axis(job: str, plan: Plan) -> None:
+    if is_several(plan.mesh):
+        raise ValueError(
+            f"reshard: the {job} step must be on one axis, got {plan.mesh}; start the new step from the weights, "
+            f"init(old.gather(state))"
+        )
+
+
+def _check_present(job: str, ranks: Sequence[int | None], world_size: int) -> None:
+    if sorted(rank for rank in ranks if rank is not None) != list(range(world_size)):
+        raise ValueError(
+            f"reshard: each of the {world_size} ranks of the {job} job must be one process, and the processes are ranks "
+            f"{list(ranks)}; call it once on every process, outside of the {job} job with a step on Fake('data', {world_size})"
+        )
+
+
+def _word(rank: int | None) -> str:
+    return "-" if rank is None else str(rank)

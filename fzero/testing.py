@@ -1,0 +1,87 @@
+"""Does an optimizer transform, or an order of parameters, keep the laws that every ZeRO stage relies on?
+
+For the tests of your own: hypothesis tries random layouts, world sizes and numbers, and a law that does not hold is told with
+the smallest example found and what to mend.
+
+    def test_my_optimizer_works_in_every_stage() -> None:
+        check_transform(lambda lr: my_optimizer(lr, beta=0.9), compile="step")
+
+Laws are tried in order (`fzero.laws_of_transforms`, `fzero.laws_of_orders`), and the first that is broken is raised. Needs the
+extra `fzero[testing]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from fzero.laws import try_law
+from fzero.laws_of_orders import ORDER_LAWS, OrderFunction
+from fzero.laws_of_transforms import CAPTURE_LAWS, RATE_LAW, TRANSFORM_LAWS
+from fzero.plan import OwnTransform
+from fzero.transforms import Transform
+
+
+def check_transform(
+    transform: OwnTransform,
+    *,
+    name: str = "transform",
+    compile: Literal["step", "block"] | None = None,
+    lr: float = 0.1,
+    max_examples: int = 25,
+) -> None:
+    """Raises unless a transform can be used in every ZeRO stage, precision and placement.
+
+    Args:
+        transform: a `Transform`, or a function of the learning rate that makes one.
+        name: what messages call it.
+        compile: as in `make_train_step`. A step that is compiled as a whole asks more of a transform: it must not read the
+            values of tensors, and take its learning rate as one.
+        lr: the learning rate that such a function is given.
+        max_examples: how many examples of each law are tried.
+
+    Raises:
+        AssertionError: a law is broken; names it, the smallest example found, and what to mend.
+        ValueError: `transform` is neither.
+
+    >>> from fzero import adamw
+    >>> check_transform(adamw, max_examples=2)
+    >>> clipped = Transform(lambda param: (), lambda g, p, s: (g, p - g / (1 + g.norm()), s), lambda spec: ())
+    >>> check_transform(clipped)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    AssertionError: transform: the update of a shard must be the shard of the update, bit for bit. Found that ...
+    """
+    if not isinstance(transform, Transform) and not callable(transform):
+        raise ValueError(
+            f"{name}: must be a Transform or a function of the learning rate that makes one, got {transform!r}; "
+            f"see fzero.Transform"
+        )
+    make: Callable[[], Transform] = (lambda: transform) if isinstance(transform, Transform) else lambda: transform(lr)
+    for law in (*TRANSFORM_LAWS, *(CAPTURE_LAWS if compile == "step" else ())):
+        try_law(law, make, name, max_examples)
+    if compile == "step" and not isinstance(transform, Transform):
+        try_law(RATE_LAW, transform, name, max_examples)
+
+
+def check_order(order: OrderFunction, *, name: str = "order", max_examples: int = 100) -> None:
+    """Raises unless a function gives orders that a flat buffer may follow on every rank.
+
+    Args:
+        order: (how many parameters, on how many ranks) -> their `Order`.
+        name: what messages call it.
+        max_examples: how many pairs of numbers are tried for each law.
+
+    Raises:
+        AssertionError: a law is broken; names it, the smallest example found, and what to mend.
+
+    >>> from sharding import round_robin
+    >>> check_order(round_robin)
+    >>> check_order(lambda length, world_size: round_robin(max(length, 1), world_size))
+    Traceback (most recent call last):
+    ...
+    AssertionError: order: it must be a permutation of the parameters. Found that it orders 1 of 0 parameters. Smallest \
+example: OrderExample(length=0, world_size=1). Name every index from 0 to length - 1 once
+    """
+    for law in ORDER_LAWS:
+        try_law(law, order, name, max_examples)

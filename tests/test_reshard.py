@@ -1,0 +1,699 @@
+"""The laws of moving a training state to another stage, number of ranks or layout."""
+
+from __future__ import annotations
+
+import gc
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import RankError, RankPool
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import ADAMW, Odd, Plain, config, make, part, tokens, vectors
+
+import fzero
+from fzero import collectives
+from fzero.eager import own_shard
+from fzero.pieces import grids_of
+from fzero.plan import BufferPlan
+from fzero.state import TrainState
+from sharding import Sharded
+from sharding.views import flatten, torch_dtype
+
+# --- steps, and the states that they would cut of one whole state -------------------------------------------------
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": ADAMW,
+    "SGD": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+    "Lamb": {"type": "Lamb", "params": {"lr": 1e-2}},
+    "Adafactor": {"type": "Adafactor", "params": {"lr": 1e-2}},
+    "Muon": {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 1e-3}},
+    "Adamax": {"type": "Adamax", "params": {"lr": 1e-2}},
+    "Adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
+}
+PRECISIONS: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {"bf16": {"enabled": True}}}
+UNITS = (None, ["blocks"], ["blocks.*"], ["blocks.0", "norm"])
+GROUPS: tuple[list[dict[str, Any]], ...] = ([], [{"params": r"norm|bias", "weight_decay": 0.0}])
+
+
+class Normed(nn.Module):
+    """`Odd` with a module that has buffers, one of them 0-d and one of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.statistics = Odd(5, 3), nn.BatchNorm1d(3)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step is made from, besides the model."""
+
+    stage: int
+    world_size: int
+    optimizer: str = "AdamW"
+    precision: str = "float32"
+    units: int = 0
+    groups: int = 0
+    threshold: int = 0
+    round_robin: bool = False
+
+
+@cache
+def step_of(setting: Setting) -> fzero.TrainStep:
+    zero = {
+        "stage3_param_persistence_threshold": setting.threshold,
+        "round_robin_gradients": setting.round_robin,
+    }
+    cfg = config(setting.stage, optimizer=OPTIMIZERS[setting.optimizer], **zero) | PRECISIONS[setting.precision]
+    units = UNITS[setting.units]
+    return fzero.make_train_step(
+        make(Normed),
+        cfg,
+        mesh=fzero.Fake("data", setting.world_size),
+        units=units and [f"odd.{name}" for name in units],
+        param_groups=GROUPS[setting.groups] if setting.optimizer == "AdamW" else [],
+    )
+
+
+def settings(optimizer: str, *, precisions: tuple[str, ...] = ("float32",)) -> st.SearchStrategy[Setting]:
+    return st.builds(
+        Setting,
+        stage=st.integers(0, 3),
+        world_size=st.integers(1, 5),
+        optimizer=st.just(optimizer),
+        precision=st.sampled_from(precisions),
+        units=st.integers(0, len(UNITS) - 1),
+        groups=st.integers(0, len(GROUPS) - 1),
+        threshold=st.sampled_from((0, 30)),
+        round_robin=st.booleans(),
+    )
+
+
+@st.composite
+def paths(draw: st.DrawFn, length: int, precisions: tuple[str, ...] = ("float32", "bfloat16")) -> list[Setting]:
+    """Settings of one optimizer."""
+    optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
+    return [draw(settings(optimizer, precisions=precisions)) for _ in range(length)]
+
+
+def whole(quantity: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """The value of a quantity of a parameter, which tells the three and the place in it; exact in fp32."""
+    index = zlib.crc32(f"{quantity}/{name}".encode()) % 16_000 * 1000
+    return torch.arange(index, index + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def state_of(step: fzero.TrainStep, rank: int) -> TrainState[Tensor]:
+    """What a rank holds of the state whose every quantity is `whole`; written without regard to `fzero.reshard`."""
+    specs = step.specs
+    state = optree.tree_map(
+        lambda spec: torch.zeros(spec.local_shape(step.world_size), dtype=torch_dtype(spec.dtype)), specs
+    )
+    for buffer in step.plan.flat_buffers:
+        value = _cut("value", buffer) if buffer.trainable else _cut("value", buffer) % 128  # nothing remembers more
+        is_cut = isinstance(buffer.row.params, Sharded)
+        param = value.to(torch_dtype(buffer.dtypes.param))
+        state.params[buffer.key].copy_(own_shard(param, buffer, rank) if is_cut else param)
+        if not buffer.trainable:
+            continue
+        is_cut = isinstance(buffer.row.optimizer, Sharded)
+        if buffer.has_master:
+            state.master[buffer.key].copy_(own_shard(value, buffer, rank) if is_cut else value)
+        accessors, leaves, _ = optree.tree_flatten_with_accessor(state.optimizer[buffer.key])
+        for accessor, leaf in zip(accessors, leaves, strict=True):
+            path = accessor.codify("")
+            if leaf.ndim == 0:
+                leaf.fill_(7)
+            elif path in (".row_var", ".col_var"):
+                leaf.copy_(_statistics(path, buffer))
+            else:
+                flat = _cut(path, buffer)
+                leaf.copy_(own_shard(flat, buffer, rank) if is_cut else flat)
+    for name, tensor in state.buffers.items():
+        tensor.copy_(whole("buffer", name, tuple(tensor.shape)))
+    for kind, tensor in step._first_rng(rank).items():
+        state.rng[kind].copy_(tensor)
+    scale = fzero.LossScale(torch.tensor(1.0), torch.tensor(2), torch.tensor(0))
+    return state._replace(step=torch.tensor(11), loss_scale=scale)
+
+
+def _cut(quantity: str, buffer: BufferPlan) -> Tensor:
+    layout = buffer.layout
+    return flatten({n: whole(quantity, n, layout.shape(n)) for n in layout.names}, layout)
+
+
+def _statistics(path: str, buffer: BufferPlan) -> Tensor:
+    entries = [
+        whole(path, buffer.layout.names[i], (grid.matrices * (grid.rows if path == ".row_var" else grid.columns),))
+        for i, grid in grids_of(buffer.layout).items()
+    ]
+    return torch.cat(entries)
+
+
+def states_of(step: fzero.TrainStep) -> list[TrainState[Tensor]]:
+    return [state_of(step, rank) for rank in range(step.world_size)]
+
+
+def assert_same(states: list[Any], others: list[Any]) -> None:
+    """Equal in structure, dtypes, shapes and every element."""
+    assert len(states) == len(others)
+    for state, other in zip(states, others, strict=True):
+        accessors, leaves, treespec = optree.tree_flatten_with_accessor(state)
+        theirs, their_treespec = optree.tree_flatten(other)
+        assert treespec == their_treespec
+        for accessor, leaf, their in zip(accessors, leaves, theirs, strict=True):
+            assert leaf.dtype == their.dtype, accessor.codify("state")
+            assert torch.equal(leaf, their), accessor.codify("state")
+
+
+# --- in one process ----------------------------------------------------------------------------------------------
+
+
+@given(paths(2))
+def test_resharded_states_are_what_the_new_step_would_cut_of_the_whole_one(path: list[Setting]) -> None:
+    old, new = map(step_of, path)
+    assert_same(fzero.reshard_all(states_of(old), old, new), states_of(new))
+
+
+@given(paths(2))
+def test_there_and_back_again_changes_nothing(path: list[Setting]) -> None:
+    old, new = map(step_of, path)
+    states = states_of(old)
+    assert_same(fzero.reshard_all(fzero.reshard_all(states, old, new), new, old), states)
+
+
+@given(paths(3))
+def test_two_moves_are_one(path: list[Setting]) -> None:
+    first, second, third = map(step_of, path)
+    by_way = fzero.reshard_all(fzero.reshard_all(states_of(first), first, second), second, third)
+    assert_same(by_way, fzero.reshard_all(states_of(first), first, third))
+
+
+def test_the_states_given_stay_as_they_were_and_share_no_memory_with_the_new_ones() -> None:
+    old = step_of(Setting(1, 2))
+    states = states_of(old)
+    made = fzero.reshard_all(states, old, old)
+    assert_same(made, states)
+    for tensor in optree.tree_leaves(made):
+        tensor.zero_()
+    assert_same(states, states_of(old))
+
+
+def held_by(step: fzero.TrainStep, rank: int) -> Iterator[tuple[str, str, int]]:
+    """Every element that a rank holds after a step: quantity, parameter, place in it."""
+    for buffer in step.plan.flat_buffers:
+        layout = buffer.layout
+        mine = {(f.name, i) for f in layout.fragments(rank) for i in range(f.start, f.stop)}
+        all_ = {(name, i) for name in layout.names for i in range(layout.bounds(name)[1] - layout.bounds(name)[0])}
+        yield from (("params", *x) for x in (mine if isinstance(buffer.row.params, Sharded) else all_))
+        if buffer.trainable:
+            for quantity in ("exp_avg", "exp_avg_sq", *(["master"] if buffer.has_master else [])):
+                yield from ((quantity, *x) for x in (mine if isinstance(buffer.row.optimizer, Sharded) else all_))
+
+
+def planned(plan: fzero.ReshardPlan, process: int | None = None) -> Iterator[tuple[Any, Any]]:
+    """The moves between different processes, with their flows."""
+    for round_ in plan.rounds:
+        for flow in round_.flows:
+            yield from ((flow, move) for move in plan.moves(flow, process) if move.source_rank != move.target_rank)
+
+
+@given(st.tuples(settings("AdamW"), settings("AdamW")))
+def test_a_process_gets_each_element_once_that_it_needs_and_has_not(path: tuple[Setting, Setting]) -> None:
+    old, new = map(step_of, path)
+    plan = fzero.plan_reshard(old.plan, new.plan)
+    held = [set(held_by(old, rank)) for rank in range(old.world_size)]
+    needed = [set(held_by(new, rank)) for rank in range(new.world_size)]
+    buffers = sum(spec.numel for spec in new.plan.buffers.values())
+    for rank, elements in enumerate(needed):
+        is_there = rank < old.world_size
+        missing = len(elements - (held[rank] if is_there else set())) + (0 if is_there else buffers)
+        assert sum(move.numel for _, move in planned(plan) if move.target_rank == rank) == missing
+
+
+@given(st.tuples(settings("AdamW", precisions=("bfloat16",)), settings("AdamW", precisions=("bfloat16",))))
+def test_in_16_bits_no_element_comes_as_a_master_and_again_as_a_parameter(path: tuple[Setting, Setting]) -> None:
+    old, new = map(step_of, path)
+    plan = fzero.plan_reshard(old.plan, new.plan)
+    held = [set(held_by(old, rank)) for rank in range(old.world_size)]
+    for rank in range(new.world_size):
+        needed = set(held_by(new, rank))
+        masters = {x[1:] for x in needed if x[0] == "master"}
+        needed = {x for x in needed if x[0] != "params" or x[1:] not in masters}
+        missing = len(needed - (held[rank] if rank < old.world_size else set()))
+        parameters = [m.numel for f, m in planned(plan) if m.target_rank == rank and "buffers" not in f.target.name]
+        assert sum(parameters) == missing
+
+
+@given(paths(2))
+def test_each_process_sees_its_own_moves_and_both_ends_see_them_in_one_order(path: list[Setting]) -> None:
+    old, new = map(step_of, path)
+    plan = fzero.plan_reshard(old.plan, new.plan, rng=new.specs.rng)
+    for round_ in plan.rounds:
+        for flow in round_.flows:
+            everything = {element for move in plan.moves(flow) for element in _elements(move)}
+            by_process = [list(plan.moves(flow, process)) for process in range(len(plan.places))]
+            assert everything == {element for moves in by_process for move in moves for element in _elements(move)}
+            for sender, sent in enumerate(by_process):
+                for receiver, received in enumerate(by_process):
+                    ends = [
+                        [x for move in moves if (move.source_rank, move.target_rank) == (sender, receiver)
+                         for x in _elements(move)]
+                        for moves in (sent, received)
+                    ]  # fmt: skip
+                    assert ends[0] == ends[1]
+
+
+def _elements(move: Any) -> list[tuple[int, int, int, int]]:
+    return [
+        (move.source_rank, move.source_start + i, move.target_rank, move.target_start + i) for i in range(move.numel)
+    ]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stages", [(0, 1), (0, 3), (1, 2), (1, 3), (2, 3)])
+def test_a_higher_stage_on_the_same_ranks_sends_nothing(stages: tuple[int, int], precision: str) -> None:
+    old, new = (step_of(Setting(stage, 4, precision=precision)) for stage in stages)
+    assert fzero.plan_reshard(old.plan, new.plan).sent_nbytes == (0, 0, 0, 0)
+    assert sum(fzero.plan_reshard(new.plan, old.plan).sent_nbytes) > 0 or stages == (1, 2)
+
+
+def test_what_every_old_rank_holds_is_sent_by_all_of_them_in_equal_parts() -> None:
+    model = Plain(width=64)
+    old, new = (fzero.plan(model, config(0), world_size=w) for w in (4, 8))
+    sent = fzero.plan_reshard(old, new).sent_nbytes
+    state = 12 * sum(param.numel() for param in model.parameters())
+    assert sum(sent) == 4 * state and sent[4:] == (0,) * 4
+    assert max(sent) - min(sent[:4]) < 4 * 12 * 32 * 4 * len(old.flat_buffers)  # what the alignment of shards makes
+
+
+def test_numbers_of_a_larger_plan_do_not_grow_with_its_elements() -> None:
+    plans = [
+        fzero.plan(nn.Linear(10_000, 10_000, device="meta"), config(stage), world_size=w)
+        for stage, w in ((1, 48), (3, 64))
+    ]
+    plan = fzero.plan_reshard(*plans)
+    assert sum(len(flow.moves) for round_ in plan.rounds for flow in round_.flows) < 3 * (48 + 64 + 2)
+    assert "ZeRO stage 1 on 48 ranks -> stage 3 on 64 ranks" in str(plan)
+
+
+def test_a_rank_keeps_its_random_state_and_a_further_one_starts_as_in_init() -> None:
+    old, new = step_of(Setting(1, 2)), step_of(Setting(1, 3))
+    states = states_of(old)
+    for rank, state in enumerate(states):
+        state.rng["cpu"].copy_(torch.Generator().manual_seed(100 + rank).get_state())
+    made = fzero.reshard_all(states, old, new)
+    for rank in range(2):
+        assert torch.equal(made[rank].rng["cpu"], states[rank].rng["cpu"])
+    assert torch.equal(made[2].rng["cpu"], new._first_rng(2)["cpu"])
+
+
+def test_padding_of_the_optimizer_state_is_what_init_makes_it() -> None:
+    optimizer = {"type": "Adagrad", "params": {"lr": 0.1, "initial_accumulator_value": 3.0}}
+    old, new = (
+        fzero.make_train_step(make(Plain), config(stage, optimizer=optimizer), mesh=fzero.Fake("data", w))
+        for stage, w in ((0, 1), (3, 3))
+    )
+    last = fzero.reshard_all([state_of(old, 0)], old, new)[-1]
+    for buffer in new.plan.flat_buffers:
+        padding = buffer.layout.partition.padding
+        assert padding and (last.optimizer[buffer.key].sum[-padding:] == 3.0).all()
+        assert (last.params[buffer.key][-padding:] == 0.0).all()
+
+
+def test_a_loss_scale_stays_where_both_steps_move_it_and_else_starts_anew() -> None:
+    cfgs = {
+        "moved": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+        "fixed": {"fp16": {"enabled": True, "loss_scale": 32.0}},
+        "none": {},
+    }
+    steps = {
+        name: fzero.make_train_step(make(Plain), config(1) | cfg, mesh=fzero.Fake("data", 1))
+        for name, cfg in cfgs.items()
+    }
+    state = state_of(steps["moved"], 0)._replace(
+        loss_scale=fzero.LossScale(torch.tensor(128.0), torch.tensor(1), torch.tensor(5))
+    )
+    for name, expected in (("moved", (128.0, 1, 5)), ("fixed", (32.0, 2, 0)), ("none", (1.0, 2, 0))):
+        (made,) = fzero.reshard_all([state], steps["moved"], steps[name])
+        assert tuple(x.item() for x in made.loss_scale) == expected
+    (made,) = fzero.reshard_all([state_of(steps["none"], 0)], steps["none"], steps["moved"])
+    assert made.loss_scale.scale.item() == 16.0
+
+
+# --- on real processes -------------------------------------------------------------------------------------------
+
+
+class Lively(Odd):
+    """`Odd` with module buffers that every step moves, and dropout, so that the random states matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(nn.BatchNorm1d(7), self.norm, nn.Dropout(0.2))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A stage on some of the processes, in this order."""
+
+    stage: int
+    processes: tuple[int, ...]
+    cfg: tuple[tuple[str, Any], ...] = ()
+    units: tuple[str, ...] | None = None
+
+
+def bind(job: Job, sent: list[fzero.Sent] | None = None, model: Any = Lively, **options: Any) -> fzero.TrainStep:
+    """The job's step, on this process. Every process makes the group."""
+    groups = dist.new_group(sorted(job.processes))
+    axis: fzero.Real | fzero.Fake = fzero.Fake("data", len(job.processes))
+    if dist.get_rank() in job.processes:
+        observe = None if sent is None else sent.append
+        rank = sorted(job.processes).index(dist.get_rank())
+        group = groups if len(job.processes) > 1 else None
+        axis = fzero.Real("data", len(job.processes), rank, group, observe)
+    cfg = config(job.stage) | dict(job.cfg)
+    units = None if job.units is None else list(job.units)
+    return fzero.make_train_step(make(model), cfg, mesh=axis, units=units, **options)
+
+
+def _batch(step: fzero.TrainStep, data: Any, index: int) -> Any:
+    return part(data(index), step.rank, step.world_size)
+
+
+def _train_through(jobs: list[Job], num_steps: int = 3, model: Any = Lively, data: Any = tokens, **options: Any) -> Any:
+    """Trains some steps in each job, one after the other; this process' curve, the state at the end, the weights."""
+    state, curve, old, index = None, [], None, 0
+    for job in jobs:
+        new = bind(job, model=model, **options)
+        is_here = dist.get_rank() in job.processes
+        if old is not None:
+            state = fzero.reshard(state, old, new)
+        elif is_here:
+            state = new.init()
+        assert (state is not None) == is_here
+        for _ in range(num_steps):
+            if state is not None:
+                state, metrics = new(state, _batch(new, data, index))
+                curve.append((index, metrics.loss.item(), metrics.grad_norm.item()))
+            index += 1
+        old = new
+    assert old is not None
+    return curve, state, None if state is None else old.gather(state)
+
+
+EVERYONE = {w: tuple(range(w)) for w in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("stages", [(0, 3), (3, 0), (1, 3), (3, 1), (2, 1), (0, 2)])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training_goes_on_as_if_it_had_been_in_the_new_stage_all_along(
+    ranks: RankPool, world_size: int, stages: tuple[int, int]
+) -> None:
+    old, new = (Job(stage, EVERYONE[world_size]) for stage in stages)
+    moved = ranks(world_size, _train_through, [old, new])
+    always = ranks(world_size, _train_through, [new], 6)
+    for (curve, state, weights), (curve_always, state_always, weights_always) in zip(moved, always, strict=True):
+        assert curve == curve_always
+        assert_same([state, weights], [state_always, weights_always])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stages", [(1, 3), (3, 2), (0, 3)])
+def test_training_in_16_bits_goes_on_in_the_new_stage(ranks: RankPool, stages: tuple[int, int], precision: str) -> None:
+    cfg = ((precision, {"enabled": True} | ({"initial_scale_power": 8} if precision == "fp16" else {})),)
+    old, new = (Job(stage, EVERYONE[2], cfg) for stage in stages)
+    moved = ranks(2, _train_through, [old, new], 3, Odd)
+    always = ranks(2, _train_through, [new], 6, Odd)
+    for (curve, state, _), (curve_always, state_always, _) in zip(moved, always, strict=True):
+        assert curve == curve_always
+        assert_same([state], [state_always])
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Adafactor", "Muon", "Adamax"])
+def test_training_with_every_kind_of_optimizer_goes_on_in_the_new_stage(ranks: RankPool, name: str) -> None:
+    cfg = (("optimizer", OPTIMIZERS[name]),)
+    old, new = (Job(stage, EVERYONE[2], cfg) for stage in (1, 3))
+    moved = ranks(2, _train_through, [old, new], 3, Plain, vectors)
+    always = ranks(2, _train_through, [new], 6, Plain, vectors)
+    for (curve, state, _), (curve_always, state_always, _) in zip(moved, always, strict=True):
+        assert curve == curve_always
+        assert_same([state], [state_always])
+
+
+IN_BF16 = (("bf16", {"enabled": True}), ("data_types", {"buffer_dtype": "bf16"}))
+IN_FP16 = (("fp16", {"enabled": True, "initial_scale_power": 8}), ("data_types", {"buffer_dtype": "fp16"}))
+JOBS = [
+    [Job(1, (0, 1)), Job(3, (0, 1, 2, 3))],
+    [Job(3, (0, 1, 2, 3)), Job(1, (0, 1))],
+    [Job(0, (0,)), Job(2, (0, 1, 2))],
+    [Job(3, (0, 1, 2), units=("blocks",)), Job(3, (1, 2, 3))],
+    [Job(2, (0, 1)), Job(3, (2, 3))],
+    [Job(3, (0, 1, 2)), Job(0, (1, 2), units=("blocks.0", "norm")), Job(1, (0, 1, 2, 3))],
+    [Job(3, (0, 1, 2)), Job(1, (0, 1), IN_BF16), Job(2, (1, 2), IN_FP16), Job(3, (0, 1), units=("blocks",))],
+]
+
+
+@pytest.mark.parametrize(
+    "jobs", JOBS, ids=lambda jobs: "-".join(f"{j.stage}on{''.join(map(str, j.processes))}" for j in jobs)
+)
+def test_on_other_processes_the_state_is_the_one_made_of_all_old_states(ranks: RankPool, jobs: list[Job]) -> None:
+    """The oracle is the move in one process, of which other laws tell what it does, and training from there."""
+    world_size = 1 + max(process for job in jobs for process in job.processes)
+    moved = ranks(world_size, _train_through, jobs)
+    states = [state for _, state, _ in ranks(world_size, _train_through, jobs[:1])]
+    steps = [_on_paper(job) for job in jobs]
+    held = [states[process] for process in jobs[0].processes]
+    for index in range(1, len(jobs)):
+        held = fzero.reshard_all(held, steps[index - 1], steps[index])
+        held = ranks(len(held), _train_from, jobs[index], held, 3 * index)
+    assert_same([moved[process][1] for process in jobs[-1].processes], held)
+
+
+def _on_paper(job: Job) -> fzero.TrainStep:
+    units = None if job.units is None else list(job.units)
+    return fzero.make_train_step(
+        make(Lively), config(job.stage) | dict(job.cfg), mesh=fzero.Fake("data", len(job.processes)), units=units
+    )
+
+
+def _train_from(job: Job, states: list[TrainState[Tensor]], index: int) -> TrainState[Tensor]:
+    step = bind(replace(job, processes=EVERYONE[len(states)]))
+    state = states[step.rank]
+    for offset in range(3):
+        state, _ = step(state, _batch(step, tokens, index + offset))
+    return state
+
+
+def _sent(jobs: list[Job]) -> tuple[Any, list[fzero.Sent], int]:
+    sent: list[fzero.Sent] = []
+    old, new = (bind(job, sent) for job in jobs)
+    state = old.init() if dist.get_rank() in jobs[0].processes else None
+    sent.clear()
+    fzero.reshard(state, old, new)
+    places = [
+        fzero.Place(*(job.processes.index(process) if process in job.processes else None for job in jobs))
+        for process in range(dist.get_world_size())
+    ]
+    return (
+        fzero.plan_reshard(old.plan, new.plan, places=places, rng=new.specs.rng).sent_nbytes,
+        sent,
+        len(new.plan.units),
+    )
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        [Job(1, (0, 1)), Job(3, (0, 1))],
+        [Job(3, (0, 1)), Job(0, (0, 1, 2))],
+        [Job(0, (0, 1, 2)), Job(3, (1, 2))],
+        [Job(2, (0, 1, 2), (("bf16", {"enabled": True}),)), Job(1, (0, 1), (("bf16", {"enabled": True}),))],
+    ],
+    ids=["1to3", "3to0", "0to3", "bf16"],
+)
+def test_a_process_sends_the_bytes_of_the_plan_in_few_messages(ranks: RankPool, jobs: list[Job]) -> None:
+    world_size = 1 + max(process for job in jobs for process in job.processes)
+    results = ranks(world_size, _sent, jobs)
+    for process, (planned_nbytes, sent, num_units) in enumerate(results):
+        assert sum(record.nbytes for record in sent) == planned_nbytes[process]
+        assert {record.collective for record in sent} <= {"swap"}
+        # A pair, at most two dtypes, what goes to one and what goes to all, in each unit and for the rest.
+        assert len(sent) <= (world_size - 1) * 2 * 2 * (num_units + 1)
+
+
+def test_one_process_alone_changes_its_stage_without_a_process_group() -> None:
+    old, new = (fzero.make_train_step(make(Odd), config(stage), mesh=fzero.Real("data")) for stage in (0, 3))
+    state, always = old.init(), new.init()
+    for index in range(4):
+        step = old if index < 2 else new
+        state = fzero.reshard(state, old, new) if index == 2 else state
+        assert state is not None
+        state, _ = step(state, tokens(index))
+        always, _ = new(always, tokens(index))
+    assert_same([state], [always])
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+class Allocated(TorchDispatchMode):
+    """The most bytes alive at once of what operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {x.untyped_storage().data_ptr() for x in optree.tree_leaves(args) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in optree.tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
+                storage = x.untyped_storage()
+                self._alive[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(nbytes for ref, nbytes in self._alive.values() if not ref.expired()))
+        return out
+
+
+def _peak(jobs: list[Job]) -> tuple[int, int, int]:
+    """The most bytes alive besides the old state, those of the new state, and of one unit: parameters and two moments."""
+    old, new = (bind(job, model=partial(Plain, 64)) for job in jobs)
+    state = old.init() if dist.get_rank() in jobs[0].processes else None
+    gc.disable()  # what only the garbage collector would free must count as alive
+    try:
+        with Allocated() as allocated:
+            made = fzero.reshard(state, old, new)
+    finally:
+        gc.enable()
+    unit = max(sum(b.padded_numel for b in unit.buffers) for plan in (old.plan, new.plan) for unit in plan.units)
+    return allocated.peak, sum(x.nbytes for x in optree.tree_leaves(made)), 12 * unit
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        [Job(3, (0, 1, 2)), Job(0, (0, 1, 2))],
+        [Job(3, (0, 1)), Job(3, (0, 1, 2, 3))],
+        [Job(0, (0,)), Job(1, (0, 1, 2, 3))],
+        [Job(3, (0,)), Job(1, (1, 2, 3))],
+        [Job(1, (0, 1, 2)), Job(0, (0, 3))],
+    ],
+    ids=lambda jobs: "-".join(f"{j.stage}on{len(j.processes)}" for j in jobs),
+)
+def test_no_process_holds_more_than_both_states_and_the_pieces_of_one_unit(ranks: RankPool, jobs: list[Job]) -> None:
+    for peak, made, unit in ranks(4, _peak, jobs):
+        assert peak <= made + unit + 4096  # the ranks compare steps in some hundred bytes
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+def _fails(old: fzero.TrainStep, new: fzero.TrainStep, *words: str) -> None:
+    with pytest.raises(ValueError, match="reshard") as caught:
+        fzero.reshard_all(states_of(old), old, new)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def _plain(cfg: Mapping[str, Any] | None = None, model: Any = Plain, **options: Any) -> fzero.TrainStep:
+    return fzero.make_train_step(make(model), config(1) | dict(cfg or {}), mesh=fzero.Fake("data", 2), **options)
+
+
+def test_another_model_is_named() -> None:
+    _fails(_plain(), _plain(model=partial(Plain, 16, 6)), "'blocks.5.weight'", "none", "(16, 16)")
+    _fails(_plain(), _plain(model=partial(Plain, 8)), "'blocks.0.weight'", "(16, 16)", "(8, 8)")
+
+
+def test_another_optimizer_is_told_with_what_both_keep() -> None:
+    sgd = {"optimizer": OPTIMIZERS["SGD"]}
+    _fails(_plain(), _plain(sgd), "AdamState(step, exp_avg, exp_avg_sq)", "SGDState(step, momentum)")
+    _fails(_plain(), _plain({"optimizer": OPTIMIZERS["Lamb"]}), "AdamState", "LambState")
+
+
+def test_what_is_frozen_must_stay_so() -> None:
+    def frozen() -> nn.Module:
+        model = Plain()
+        model.blocks[2].scale.requires_grad_(False)
+        return model
+
+    _fails(_plain(), _plain(model=frozen), "'blocks.2.scale'", "frozen in the new")
+
+
+def test_a_master_does_not_become_narrower() -> None:
+    pure = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    _fails(_plain(), _plain(pure), "narrower", "float32", "bfloat16")
+    old, new = _plain(pure), _plain()
+    for state in fzero.reshard_all(states_of(old), old, new):
+        assert all(param.dtype == torch.float32 for param in state.params.values())
+
+
+def test_counters_that_differ_are_not_joined() -> None:
+    old, new = step_of(Setting(1, 1, units=2)), step_of(Setting(1, 1, units=1))
+    states = states_of(old)
+    states[0].optimizer["odd.blocks.1/float32"].step.fill_(3)
+    with pytest.raises(ValueError, match=r"equal numbers.*is 7.*is 3|equal numbers.*is 3.*is 7"):
+        fzero.reshard_all(states, old, new)
+
+
+def test_a_state_of_another_step_is_named() -> None:
+    old, new = step_of(Setting(1, 2)), step_of(Setting(3, 2))
+    with pytest.raises(ValueError, match=r"state\.params.*must be float32 of shape.*old step"):
+        fzero.reshard_all(states_of(new), old, new)
+    with pytest.raises(ValueError, match=r"all 2 ranks.*got 1"):
+        fzero.reshard_all(states_of(old)[:1], old, new)
+
+
+def _reshard_wrongly(case: str) -> None:
+    old, new = bind(Job(1, (0, 1))), bind(Job(3, (0, 1)))
+    state = old.init()
+    rank = dist.get_rank()
+    if case == "none":
+        fzero.reshard(state if rank == 0 else None, old, new)
+    elif case == "state":
+        fzero.reshard(state if rank == 0 else state._replace(master={"x": state.step}), old, new)
+    elif case == "steps":
+        other = fzero.make_train_step(make(Lively), config(2), mesh=fzero.Fake("data", 2))
+        fzero.reshard(state, old, new if rank == 0 else other)
+    elif case == "nobody":
+        fzero.reshard(state, old, fzero.make_train_step(make(Lively), config(2), mesh=fzero.Fake("data", 2)))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("none", "on process 1: state: must be this process' part"),
+        ("state", "on process 1: state.master"),
+        ("steps", "processes [1] have other plans"),
+        ("nobody", "each of the 2 ranks of the new job"),
+    ],
+)
+def test_what_is_wrong_on_one_process_is_told_on_all(ranks: RankPool, case: str, words: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, _reshard_wrongly, case)
+    for error in caught.value.errors:
+        assert isinstance(error, ValueError) and words in str(error), error
+
+
+def _reshard_and_die() -> None:
+    old, new = bind(Job(3, (0, 1))), bind(Job(0, (0, 1)))
+    state = old.init()
+    with patch.object(collectives, "swap", side_effect=ZeroDivisionError) if dist.get_rank() == 1 else nullcontext():
+        fzero.reshard(state, old, new)
+
+
+def test_a_process_that_fails_in_the_middle_ends_the_others(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, _reshard_and_die)
+    first, second = caught.value.errors
+    assert isinstance(first, fzero.CollectiveError) and "reshard" in str(first)
+    assert isinstance(second, ZeroDivisionError)

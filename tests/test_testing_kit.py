@@ -1,0 +1,351 @@
+"""The checks for users: what is right passes, and what is broken on purpose is caught for the right reason."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero import Transform
+from fzero.laws_of_orders import ORDER_LAWS
+from fzero.laws_of_transforms import CAPTURE_LAWS, RATE_LAW, TRANSFORM_LAWS, Updates
+from fzero.testing import check_order, check_transform
+from sharding import FlatLayout, Order, TensorSpec, declaration, round_robin
+
+Update = tuple[Tensor, Tensor, "Momentum"]
+
+
+class Momentum(NamedTuple):
+    """A count and a running direction."""
+
+    step: Any
+    mean: Any
+
+
+def right(
+    lr: Any = 0.1,
+    *,
+    init: Callable[[Tensor], Any] | None = None,
+    update: Callable[[Tensor, Tensor, Any], Any] | None = None,
+    place: Callable[[TensorSpec], Any] | None = None,
+    update_unless: Callable[[Tensor, Tensor, Tensor, Any], Any] | None = None,
+) -> Transform:
+    """A transform that is right, but for what is given."""
+
+    def own_update(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+        state.mean.mul_(0.5).add_(grad)
+        param.sub_(state.mean * lr)
+        return grad, param, Momentum(state.step.add_(1), state.mean)
+
+    def own_init(param: Tensor) -> Momentum:
+        return Momentum(torch.zeros(()), torch.zeros_like(param))
+
+    return Transform(init or own_init, update or own_update, place or own_place, update_unless)
+
+
+def own_place(spec: TensorSpec) -> Momentum:
+    return Momentum(TensorSpec((), "float32", placement=spec.placement), spec)
+
+
+UPDATE = right().update
+
+
+# --- transforms that are broken on purpose -----------------------------------------------------------------------
+
+
+def forgetting_padding(spec: TensorSpec) -> Momentum:
+    return Momentum(own_place(spec).step, TensorSpec(spec.shape, spec.dtype, spec.spec, spec.placement))
+
+
+def forgetting_placement(spec: TensorSpec) -> Momentum:
+    return Momentum(TensorSpec((), "float32"), spec)
+
+
+def forgetting_a_leaf(spec: TensorSpec) -> tuple[TensorSpec]:
+    return (spec,)
+
+
+def counting_in_python(param: Tensor) -> Momentum:
+    return Momentum(0, torch.zeros_like(param))
+
+
+def needing_an_element(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    grad.max()
+    return UPDATE(grad, param, state)
+
+
+def widening(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    grad, param, state = UPDATE(grad, param, state)
+    return grad, param, Momentum(state.step.double(), state.mean)
+
+
+def sharing(param: Tensor) -> Momentum:
+    return Momentum(torch.zeros(()), param)
+
+
+def sharing_later(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    return grad, param.sub_(grad), Momentum(state.step.add_(1), param)
+
+
+def trespassing(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    whole = torch.empty(0, dtype=param.dtype).set_(param.untyped_storage())
+    if param.numel():
+        whole.mul_(0.9)
+    return UPDATE(grad, param, state)
+
+
+def zeroing_init(param: Tensor) -> Momentum:
+    return Momentum(torch.zeros(()), param.zero_().clone())
+
+
+def noisy(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    return UPDATE(grad.add_(torch.randn_like(grad)), param, state)
+
+
+def counting_outside() -> Transform:
+    count = 0
+
+    def update(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+        nonlocal count
+        count += 1
+        return UPDATE(grad / count, param, state)
+
+    return right(update=update)
+
+
+def keeping_what_init_resets() -> Transform:
+    kept: list[Tensor] = []
+
+    def init(param: Tensor) -> Momentum:
+        kept.clear()
+        return Momentum(torch.zeros(()), torch.zeros_like(param))
+
+    def update(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+        kept.append(grad.sum())
+        return UPDATE(grad * len(kept), param, state)
+
+    return right(init=init, update=update)
+
+
+def keeping_by_address() -> Transform:
+    counts: dict[int, int] = {}
+
+    def init(param: Tensor) -> Momentum:
+        counts[param.data_ptr()] = 0
+        return Momentum(torch.zeros(()), torch.zeros_like(param))
+
+    def update(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+        counts[param.data_ptr()] = counts.get(param.data_ptr(), 0) + 1
+        return UPDATE(grad * counts[param.data_ptr()], param, state)
+
+    return right(init=init, update=update)
+
+
+def clipping(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    return UPDATE(grad / (1 + grad.norm()), param, state)
+
+
+def smoothing(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    return UPDATE((grad + grad.roll(1)) / 2, param, state)
+
+
+def remembering_the_norm(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    _, param, state = UPDATE(grad, param, state)
+    return grad, param, Momentum(state.step + grad.norm().float(), state.mean)
+
+
+def counting_what_is_skipped(skip: Tensor, grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    _, new, after = UPDATE(grad.clone(), param.clone(), Momentum(state.step.clone(), state.mean.clone()))
+    param.copy_(torch.where(skip, param, new))
+    state.mean.copy_(torch.where(skip, state.mean, after.mean))
+    return grad, param, Momentum(state.step.add_(1), state.mean)
+
+
+def always_skipping(skip: Tensor, grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    return grad, param, state
+
+
+def fp32_as_16_bits(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    """Goes another way after a tile of 32 elements, of which a shard knows nothing."""
+    if param.numel() == 32 and param.dtype == torch.float32 and param.storage_offset() % 64:
+        grad.mul_(2)
+    return UPDATE(grad, param, state)
+
+
+def branching(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+    if state.step > 0:
+        grad.mul_(0.5)
+    return UPDATE(grad, param, state)
+
+
+def freezing(lr: Any) -> Transform:
+    return right(float(lr))
+
+
+def writing(lr: Any) -> Transform:
+    def update(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+        if isinstance(lr, Tensor):
+            lr.mul_(0.9)
+        return UPDATE(grad, param, state)
+
+    return right(update=update)
+
+
+ALL_LAWS = (*TRANSFORM_LAWS, *CAPTURE_LAWS, RATE_LAW)
+PLACE, EMPTY, KINDS, ALIASES, WRITES, EQUAL, ALL, SHARDS, SKIPS, WIDE, READS = (law.sentence for law in ALL_LAWS[:-1])
+BROKEN: dict[str, tuple[Any, str, str]] = {
+    "padding": (right(place=forgetting_padding), PLACE, "init makes state.mean with shape and dtype"),
+    "placement": (right(place=forgetting_placement), PLACE, "place puts state.step on .*'device'"),
+    "a leaf": (right(place=forgetting_a_leaf), PLACE, "and place tells of"),
+    "a number": (right(init=counting_in_python), PLACE, "state.step is a int"),
+    "no elements": (right(update=needing_an_element), EMPTY, "it raises RuntimeError: max"),
+    "dtype": (right(update=widening), KINDS, "state.step is .*float32.* before an update"),
+    "shared": (right(init=sharing), ALIASES, "the parameter and state.mean share memory after init"),
+    "shared later": (right(update=sharing_later), ALIASES, "the parameter and state.mean share memory after update 1"),
+    "trespass": (right(update=trespassing), WRITES, "an update writes to the memory around the parameter"),
+    "init writes": (right(init=zeroing_init), WRITES, "init writes to the parameter"),
+    "noise": (right(update=noisy), EQUAL, "differ in|draws random numbers"),
+    "a count outside": (counting_outside(), EQUAL, "made twice, differ in state.mean"),
+    "reset by init": (keeping_what_init_resets(), ALL, "another flat buffer come between"),
+    "kept by address": (keeping_by_address(), ALL, "when a copy of the state goes on"),
+    "norm": (right(update=clipping), SHARDS, "differ from the whole in the parameter"),
+    "neighbours": (right(update=smoothing), SHARDS, "differ from the whole in the parameter"),
+    "norm in the state": (right(update=remembering_the_norm), SHARDS, "differ from the whole in state.step"),
+    "counts the skipped": (right(update_unless=counting_what_is_skipped), SKIPS, "a skipped update changes state.step"),
+    "skips all": (right(update_unless=always_skipping), SKIPS, "after skipped updates the parameter is another"),
+    "tiles": (right(update=fp32_as_16_bits), WIDE, "in tiles of 32 elements"),
+    "a branch": (right(update=branching), READS, "the host reads a value by aten._local_scalar_dense"),
+    "rate as a constant": (freezing, RATE_LAW.sentence, "does not change the parameter"),
+    "writes to the rate": (writing, RATE_LAW.sentence, "an update writes to the learning rate"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_transform_is_caught_for_the_right_reason(name: str) -> None:
+    transform, sentence, found = BROKEN[name]
+    with pytest.raises(AssertionError, match=found) as raised:
+        check_transform(transform, name=name, compile="step")
+    told = str(raised.value)
+    assert told.startswith(f"{name}: {sentence}. Found that ")
+    law = next(law for law in ALL_LAWS if law.sentence == sentence)
+    assert ". Smallest example: " in told and told.endswith(law.fix)
+
+
+@pytest.mark.parametrize("given_transform", [right(), right], ids=["itself", "of the learning rate"])
+def test_a_transform_that_is_right_passes(given_transform: Any) -> None:
+    check_transform(given_transform, compile="step")
+
+
+@pytest.mark.parametrize("name", ["rate as a constant", "writes to the rate", "a branch"])
+def test_what_only_a_captured_step_asks_is_not_asked_of_others(name: str) -> None:
+    check_transform(BROKEN[name][0], compile="block")
+
+
+def test_every_law_of_transforms_is_broken_by_one() -> None:
+    assert {sentence for _, sentence, _ in BROKEN.values()} == {law.sentence for law in ALL_LAWS}
+
+
+def test_the_smallest_example_is_small_and_can_be_made_again() -> None:
+    """Two shards of 32 elements each must hold something for a norm to show."""
+    with pytest.raises(AssertionError, match=r"Smallest example: Updates\(") as raised:
+        check_transform(right(update=clipping))
+    told = str(raised.value).partition("Smallest example: ")[2].partition(". Let each element")[0]
+    example = eval(told, {"Updates": Updates, "FlatLayout": FlatLayout})
+    assert 32 < example.layout.numel < 64 and (example.layout.world_size, example.num_updates) == (2, 1)
+
+
+def test_a_check_leaves_the_random_numbers_of_the_program_alone() -> None:
+    torch_state, state = torch.get_rng_state(), random.getstate()
+    check_transform(fzero.sgd, max_examples=3)
+    check_order(round_robin, max_examples=3)
+    assert torch.equal(torch.get_rng_state(), torch_state) and random.getstate() == state
+
+
+def test_what_is_no_transform_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mine: must be a Transform or a function of the learning rate .* got 3; see"):
+        check_transform(3, name="mine")  # type: ignore[arg-type]
+
+
+# --- orders ------------------------------------------------------------------------------------------------------
+
+
+class Stubborn(Order):
+    """Its inverse is itself."""
+
+    def inverse(self) -> Order:
+        return self
+
+
+def dropping_the_last(length: int, world_size: int) -> Order:
+    return round_robin(max(length - 1, 0), world_size)
+
+
+def needing_two(length: int, world_size: int) -> Order:
+    return Order((1, 0, *range(2, length)))
+
+
+def not_undone(length: int, world_size: int) -> Order:
+    return Stubborn(round_robin(length, world_size).indices)
+
+
+def shuffled(length: int, world_size: int) -> Order:
+    return Order(tuple(random.sample(range(length), length)))
+
+
+def by_rank(length: int, world_size: int) -> Order:
+    rank = int(os.environ.get("RANK", 0))
+    return Order(tuple((index + rank) % length for index in range(length)))
+
+
+def by_even_share(length: int, world_size: int) -> Order:
+    return Order(tuple(index for first in range(world_size) for index in range(first * (length // world_size), length)))
+
+
+PERMUTATION, UNDONE, ALIKE, RANKS = (law.sentence for law in ORDER_LAWS)
+BROKEN_ORDERS = [
+    (dropping_the_last, PERMUTATION, r"orders 0 of 1 parameters\. .*length=1, world_size=1"),
+    (needing_two, PERMUTATION, r"orders 2 of 0 parameters\. .*length=0, world_size=1"),
+    (by_even_share, PERMUTATION, r"raises ValueError: Order: indices must .*length=1, world_size=2"),
+    (not_undone, UNDONE, r"the inverse gives .*length=4, world_size=3"),
+    (shuffled, ALIKE, "two calls give"),
+    (by_rank, RANKS, r"rank 0 has \(0, 1\) and rank 1 has \(1, 0\)\. .*length=2, world_size=2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("order", "sentence", "found"), BROKEN_ORDERS, ids=[case[0].__name__ for case in BROKEN_ORDERS]
+)
+def test_a_broken_order_is_caught_for_the_right_reason(order: Any, sentence: str, found: str) -> None:
+    with pytest.raises(AssertionError, match=found) as raised:
+        check_order(order, name=order.__name__)
+    assert str(raised.value).startswith(f"{order.__name__}: {sentence}. Found that ")
+
+
+@pytest.mark.parametrize(
+    "order", [round_robin, lambda length, _: declaration(length)], ids=["round robin", "declaration"]
+)
+def test_the_orders_here_pass(order: Any) -> None:
+    check_order(order)
+
+
+# --- the package -------------------------------------------------------------------------------------------------
+
+
+def test_importing_fzero_does_not_import_hypothesis() -> None:
+    program = "import sys, fzero; print('hypothesis' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed == "False\n"
+
+
+def test_a_spec_that_is_replaced_passes() -> None:
+    """The way that the message recommends."""
+    check_transform(right(place=lambda spec: Momentum(replace(own_place(spec).step), replace(spec))))
