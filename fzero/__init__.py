@@ -7,6 +7,7 @@ for batch in loader:
     state, metrics = step(state, batch)
 """
 
+from fzero.codecs import Codec, cast, quantize
 from fzero.collectives import CollectiveError, Fake, Real, Sent, Sim, join, shutdown
 from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.graph_schedule import CompileError
@@ -26,8 +27,10 @@ from fzero.timeline import Machine, Timeline
 from fzero.torch_optimizers import torch_optimizer
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
+from fzero.wires import Wire, coded, error_feedback, exact
 
 __all__ = [
+    "Codec",
     "CollectiveError",
     "CompileError",
     "Config",
@@ -56,12 +59,17 @@ __all__ = [
     "Transform",
     "VmapError",
     "VmapRanks",
+    "Wire",
     "adafactor",
     "adagrad",
     "adam",
     "adamw",
+    "cast",
     "chain",
     "check_elementwise",
+    "coded",
+    "error_feedback",
+    "exact",
     "gather",
     "join",
     "lamb",
@@ -71,6 +79,7 @@ __all__ = [
     "optimizer_update",
     "plan",
     "plan_reshard",
+    "quantize",
     "reduce_scatter_grads",
     "reshard",
     "reshard_all",

@@ -16,7 +16,7 @@ import copy
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -162,18 +162,20 @@ class VmapRanks(LockstepRanks):
     ) -> None:
         super().__init__(recipe, world_size, mesh=mesh)
         self._may_change, self._is_captured, self._donate = may_change, compile is not None, recipe.donate
+        self._stacked = Stacked(world_size)
         self._step, self._made, self._knobs = self._make(recipe, compile)
         self._looked_at = compile is None
 
     def _make(self, recipe: Recipe, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, _Knobs]:
         own = replace(recipe, model=_twin(recipe.model), compile=None)
         step = TrainStep(own, Fake("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
-        return step, *step._one_graph(compile, Stacked(self.world_size))
+        return step, *step._one_graph(compile, self._stacked)
 
     def _look(self, state: TrainState[Tensor], batch: Any) -> None:
         """Raises VmapError for a model whose backward a capture would not see, after one forward of a model of its own."""
         step, made, _ = self._make(self._step.recipe, None)
-        with _functions() as found, RandomByRank(state.rng["cpu"]), torch.no_grad(), _quietly():
+        self._stacked.random = RandomByRank(state.rng["cpu"])
+        with _functions() as found, torch.no_grad(), _quietly():
             buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
             made.forward(state.params, buffers, step._batches.cast(batch))
         if found:
@@ -207,14 +209,14 @@ class VmapRanks(LockstepRanks):
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         step._turn_knobs(self._knobs, int(state.step[0]))
         number = torch.zeros(self.world_size, 1, dtype=torch.float64)
-        draw = nullcontext() if self._is_captured else RandomByRank(state.rng["cpu"])
-        with draw, _quietly():
+        self._stacked.random = drawn = None if self._is_captured else RandomByRank(state.rng["cpu"])
+        with _quietly():
             outcome_W, is_sum = self._made(state, buffers, [step._batches.cast(b) for b in micro_batches], number)
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
             states = unstacked(state, self.world_size)
             self._run(lambda rank: self.steps[rank]._check_outcome(outcome, states[rank], is_sum=is_sum))
-        rng = {"cpu": torch.stack(draw.rng)} if isinstance(draw, RandomByRank) else state.rng
+        rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
         return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng), metrics

@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sharding.views", "sharding.reference", "sharding.toy_models", "sharding.testing"),
     # pure
     (
+        "fzero.codecs",
         "fzero.transforms",
         "fzero.precision",
         "fzero.loss_scaling",
@@ -58,7 +59,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.lockstep", "fzero.collectives"),
     # what moves state, and what runs a model
     (
-        *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.bound_mesh", "fzero.eager"),
+        *("fzero.verbs", "fzero.wires", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
+        *("fzero.bound_mesh", "fzero.eager"),
         *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
