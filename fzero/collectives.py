@@ -7,6 +7,8 @@ A collective takes an *axis*, a value that says who takes part, never a process 
 - `Sim`: all ranks live in this process, stacked along the first dimension of every tensor,
 - `Fake`: a number of ranks of which none is there, for what can be told before there is a job.
 
+Where the ranks stand in a mesh of several axes, `along` gives the axes one by one.
+
 Collectives that can overlap compute return a `Pending`: they have been started, and `wait()` gives the result.
 
 On NCCL the named collectives are the fast ones. On gloo they are not (but for an all-reduce of two ranks): an all-gather
@@ -29,6 +31,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,13 +39,17 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.lockstep import Hub
-from sharding import reference
+from sharding import Mesh, reference
 
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
+EVERYONE = "everyone"
+"""The name of all ranks together, where they stand in a mesh of several axes."""
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="fzero-send")
 _ABANDONED: list[Pending] = []
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""The groups made of the ranks of another one, which live as long as that."""
 
 # torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -57,13 +64,15 @@ class Sent(NamedTuple):
     """What one collective sends, as told to an axis' `observe`.
 
     `num_elements` counts what this rank sends to all others together, `(W-1)/W · P` for a gather or a reduce-scatter
-    of P elements; `nbytes` is the same in bytes.
+    of P elements; `nbytes` is the same in bytes. `axis` is the mesh axis that it crosses: `EVERYONE` where ranks of a mesh
+    of several axes tell all others something.
     """
 
     collective: str
     label: str
     num_elements: int
     nbytes: int
+    axis: str = "data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,7 @@ class Real:
         rank: this process.
         group: the torch.distributed group; None is the default group (one rank alone never communicates).
         observe: called with a `Sent` for every collective, before it starts.
+        mesh: how the ranks stand along several axes, of which this one is all together; None is one axis.
 
     >>> alone = Real("data")
     >>> alone.size, alone.rank
@@ -87,6 +97,7 @@ class Real:
     rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     observe: Callable[[Sent], None] | None = field(default=None, repr=False)
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -108,7 +119,8 @@ class Lockstep:
         size: number of ranks W.
         rank: this thread.
         hub: through which they send.
-        observe: as for `Real`.
+        observe, mesh: as for `Real`.
+        ranks: by what number the hub knows each; empty is by its rank on this axis.
     """
 
     name: str
@@ -116,6 +128,12 @@ class Lockstep:
     rank: int
     hub: Hub = field(repr=False)
     observe: Callable[[Sent], None] | None = field(default=None, repr=False)
+    mesh: Mesh | None = None
+    ranks: tuple[int, ...] = ()
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the whole job of `rank` on this axis."""
+        return self.ranks[rank] if self.ranks else rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +158,7 @@ class Fake:
         size: number of ranks W.
         rank: whose part.
         backend: `"nccl"` captures the named collectives, `"gloo"` what stands for them there.
+        mesh: as for `Real`; see `of`.
 
     >>> Fake("data", 1024).rank
     0
@@ -149,6 +168,16 @@ class Fake:
     size: int
     rank: int = 0
     backend: Literal["nccl", "gloo"] = "nccl"
+    mesh: Mesh | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh, rank: int = 0, backend: Literal["nccl", "gloo"] = "nccl") -> Self:
+        """One rank of a mesh.
+
+        >>> Fake.of(Mesh.of(node=2, data=4)).size
+        8
+        """
+        return cls("data", mesh.size, rank, backend, mesh)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -237,6 +266,38 @@ def failed(label: str, error: Exception) -> CollectiveError:
     )
 
 
+# --- the axes of a mesh -------------------------------------------------------------------------------------------
+
+
+def along(everyone: Bound, mesh: Mesh, name: str) -> Bound:
+    """The ranks that differ from this one along the axis `name` of a mesh only; `everyone` are all of its ranks.
+
+    *Collective* on a `Real` axis, where a process group is made the first time: every rank, for one axis after the other.
+    """
+    size, rank = mesh.axis_size(name), mesh.coordinate(everyone.rank)[name]
+    if size == everyone.size:
+        return replace(everyone, name=name, mesh=None)
+    ranks = tuple(map(everyone.global_rank, mesh.peers(everyone.rank, name)))
+    if isinstance(everyone, Lockstep):
+        return replace(everyone, name=name, size=size, rank=rank, mesh=None, ranks=ranks)
+    group = _part_of(everyone.group, ranks, f"fzero {name}") if size > 1 else None
+    return Real(name, size, rank, group, everyone.observe)
+
+
+def _part_of(whole: dist.ProcessGroup | None, ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
+    """The group of some `ranks` of another group, by their ranks in the whole job."""
+    whole = whole or dist.group.WORLD
+    assert whole is not None
+    parts = _PARTS.setdefault(whole, {})
+    if ranks not in parts:
+        # Only its own ranks make it, for `whole` need not be all of the job.
+        try:
+            parts[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+        except RuntimeError as error:
+            raise failed(f"group {description!r} of ranks {list(ranks)}", error) from error
+    return parts[ranks]
+
+
 # --- joining and leaving -----------------------------------------------------------------------------------------
 
 
@@ -312,12 +373,13 @@ def start_all_gather(
         after: the collective that writes `shard_S`; it is ended first, without holding up the caller.
     """
     if axis.size == 1:
-        return Pending(label, (), lambda: full_P if shard_S.data_ptr() == full_P.data_ptr() else full_P.copy_(shard_S))
+        is_there = shard_S.data_ptr() == full_P.data_ptr()
+        return _nothing(label, lambda: full_P if is_there else full_P.copy_(shard_S), after)
     _tell(axis, "all_gather", label, shard_S.numel() * (axis.size - 1), shard_S)
     if full_P.numel() == 0:
-        return Pending(label, (), lambda: full_P)
+        return _nothing(label, lambda: full_P, after)
     if isinstance(axis, Real) and full_P.is_cuda:
-        return Pending(label, _start(label, _all_gather, full_P, shard_S, axis=axis), lambda: full_P)
+        return Pending(label, _start(label, _all_gather, full_P, shard_S, axis=axis, after=after), lambda: full_P)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     if full_WS[axis.rank].data_ptr() != shard_S.data_ptr():
         full_WS[axis.rank].copy_(shard_S)
@@ -326,7 +388,12 @@ def start_all_gather(
 
 
 def start_reduce_scatter(
-    full_P: Tensor, axis: Bound, *, out_S: Tensor | None = None, label: str = "reduce_scatter"
+    full_P: Tensor,
+    axis: Bound,
+    *,
+    out_S: Tensor | None = None,
+    after: Pending | None = None,
+    label: str = "reduce_scatter",
 ) -> Pending:
     """Starts to sum `full_P` over the ranks, in rank order; the result is this rank's shard (S) of the sum.
 
@@ -335,23 +402,24 @@ def start_reduce_scatter(
     Args:
         full_P: this rank's summand; must not change until the end. With one rank it is the result.
         out_S: takes the result; may be this rank's slice of `full_P`. None makes a new tensor.
+        after: the collective that writes `full_P`; it is ended first, without holding up the caller.
     """
     if axis.size == 1:
-        return Pending(label, (), lambda: full_P if out_S is None or out_S is full_P else out_S.copy_(full_P))
+        return _nothing(label, lambda: full_P if out_S is None or out_S is full_P else out_S.copy_(full_P), after)
     shard_numel = full_P.numel() // axis.size
     sum_S = full_P.new_empty(shard_numel) if out_S is None else out_S
     _tell(axis, "reduce_scatter", label, shard_numel * (axis.size - 1), full_P)
     if full_P.numel() == 0:
-        return Pending(label, (), lambda: sum_S)
+        return _nothing(label, lambda: sum_S, after)
     if isinstance(axis, Real) and full_P.is_cuda:
-        return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis=axis), lambda: sum_S)
+        return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis=axis, after=after), lambda: sum_S)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     # The result's own memory takes the first arrival, unless the memory is a summand.
     is_summand = sum_S.data_ptr() == full_WS[axis.rank].data_ptr()
     buffers = [*([] if is_summand else [sum_S]), *full_P.new_empty(len(others) - (not is_summand), shard_numel)]
     received = dict(zip(others, buffers, strict=True))
-    works = _swap(received, {rank: full_WS[rank] for rank in others}, axis)
+    works = _swap(received, {rank: full_WS[rank] for rank in others}, axis, after)
 
     def finish() -> Tensor:
         summands = [received.get(rank, full_WS[axis.rank]) for rank in range(axis.size)]
@@ -377,18 +445,34 @@ def start_all_to_all(rows_WN: Tensor, axis: Bound, *, label: str = "all_to_all")
     return Pending(label, works, lambda: arrived_WN)
 
 
-def start_all_reduce(full_P: Tensor, axis: Bound, *, label: str = "all_reduce") -> Pending:
+def start_all_reduce(
+    full_P: Tensor,
+    axis: Bound,
+    *,
+    then: Sequence[Bound] = (),
+    after: Pending | None = None,
+    label: str = "all_reduce",
+) -> Pending:
     """Starts to sum `full_P` over the ranks, in rank order and in place.
 
-    *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements.
+    *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements, and over the axes in `then` what an all-reduce
+    of P/W elements sends.
+
+    Args:
+        then: further axes to sum over: between the reduce-scatter and the all-gather that an all-reduce is made of.
+        after: the collective that writes `full_P`; it is ended first, without holding up the caller.
     """
     _tell(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)
-    if isinstance(axis, Real) and axis.size == 2 and full_P.numel():  # two summands have one order: the same bits
-        return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis), lambda: full_P)
+    if isinstance(axis, Real) and axis.size == 2 and full_P.numel() and not then:
+        # Two summands have one order: the same bits.
+        return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis, after=after), lambda: full_P)
     silent = replace(axis, observe=None)
     shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
-    reduction = start_reduce_scatter(full_P, silent, out_S=shard_S, label=label)
-    return start_all_gather(shard_S, full_P, silent, after=None if full_P.is_cuda else reduction, label=label)
+    reduction = start_reduce_scatter(full_P, silent, out_S=shard_S, after=after, label=label)
+    if then:
+        reduction = start_all_reduce(shard_S, then[0], then=then[1:], after=reduction, label=label)
+    is_in_order = full_P.is_cuda and not then  # as one communicator runs them
+    return start_all_gather(shard_S, full_P, silent, after=None if is_in_order else reduction, label=label)
 
 
 def start_stack(x: Tensor, axis: Bound, *, label: str = "stack") -> Pending:
@@ -408,11 +492,38 @@ def start_stack(x: Tensor, axis: Bound, *, label: str = "stack") -> Pending:
     return Pending(label, works, lambda: rows)
 
 
-def _start(label: str, collective: Callable[..., Any], *tensors: Tensor, axis: Real) -> list[dist.Work]:
-    try:
-        return [collective(*tensors, group=axis.group, async_op=True)]
-    except RuntimeError as error:
-        raise failed(label, error) from error
+def _nothing(label: str, finish: Callable[[], Tensor], after: Pending | None) -> Pending:
+    """A collective that sends nothing."""
+    if after is None:
+        return Pending(label, (), finish)
+
+    def both() -> Tensor:
+        after.finish()
+        return finish()
+
+    return Pending(label, after.works, both)
+
+
+def _start(
+    label: str, collective: Callable[..., Any], *tensors: Tensor, axis: Real, after: Pending | None = None
+) -> list[dist.Work] | Future[list[dist.Work]]:
+    def start() -> list[dist.Work]:
+        try:
+            if after is not None:
+                after.wait()
+            return [collective(*tensors, group=axis.group, async_op=True)]
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise failed(label, error) from error
+
+    if after is None:
+        return start()
+    if not tensors[0].is_cuda:
+        return _STARTER.submit(start)
+    stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):  # which waits for `after` in place of the compute
+        return start()
 
 
 def _swap(
@@ -445,15 +556,15 @@ def _swap(
 
 def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: Lockstep) -> Letters:
     """The same in lockstep: sends copies, one for all ranks that are sent the same tensor."""
-    copies = {id(x): x.clone() for x in sent.values()}
+    copies, me = {id(x): x.clone() for x in sent.values()}, axis.global_rank(axis.rank)
     for rank, x in sent.items():
-        axis.hub.send(axis.rank, rank, copies[id(x)])
-    return Letters(Letter(axis.hub, axis.hub.expect(rank, axis.rank), x) for rank, x in received.items())
+        axis.hub.send(me, axis.global_rank(rank), copies[id(x)])
+    return Letters(Letter(axis.hub, axis.hub.expect(axis.global_rank(rank), me), x) for rank, x in received.items())
 
 
 def _tell(axis: Bound, collective: str, label: str, num_elements: int, tensor: Tensor) -> None:
     if axis.observe is not None:
-        axis.observe(Sent(collective, label, num_elements, num_elements * tensor.element_size()))
+        axis.observe(Sent(collective, label, num_elements, num_elements * tensor.element_size(), axis.name))
 
 
 # --- collectives as nodes of a captured graph (Real and Fake axes) -----------------------------------------------
@@ -615,10 +726,11 @@ def exchange(value: Any, axis: Bound, *, label: str = "exchange") -> list[Any]:
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     try:
         if isinstance(axis, Lockstep):
+            me = axis.global_rank(axis.rank)
             for rank in others:
-                axis.hub.send(axis.rank, rank, value)
+                axis.hub.send(me, axis.global_rank(rank), value)
             for rank in others:
-                values[rank] = axis.hub.receive(axis.hub.expect(rank, axis.rank))
+                values[rank] = axis.hub.receive(axis.hub.expect(axis.global_rank(rank), me))
             return values
         dist.all_gather_object(values, value, group=axis.group)
     except RuntimeError as error:

@@ -46,6 +46,11 @@ def _stage(value: object) -> object:
     return given
 
 
+def _off_at(off: int) -> BeforeValidator:
+    """DeepSpeed's number for leaving a key out becomes None."""
+    return BeforeValidator(lambda value: None if number(value) == off else value)
+
+
 class ZeroOptimization(Block):
     """DeepSpeed key `zero_optimization`. Sizes count elements."""
 
@@ -73,6 +78,14 @@ class ZeroOptimization(Block):
     """With `compile="step"`: a unit is kept until its next use when the units used meanwhile have at most this many
     elements, so DeepSpeed's default of 1000000000 keeps all units of most models from the forward to the backward. None is 0:
     a unit is released after its use and gathered again, as the eager step always does."""
+    mics_shard_size: Annotated[Count | None, _off_at(-1)] = None
+    """MiCS: the ranks that share what the stage shards, neighbours in rank order; their number must divide all ranks. Every
+    such node holds the same, and gradients are reduced within it first: the mesh `(node, data)` with so many ranks along
+    `data`. None or -1 is all ranks; no use in stage 0."""
+    zero_hpz_partition_size: Annotated[Count | None, _off_at(1)] = None
+    """hpZ of ZeRO++, for stage 3: the ranks that share the parameters, as in `mics_shard_size`, while all ranks share the
+    gradients, master and optimizer state. All gathers of a step stay within such a node; the updated parameters are joined
+    between nodes once. None or 1 is all ranks, for the parameters as well."""
 
 
 class ActivationCheckpointing(Block):
@@ -170,6 +183,16 @@ class Config(Block):
         if self.gradient_allreduce_op == "sum" and self.zero_optimization.stage == 3:
             raise ValueError(
                 "gradient_allreduce_op: must be 'mean' in stage 3, got 'sum'; multiply the loss by the ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_mesh(self) -> Self:
+        mics, hpz = self.zero_optimization.mics_shard_size, self.zero_optimization.zero_hpz_partition_size
+        if mics is not None and hpz is not None:
+            raise ValueError(
+                f"zero_optimization.mics_shard_size: excludes zero_optimization.zero_hpz_partition_size, got {mics} beside "
+                f"{hpz}; remove one of them"
             )
         return self
 

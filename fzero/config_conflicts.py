@@ -69,6 +69,18 @@ RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
         lambda v: f"it is for stage 3, and the stage is {v[_STAGE]}" if v[_STAGE] < 3 else None,
     ),
     (
+        "zero_optimization.zero_hpz_partition_size",
+        lambda v: (
+            f"it is for stage 3, and the stage is {v[_STAGE]}"
+            if v[_STAGE] < 3 and v["zero_optimization.zero_hpz_partition_size"]
+            else None
+        ),
+    ),
+    (
+        "zero_optimization.mics_shard_size",
+        _unless(lambda v: v[_STAGE] or not v["zero_optimization.mics_shard_size"], "nothing is divided in stage 0"),
+    ),
+    (
         "zero_optimization.allgather_bucket_size",
         _unless(lambda v: v[_STAGE], "every rank updates all parameters in stage 0, and gathers none"),
     ),

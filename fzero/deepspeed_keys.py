@@ -42,6 +42,7 @@ ACCEPTED = {
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": "gathers are made of the fastest sends of the backend",
     "zero_optimization.stage3_allgather_sequential": "gathers follow step.schedule",
     "zero_optimization.leaf_module": "units are found by their repetition; name them in units=",
+    "zero_optimization.mics_hierarchical_params_gather": "a rank sends its shard to each rank that needs it, in one go",
     "zero_optimization.memory_efficient_linear": "what a linear layer saves of a gathered unit is a recipe in any case",
     "zero_optimization.override_module_apply": "fzero leaves modules as they are",
     "zero_optimization.pipeline_loading_checkpoint": "init takes one unit at a time in any case",
@@ -73,6 +74,7 @@ TYPES = {
         zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
         zero_optimization.stage3_gather_16bit_weights_on_model_save
         zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.stage3_allgather_sequential
+        zero_optimization.mics_hierarchical_params_gather
         zero_optimization.memory_efficient_linear zero_optimization.override_module_apply
         zero_optimization.pipeline_loading_checkpoint zero_optimization.log_trace_cache_warnings
         zero_optimization.enable_sanity_checks zero_optimization.save_muon_momentum_buffer_in_memory
@@ -128,13 +130,10 @@ REFUSED = {
     "zero_optimization.zenflow": _REMOVE,
     "zero_optimization.ignore_unused_parameters": "an unused parameter has a gradient of zero; remove it",
     "zero_optimization.legacy_stage1": "DeepSpeed refuses it too; remove it",
-    "zero_optimization.zero_hpz_partition_size": _REMOVE,
     "zero_optimization.zero_quantized_weights": _REMOVE,
     "zero_optimization.zero_quantized_nontrainable_weights": _REMOVE,
     "zero_optimization.zero_quantized_gradients": _REMOVE,
     "zero_optimization.zeropp_loco_param": _REMOVE,
-    "zero_optimization.mics_shard_size": _REMOVE,
-    "zero_optimization.mics_hierarchical_params_gather": _REMOVE,
     "optimizer.params.max_grad_norm": "DeepSpeed refuses it too; use gradient_clipping",
     "optimizer.params.amsgrad": _REMOVE,
     "optimizer.params.maximize": _REMOVE,
@@ -152,8 +151,6 @@ OFF: dict[str, Any] = {
     "managed_gradient_accumulation": True,
     "sequence_parallel_size": 1,
     "zero_optimization.ignore_unused_parameters": True,
-    "zero_optimization.zero_hpz_partition_size": 1,
-    "zero_optimization.mics_shard_size": -1,
     "zero_optimization.stage3_model_persistence_threshold": 2**63 - 1,
     "zero_optimization.offload_param.device": "none",
     "zero_optimization.offload_optimizer.device": "none",

@@ -14,11 +14,12 @@ No graph is captured. The model runs as it is, `bound` to tensors that this file
 The collectives follow the `Event`s of `fzero.schedule`. All stages run this same code: the specs decide whether a
 gather moves anything and whether a full gradient is dropped, so that all stages do the same arithmetic.
 
-Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard, W ranks.
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards (on one axis as many as ranks).
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,11 +32,12 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from fzero import collectives
-from fzero.collectives import Bound, Pending
+from fzero.bound_mesh import BoundMesh
+from fzero.collectives import Pending
 from fzero.plan import BufferPlan, Plan, UnitPlan
 from fzero.schedule import TURN, Event, ScheduleError
 from sharding import Replicated, Sharded
-from sharding.views import take_shard, torch_dtype, unflatten
+from sharding.views import torch_dtype, unflatten
 
 
 class Scratch:
@@ -125,7 +127,7 @@ class Pass:
 
     Args:
         plan: the units and their specs.
-        axis: the ranks.
+        mesh: the ranks.
         params: this rank's flat buffers by key.
         grads: where the mean gradients go, by key: whole (P) in stages 0 and 1, this rank's shards (S) otherwise. None
             is a forward only.
@@ -138,7 +140,7 @@ class Pass:
     def __init__(
         self,
         plan: Plan,
-        axis: Bound,
+        mesh: BoundMesh,
         params: dict[str, Tensor],
         grads: dict[str, Tensor] | None,
         schedule: Sequence[Event] | None,
@@ -148,7 +150,7 @@ class Pass:
         is_last: bool = True,
     ) -> None:
         self.is_first, self.is_last = is_first, is_last
-        self.plan, self.axis, self.params, self.schedule, self.scratch = plan, axis, params, schedule, scratch
+        self.plan, self.mesh, self.params, self.schedule, self.scratch = plan, mesh, params, schedule, scratch
         self.trains, self.grads = grads is not None, grads or {}
         self.executed: list[Event] = []
         self._units = {unit.name: unit for unit in plan.units}
@@ -356,7 +358,7 @@ class Pass:
         """
         self._advance_to(TURN)
         self._in_forward, self._share = False, share
-        self._rows = collectives.start_stack(row, self.axis, label="told")
+        self._rows = collectives.start_stack(row, self.mesh.everyone, label="told")
 
     def told(self) -> Tensor:
         """Every rank's row, in rank order; once, after `turn`."""
@@ -377,14 +379,14 @@ class Pass:
             if event == wanted:
                 return
         raise ScheduleError(
-            f"rank {self.axis.rank} needs to {wanted} where the schedule of collectives has no place for it: the model "
+            f"rank {self.mesh.everyone.rank} needs to {wanted} where the schedule of collectives has no place for it: the model "
             f"runs its units in another order than in the first step (a branch on data, a router, layer drop); pass "
             f"schedule='negotiated', or name a module that holds the whole branch in units="
         )
 
     def _negotiate(self, wanted: Event | None) -> None:
         """Agrees with all ranks on each next event until `wanted` has been served; None takes part to the end."""
-        if self.axis.size == 1:
+        if self.mesh.everyone.size == 1:
             if wanted is not None:
                 self._issue(wanted)
             return
@@ -395,7 +397,8 @@ class Pass:
                 if wanted is None
                 else [_KINDS.index(wanted.kind), names.index(wanted.unit) if wanted.unit else -1]
             )
-            rows = collectives.stack(torch.tensor(code, device=self._device), self.axis, label="negotiate").tolist()
+            row = torch.tensor(code, device=self._device)
+            rows = collectives.stack(row, self.mesh.everyone, label="negotiate").tolist()
             served = _serve(rows, in_forward=self._in_forward)
             if served is None:
                 return
@@ -419,20 +422,13 @@ class Pass:
         # A gather that nobody here waited for served other ranks only: its result is dropped.
         self._drop_gathers()
         self._gathering[unit.name] = [
-            (
-                buffer,
-                collectives.start_all_gather(
-                    self.params[buffer.key],
-                    self.params[buffer.key]
-                    if self.axis.size == 1
-                    else self.scratch.take(buffer, self.params[buffer.key]),
-                    self.axis,
-                    label=f"gather {buffer.key}",
-                ),
-            )
-            for buffer in unit.buffers
-            if isinstance(buffer.row.params, Sharded)
+            (buffer, self._gather(buffer)) for buffer in unit.buffers if isinstance(buffer.row.params, Sharded)
         ]
+
+    def _gather(self, buffer: BufferPlan) -> Pending:
+        axes, shard = self.mesh.axes_of(buffer.row.params), self.params[buffer.key]
+        full = shard if math.prod(axis.size for axis in axes) == 1 else self.scratch.take(buffer, shard)
+        return self.mesh.start_all_gather(shard, full, axes, label=f"gather {buffer.key}")
 
     def _drop_gathers(self) -> None:
         for gathers in self._gathering.values():
@@ -464,17 +460,28 @@ class Pass:
         label = f"reduce {buffer.key}"
         flat_P = flat_P.to(self._reduce_dtype(buffer))
         if isinstance(buffer.row.grads, Replicated):
-            return collectives.start_all_reduce(flat_P, self.axis, label=label)
-        out_S = None if self._adds(buffer) or flat_P.dtype != self.grads[buffer.key].dtype else self._own(buffer)
-        return collectives.start_reduce_scatter(flat_P, self.axis, out_S=out_S, label=label)
+            return self.mesh.start_all_reduce(flat_P, label=label)
+        own_S, is_held = self._own(buffer), self._is_held(buffer)
+        is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype
+        return self.mesh.start_reduce_scatter(
+            flat_P, out_S=None if is_new else own_S, further="now" if self.is_last else "later",
+            held_S=own_S if is_held else None, label=label,
+        )  # fmt: skip
 
     def _reduce_dtype(self, buffer: BufferPlan) -> torch.dtype:
         """The dtype in which gradients are sent; where nobody else is, that in which they are kept."""
-        return torch_dtype(buffer.dtypes.reduce if self.axis.size > 1 else buffer.dtypes.grad)
+        return torch_dtype(buffer.dtypes.reduce if self.mesh.everyone.size > 1 else buffer.dtypes.grad)
 
     def _adds(self, buffer: BufferPlan) -> bool:
         """Whether a reduction is added to one that came before, in this micro-step or an earlier one."""
-        return buffer.key in self._reduced or not (self.is_first or self._is_whole(buffer))
+        if buffer.key in self._reduced:
+            return True
+        return not (self.is_first or self._is_whole(buffer) or self._is_held(buffer))
+
+    def _is_held(self, buffer: BufferPlan) -> bool:
+        """Whether the shard of earlier micro-steps joins this reduction, before it crosses the further axes once for all."""
+        is_kept = bool(self.mesh.further) and not (self.is_first or self._is_whole(buffer))
+        return is_kept and self.is_last and buffer.key not in self._reduced
 
     def _is_whole(self, buffer: BufferPlan) -> bool:
         """Whether all of the gradient stays on this rank."""
@@ -497,7 +504,7 @@ class Pass:
 
     def _own(self, buffer: BufferPlan) -> Tensor:
         """This rank's shard (S) of the mean gradient."""
-        return own_shard(self.grads[buffer.key], buffer, self.axis.rank)
+        return own_shard(self.grads[buffer.key], buffer, self.mesh.shard)
 
     def finish(self) -> None:
         """Ends the backward: reduces what is left.
@@ -559,9 +566,13 @@ def _zero_gaps(flat_P: Tensor, buffer: BufferPlan, written: set[str]) -> None:
     flat_P[buffer.layout.numel :].zero_()
 
 
-def own_shard(flat: Tensor, buffer: BufferPlan, rank: int) -> Tensor:
-    """This rank's shard (S) of a flat buffer that it holds whole (P), or holds just that shard of."""
-    return flat if flat.numel() == buffer.shard_numel else take_shard(flat, buffer.layout.partition, rank)
+def own_shard(flat: Tensor, buffer: BufferPlan, shard: int) -> Tensor:
+    """This rank's shard (S) of a flat buffer that it holds whole (P), or holds just that shard of, or that one and neighbours."""
+    numel = buffer.shard_numel
+    if flat.numel() == numel:
+        return flat
+    start = shard % (flat.numel() // numel) * numel
+    return flat[start : start + numel]
 
 
 def may_start_early(plan: Plan, present: str, following: str) -> bool:

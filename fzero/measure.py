@@ -3,7 +3,7 @@
 Pure functions of tensors, shared by the eager and the compiled step, so that both do the same arithmetic. What `check_*`
 reads makes the host wait and raises; nothing else does.
 
-Shape letters: W ranks, M rows (of ranks and micro-steps), N elements.
+Shape letters: W ranks, F shards, M rows (of ranks and micro-steps), N elements.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Measure:
         return self.world_size if self.is_mean and weight is None else 1
 
     def norm_part(self, shards: Iterable[Tensor], device: torch.device) -> Tensor:
-        """One rank's share of the norm (0-d float64): from the same numbers in the same order in all stages."""
+        """One shard's part of the norm (0-d float64): from the same numbers in the same order in all stages."""
         part = torch.zeros((), dtype=torch.float64, device=device)
         for grad_S in shards:
             if self.is_inf:
@@ -143,9 +143,9 @@ class Measure:
                 part = part + torch.linalg.vector_norm(grad_S, dtype=dtype).double().square()
         return part
 
-    def norm(self, parts_W: Tensor) -> Tensor:
-        """The global norm of what was collected, from the parts of all ranks."""
-        return parts_W.max() if self.is_inf else (mean_in_rank_order(parts_W) * self.world_size).sqrt()
+    def norm(self, parts_F: Tensor) -> Tensor:
+        """The global norm of what was collected, from the parts of all shards."""
+        return parts_F.max() if self.is_inf else (mean_in_rank_order(parts_F) * len(parts_F)).sqrt()
 
 
 def mean_of(rows_M2: Tensor, *, is_sum: bool) -> tuple[Tensor, Tensor | None]:

@@ -6,7 +6,10 @@
 3. A stage is a row of `STAGES`: which of parameters, gradients and optimizer state each rank holds whole.
 
 The layout is the same in all stages, so that all stages add the same numbers in the same order. A plan holds integers
-and names only. Shape letters: N elements of a buffer, P padded = W·S, S elements of a shard, W ranks.
+and names only. On several axes (`fzero.meshes`) what is sharded is so over the axes that `Plan.axes` names, but for the
+parameters, which always are over "data" alone.
+
+Shape letters: N elements of a buffer, P padded = F·S, S elements of a shard, F shards (W ranks, on one axis all of them).
 """
 
 from __future__ import annotations
@@ -27,15 +30,28 @@ from torch import Tensor, nn
 from fzero.config import Config, ConfigError, ZeroOptimization
 from fzero.config_optimizers import Optimizer, with_overrides
 from fzero.matrix_transforms import is_cut
+from fzero.meshes import DATA, is_several, mesh_of, num_ranks, shard_axes, sum_order
 from fzero.pieces import Pieces
 from fzero.precision import Dtypes, widened
 from fzero.transforms import Transform, check_elementwise
-from sharding import FlatLayout, Partial, Replicated, Sharded, Spec, TensorSpec, declaration, plan_buckets, round_robin
+from sharding import (
+    FlatLayout,
+    Mesh,
+    Partial,
+    Replicated,
+    Sharded,
+    Spec,
+    TensorSpec,
+    declaration,
+    plan_buckets,
+    round_robin,
+)
 from sharding.views import dtype_name
 
-AXIS = "data"
 ALIGNMENT = 32
-"""Shards are a multiple of this many elements, so that a vectorised kernel meets the same lanes in every stage."""
+"""Shards are a multiple of this many elements, so that a vectorised kernel meets the same lanes in every stage.
+
+Where several ranks hold the same shard, each rank's part of it is, so that P is the same on all meshes of W ranks."""
 
 BUCKET = 500_000_000
 """Elements of a bucket where the configuration names none: DeepSpeed's default."""
@@ -51,10 +67,21 @@ class Row(NamedTuple):
 
 STAGES = {
     0: Row(params=Replicated(), grads=Replicated(), optimizer=Replicated()),
-    1: Row(params=Replicated(), grads=Partial(AXIS), optimizer=Sharded(AXIS)),
-    2: Row(params=Replicated(), grads=Sharded(AXIS), optimizer=Sharded(AXIS)),
-    3: Row(params=Sharded(AXIS), grads=Sharded(AXIS), optimizer=Sharded(AXIS)),
+    1: Row(params=Replicated(), grads=Partial(DATA), optimizer=Sharded(DATA)),
+    2: Row(params=Replicated(), grads=Sharded(DATA), optimizer=Sharded(DATA)),
+    3: Row(params=Sharded(DATA), grads=Sharded(DATA), optimizer=Sharded(DATA)),
 }
+
+
+def row_of(stage: int, axes: tuple[str, ...]) -> Row:
+    """What a stage does where gradients and optimizer state are sharded over `axes`.
+
+    >>> row_of(3, ("data", "node"))
+    Row(params=Sharded('data'), grads=Sharded('data', 'node'), optimizer=Sharded('data', 'node'))
+    """
+    row = STAGES[stage]
+    finest = {"grads": row.grads, "optimizer": row.optimizer}
+    return row._replace(**{part: Sharded(*axes) for part, spec in finest.items() if isinstance(spec, Sharded)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +152,24 @@ class UnitPlan:
         return any(buffer.trainable for buffer in self.buffers)
 
 
+_COLLECTIVES = (
+    "all_reduce of gradients",
+    "reduce_scatter of gradients",
+    "all_gather of updated parameters",
+    "all_gather of momentum",
+    "all_gather in the forward",
+    "all_gather in the backward",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything about a training step that is known before it runs. `print(plan)` shows a table.
 
     Attributes:
         stage: the ZeRO stage.
-        world_size: number of ranks W along the axis `"data"`.
+        mesh: the ranks.
+        axes: over which the finest shards lie, major first; see `fzero.meshes`.
         units: in the order of their declaration.
         aliases: the further names of tied parameters and buffers, each with the name under which it is stored.
         optimizer: the specs of the optimizer state, by flat buffer.
@@ -144,7 +182,8 @@ class Plan:
     """
 
     stage: int
-    world_size: int
+    mesh: Mesh
+    axes: tuple[str, ...]
     units: tuple[UnitPlan, ...]
     aliases: dict[str, str] = field(repr=False)
     optimizer: dict[str, Any] = field(repr=False)
@@ -158,6 +197,21 @@ class Plan:
     reduce_bucket: int | None = None
 
     @property
+    def world_size(self) -> int:
+        """The number of ranks W."""
+        return self.mesh.size
+
+    @property
+    def num_shards(self) -> int:
+        """The number of the finest shards F."""
+        return num_ranks(self.mesh, self.axes)
+
+    @property
+    def further_axes(self) -> tuple[str, ...]:
+        """Those along which ranks hold the same shards, in the order in which gradients are added up."""
+        return tuple(name for name in sum_order(self.mesh) if name not in self.axes and self.mesh.axis_size(name) > 1)
+
+    @property
     def flat_buffers(self) -> tuple[BufferPlan, ...]:
         return tuple(buffer for unit in self.units for buffer in unit.buffers)
 
@@ -166,14 +220,15 @@ class Plan:
         """Bytes of model state on one rank, padding included: `parameters`, `master`, `gradients` and `optimizer`.
 
         ZeRO §3: 4Ψ, 0, 4Ψ and 8Ψ bytes for fp32 and Adam, 2Ψ, 4Ψ, 2Ψ and 8Ψ for 16 bits with an fp32 master, each divided
-        by W from the stage on that shards it. The gradients are alive from the backward to the update only.
+        by the number of its shards (W on one axis) from the stage on that shards it. The gradients are alive from the
+        backward to the update only.
         """
         trainable = [buffer for buffer in self.flat_buffers if buffer.trainable]
         return {
-            "parameters": sum(b.params.local_nbytes(self.world_size) for b in self.flat_buffers),
-            "master": sum(b.master.local_nbytes(self.world_size) for b in trainable if b.has_master),
-            "gradients": sum(b.grads.local_nbytes(self.world_size) for b in trainable),
-            "optimizer": sum(_nbytes(self.optimizer[b.key], self.world_size) for b in trainable),
+            "parameters": sum(b.params.local_nbytes(self.mesh) for b in self.flat_buffers),
+            "master": sum(b.master.local_nbytes(self.mesh) for b in trainable if b.has_master),
+            "gradients": sum(b.grads.local_nbytes(self.mesh) for b in trainable),
+            "optimizer": sum(_nbytes(self.optimizer[b.key], self.mesh) for b in trainable),
         }
 
     @property
@@ -190,29 +245,47 @@ class Plan:
         backward and is not gathered twice. Nor is one whose weights the backward does not need (an embedding), and one
         that is used in several separate places is gathered for each: `TrainStep.schedule` tells, after the first step.
         """
-        others, micro_steps = self.world_size - 1, self.num_micro_steps
-        shards = [(buffer, buffer.shard_numel * others) for buffer in self.flat_buffers]
-        trained = [(b.row, n) for b, n in shards if b.trainable]
-        cut = [n for b, n in shards if isinstance(b.row.params, Sharded)]
-        gathered_units = [unit for unit in self.units if unit.gathered_numel]
-        last = gathered_units[-1].buffers if gathered_units else ()
-        kept = sum(b.shard_numel * others for b in last if isinstance(b.row.params, Sharded))
-        return {
-            "all_reduce of gradients": 2 * sum(n for row, n in trained if isinstance(row.grads, Replicated)),
-            "reduce_scatter of gradients": sum(
-                n * (micro_steps if isinstance(row.grads, Sharded) else 1)
-                for row, n in trained
-                if not isinstance(row.grads, Replicated)
-            ),
-            "all_gather of updated parameters": sum(
-                n for row, n in trained if isinstance(row.params, Replicated) and isinstance(row.optimizer, Sharded)
-            ),
-            "all_gather of momentum": sum(
-                n for b, n in shards if b.way == "muon" and isinstance(b.row.optimizer, Sharded) and is_cut(b.layout)
-            ),
-            "all_gather in the forward": sum(cut) * micro_steps,
-            "all_gather in the backward": (sum(cut) - kept) * micro_steps,
-        }
+        total: Counter[str] = Counter()
+        for sent in self.sent_by_axis.values():
+            for collective, numel in sent.items():
+                total[collective] += numel
+        return dict(total)
+
+    @property
+    def sent_by_axis(self) -> dict[str, dict[str, int]]:
+        """The same, by the axis of the mesh that it crosses.
+
+        A reduce-scatter over `"data"` and then `"node"` sends P(L-1)/L along the first and P/L · (N-1)/N along the second, and
+        so does the all-gather over both; an all-reduce sends twice that.
+        """
+        every = sum_order(self.mesh)
+        micro_steps = self.num_micro_steps if self.num_shards > 1 else 1
+        gathered = [unit for unit in self.units if unit.gathered_numel]
+        last = gathered[-1].buffers if gathered else ()
+        sent = {name: dict.fromkeys(_COLLECTIVES, 0) for name in self.mesh.names}
+
+        def add(collective: str, numel: int, axes: Sequence[str], times: int = 1) -> None:
+            for name in axes:
+                numel //= self.mesh.axis_size(name)
+                sent[name][collective] += times * numel * (self.mesh.axis_size(name) - 1)
+
+        for buffer in self.flat_buffers:
+            row, numel = buffer.row, buffer.padded_numel
+            in_params = row.params.axes if isinstance(row.params, Sharded) else ()
+            add("all_gather in the forward", numel, in_params, self.num_micro_steps)
+            add("all_gather in the backward", numel, in_params, self.num_micro_steps * (buffer not in last))
+            if not buffer.trainable:
+                continue
+            if isinstance(row.grads, Replicated):
+                add("all_reduce of gradients", numel, every, 2)
+                continue
+            add("reduce_scatter of gradients", numel, self.axes, micro_steps if isinstance(row.grads, Sharded) else 1)
+            add("all_reduce of gradients", buffer.shard_numel, self.further_axes, 2)
+            local_numel = buffer.params.local_shape(self.mesh)[0]
+            add("all_gather of updated parameters", local_numel, self.axes[len(in_params) :])
+            if buffer.way == "muon" and is_cut(buffer.layout):
+                add("all_gather of momentum", numel, self.axes)
+        return sent
 
     def __rich__(self) -> Group:
         return _report(self)
@@ -227,7 +300,8 @@ def plan(
     model: nn.Module,
     cfg: Config | Any,
     *,
-    world_size: int = 1,
+    world_size: int | None = None,
+    mesh: Mesh | None = None,
     units: Sequence[str] | None = None,
     param_groups: Sequence[ParamGroup] = (),
     transform: OwnTransform | None = None,
@@ -237,7 +311,8 @@ def plan(
     Args:
         model: any module.
         cfg: a `Config`, or what `Config.load` takes.
-        world_size: number of ranks W.
+        world_size: number of ranks W; None is those of the mesh, or 1.
+        mesh: how they stand along several axes; None is as the configuration says, or one axis.
         units: names of the modules to use as units, with `*` as a wildcard (the outermost matches count); None finds
             repeated blocks.
         param_groups: parameters with hyper-parameters of their own; see `ParamGroup`. The first that matches counts.
@@ -253,6 +328,7 @@ def plan(
     """
     cfg = Config.load(cfg)
     zero = cfg.zero_optimization
+    mesh = mesh_of(zero, world_size or (mesh.size if mesh else 1), mesh)
     optimizers = optimizers_of(cfg, param_groups, transform)
     owners, modules = dict(model.named_parameters()), dict(model.named_modules())
     if not owners:
@@ -262,7 +338,7 @@ def plan(
         UnitPlan(
             name,
             tuple(
-                _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, world_size)
+                _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, mesh)
                 for kind, names in _by_kind(members, modules, owners, cfg, param_groups, optimizers).items()
             ),
         )
@@ -280,7 +356,8 @@ def plan(
     precision = cfg.precision
     return Plan(
         stage=zero.stage,
-        world_size=world_size,
+        mesh=mesh,
+        axes=shard_axes(mesh, zero),
         units=unit_plans,
         aliases=_aliases(model),
         optimizer={
@@ -298,7 +375,7 @@ def plan(
         },
         prefetch=zero.stage3_prefetch_bucket_size,
         max_live=zero.stage3_max_live_parameters,
-        num_micro_steps=cfg.batch_sizes(world_size).num_micro_steps,
+        num_micro_steps=cfg.batch_sizes(mesh.size).num_micro_steps,
         max_reducing=max_reducing,
         max_reuse_distance=zero.stage3_max_reuse_distance,
         gather_bucket=zero.allgather_bucket_size,
@@ -467,14 +544,17 @@ def _by_kind(
 
 
 def _plan_buffer(
-    unit: str, kind: Kind, params: Sequence[tuple[str, nn.Parameter]], zero: ZeroOptimization, world_size: int
+    unit: str, kind: Kind, params: Sequence[tuple[str, nn.Parameter]], zero: ZeroOptimization, mesh: Mesh
 ) -> BufferPlan:
-    order = round_robin(len(params), world_size) if zero.round_robin_gradients else declaration(len(params))
+    axes = shard_axes(mesh, zero)
+    num_shards = num_ranks(mesh, axes)
+    order = round_robin(len(params), num_shards) if zero.round_robin_gradients else declaration(len(params))
     params = order.apply(params)
     layout = FlatLayout(
-        tuple(name for name, _ in params), tuple(tuple(p.shape) for _, p in params), world_size, multiple_of=ALIGNMENT
-    )
-    row = STAGES[2] if kind.small and zero.stage == 3 else STAGES[zero.stage]
+        tuple(name for name, _ in params), tuple(tuple(p.shape) for _, p in params), num_shards,
+        multiple_of=ALIGNMENT * mesh.size // num_shards,
+    )  # fmt: skip
+    row = row_of(2 if kind.small and zero.stage == 3 else zero.stage, axes)
     return BufferPlan(f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way)
 
 
@@ -596,13 +676,16 @@ def _runs(blocks: Sequence[str], names: Iterable[str]) -> list[tuple[str | None,
 # --- the table ---------------------------------------------------------------------------------------------------
 
 
-def _nbytes(specs: Any, world_size: int) -> int:
-    return sum(spec.local_nbytes(world_size) for spec in optree.tree_leaves(specs))
+def _nbytes(specs: Any, mesh: Mesh) -> int:
+    return sum(spec.local_nbytes(mesh) for spec in optree.tree_leaves(specs))
 
 
 def _report(plan: Plan) -> Group:
     """The units as a table, and in words what a rank holds and sends."""
-    table = Table(title=f"ZeRO stage {plan.stage} on {plan.world_size} ranks", title_justify="left")
+    title = f"ZeRO stage {plan.stage} on {plan.world_size} ranks"
+    if is_several(plan.mesh):
+        title += f", {' × '.join(f'{name} {size}' for name, size in plan.mesh.axes)}"
+    table = Table(title=title, title_justify="left")
     table.add_column("unit")
     table.add_column("flat buffer")
     for column in ("parameters", "elements", "padding", "on a rank"):
@@ -615,17 +698,23 @@ def _report(plan: Plan) -> Group:
                 str(len(buffer.layout.names)),
                 f"{buffer.layout.numel:,}",
                 f"{buffer.layout.partition.padding:,}",
-                f"{buffer.params.local_shape(plan.world_size)[0]:,}",
+                f"{buffer.params.local_shape(plan.mesh)[0]:,}",
             )
     held = ", ".join(f"{name} {_human(nbytes)}" for name, nbytes in plan.bytes_per_rank.items() if nbytes)
     dtypes = dict.fromkeys(str(b.dtypes) if b.trainable else f"frozen {b.dtypes.param}" for b in plan.flat_buffers)
     buffers = ", ".join(dict.fromkeys(spec.dtype for spec in plan.buffers.values()))
-    sent = ", ".join(f"{numel:,} in {name}" for name, numel in plan.sent_per_step.items() if numel)
+    lines = {"": plan.sent_per_step}
+    if is_several(plan.mesh):
+        lines = {f" along {axis}": sent for axis, sent in plan.sent_by_axis.items()}
     return Group(
         table,
         f"dtypes: {'; '.join(dtypes)}" + (f"; module buffers {buffers}" if buffers else ""),
         f"a rank holds: {held}",
-        f"elements that a rank sends in a step: {sent or 'none'}",
+        *(
+            f"elements that a rank sends{along} in a step: "
+            + (", ".join(f"{numel:,} in {name}" for name, numel in sent.items() if numel) or "none")
+            for along, sent in lines.items()
+        ),
     )
 
 

@@ -23,6 +23,7 @@ from fzero.config_optimizers import Optimizer
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, Measure
 from fzero.plan import Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
+from sharding import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +51,10 @@ class Recipe:
         _check_no_hooks(self.model)
         _check_schedule(self.lr_schedule)
 
-    def plan(self, world_size: int) -> Plan:
-        """How so many ranks share the model state."""
+    def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
+        """How so many ranks share the model state; `mesh` is how they stand, None as the configuration says."""
         return plan(
-            self.model, self.cfg, world_size=world_size, units=self.units, param_groups=self.param_groups,
+            self.model, self.cfg, world_size=world_size, mesh=mesh, units=self.units, param_groups=self.param_groups,
             transform=self.transform,
         )  # fmt: skip
 
@@ -172,6 +173,7 @@ class Recipe:
             "units": {unit.name: str(unit.numel) for unit in the_plan.units},
             "flat buffers": {b.key: ", ".join(b.layout.names) for b in the_plan.flat_buffers},
             "arguments": {
+                "mesh": str(the_plan.mesh),
                 "schedule": self.schedule,
                 "optimizers": str(self.optimizers),
                 "checkpoint": ", ".join(self.checkpointing.names),

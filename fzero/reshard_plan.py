@@ -20,6 +20,7 @@ import optree
 import torch
 
 from fzero.matrix_transforms import AdafactorState
+from fzero.meshes import is_several
 from fzero.pieces import grids_of
 from fzero.plan import BufferPlan, Plan
 from sharding import FlatLayout, Move, Replicated, Sharded, Spec, TensorSpec, plan_transfer
@@ -183,8 +184,8 @@ def plan_reshard(
         rng: what else each rank has for itself, `step.specs.rng`: a rank of the new job gets that of the same rank.
 
     Raises:
-        ValueError: the models differ in a name or a shape, in what is frozen, or in what the optimizer keeps; something
-            would become narrower; or a rank of either job has no process, or several.
+        ValueError: a plan has several axes; the models differ in a name or a shape, in what is frozen, or in what the
+            optimizer keeps; something would become narrower; or a rank of either job has no process, or several.
 
     >>> from fzero.plan import plan
     >>> model = torch.nn.Linear(8, 8)
@@ -197,6 +198,8 @@ def plan_reshard(
           0         0         0              512               64              800
           1         1         1               64              512              352
     """
+    _check_one_axis("old", old)
+    _check_one_axis("new", new)
     _check_same("parameter", _shapes_of(old), _shapes_of(new))
     _check_same("module buffer", *({n: spec.shape for n, spec in p.buffers.items()} for p in (old, new)))
     if places is None:
@@ -387,6 +390,14 @@ def _kept(plan: Plan, buffer: BufferPlan, names: Sequence[str]) -> dict[str, str
 
     leaves = _optimizer_leaves(plan, buffer).items()
     return {path: spec.dtype for path, (_, spec) in leaves if spec.shape == () or has_entries(path)}
+
+
+def _check_one_axis(job: str, plan: Plan) -> None:
+    if is_several(plan.mesh):
+        raise ValueError(
+            f"reshard: the {job} step must be on one axis, got {plan.mesh}; start the new step from the weights, "
+            f"init(old.gather(state))"
+        )
 
 
 def _check_present(job: str, ranks: Sequence[int | None], world_size: int) -> None:

@@ -36,7 +36,7 @@ from fzero.recipe import Recipe
 from fzero.stacked import RandomByRank, Stacked, VmapError
 from fzero.state import Metrics, TrainState
 from fzero.step import TrainStep, _Knobs
-from sharding import TensorSpec
+from sharding import Mesh, TensorSpec
 
 if TYPE_CHECKING:
     from fzero.compiled import CompiledStep
@@ -71,7 +71,13 @@ class LockstepRanks:
         plan, specs: of every rank.
     """
 
-    def __init__(self, recipe: Recipe, world_size: int, observe: Callable[[int, Sent], None] | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        world_size: int,
+        observe: Callable[[int, Sent], None] | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
         if recipe.device.type != "cpu":
             raise ValueError(f"simulate: ranks in lockstep must be on the CPU, got a model on {recipe.device}; move it")
         self._hub, self.world_size = Hub(world_size), world_size
@@ -79,7 +85,7 @@ class LockstepRanks:
         def make(rank: int) -> TrainStep:
             own = replace(recipe, model=_twin(recipe.model), compile=None)
             watch = None if observe is None else lambda sent: observe(rank, sent)
-            return TrainStep(own, Lockstep("data", world_size, rank, self._hub, watch))
+            return TrainStep(own, Lockstep("data", world_size, rank, self._hub, watch, mesh))
 
         self.steps = self._hub.run(make)
 
@@ -146,9 +152,15 @@ class VmapRanks(LockstepRanks):
     """
 
     def __init__(
-        self, recipe: Recipe, world_size: int, compile: BackendName | None = None, *, may_change: bool = False
+        self,
+        recipe: Recipe,
+        world_size: int,
+        compile: BackendName | None = None,
+        *,
+        mesh: Mesh | None = None,
+        may_change: bool = False,
     ) -> None:
-        super().__init__(recipe, world_size)
+        super().__init__(recipe, world_size, mesh=mesh)
         self._may_change, self._is_captured, self._donate = may_change, compile is not None, recipe.donate
         self._stacked = Stacked(world_size)
         self._step, self._made, self._knobs = self._make(recipe, compile)
@@ -156,7 +168,7 @@ class VmapRanks(LockstepRanks):
 
     def _make(self, recipe: Recipe, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, _Knobs]:
         own = replace(recipe, model=_twin(recipe.model), compile=None)
-        step = TrainStep(own, Fake("data", self.world_size, backend="gloo"))
+        step = TrainStep(own, Fake("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
         return step, *step._one_graph(compile, self._stacked)
 
     def _look(self, state: TrainState[Tensor], batch: Any) -> None:
@@ -214,6 +226,7 @@ def simulate(
     step: TrainStep,
     world_size: int | None = None,
     *,
+    mesh: Mesh | None = None,
     by: Literal["vmap", "lockstep"] | None = None,
     compile: BackendName | None = None,
 ) -> LockstepRanks:
@@ -222,7 +235,8 @@ def simulate(
     Args:
         step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.Fake("data", W)` it checks batch sizes
             for as many. It is not changed.
-        world_size: number of ranks W; None takes the step's own.
+        world_size: number of ranks W; None takes those of `mesh`, or the step's own.
+        mesh: how they stand along several axes, in lockstep; None takes the step's own where it has as many ranks.
         by: `"vmap"` runs all ranks at once: fast, to rounding; raises for what `torch.vmap` cannot do. `"lockstep"` runs them
             in turn: any model, the bits of as many processes. None takes vmap where that can be and lockstep elsewhere,
             which a warning tells.
@@ -232,22 +246,25 @@ def simulate(
         A step on stacked tensors, with `init`, `gather`, `evaluate`, `plan` and `specs`. Its metrics are those of every
         rank.
     """
-    world_size = step.world_size if world_size is None else world_size
+    if world_size is None:
+        world_size = step.world_size if mesh is None else mesh.size
     if world_size < 1:
         raise ValueError(f"simulate: world_size must be positive, got {world_size}; say how many ranks are meant")
+    if mesh is None and step.world_size == world_size:
+        mesh = step.plan.mesh
     if by not in (None, "vmap", "lockstep"):
         raise ValueError(f"simulate: by must be 'vmap', 'lockstep' or None, got {by!r}; pass one of these")
     if by == "lockstep":
         if compile is not None:
             raise ValueError(f"simulate: compile must be None in lockstep, got {compile!r}; pass by='vmap'")
-        return LockstepRanks(step.recipe, world_size)
+        return LockstepRanks(step.recipe, world_size, mesh=mesh)
     try:
-        return VmapRanks(step.recipe, world_size, compile, may_change=by is None)
+        return VmapRanks(step.recipe, world_size, compile, mesh=mesh, may_change=by is None)
     except ConfigError as error:  # of what no graph can hold
         if by == "vmap":
             raise
         warnings.warn(f"simulate: {error}; the ranks run in lockstep, which takes longer", stacklevel=2)
-        return LockstepRanks(step.recipe, world_size)
+        return LockstepRanks(step.recipe, world_size, mesh=mesh)
 
 
 @contextmanager

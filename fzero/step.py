@@ -7,7 +7,7 @@ A step is the composition of the verbs, unit by unit (`fzero.eager` runs the fir
     grads_S = reduce_scatter_grads(grads_P)
     params_S, optimizer = optimizer_update(params_S, grads_S, optimizer)
 
-Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard, W ranks.
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards (on one axis as many as ranks), W ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fzero import collectives, initialise
 from fzero.batches import Batches, without_memory
 from fzero.binding import bound
+from fzero.bound_mesh import BoundMesh
 from fzero.checkpointing import Choice
 from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Pending, Real
 from fzero.config import Config, ConfigError
@@ -34,6 +35,7 @@ from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
+from fzero.meshes import is_several
 from fzero.pieces import Pieces
 from fzero.plan import BufferPlan, OwnTransform, ParamGroup
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
@@ -85,8 +87,10 @@ def make_train_step(
             micro-batches and ranks (tokens, say); `model` is called like the module. None calls the model with the batch
             (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as `model(**batch)`) and takes the
             output if it is a scalar, its `.loss`, or its first item.
-        mesh: the ranks: a `sharding.Mesh` whose one axis of more than one rank is `"data"`, or a bound axis. With a
-            `fzero.Fake` axis there are none: `plan`, `specs`, `trace` and `explain` tell what a job of so many would do.
+        mesh: the ranks: a `sharding.Mesh`, whose axis `"data"` the state is sharded over, as the stage says, while ranks
+            along its other axes hold the same (`Mesh.of(node=2, data=4)`: hybrid sharding); or a bound axis. None is one
+            axis, or what `mics_shard_size` or `zero_hpz_partition_size` mean. With a `fzero.Fake` axis there are none:
+            `plan`, `specs`, `trace` and `explain` tell what a job of so many would do.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
             first that matches counts. `"params"` may be a function of name and parameter. A group's `lr` scales the
@@ -149,9 +153,12 @@ class TrainStep:
     """
 
     def __init__(self, recipe: Recipe, axis: Bound | Fake) -> None:
-        self.recipe, self.plan, self.rank, self.world_size = recipe, recipe.plan(axis.size), axis.rank, axis.size
+        self.recipe, self.plan, self.rank, self.world_size = (
+            recipe, recipe.plan(axis.size, axis.mesh), axis.rank, axis.size,
+        )  # fmt: skip
         self.schedule: tuple[Event, ...] | None = None
-        self._model, self._cfg, self._ranks, self.device = recipe.model, recipe.cfg, axis, recipe.device
+        self._model, self._cfg, self.device = recipe.model, recipe.cfg, recipe.device
+        self._ranks: Bound | Fake = axis
         self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
         self._optimizers, self._rates, self._momentum = recipe.optimizers, recipe.rates, recipe.momentum
         self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
@@ -174,6 +181,8 @@ class TrainStep:
         self._stored_names = recipe.stored_names
         if not isinstance(axis, Fake):
             _check_same(axis, recipe.fingerprint(self.plan))
+        self._bound = None if isinstance(axis, Fake) else BoundMesh.of(axis, self.plan)
+        self._shard = self.plan.mesh.shard_of(axis.rank, Sharded(*self.plan.axes))  # of the finest ones
         self._compiled: CompiledStep | None = None
         self._blocks: CompiledBlocks | None = None
         if recipe.compile == "step":
@@ -184,14 +193,14 @@ class TrainStep:
             self._blocks = CompiledBlocks(recipe.blocks_to_compile, recipe.compile_backend)
 
     @property
-    def _axis(self) -> Bound:
+    def _mesh(self) -> BoundMesh:
         """The ranks, which are there."""
-        if isinstance(self._ranks, Fake):
+        if self._bound is None:
             raise ValueError(
                 f"mesh: must be of ranks that are there to run a step, got {self._ranks}; a step on a Fake axis has plan, "
                 f"specs, trace and explain, so leave mesh out under torchrun"
             )
-        return self._ranks
+        return self._bound
 
     def _one_graph(
         self, backend: Literal["inductor", "aot_eager"] | None, stacked: Stacked | None = None
@@ -199,6 +208,11 @@ class TrainStep:
         """The step as one graph, and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
+        if is_several(self.plan.mesh):
+            raise ConfigError(
+                f"compile: must be None or 'block' on a mesh of several axes, for the graph of a whole step has one, got "
+                f"'step', trace or explain on {self.plan.mesh}; drop it, or make the step on one axis"
+            )
         if self._checkpointing.names and self._checkpointing.moves is not None:
             raise ConfigError(
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
@@ -268,7 +282,7 @@ class TrainStep:
         Raises:
             ValueError: a name or shape that does not fit, or a module on `meta` that nothing initialises.
         """
-        axis = self._axis
+        rank = self._mesh.everyone.rank
         if params is not None:
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
             initialise.check_names(self._model, params)
@@ -285,7 +299,7 @@ class TrainStep:
             name: self._from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), name)
             for name, spec in self.plan.buffers.items()
         }
-        rng = self._first_rng(axis.rank)
+        rng = self._first_rng(rank)
         num_updates = torch.zeros((), dtype=torch.int64, device=self.device if self._cfg.skips_overflow else "cpu")
         loss_scale = self._scaling.init(self.device)
         return TrainState(step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=rng)
@@ -299,13 +313,11 @@ class TrainStep:
         dtype = torch_dtype(buffer.dtypes.master)
         flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
         flat_P = self._from_rank_0(flat_P, buffer.key)
-        parts: dict[str, Any] = {
-            "params": self._cut(buffer, flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
-        }
+        parts: dict[str, Any] = {"params": self._cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)}
         if buffer.trainable:
-            master = self._cut(buffer, flat_P, buffer.master)
+            master = self._cut(flat_P, buffer.master)
             parts["optimizer"] = self._transform_of(buffer, 0).init(master)
-            shape, dtype = buffer.grads.local_shape(self.world_size), torch_dtype(buffer.dtypes.grad)
+            shape, dtype = buffer.grads.local_shape(self.plan.mesh), torch_dtype(buffer.dtypes.grad)
             parts["grads"] = torch.zeros(shape, dtype=dtype, device=self.device)
             if buffer.has_master:
                 parts["master"] = master
@@ -320,12 +332,13 @@ class TrainStep:
         )  # fmt: skip
 
     def _from_rank_0(self, value: Tensor, name: str) -> Tensor:
-        return collectives.broadcast(value, self._axis, label=f"init {name}")
+        return collectives.broadcast(value, self._mesh.everyone, label=f"init {name}")
 
-    def _cut(self, buffer: BufferPlan, flat_P: Tensor, spec: TensorSpec) -> Tensor:
+    def _cut(self, flat_P: Tensor, spec: TensorSpec) -> Tensor:
         """What this rank holds of a flat buffer."""
         if isinstance(spec.spec, Sharded):
-            return take_shard(flat_P, buffer.layout.partition, self.rank).clone()
+            mesh = self.plan.mesh
+            return take_shard(flat_P, spec.partition(mesh), mesh.shard_of(self.rank, spec.spec)).clone()
         return flat_P
 
     def gather(self, state: TrainState[Tensor], *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
@@ -347,7 +360,8 @@ class TrainStep:
         for buffer in self.plan.flat_buffers:
             flat = state.master.get(buffer.key, state.params[buffer.key])
             if flat.numel() != buffer.padded_numel:
-                flat = collectives.all_gather(flat, self._axis)
+                spec = buffer.row.optimizer if buffer.key in state.master else buffer.row.params
+                flat = self._mesh.all_gather(flat, self._mesh.axes_of(spec))
             if keep:
                 full |= {name: _portable(view) for name, view in unflatten(flat, buffer.layout).items()}
         if not keep:
@@ -357,10 +371,10 @@ class TrainStep:
 
     def _check_state(self, state: TrainState[Tensor]) -> None:
         """Raises unless every tensor has this step's shape and dtype: another step's may be divided otherwise."""
-        _ = self._axis  # which raises where no ranks are there
+        _ = self._mesh  # which raises where no ranks are there
         if self._expected is None:
             accessors, specs, treespec = optree.tree_flatten_with_accessor(self.specs)
-            shapes = [(s.local_shape(self.world_size), torch_dtype(s.dtype)) for s in specs]
+            shapes = [(s.local_shape(self.plan.mesh), torch_dtype(s.dtype)) for s in specs]
             self._expected = treespec, [accessor.codify("state") for accessor in accessors], shapes
         treespec, names, shapes = self._expected
         leaves, found = optree.tree_flatten(state)
@@ -496,7 +510,7 @@ class TrainStep:
         self._num_passes += 1
         schedule = self.schedule if self._learns else None
         place = {"is_first": index == 0, "is_last": index == self.plan.num_micro_steps - 1}
-        with Pass(self.plan, self._axis, state.params, state.grads, schedule, self._scratch, **place) as work:
+        with Pass(self.plan, self._mesh, state.params, state.grads, schedule, self._scratch, **place) as work:
             with (
                 bound(self._model, self.plan.aliases, work.fetch, buffers),
                 self._blocks.applied(self._model) if self._blocks else nullcontext(),
@@ -555,7 +569,7 @@ class TrainStep:
         try:
             buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
             with (
-                Pass(self.plan, self._axis, state.params, None, schedule, self._scratch) as work,
+                Pass(self.plan, self._mesh, state.params, None, schedule, self._scratch) as work,
                 torch.no_grad(),
                 _random_state(state.rng, self.device),
                 bound(self._model, self.plan.aliases, work.fetch, buffers),
@@ -619,14 +633,15 @@ class TrainStep:
 
     def _norm(self, state: TrainState[Tensor]) -> Tensor:
         """The global norm of what was collected (0-d float64): from the same numbers in the same order in all stages."""
-        held = [rank for rank in range(self.world_size) if self.plan.stage == 0 or rank == self.rank]
+        mesh = self._mesh
+        held = [shard for shard in range(mesh.num_shards) if self.plan.stage == 0 or shard == mesh.shard]
         cut = [b for b in self.plan.flat_buffers if b.trainable and b.shard_numel]
         parts = [
-            self._measures.norm_part((own_shard(state.grads[b.key], b, rank) for b in cut), self.device)
-            for rank in held
+            self._measures.norm_part((own_shard(state.grads[b.key], b, shard) for b in cut), self.device)
+            for shard in held
         ]
-        if len(held) < self.world_size:
-            return self._measures.norm(collectives.stack(parts[0], self._axis, label="norms"))
+        if len(held) < mesh.num_shards:
+            return self._measures.norm(mesh.stack(parts[0], label="norms"))
         return self._measures.norm(torch.stack(parts))
 
     def _check_loss_scale(self, state: TrainState[Tensor], overflow: Tensor) -> None:
@@ -672,7 +687,7 @@ class TrainStep:
         with FakeTensorMode(allow_non_fake_inputs=True):
             state = optree.tree_map(
                 lambda spec: torch.empty(
-                    spec.local_shape(self.world_size), dtype=torch_dtype(spec.dtype), device=self.device
+                    spec.local_shape(self.plan.mesh), dtype=torch_dtype(spec.dtype), device=self.device
                 ),
                 self.specs,
             )
@@ -717,14 +732,14 @@ class TrainStep:
         *Collective:* every rank; sends one number.
         """
         order = {name: index for index, (name, _) in enumerate(self._model.named_parameters())}
-        first = len(order)
+        first, mesh = len(order), self._mesh
         for buffer in self.plan.flat_buffers:
             if buffer.trainable:
-                grad_S = own_shard(state.grads[buffer.key], buffer, self.rank)
-                for name, start, stop, offset in map(astuple, buffer.layout.fragments(self.rank)):
+                grad_S = own_shard(state.grads[buffer.key], buffer, mesh.shard)
+                for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
                     if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
                         first = order[name]
-        found = int(collectives.stack(torch.tensor(first, device=self.device), self._axis, label="overflow").min())
+        found = int(mesh.stack(torch.tensor(first, device=self.device), label="overflow").min())
         return dict(zip(order.values(), order, strict=True)).get(found)
 
     def _transform_of(
@@ -733,7 +748,7 @@ class TrainStep:
         """The transform of a flat buffer for the update after `num_updates` others; `how` is for `widened`."""
         optimizer, pieces = self._optimizers[buffer.group], Pieces.whole(buffer.layout)
         if isinstance(buffer.row.optimizer, Sharded):
-            pieces = Pieces(buffer.layout, (self.rank,), stack=self._stack, join=self._join)
+            pieces = Pieces(buffer.layout, (self._shard,), stack=self._stack, join=self._join)
         transform = optimizer.transform(
             lr=self._rates[buffer.group](num_updates),
             momentum=self._momentum(num_updates) if self._momentum else None,
@@ -750,20 +765,20 @@ class TrainStep:
 
     def _place(self, buffer: BufferPlan) -> int:
         """Where what this rank updates of a flat buffer begins among all elements."""
-        own = self.rank * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
+        own = self._shard * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
         return self._places[buffer.key] + own
 
     def _stack(self, partial: Tensor) -> Tensor:
-        return collectives.stack(partial[0], self._axis, label="optimizer")
+        return self._mesh.stack(partial[0], label="optimizer")
 
     def _join(self, shard_S: Tensor) -> Tensor:
-        return collectives.all_gather(shard_S, self._axis, label="momentum")
+        return self._mesh.all_gather(shard_S, self._mesh.axes, label="momentum")
 
     def _update(
         self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor, *, num_updates: int
     ) -> dict[str, Any]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
-        skip = overflow if self._cfg.skips_overflow else None
+        skip, mesh = overflow if self._cfg.skips_overflow else None, self._mesh
         optimizer: dict[str, Any] = {}
         joins: list[Pending] = []
         for buffer in self.plan.flat_buffers:
@@ -772,14 +787,15 @@ class TrainStep:
             param, grad = state.params[buffer.key], state.grads[buffer.key]
             share = param
             if isinstance(buffer.row.optimizer, Sharded):
-                share, grad = own_shard(param, buffer, self.rank), own_shard(grad, buffer, self.rank)
+                share, grad = own_shard(param, buffer, mesh.shard), own_shard(grad, buffer, mesh.shard)
             master = state.master.get(buffer.key, share)
             transform = self._transform_of(
                 buffer, num_updates, skip=skip, factor=factor, out=share if buffer.has_master else None
             )
             _, _, optimizer[buffer.key] = transform.update(grad, master, state.optimizer[buffer.key])
             if share is not param:
-                joins.append(collectives.start_all_gather(share, param, self._axis, label=f"join {buffer.key}"))
+                axes = mesh.axes[len(mesh.axes_of(buffer.row.params)) :]
+                joins.append(mesh.start_all_gather(share, param, axes, label=f"join {buffer.key}"))
         for pending in joins:
             pending.wait()
         return optimizer
@@ -798,7 +814,7 @@ class TrainStep:
             self._moving_buffers = (self._moving_buffers or frozenset()) | moved
             return buffers
         if self._moving_buffers is None or has_news:
-            everyone = collectives.exchange(moved, self._axis, label="moving buffers")
+            everyone = collectives.exchange(moved, self._mesh.everyone, label="moving buffers")
             self._moving_buffers = (self._moving_buffers or frozenset()).union(*everyone)
         unexpected = moved - self._moving_buffers
         if unexpected:
@@ -812,7 +828,7 @@ class TrainStep:
                 by_dtype.setdefault(buffers[name].dtype, []).append(name)
         for names in by_dtype.values():
             flat = torch.cat([buffers[name].reshape(-1) for name in names])
-            rows = collectives.stack(flat, self._axis, label="module buffers")
+            rows = collectives.stack(flat, self._mesh.everyone, label="module buffers")
             agreed = agreed_buffers(rows)
             for name, values in zip(names, torch.split(agreed, [buffers[name].numel() for name in names]), strict=True):
                 buffers[name].copy_(values.view(buffers[name].shape))
@@ -830,12 +846,7 @@ def _bind(mesh: Mesh | None, device: torch.device) -> Real:
             f"model: must be on this rank's own device cuda:{torch.cuda.current_device()}, got {device}; call "
             f"torch.cuda.set_device(LOCAL_RANK) before model.cuda()"
         )
-    if mesh is not None and (mesh.size != axis.size or mesh.axis_size("data") != axis.size):
-        raise ValueError(
-            f"mesh: its axis 'data' must hold all {axis.size} ranks of the job, got {mesh}; meshes with further axes are "
-            f"not supported yet"
-        )
-    return axis
+    return replace(axis, mesh=mesh)
 
 
 def _check_same(axis: Bound, mine: dict[str, dict[str, str]]) -> None:

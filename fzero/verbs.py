@@ -27,7 +27,7 @@ from torch import Tensor
 from fzero import collectives
 from fzero.collectives import Axis, Sim
 from fzero.transforms import Transform
-from sharding import Partial, Partition, Replicated, Sharded, Spec, TensorSpec
+from sharding import Partition, Replicated, Sharded, Spec, TensorSpec
 from sharding.views import dtype_name, pad, take_shard
 
 
@@ -143,7 +143,7 @@ def _map(
 
     def one(path: tuple[Any, ...], x: Tensor, spec: TensorSpec) -> Tensor:
         name = ".".join(map(str, path)) or "the tensor"
-        if isinstance(spec.spec, Sharded | Partial) and spec.spec.axis != axis.name:
+        if not isinstance(spec.spec, Replicated) and spec.spec.axes != (axis.name,):
             raise ValueError(
                 f"{name}: its spec {spec.spec!r} must name the axis in use, got {axis.name!r}; bind that axis"
             )

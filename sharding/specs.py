@@ -25,21 +25,45 @@ class Replicated:
     """
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, init=False)
 class Sharded:
-    """Every rank along `axis` holds one shard of the flattened tensor.
+    """Every rank along some axes holds one shard of the flattened tensor, which is cut along the first axis first.
+
+    Along two axes of sizes L and N the rank at (l, n) holds shard `l * N + n`, so that ranks that differ along the second
+    axis only hold neighbours, which together are shard l of `Sharded(first axis)`.
+
+    Args:
+        axes: their names, the major one first.
 
     >>> Sharded("data")
     Sharded('data')
+    >>> Sharded("data", "node").axes
+    ('data', 'node')
     """
 
-    axis: str
+    axes: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        _check_axis_name("Sharded", self.axis)
+    def __init__(self, *axes: str) -> None:
+        object.__setattr__(self, "axes", axes)
+        if not axes:
+            raise ValueError("Sharded: axes must name at least one axis, got none; use Replicated() for none")
+        for axis in axes:
+            _check_axis_name("Sharded", axis)
+        _check_differ("Sharded", axes)
+
+    @property
+    def axis(self) -> str:
+        """The name, where there is one axis.
+
+        >>> Sharded("data").axis
+        'data'
+        """
+        if len(self.axes) > 1:
+            raise ValueError(f"Sharded: axis is for one axis, got {self.axes}; use axes")
+        return self.axes[0]
 
     def __repr__(self) -> str:
-        return f"Sharded({self.axis!r})"
+        return f"Sharded({', '.join(map(repr, self.axes))})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -54,6 +78,15 @@ class Partial:
 
     def __post_init__(self) -> None:
         _check_axis_name("Partial", self.axis)
+
+    @property
+    def axes(self) -> tuple[str]:
+        """The axis, as `Sharded` has it.
+
+        >>> Partial("data").axes
+        ('data',)
+        """
+        return (self.axis,)
 
     def __repr__(self) -> str:
         return f"Partial({self.axis!r})"
@@ -121,6 +154,8 @@ class TensorSpec:
     ((4,), 16)
     >>> TensorSpec((3, 5), "float32").local_shape(world_size=4)
     (3, 5)
+    >>> TensorSpec((3, 5), "float32", Sharded("data")).local_shape(Mesh.of(node=2, data=4))
+    (4,)
     """
 
     shape: tuple[int, ...]
@@ -153,16 +188,21 @@ class TensorSpec:
         """
         return math.prod(self.shape)
 
-    def partition(self, world_size: int) -> Partition:
-        """The partition of the flattened tensor among `world_size` ranks.
+    def partition(self, world_size: "int | Mesh") -> Partition:
+        """The partition of the flattened tensor among `world_size` ranks, or among the ranks of a mesh along its axes.
 
         >>> TensorSpec((3, 5), "float32", Sharded("data")).partition(world_size=4)
         Partition(numel=15, world_size=4, multiple_of=1)
+        >>> TensorSpec((3, 5), "float32", Sharded("data", "node")).partition(Mesh.of(node=2, data=4))
+        Partition(numel=15, world_size=8, multiple_of=1)
         """
+        if isinstance(world_size, Mesh):
+            axes = self.spec.axes if isinstance(self.spec, Sharded) else ()
+            world_size = math.prod(map(world_size.axis_size, axes))
         return Partition(self.numel, world_size, self.multiple_of)
 
-    def local_shape(self, world_size: int) -> tuple[int, ...]:
-        """The shape that one rank holds: `(S,)` when sharded, otherwise the whole shape.
+    def local_shape(self, world_size: "int | Mesh") -> tuple[int, ...]:
+        """The shape that one rank holds: `(S,)` when sharded, otherwise the whole shape. Arguments as for `partition`.
 
         >>> TensorSpec((3, 5), "float32", Partial("data")).local_shape(world_size=4)
         (3, 5)
@@ -171,8 +211,8 @@ class TensorSpec:
             return (self.partition(world_size).shard_numel,)
         return self.shape
 
-    def local_nbytes(self, world_size: int) -> int:
-        """The bytes that one rank holds, padding included.
+    def local_nbytes(self, world_size: "int | Mesh") -> int:
+        """The bytes that one rank holds, padding included. Arguments as for `partition`.
 
         >>> TensorSpec((3, 5), "bfloat16", Sharded("data")).local_nbytes(world_size=4)
         8
@@ -203,9 +243,7 @@ class Mesh:
         for name, size in self.axes:
             _check_axis_name("Mesh", name)
             check_at_least("Mesh", f"the size of axis {name!r}", size, 1)
-        repeated = sorted({name for name in self.names if self.names.count(name) > 1})
-        if repeated:
-            raise ValueError(f"Mesh: axis names must differ, got {repeated[0]!r} twice in {self.names}; rename one")
+        _check_differ("Mesh", self.names)
         if "data" not in self.names:
             raise ValueError(
                 f"Mesh: an axis must be named 'data', got {self.names}; add ('data', 1) if nothing else fits"
@@ -284,9 +322,27 @@ class Mesh:
         coordinate = self.coordinate(rank)
         return tuple(self.rank({**coordinate, axis: index}) for index in range(self.axis_size(axis)))
 
+    def shard_of(self, rank: int, spec: Sharded) -> int:
+        """Which shard `rank` holds of a tensor with that spec.
+
+        >>> mesh = Mesh.of(node=2, data=4)
+        >>> mesh.shard_of(5, Sharded("data")), mesh.shard_of(5, Sharded("data", "node"))
+        (1, 3)
+        """
+        coordinate, shard = self.coordinate(rank), 0
+        for axis in spec.axes:
+            shard = shard * self.axis_size(axis) + coordinate[axis]
+        return shard
+
     def _check_known(self, name: str) -> None:
         if name not in self.names:
             raise ValueError(f"Mesh: unknown axis {name!r}; this mesh has {', '.join(map(repr, self.names))}")
+
+
+def _check_differ(owner: str, names: tuple[str, ...]) -> None:
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"{owner}: axis names must differ, got {repeated[0]!r} twice in {names}; rename one")
 
 
 def _check_axis_name(owner: str, name: str) -> None:

@@ -155,15 +155,16 @@ def _make_step_on_mesh(mesh: Mesh) -> int:
     return fzero.make_train_step(Plain(), config(3), mesh=mesh).world_size
 
 
-@pytest.mark.parametrize("mesh", [Mesh.of(data=3), Mesh.of(node=2, data=1), Mesh.of(node=2, data=2), Mesh.of(data=1)])
+@pytest.mark.parametrize("mesh", [Mesh.of(data=3), Mesh.of(node=2, data=2), Mesh.of(data=1)])
 def test_a_mesh_that_does_not_fit_the_job_is_told_with_its_axes(ranks: RankPool, mesh: Mesh) -> None:
     errors = errors_of(ranks, 2, _make_step_on_mesh, mesh)
-    assert_all_raise(errors, ValueError, r"mesh: its axis 'data' must hold all 2 ranks of the job, got Mesh\(axes=")
+    assert_all_raise(errors, ValueError, r"mesh: its axes must hold all 2 ranks of the job, got .* in Mesh\(axes=")
 
 
 def test_a_mesh_that_fits_is_taken(ranks: RankPool) -> None:
     assert ranks(2, _make_step_on_mesh, Mesh.of(data=2)) == [2, 2]
     assert ranks(2, _make_step_on_mesh, Mesh.of(node=1, data=2)) == [2, 2]
+    assert ranks(2, _make_step_on_mesh, Mesh.of(node=2, data=1)) == [2, 2]
 
 
 def test_a_pattern_of_units_that_matches_nothing_is_told_with_names_that_would() -> None:

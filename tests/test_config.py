@@ -60,6 +60,8 @@ def test_an_empty_configuration_means_the_defaults() -> None:
         "stage3_prefetch_bucket_size": None,
         "stage3_max_live_parameters": 1_000_000_000,
         "stage3_max_reuse_distance": None,
+        "mics_shard_size": None,
+        "zero_hpz_partition_size": None,
     }
 
 
@@ -354,7 +356,6 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
         "zero_optimization.contiguous_gradients": "accepted",
         "zero_optimization.offload_optimizer": "off",
         "zero_optimization.zero_quantized_weights": "off",
-        "zero_optimization.zero_hpz_partition_size": "off",
         "zero_optimization.reduce_bucket_size": "auto",
         "steps_per_print": "accepted",
     }
@@ -367,13 +368,28 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
         {"managed_gradient_accumulation": False},
         zero(offload_optimizer={"device": "cpu"}),
         zero(ignore_unused_parameters=False),
-        zero(zero_hpz_partition_size=8),
         optimizer("Adam", bias_correction=False),
         optimizer("Adam", amsgrad=True),
     ],
 )
 def test_a_key_that_would_change_something_is_not_accepted(source: Any) -> None:
     assert "does not honour it yet" in refusal(source)
+
+
+def test_ranks_that_share_the_state_are_a_number_or_all() -> None:
+    for key, off in (("mics_shard_size", -1), ("zero_hpz_partition_size", 1)):
+        assert getattr(Config.load(zero(stage=3, **{key: 4})).zero_optimization, key) == 4
+        for value in (off, float(off), "auto", None):
+            cfg = Config.load(zero(stage=3, **{key: value}))
+            assert getattr(cfg.zero_optimization, key) is None and not cfg.conflicts
+        assert refusal(zero(stage=3, **{key: 0})) == f"zero_optimization.{key}: must be at least 1, got 0"
+        assert "must be a number" in refusal(zero(stage=3, **{key: True}))
+    (note,) = Config.load(zero(stage=2, zero_hpz_partition_size=4)).conflicts
+    assert note.reason == "it is for stage 3, and the stage is 2"
+    (note,) = Config.load(zero(mics_shard_size=4)).conflicts
+    assert note.reason == "nothing is divided in stage 0"
+    cfg = Config.load(zero(stage=1, mics_shard_size=4, mics_hierarchical_params_gather=True))
+    assert not cfg.conflicts and [note.kind for note in cfg.notes] == ["accepted"]
 
 
 def test_gradients_are_not_added_up_in_stage_3() -> None:

@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.measure",
         "fzero.config",
         "fzero.config_table",
+        "fzero.meshes",
         "fzero.plan",
         "fzero.batches",
         "fzero.reshard_plan",
@@ -58,7 +59,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.lockstep", "fzero.collectives"),
     # what moves state, and what runs a model
     (
-        *("fzero.verbs", "fzero.wires", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.eager"),
+        *("fzero.verbs", "fzero.wires", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
+        *("fzero.bound_mesh", "fzero.eager"),
         *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),

@@ -30,6 +30,8 @@ BAD_STEP = 2  # the first one negotiates its collectives, the others follow
 
 def run_rank(scenario: str, stage: int, victim: int) -> None:
     torch.set_num_threads(1)
+    scenario, _, num_nodes = scenario.partition(" of ")
+    zero = {"mics_shard_size": 2} if num_nodes else {}
     if scenario == "sleeps":
         fzero.join(timeout=timedelta(seconds=4))
 
@@ -48,7 +50,7 @@ def run_rank(scenario: str, stage: int, victim: int) -> None:
                 time.sleep(3600)
         return torch.nn.functional.mse_loss(x, y)
 
-    step = fzero.make_train_step(make(Plain), config(stage), loss_fn=loss_of)
+    step = fzero.make_train_step(make(Plain), config(stage, **zero), loss_fn=loss_of)
     state = step.init()
     for index in range(4):
         x, y = part(vectors(index), step.rank, step.world_size)
@@ -115,12 +117,15 @@ def assert_ends_with_collective_error(job: Job, rank: int) -> None:
     [
         ("killed in the forward", 3, 2),
         ("killed in the backward", 1, 0),
+        ("killed in the backward of two nodes", 3, 0),
+        ("killed in the forward of two nodes", 1, 3),
     ],
 )
 def test_when_a_rank_is_killed_the_others_end_by_themselves_and_say_why(scenario: str, stage: int, victim: int) -> None:
-    with Job(3, scenario, stage, victim) as job:
+    ranks = range(4 if scenario.endswith("nodes") else 3)
+    with Job(len(ranks), scenario, stage, victim) as job:
         assert job.end_of(victim).code == -signal.SIGKILL
-        for rank in {0, 1, 2} - {victim}:
+        for rank in {*ranks} - {victim}:
             assert_ends_with_collective_error(job, rank)
 
 

@@ -1,6 +1,7 @@
 """Do meshes and tensor specs obey their laws?"""
 
 import math
+import pickle
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -51,8 +52,29 @@ def test_a_sharded_tensor_takes_its_partition_and_any_other_its_whole_shape(shap
         assert whole.local_nbytes(world_size) == 4 * math.prod(shape)
 
 
+@law
+@given(meshes(), shapes(), st.integers(1, 8), st.data())
+def test_several_axes_cut_a_tensor_along_the_first_axis_first(mesh, shape, multiple_of, data):
+    names = data.draw(st.permutations(mesh.names))
+    axes = names[: data.draw(st.integers(1, len(names)))]
+    finest = TensorSpec(shape, "float32", Sharded(*axes), multiple_of=multiple_of)
+    shards = [mesh.shard_of(rank, finest.spec) for rank in range(mesh.size)]
+    num_shards = finest.partition(mesh).world_size
+    assert num_shards == math.prod(mesh.axis_size(axis) for axis in axes)
+    assert finest.local_shape(mesh) == finest.local_shape(num_shards)
+    # Every shard is there, as often as there are ranks along the other axes.
+    assert sorted(shards) == [shard for shard in range(num_shards) for _ in range(mesh.size // num_shards)]
+    for length in range(1, len(axes)):
+        coarse = Sharded(*axes[:length])
+        num_coarse = math.prod(mesh.axis_size(axis) for axis in axes[:length])
+        for rank, shard in enumerate(shards):
+            assert mesh.shard_of(rank, coarse) == shard // (num_shards // num_coarse)
+
+
 def test_specs_are_hashable_values_with_short_names():
     assert len({Replicated(), Sharded("data"), Partial("data"), Sharded("data"), Sharded("node")}) == 4
+    assert Sharded("data", "node") != Sharded("node", "data") and repr(Sharded("a", "b")) == "Sharded('a', 'b')"
+    assert pickle.loads(pickle.dumps(Sharded("data", "node"))) == Sharded("data", "node")
     assert [repr(spec) for spec in (Replicated(), Sharded("data"), Partial("node"))] == (
         ["Replicated()", "Sharded('data')", "Partial('node')"]
     )
