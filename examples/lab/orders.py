@@ -42,7 +42,6 @@ class Copy(NamedTuple):
     """A piece of one parameter's gradient on its way to the host; times in backwards."""
 
     name: str
-    ready: float
     start: float
     stop: float
 
@@ -70,7 +69,7 @@ def copies(layouts: list[FlatLayout], rank: int) -> Iterator[Copy]:
     for fragment in sorted(fragments, key=lambda fragment: ready[fragment.name]):
         start = max(free, ready[fragment.name])
         free = start + fragment.numel * per_element
-        yield Copy(fragment.name, ready[fragment.name], start, free)
+        yield Copy(fragment.name, start, free)
 
 
 def main() -> None:

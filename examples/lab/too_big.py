@@ -6,7 +6,7 @@
    ranks in each stage: what a rank would hold in bf16 with AdamW (an fp32 master and two moments), beside a budget of
    24 GB. Activations come on top.
 2. A small one of the same kind is trained under ZeRO-3 on 8 simulated ranks. It starts on `meta` too: `init` fills one
-   unit after the other straight into the ranks' shards, so that the whole model is never anywhere.
+   unit after the other straight into the ranks' shards, so that in a job no process ever has the whole model.
 """
 
 from dataclasses import replace
