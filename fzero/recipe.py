@@ -28,7 +28,7 @@ from sharding import Mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The arguments of `make_train_step`, which says what they mean, checked."""
+    """The arguments of `make_train_step`, which says what they mean, checked; and where a model on `meta` goes."""
 
     model: nn.Module
     cfg: Config
@@ -43,6 +43,8 @@ class Recipe:
     compile: Literal["step", "block"] | None = None
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     seed: int = 0
+    home: torch.device | None = None
+    """Of a model on `meta`; None is the accelerator, if there is one."""
 
     def __post_init__(self) -> None:
         _check_choice("schedule", self.schedule, ("learned", "negotiated"))
@@ -69,6 +71,8 @@ class Recipe:
             )
         if devices:
             return devices.pop()
+        if self.home is not None:
+            return self.home
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))

@@ -78,6 +78,7 @@ class LockstepRanks:
         observe: Callable[[int, Sent], None] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
+        recipe = replace(recipe, home=torch.device("cpu"))
         if recipe.device.type != "cpu":
             raise ValueError(f"simulate: ranks in lockstep must be on the CPU, got a model on {recipe.device}; move it")
         self._hub, self.world_size = Hub(world_size), world_size
@@ -162,6 +163,7 @@ class VmapRanks(LockstepRanks):
     ) -> None:
         super().__init__(recipe, world_size, mesh=mesh)
         self._may_change, self._is_captured, self._donate = may_change, compile is not None, recipe.donate
+        recipe = replace(recipe, home=torch.device("cpu"))
         self._stacked = Stacked(world_size)
         self._step, self._made, self._knobs = self._make(recipe, compile)
         self._looked_at = compile is None
