@@ -267,11 +267,11 @@ class PlainTraining:
         return PlainOutcome(loss, norm, scale, "update", rounding)
 
     def take(self, weights: Numbers, state: Mapping[str, Numbers]) -> None:
-        """Goes on with these numbers; what is not among them stays."""
+        """Goes on with these numbers."""
         self.weights |= {name: weight.to(self.weights[name].dtype).clone() for name, weight in weights.items()}
         for name, numbers in state.items():
-            for key, x in numbers.items():
-                self.state[name][key] = _lengthened(x) if self.state[name][key].ndim else x.clone()
+            old = self.state[name]
+            self.state[name] = {k: _lengthened(numbers[k]) if x.ndim else numbers[k].clone() for k, x in old.items()}
 
     def evaluate(self, job: Job, batch_W: Any) -> float:
         """The mean loss over ranks, of whole batches."""

@@ -15,7 +15,7 @@ import optree
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor, nn
 
 from fzero.plain import (
@@ -159,9 +159,11 @@ class TrainingMachine(RuleBasedStateMachine):
         self.state = self.step.init()
         self.plain = PlainTraining(model, job, self.optimizer.plain)
 
-    @rule(seed=seeds)
-    def train(self, seed: int) -> None:
-        self._step(self._batch(seed))
+    @rule(seeds=st.lists(seeds, min_size=1, max_size=4))
+    def train(self, seeds: list[int]) -> None:
+        for seed in seeds:
+            self._step(self._batch(seed))
+            self.every_law_holds()
 
     @rule(seed=seeds, rank=st.integers(0, 3), value=st.sampled_from((float("nan"), float("inf"), 1e30)))
     def overflow(self, seed: int, rank: int, value: float) -> None:
@@ -206,6 +208,14 @@ class TrainingMachine(RuleBasedStateMachine):
     # --- laws, which hold after every rule -----------------------------------------------------------------------
 
     @invariant()
+    def every_law_holds(self) -> None:
+        self.every_tensor_is_as_the_specs_say()
+        self.all_ranks_agree_on_what_they_all_hold()
+        self.padding_is_zero()
+        self.the_numbers_are_those_of_a_plain_process()
+        self.gather_gives_what_the_ranks_hold()
+        self.counts_and_loss_scale_are_those_of_a_plain_process()
+
     def every_tensor_is_as_the_specs_say(self) -> None:
         def fault(spec: TensorSpec, x_W: Tensor) -> str | None:
             expected = (self.job.world_size, *spec.local_shape(self.job.world_size)), torch_dtype(spec.dtype)
@@ -214,7 +224,6 @@ class TrainingMachine(RuleBasedStateMachine):
 
         tell("every tensor is as the specs say", *self._faults(fault))
 
-    @invariant()
     def all_ranks_agree_on_what_they_all_hold(self) -> None:
         def fault(spec: TensorSpec, x_W: Tensor) -> str | None:
             if not isinstance(spec.spec, Replicated):
@@ -224,25 +233,21 @@ class TrainingMachine(RuleBasedStateMachine):
 
         tell("all ranks agree on what they all hold", *self._faults(fault))
 
-    @invariant()
     def padding_is_zero(self) -> None:
         for name, buffer, spec, x_W in self._flat_tensors():
             if not isinstance(spec.spec, Partial):
                 padding = whole(x_W, spec)[buffer.layout.numel :]
                 tell("padding is zero", f"{name} has {padding.tolist()}" if padding.any() else None)
 
-    @invariant()
     def the_numbers_are_those_of_a_plain_process(self) -> None:
         self._compare(rounding=0.0, norm=0.0)
 
-    @invariant()
     def gather_gives_what_the_ranks_hold(self) -> None:
         full, held = self.step.gather(self.state), self.weights()
         for key, name in self.step.steps[0].recipe.stored_names.items():
             fault = None if torch.equal(full[key], held[name].to(full[key].dtype)) else f"{key} is another"
             tell("gather gives what the ranks hold, by the model's own names", fault)
 
-    @invariant()
     def counts_and_loss_scale_are_those_of_a_plain_process(self) -> None:
         scale, plain = self.state.loss_scale, self.plain.loss_scale
         found = [int(self.state.step[0]), *(x[0].item() for x in scale)]
