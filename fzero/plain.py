@@ -66,6 +66,7 @@ class Job:
             "hysteresis": self.hysteresis,
             "consecutive_hysteresis": self.consecutive,
         }
+        by_precision: dict[str, dict[str, Any]] = {"bfloat16": {"bf16": bf16}, "float16": {"fp16": fp16}}
         return {
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.num_micro_steps,
@@ -75,7 +76,7 @@ class Job:
                 "stage3_param_persistence_threshold": self.threshold,
                 "round_robin_gradients": self.order == "round robin",
             },
-            **{"float32": {}, "bfloat16": {"bf16": bf16}, "float16": {"fp16": fp16}}[self.precision],
+            **by_precision.get(self.precision, {}),
         }
 
     @property
@@ -245,26 +246,27 @@ class PlainTraining:
                 self._module.zero_grad()
                 loss = self._loss(job, batch_W, rank, micro)
                 losses.append(loss.item())
-                (loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale.scale).backward()
+                wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
+                torch.autograd.backward(wide * self.loss_scale.scale)
                 for name, param in self._module.named_parameters():
                     grads[name, micro, rank] = torch.zeros_like(param) if param.grad is None else param.grad.clone()
-        loss, scale = sum(losses) / len(losses), self.loss_scale.scale
+        mean, scale = sum(losses) / len(losses), self.loss_scale.scale
         collected = {name: _added_up(grads, name, job) for name in self.trained}
         norm = math.sqrt(sum(_norm(grad) ** 2 for grad in collected.values())) / scale
         rounding = self._rounding(clips=bool(job.clip) and job.clip < 1.001 * norm + 1e-6)
-        if not math.isfinite(norm + loss):
+        if not math.isfinite(norm + mean):
             end: Literal["skip", "error"] = "skip"
             if job.precision == "float32" or self.loss_scale.is_exhausted:
                 end = "error"
             else:
                 self.loss_scale.step(True)
-            return PlainOutcome(loss, norm, scale, end, rounding)
+            return PlainOutcome(mean, norm, scale, end, rounding)
         factor = (min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0) / scale
         for name, grad in collected.items():
             self._update(name, grad.to(self.weights[name].dtype) * factor)
         self.num_updates += 1
         self.loss_scale.step(False)
-        return PlainOutcome(loss, norm, scale, "update", rounding)
+        return PlainOutcome(mean, norm, scale, "update", rounding)
 
     def take(self, weights: Numbers, state: Mapping[str, Numbers]) -> None:
         """Goes on with these numbers."""
@@ -319,7 +321,7 @@ def _lengthened(x: Tensor) -> Tensor:
 
 
 def _norm(grad: Tensor) -> float:
-    return torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).item()
+    return float(torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)))
 
 
 def _added_up(grads: Mapping[tuple[str, int, int], Tensor], name: str, job: Job) -> Tensor:

@@ -69,9 +69,7 @@ OPTIMIZERS = {
     ),
     "adamw": Optimizer(
         {"type": "AdamW", "params": {"lr": 0.01, "eps": 0.1, "weight_decay": 0.1}},
-        optimizer_of_torch(
-            _adam, {"state.step": "step", "state.exp_avg": "exp_avg", "state.exp_avg_sq": "exp_avg_sq"}
-        ),
+        optimizer_of_torch(_adam, {"state.step": "step", "state.exp_avg": "exp_avg", "state.exp_avg_sq": "exp_avg_sq"}),
     ),
 }
 
@@ -140,7 +138,8 @@ class TrainingMachine(RuleBasedStateMachine):
     def make_batch(self, num_samples: int, seed: int) -> Any:
         """A batch of `self.model`: tensors with a leading dimension of samples."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(num_samples, self.model.features, generator=generator)
+        features: Any = self.model.features
+        return torch.randn(num_samples, features, generator=generator)
 
     # --- rules ---------------------------------------------------------------------------------------------------
 
@@ -332,9 +331,7 @@ class TrainingMachine(RuleBasedStateMachine):
             tell("a step ends as that of a plain process", told)
             self._check_metrics(metrics, expected)
         if expected.end == "skip":
-            tell(
-                "a skipped step changes nothing", changed(before, self.state, but=("grads", "loss_scale"))
-            )
+            tell("a skipped step changes nothing", changed(before, self.state, but=("grads", "loss_scale")))
         if self.job.memory == "kept":
             tell("a step that donates nothing leaves the state as it was", changed(before, given))
         if expected.end == "update" and (expected.rounding or self.compares == "numbers"):
@@ -413,7 +410,8 @@ def copied(state: TrainState[Tensor]) -> TrainState[Tensor]:
 
 def changed(before: TrainState[Tensor], after: TrainState[Tensor], *, but: tuple[str, ...] = ()) -> str | None:
     """The first tensor that has other bits, those of some fields left out."""
-    before, after = (state._replace(**dict.fromkeys(but, {})) for state in (before, after))
+    nothing: dict[str, Any] = {field: {} for field in but}
+    before, after = before._replace(**nothing), after._replace(**nothing)
     for name, x, y in zip(_names(before), optree.tree_leaves(before), optree.tree_leaves(after), strict=True):
         if not same_bits(x, y):
             return f"{name} changed"
