@@ -236,7 +236,7 @@ class TrainingMachine(RuleBasedStateMachine):
         for name, buffer, spec, x_W in self._flat_tensors():
             if not isinstance(spec.spec, Partial):
                 padding = whole(x_W, spec)[buffer.layout.numel :]
-                tell("padding is zero", f"{name} has {padding.tolist()}" if padding.any() else None)
+                tell("padding is zero", f"{name} ends in {padding.tolist()[:4]}…" if padding.any() else None)
 
     def the_numbers_are_those_of_a_plain_process(self) -> None:
         self._compare(rounding=0.0, norm=0.0)

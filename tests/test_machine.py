@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -59,7 +60,7 @@ def leaking_padding() -> Any:
 
     def broken(flat_P: Tensor, buffer: Any, written: Any) -> None:
         zero(flat_P, buffer, written)
-        flat_P[buffer.layout.numel :].fill_(1e-3)
+        flat_P[buffer.layout.numel :].fill_(1e-6)
 
     return patch.object(eager, "_zero_gaps", broken)
 
@@ -84,10 +85,9 @@ def misplacing_a_weight() -> Any:
     def change(state: Any, old: TrainStep, new: TrainStep) -> Any:
         if old.world_size == new.world_size:
             return state
-        return state._replace(
-            params={k: x.roll(1) for k, x in state.params.items()},
-            master={k: x.roll(1) for k, x in state.master.items()},
-        )
+        for x in (*state.params.values(), *state.master.values()):
+            x[:2] = x[:2].flip(0)
+        return state
 
     return _resharding(change)
 
@@ -177,7 +177,7 @@ BROKEN: dict[Callable[[], Any], str] = {
     skipping_an_update_on_rank_1: f"{AGREE}|{NUMBERS}",
     leaking_padding: PADDING,
     losing_momentum: NUMBERS,
-    misplacing_a_weight: NUMBERS,
+    misplacing_a_weight: f"{NUMBERS}|{PADDING}",
     forgetting_the_count: COUNTS,
     keeping_the_scale: COUNTS,
     missing_rank_1: f"{NUMBERS}|{METRICS}",
@@ -217,7 +217,7 @@ def test_a_transform_that_looks_at_its_neighbours_is_found() -> None:
     class OfDifferences(TrainingMachine):
         transform = staticmethod(sgd_of_differences)
 
-    with patch("fzero.plan.check_elementwise"), pytest.raises(AssertionError, match=NUMBERS):
+    with patch("fzero.plan.check_elementwise"), pytest.raises(AssertionError, match=f"{NUMBERS}|{PADDING}"):
         run(OfDifferences)
 
 
@@ -250,10 +250,12 @@ def test_a_further_capability_is_a_further_rule() -> None:
     class Storing(TrainingMachine):
         @rule(world_size=st.integers(1, 4))
         def save_and_load(self, world_size: int) -> None:
-            stored, job = optree.tree_map(Tensor.numpy, self.state), self.job
+            leaves, structure = optree.tree_flatten(self.state)
+            memory, job = io.BytesIO(), self.job
+            torch.save(leaves, memory)
             self.change_world_size(world_size)
             self.job, self.step = job, self.step_of(job)
-            self.state = optree.tree_map(lambda x: torch.tensor(x), stored)
+            self.state = structure.unflatten(torch.load(io.BytesIO(memory.getvalue())))
 
     run(Storing, 10)
 

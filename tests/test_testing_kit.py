@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero import Transform
+from fzero import Transform, collectives
+from fzero.laws_of_collectives import COLLECTIVE_LAWS
 from fzero.laws_of_orders import ORDER_LAWS
 from fzero.laws_of_transforms import CAPTURE_LAWS, RATE_LAW, TRANSFORM_LAWS, Updates
-from fzero.testing import check_order, check_transform
+from fzero.testing import EXACT, Collective, check_collective, check_order, check_transform
 from sharding import FlatLayout, Order, TensorSpec, declaration, round_robin
 
 Update = tuple[Tensor, Tensor, "Momentum"]
@@ -331,10 +332,147 @@ def test_a_broken_order_is_caught_for_the_right_reason(order: Any, sentence: str
 
 
 @pytest.mark.parametrize(
-    "order", [round_robin, lambda length, _: declaration(length)], ids=["round robin", "declaration"]
+    "order",
+    [
+        round_robin,
+        declaration,
+        lambda length, world_size=1: round_robin(length, world_size),
+        lambda length, *, world_size: round_robin(length, world_size),
+        lambda length, num_lists=2: round_robin(length, num_lists),
+        lambda *numbers: round_robin(*numbers),
+    ],
+    ids=["round robin", "declaration", "a default", "by name", "a default of its own", "any"],
 )
 def test_the_orders_here_pass(order: Any) -> None:
     check_order(order)
+
+
+# --- collectives -------------------------------------------------------------------------------------------------
+
+
+def gathering(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Collective:
+    """The exact pair, with the gathered tensor as `change(full_P, shard_S, axis)` makes it."""
+
+    def gather(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+        return change(EXACT.gather(shard_S, axis, ())[0], shard_S, axis), state
+
+    return EXACT._replace(gather=gather)
+
+
+def reducing(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Collective:
+    """The exact pair, with the sum as `change(sum_S, full_P, axis)` makes it."""
+
+    def reduce_scatter(full_P: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+        return change(EXACT.reduce_scatter(full_P, axis, ())[0], full_P, axis), state
+
+    return EXACT._replace(reduce_scatter=reduce_scatter)
+
+
+def parts(full_P: Tensor, axis: Any) -> Tensor:
+    return full_P.view(axis.size, full_P.numel() // axis.size)
+
+
+def without_own_part(full_P: Tensor, shard_S: Tensor, axis: Any) -> Tensor:
+    parts(full_P, axis)[axis.rank] = 0
+    return full_P
+
+
+def mutating(full_P: Tensor, shard_S: Tensor, axis: Any) -> Tensor:
+    shard_S.neg_()
+    return full_P
+
+
+def without_tail(full_P: Tensor, shard_S: Tensor, axis: Any) -> Tensor:
+    full_P[-1:] = 0
+    return full_P
+
+
+def silent(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    return EXACT.gather(shard_S, replace(axis, observe=None), state)
+
+
+def waiting_for_rank_0(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    """Rank 0 sends nothing."""
+    if axis.rank == 0:
+        return torch.cat([shard_S] * axis.size), state
+    return EXACT.gather(shard_S, axis, state)
+
+
+def sending_to_nobody(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    axis.hub.send(axis.rank, (axis.rank + 1) % axis.size, shard_S.clone())
+    return EXACT.gather(shard_S, axis, state)
+
+
+def sending_all(full_P: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    """Every rank is sent everything, of which it adds up its part."""
+    rows = collectives.stack(full_P, axis)
+    return parts(rows.sum(0), axis)[axis.rank], state
+
+
+def noise(sum_S: Tensor, full_P: Tensor, axis: Any) -> Tensor:
+    return sum_S + torch.rand(sum_S.shape, dtype=sum_S.dtype)
+
+
+def growing(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    return EXACT.gather(shard_S, axis, ())[0], (*state, shard_S.clone())
+
+
+def in_8_bits(shard_S: Tensor, axis: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Sends a byte for each element and one scale; what is lost is added the next time."""
+    wanted = shard_S + state
+    largest = wanted.abs().max() if wanted.numel() else wanted.new_zeros(())
+    scale = (largest / 127).clamp(min=1e-12)
+    code_S = (wanted / scale).round().to(torch.int8)
+    codes, scales = collectives.all_gather(code_S, axis), collectives.stack(scale, axis)
+    full_P = (parts(codes, axis).to(shard_S.dtype) * scales[:, None]).reshape(-1)
+    return full_P, wanted - code_S.to(shard_S.dtype) * scale
+
+
+def forgetting_to_add(shard_S: Tensor, axis: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Like `in_8_bits`, but leaves its own shard as it is."""
+    full_P, state = in_8_bits(shard_S, axis, state)
+    parts(full_P, axis)[axis.rank] = shard_S
+    return full_P, state
+
+
+OF_8_BITS = Collective(in_8_bits, EXACT.reduce_scatter, lambda shard_S, axis: torch.zeros_like(shard_S), 2 / 127)
+ENDS, GIVEN, FORM, SAME, JOINS, ADDS, ADJOINT, STATE, AGAIN, SENDS = (law.sentence for law in COLLECTIVE_LAWS)
+BROKEN_COLLECTIVES: dict[str, tuple[Collective, str, str]] = {
+    "wrong order": (gathering(lambda full, _, axis: parts(full, axis).flip(0).reshape(-1)), JOINS, "gather gives"),
+    "no own part": (gathering(without_own_part), SAME, "rank 0 gathers"),
+    "own part exact": (OF_8_BITS._replace(gather=forgetting_to_add), SAME, "rank 0 gathers"),
+    "averages": (reducing(lambda total, _, axis: total / axis.size), ADDS, "reduce_scatter on rank"),
+    "of another rank": (reducing(lambda total, full, axis: parts(full, axis)[0] + total), ADDS, "reduce_scatter on"),
+    "sends to itself": (
+        EXACT._replace(gather=lambda x, axis, state: (torch.cat([x] * axis.size), state)),
+        SAME,
+        "rank",
+    ),
+    "no tail": (gathering(without_tail), JOINS, "gather gives"),
+    "cuts the tail": (gathering(lambda full, shard, axis: full[:-1]), FORM, r"gather gives \(\("),
+    "another dtype": (reducing(lambda total, *_: total.half()), FORM, "torch.float16"),
+    "never sends": (EXACT._replace(gather=waiting_for_rank_0), ENDS, "rank 1 waits for rank 0, which has ended"),
+    "sends to nobody": (EXACT._replace(gather=sending_to_nobody), ENDS, "never received|waits"),
+    "mutates": (gathering(mutating), GIVEN, "gather writes to what it is given on rank"),
+    "more than declared": (OF_8_BITS._replace(max_error=1e-4), JOINS, "is declared"),
+    "state grows": (EXACT._replace(gather=growing), STATE, r"init gives \[\] and gather"),
+    "noise": (reducing(noise)._replace(max_error=1.0), AGAIN, "two runs give"),
+    "sends all": (EXACT._replace(reduce_scatter=sending_all), SENDS, "bytes, the exact collectives"),
+    "silent": (EXACT._replace(gather=silent), SENDS, "tells axis.observe of"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_COLLECTIVES)
+def test_a_broken_collective_is_caught_for_the_right_reason(name: str) -> None:
+    collective, sentence, found = BROKEN_COLLECTIVES[name]
+    with pytest.raises(AssertionError, match=found) as raised:
+        check_collective(collective, name=name)
+    assert str(raised.value).startswith(f"{name}: {sentence}. Found that ")
+
+
+@pytest.mark.parametrize("collective", [EXACT, OF_8_BITS], ids=["exact", "8 bits"])
+def test_a_collective_that_is_right_passes(collective: Collective) -> None:
+    check_collective(collective)
 
 
 # --- the package -------------------------------------------------------------------------------------------------
