@@ -558,33 +558,6 @@ def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
     return shard * (1 / axis.size)
 
 
-class Collective(NamedTuple):
-    """A gather and a reduce-scatter of one rank, pure functions with a state of one flat buffer between them.
-
-    What such a pair sends goes through the functions of this module, so that it runs on every axis and is counted.
-    `fzero.testing.check_collective` says what must hold.
-
-    Attributes:
-        gather: `(shard_S, axis, state)` → the full tensor (P), the same on every rank, and the new state.
-        reduce_scatter: `(full_P, axis, state)` → this rank's shard (S) of the sum over the ranks, and the new state.
-        init: `(shard_S, axis)` → the state before the first call: a pytree of tensors.
-        max_error: by how much an element may be off: of `gather`, as a share of the largest element; of `reduce_scatter`, of
-            the sum of every rank's largest. 0 is exact.
-    """
-
-    gather: Callable[[Tensor, Bound, Any], tuple[Tensor, Any]]
-    reduce_scatter: Callable[[Tensor, Bound, Any], tuple[Tensor, Any]]
-    init: Callable[[Tensor, Bound], Any] = lambda shard_S, axis: ()
-    max_error: float = 0.0
-
-
-EXACT = Collective(
-    lambda shard_S, axis, state: (all_gather(shard_S, axis), state),
-    lambda full_P, axis, state: (start_reduce_scatter(full_P.contiguous(), axis).wait(), state),
-)
-"""The collectives of a step."""
-
-
 def stack(x: Tensor, axis: Bound, *, label: str = "stack") -> Tensor:
     """The small tensors of all ranks, stacked along a new first dimension. *Collective:* sends (W-1) · numel."""
     return start_stack(x, axis, label=label).wait()
