@@ -7,6 +7,7 @@ for batch in loader:
     state, metrics = step(state, batch)
 """
 
+from fzero.codecs import Codec, cast, quantize
 from fzero.collectives import CollectiveError, Fake, Real, Sent, Sim, join, shutdown
 from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.graph_schedule import CompileError
@@ -18,15 +19,18 @@ from fzero.precision import Precision, widened
 from fzero.reshard import reshard, reshard_all
 from fzero.reshard_plan import Place, ReshardPlan, plan_reshard
 from fzero.schedule import Event, ScheduleError
-from fzero.simulate import simulate, stacked, unstacked
+from fzero.simulate import LockstepRanks, VmapRanks, simulate, stacked, unstacked
+from fzero.stacked import VmapError
 from fzero.state import Metrics, TrainState
 from fzero.step import MismatchError, TrainStep, make_train_step
 from fzero.timeline import Machine, Timeline
 from fzero.torch_optimizers import torch_optimizer
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
+from fzero.wires import Wire, coded, error_feedback, exact
 
 __all__ = [
+    "Codec",
     "CollectiveError",
     "CompileError",
     "Config",
@@ -34,6 +38,7 @@ __all__ = [
     "ConfigWarning",
     "Event",
     "Fake",
+    "LockstepRanks",
     "LossScale",
     "LossScaling",
     "Machine",
@@ -52,12 +57,19 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "Transform",
+    "VmapError",
+    "VmapRanks",
+    "Wire",
     "adafactor",
     "adagrad",
     "adam",
     "adamw",
+    "cast",
     "chain",
     "check_elementwise",
+    "coded",
+    "error_feedback",
+    "exact",
     "gather",
     "join",
     "lamb",
@@ -67,6 +79,7 @@ __all__ = [
     "optimizer_update",
     "plan",
     "plan_reshard",
+    "quantize",
     "reduce_scatter_grads",
     "reshard",
     "reshard_all",

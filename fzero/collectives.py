@@ -25,7 +25,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, Self, TypeVar
@@ -364,6 +364,19 @@ def start_reduce_scatter(
     return Pending(label, works, finish)
 
 
+def start_all_to_all(rows_WN: Tensor, axis: Bound, *, label: str = "all_to_all") -> Pending:
+    """Starts to send row r to rank r, for every r; the result (W, N) has the rows that came, in rank order.
+
+    *Collective:* every rank of `axis`; each sends `(W-1) · N` elements.
+    """
+    _tell(axis, "all_to_all", label, rows_WN[0].numel() * (axis.size - 1), rows_WN)
+    arrived_WN = torch.empty_like(rows_WN)
+    arrived_WN[axis.rank].copy_(rows_WN[axis.rank])
+    others = [rank for rank in range(axis.size) if rank != axis.rank and rows_WN.numel()]
+    works = _swap({rank: arrived_WN[rank] for rank in others}, {rank: rows_WN[rank] for rank in others}, axis)
+    return Pending(label, works, lambda: arrived_WN)
+
+
 def start_all_reduce(full_P: Tensor, axis: Bound, *, label: str = "all_reduce") -> Pending:
     """Starts to sum `full_P` over the ranks, in rank order and in place.
 
@@ -504,6 +517,14 @@ class InGraph:
         """`function` on this rank."""
         return function
 
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Around what draws random numbers."""
+        return nullcontext()
+
+    def in_turn(self, function: Callable[..., None], *args: Any) -> None:
+        """`function`, which writes into its arguments, on this rank."""
+        function(*args)
+
     def own(self, full_P: Tensor) -> Tensor:
         """This rank's shard of a whole flat tensor, a view: P → S."""
         numel = full_P.numel() // self.size
@@ -556,6 +577,13 @@ def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
         return reference.reduce_scatter(full, "mean")
     shard = start_reduce_scatter(full.contiguous(), axis).wait()
     return shard * (1 / axis.size)
+
+
+def all_to_all(rows: Tensor, axis: Axis, *, label: str = "all_to_all") -> Tensor:
+    """Row r of every rank, in rank order, on rank r: (W, N) → (W, N) (`Sim`: [W, W, N] → [W, W, N]). *Collective.*"""
+    if isinstance(axis, Sim):
+        return rows.transpose(0, 1).contiguous()
+    return start_all_to_all(rows.contiguous(), axis, label=label).wait()
 
 
 def stack(x: Tensor, axis: Bound, *, label: str = "stack") -> Tensor:

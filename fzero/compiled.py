@@ -49,7 +49,7 @@ from fzero.graph_schedule import CompileError, PassOptions, copy_of, run_passes
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
 from fzero.plan import BufferPlan, Plan
-from fzero.precision import Rounding, cast_leaves, stochastic, to_nearest, update_in_graph
+from fzero.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
 from fzero.state import TrainState
 from fzero.timeline import Machine, Timeline, kind_of, make_timeline, sent_by
@@ -348,6 +348,15 @@ class CompiledStep:
         ):
             yield
 
+    def forward(self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> None:
+        """The forward alone, as it runs in a step; writes the `buffers`."""
+
+        def of_a_rank(params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Tensor:
+            return self._forward(self._cut(params), buffers, batch)[0]
+
+        with self._graph.drawing():
+            self._graph.each(of_a_rank)(params, buffers, batch)
+
     def trace(self, state: TrainState[Tensor], micro_batches: Sequence[Any]) -> list[Captured]:
         """The graphs that a step would run, one after the other, captured on tensors of a `FakeTensorMode`. Runs nothing.
 
@@ -535,7 +544,8 @@ class CompiledStep:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
             return loss, row
 
-        loss, row = self._graph.each(forward)(tensors, buffers, batch, number, loss_scale.scale)
+        with self._graph.drawing():
+            loss, row = self._graph.each(forward)(tensors, buffers, batch, number, loss_scale.scale)
         with torch.fx.traceback.annotate(BACKWARD):
             # Of simulated ranks there is a loss each, and no gradient of one rank's in another's parameters.
             grads = torch.autograd.grad(
@@ -606,15 +616,21 @@ class CompiledStep:
     ) -> None:
         param, rules = params[flat.key], self._rules
         share = self._graph.own(param).clone() if flat.joins else param
-        rounding: Rounding = to_nearest
+        place = 0
         if rules.places is not None:
             place = rules.places[flat.key] + (self._graph.place(flat.shard_numel) if flat.updates_shard else 0)
-            rounding = stochastic(rules.salts, place)
-        update_in_graph(
-            unless(skip, rules.transforms[flat.key]), self._is_cast[flat.key], reduced,
-            master[flat.key] if flat.has_master else share, optimizer[flat.key],
-            factor=factor, rounding=rounding, out=share if flat.has_master else None,
-        )  # fmt: skip
+
+        def update(
+            skip: Tensor, grad: Tensor, kept: Tensor, state: Any, factor: Tensor | None, out: Tensor | None, place: int
+        ) -> None:
+            rounding = to_nearest if rules.places is None else stochastic(rules.salts, place)
+            transform = unless(skip, rules.transforms[flat.key])
+            update_in_graph(
+                transform, self._is_cast[flat.key], grad, kept, state, factor=factor, rounding=rounding, out=out
+            )
+
+        kept, out = (master[flat.key], share) if flat.has_master else (share, None)
+        self._graph.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, place)
         if flat.joins:
             param.copy_(self._graph.all_gather(share))
 

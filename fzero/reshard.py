@@ -23,6 +23,7 @@ from fzero.collectives import Fake, Real
 from fzero.eager import own_shard
 from fzero.loss_scaling import LossScale
 from fzero.reshard_plan import Place, ReshardPlan, Round, plan_reshard
+from fzero.simulate import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import MismatchError, TrainStep
 from sharding import Sharded
@@ -32,7 +33,10 @@ Numbers = dict[str, float | int]
 """The 0-d tensors of a state, by name: the same on every rank, so they travel as values."""
 
 
-def reshard(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> TrainState[Tensor] | None:
+AnyStep = TrainStep | LockstepRanks
+
+
+def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor] | None:
     """The state of `new` that continues where `state`, one of `old`, stands: this process' part.
 
     Parameters, master, optimizer state, counters, loss scale and module buffers go over bit by bit; where the new dtypes
@@ -47,7 +51,8 @@ def reshard(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) ->
     Args:
         state: this process' part; None where it is not in the old job.
         old: the step that `state` is of. Outside of its job, one on `Fake("data", W)`.
-        new: the step to continue with, of the same model. Outside of its job, one on `Fake("data", W)`.
+        new: the step to continue with, of the same model. Outside of its job, one on `Fake("data", W)`. Simulated steps
+            (`simulate`) have simulated states, and send nothing.
 
     Returns:
         This process' part; None where it is not in the new job.
@@ -57,6 +62,8 @@ def reshard(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) ->
         ValueError: the state is not one of `old`, the models or optimizers differ, or a rank is missing (told on all).
         CollectiveError: another process died or did not come.
     """
+    if isinstance(old, LockstepRanks) or isinstance(new, LockstepRanks):
+        return _reshard_simulated(state, old, new)
     axis = collectives.job()
     for step in (new, old):
         if isinstance(step._ranks, Real) and step._ranks.observe is not None:
@@ -74,6 +81,16 @@ def reshard(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) ->
         _run(round_, plan, sources, targets, axis, new.device)
     if made is not None and place.new is not None:
         _narrow(made, new, place.new)
+    return made
+
+
+def _reshard_simulated(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor]:
+    if state is None or not isinstance(old, LockstepRanks) or not isinstance(new, LockstepRanks):
+        raise ValueError(
+            f"reshard: both steps must be simulated or neither, and a simulated state is all ranks', got "
+            f"{type(old).__name__} and {type(new).__name__}; simulate the other step, too"
+        )
+    made: TrainState[Tensor] = stacked(reshard_all(unstacked(state, old.world_size), old.steps[0], new.steps[0]))
     return made
 
 

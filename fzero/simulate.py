@@ -16,10 +16,10 @@ import copy
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import optree
 import torch
@@ -35,8 +35,11 @@ from fzero.plan import Plan
 from fzero.recipe import Recipe
 from fzero.stacked import RandomByRank, Stacked, VmapError
 from fzero.state import Metrics, TrainState
-from fzero.step import TrainStep
+from fzero.step import TrainStep, _Knobs
 from sharding import TensorSpec
+
+if TYPE_CHECKING:
+    from fzero.compiled import CompiledStep
 
 T = TypeVar("T")
 BackendName = Literal["inductor", "aot_eager"]
@@ -147,16 +150,38 @@ class VmapRanks(LockstepRanks):
     ) -> None:
         super().__init__(recipe, world_size)
         self._may_change, self._is_captured, self._donate = may_change, compile is not None, recipe.donate
+        self._stacked = Stacked(world_size)
+        self._step, self._made, self._knobs = self._make(recipe, compile)
+        self._looked_at = compile is None
+
+    def _make(self, recipe: Recipe, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, _Knobs]:
         own = replace(recipe, model=_twin(recipe.model), compile=None)
-        self._step = TrainStep(own, Fake("data", world_size, backend="gloo"))
-        self._made, self._knobs = self._step._one_graph(compile, Stacked(world_size))
+        step = TrainStep(own, Fake("data", self.world_size, backend="gloo"))
+        return step, *step._one_graph(compile, self._stacked)
+
+    def _look(self, state: TrainState[Tensor], batch: Any) -> None:
+        """Raises VmapError for a model whose backward a capture would not see, after one forward of a model of its own."""
+        step, made, _ = self._make(self._step.recipe, None)
+        self._stacked.random = RandomByRank(state.rng["cpu"])
+        with _functions() as found, torch.no_grad(), _quietly():
+            buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+            made.forward(state.params, buffers, step._batches.cast(batch))
+        if found:
+            raise VmapError(
+                f"{found[0]} is a torch.autograd.Function, whose backward a capture under torch.vmap ignores; pass compile=None"
+            )
+        self._looked_at = True
 
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
         split = [list(rank._batches.split(own)) for rank, own in zip(self.steps, self._batches(batch), strict=True)]
         states = unstacked(state, self.world_size)
         self._run(lambda rank: self.steps[rank]._check_state(states[rank]))
+        micro_batches = [stacked(own) for own in zip(*split)]
         try:
-            return self._step_of_all(state, [stacked(own) for own in zip(*split)])
+            with _own_random_state():
+                if not self._looked_at:
+                    self._look(state, micro_batches[0])
+                return self._step_of_all(state, micro_batches)
         except (RuntimeError, VmapError, CompileError) as error:
             if isinstance(error, CollectiveError):
                 raise
@@ -172,21 +197,14 @@ class VmapRanks(LockstepRanks):
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         step._turn_knobs(self._knobs, int(state.step[0]))
         number = torch.zeros(self.world_size, 1, dtype=torch.float64)
-        draw = nullcontext() if self._is_captured else RandomByRank(state.rng["cpu"])
-        before = torch.get_rng_state()
-        try:
-            with draw, warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "There is a performance drop"
-                )  # of vmap, where it loops over the ranks
-                outcome_W, is_sum = self._made(state, buffers, [step._batches.cast(b) for b in micro_batches], number)
-        finally:
-            torch.set_rng_state(before)
+        self._stacked.random = drawn = None if self._is_captured else RandomByRank(state.rng["cpu"])
+        with _quietly():
+            outcome_W, is_sum = self._made(state, buffers, [step._batches.cast(b) for b in micro_batches], number)
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
             states = unstacked(state, self.world_size)
             self._run(lambda rank: self.steps[rank]._check_outcome(outcome, states[rank], is_sum=is_sum))
-        rng = {"cpu": torch.stack(draw.rng)} if isinstance(draw, RandomByRank) else state.rng
+        rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
         return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng), metrics
@@ -230,6 +248,42 @@ def simulate(
             raise
         warnings.warn(f"simulate: {error}; the ranks run in lockstep, which takes longer", stacklevel=2)
         return LockstepRanks(step.recipe, world_size)
+
+
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """Leaves the process' random state as it was."""
+    before = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what torch.vmap tells where it loops over the ranks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        yield
+
+
+@contextmanager
+def _functions() -> Iterator[list[str]]:
+    """The names of the autograd Functions that are applied inside, but for the collectives."""
+    found: list[str] = []
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def spy(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ != Stacked.__module__:
+            found.append(cls.__name__)
+        return apply.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(spy)  # type: ignore[assignment]
+    try:
+        yield found
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ random state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -47,10 +48,35 @@ class _OverRanks(torch.autograd.Function):
 _COLLECTIVES: dict[str, Callable[[Tensor], tuple[Tensor, int | None]]] = {
     "all_gather": lambda x_WS: (reference.all_gather(x_WS)[0], None),
     "reduce_scatter": lambda x_WP: (reference.reduce_scatter(x_WP, "sum"), 0),
-    "all_reduce": lambda x_WP: (reference.all_reduce(x_WP, "sum")[0], None),
+    "all_reduce": lambda x_WP: (reference.all_reduce(x_WP, "sum").clone(), 0),  # each rank may write into its own
     "stack": lambda x_W: (x_W.clone(), None),
 }
 """What each rank gets, and in which dimension the ranks are; None where all get the same."""
+
+
+class _InTurn(torch.autograd.Function):
+    """A function that writes into what it is given, run inside of `torch.vmap` for one rank after the other."""
+
+    @staticmethod
+    def forward(anchor: Tensor, function: Callable[..., None], *tensors: Tensor) -> Tensor:
+        raise AssertionError("of tensors that are no rank's own")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        anchor: Tensor,
+        function: Callable[..., None],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, None]:
+        for rank in range(info.batch_size):
+            pairs = zip(tensors, in_dims[2:], strict=True)
+            function(*(x if dim is None else x.select(dim, rank) for x, dim in pairs))
+        return anchor.new_empty(0), None
 
 
 def over_ranks(x: Tensor, name: str) -> Tensor:
@@ -70,6 +96,7 @@ class Stacked:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.random: RandomByRank | None = None
         self._index: Tensor | None = None
 
     def each(self, function: Callable[..., T]) -> Callable[..., T]:
@@ -110,6 +137,28 @@ class Stacked:
         assert self._index is not None
         is_own = torch.arange(self.size)[:, None].eq(self._index)
         full_P.copy_(torch.where(is_own, shard_S, full_P.view(self.size, -1)).view(-1))
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Around what draws random numbers: of each rank's own where there is a state of them."""
+        return self.random or nullcontext()
+
+    def in_turn(self, function: Callable[..., None], *args: Any) -> None:
+        """`function`, which writes into its arguments, on one rank after the other where nothing is captured.
+
+        So kernels run that `torch.vmap` has no rule for.
+        """
+        if torch.compiler.is_compiling():
+            function(*args)
+            return
+        leaves, treespec = pytree.tree_flatten(args)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def on_a_rank(*tensors: Tensor) -> None:
+            own = dict(zip(places, tensors, strict=True))
+            function(*pytree.tree_unflatten([own.get(place, leaf) for place, leaf in enumerate(leaves)], treespec))
+
+        with torch.no_grad():
+            _InTurn.apply(self._index, on_a_rank, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
 
     def place(self, numel: int) -> Any:
         assert self._index is not None

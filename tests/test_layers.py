@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sharding.views", "sharding.reference", "sharding.toy_models", "sharding.testing"),
     # pure
     (
+        "fzero.codecs",
         "fzero.transforms",
         "fzero.precision",
         "fzero.loss_scaling",
@@ -57,12 +58,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.lockstep", "fzero.collectives"),
     # what moves state, and what runs a model
     (
-        *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.eager"),
+        *("fzero.verbs", "fzero.wires", "fzero.binding", "fzero.checkpointing", "fzero.initialise", "fzero.eager"),
         *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
-    ("fzero.recipe", "fzero.step", "fzero.reshard", "fzero.simulate"),
+    ("fzero.recipe", "fzero.step", "fzero.simulate", "fzero.reshard"),
     ("fzero",),
     # what the tests of users may call
     (

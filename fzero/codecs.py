@@ -1,0 +1,141 @@
+"""How does a flat tensor travel in fewer bytes, and how far is what arrives from what was sent?
+
+A codec is a pair of pure functions: `encode` makes bytes of numbers, `decode` numbers of bytes. It works along the last
+dimension; leading ones (ranks, rows) stay. As many elements always make as many bytes, so that every rank knows what comes.
+
+    quantize(bits, block)   a signed integer for each element and a scale for each block (ZeRO++ §4.1, §4.3)
+    cast(dtype)             another floating dtype
+
+`bound` tells how far `decode(encode(x))` may be from `x`, for each element.
+
+Shape letters: N elements, B bytes of the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from sharding.dtypes import itemsize
+from sharding.views import torch_dtype
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+class Codec(NamedTuple):
+    """A way to write numbers as bytes.
+
+    Attributes:
+        name: what a table shows.
+        nbytes: B for N elements.
+        encode: (…, N) of any floating dtype → (…, B) uint8.
+        decode: (…, B) uint8, N and a dtype → (…, N) of that dtype.
+        bound: (…, N) → (…, N) float64, the largest distance of each element from what arrives (in fp32 or wider).
+    """
+
+    name: str
+    nbytes: Callable[[int], int]
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor, int, torch.dtype], Tensor]
+    bound: Callable[[Tensor], Tensor]
+
+
+def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same memory, read along the last dimension as another dtype."""
+    if not x.numel():
+        return x.new_empty((*x.shape[:-1], 0), dtype=dtype)
+    if dtype.itemsize > x.element_size():  # which may begin, or have rows, at odd places
+        return x.clone(memory_format=torch.contiguous_format).view(dtype)
+    return x.contiguous().view(dtype)
+
+
+def cast(dtype: str) -> Codec:
+    """Numbers travel as `dtype`, rounded to the nearest.
+
+    >>> halved = cast("bfloat16")
+    >>> halved.nbytes(3), halved.decode(halved.encode(torch.tensor([1.0, 1 / 3])), 2, torch.float32)
+    (6, tensor([1.0000, 0.3340]))
+    """
+    if dtype not in FLOATS:
+        raise ValueError(f"cast: dtype must be one of {', '.join(FLOATS)}, got {dtype!r}; pass one of these")
+    narrow = torch_dtype(dtype)
+
+    def encode(x: Tensor) -> Tensor:
+        return _bits(x.to(narrow), torch.uint8)
+
+    def decode(wire: Tensor, numel: int, wide: torch.dtype) -> Tensor:
+        return _bits(wire, narrow)[..., :numel].to(wide)
+
+    def bound(x: Tensor) -> Tensor:
+        info = torch.finfo(narrow)
+        return x.double().abs() * (info.eps / 2) + info.smallest_normal * info.eps / 2
+
+    return Codec(f"cast({dtype})", lambda numel: numel * itemsize(dtype), encode, decode, bound)
+
+
+def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
+    """Each element becomes a signed integer of `bits`, times its block's scale in fp32: the block's largest / (2^(bits-1) - 1).
+
+    A block that is not finite arrives as NaN, so that an overflow is seen by all ranks.
+
+    Args:
+        bits: 8, or 4 (two to a byte).
+        block: elements that share a scale; the last block may be shorter.
+
+    >>> eighth = quantize(8, block=4)
+    >>> eighth.nbytes(6)
+    16
+    >>> eighth.decode(eighth.encode(torch.tensor([127.0, -3.2, 0.0, 50.7, 1.0, 0.5])), 6, torch.float32)
+    tensor([127.0000,  -3.0000,   0.0000,  51.0000,   1.0000,   0.5039])
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"quantize: bits must be 4 or 8, got {bits!r}; pass one of these")
+    if isinstance(block, bool) or not isinstance(block, int) or block < 2 or block % 2:
+        raise ValueError(f"quantize: block must be an even number of elements, got {block!r}; 256 say")
+    most = 2 ** (bits - 1) - 1
+
+    def num_blocks(numel: int) -> int:
+        return -(-numel // block)
+
+    def nbytes(numel: int) -> int:
+        return (num_blocks(numel) * block * bits) // 8 + 4 * num_blocks(numel)
+
+    def scales_of(x: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers in blocks (…, blocks, block), and the scale of each block (…, blocks, 1)."""
+        wide = torch.nn.functional.pad(x.float(), (0, num_blocks(x.shape[-1]) * block - x.shape[-1]))
+        blocks = rearrange(wide, "... (blocks block) -> ... blocks block", block=block)
+        return blocks, blocks.abs().amax(-1, keepdim=True) / most
+
+    def encode(x: Tensor) -> Tensor:
+        blocks, scales = scales_of(x)
+        whole = torch.where(scales > 0, blocks / scales, 0.0).round().nan_to_num(0.0).clamp(-most, most).to(torch.int8)
+        codes = _bits(rearrange(whole, "... blocks block -> ... (blocks block)"), torch.uint8)
+        if bits == 4:
+            low, high = codes[..., ::2], codes[..., 1::2]
+            codes = (low & 0xF) | ((high & 0xF) << 4)
+        return torch.cat([codes, _bits(scales.squeeze(-1), torch.uint8)], dim=-1)
+
+    def decode(wire: Tensor, numel: int, wide: torch.dtype) -> Tensor:
+        length = num_blocks(numel) * block * bits // 8
+        codes, scales = wire[..., :length], _bits(wire[..., length:], torch.float32)
+        if bits == 4:
+            codes = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
+            whole = ((codes ^ 0x8).to(torch.int8) - 8).float()  # of two's complement in four bits
+        else:
+            whole = _bits(codes, torch.int8).float()
+        blocks = rearrange(whole, "... (blocks block) -> ... blocks block", block=block) * scales[..., None]
+        flat: Tensor = rearrange(blocks, "... blocks block -> ... (blocks block)")
+        return flat[..., :numel].to(wide)
+
+    def bound(x: Tensor) -> Tensor:
+        blocks, scales = scales_of(x)
+        # Half a step of rounding, and what the quotient, the scale and the product lose in fp32.
+        largest = (scales.double() * (0.5 + 4 * most * 2**-24) + 2**-140).expand_as(blocks)
+        bounds: Tensor = rearrange(largest, "... blocks block -> ... (blocks block)")
+        return bounds[..., : x.shape[-1]]
+
+    return Codec(f"quantize({bits}, {block})", nbytes, encode, decode, bound)

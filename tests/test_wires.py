@@ -1,0 +1,135 @@
+"""The laws of wires: the same on every kind of axis, errors within the bound, fewer bytes, and nothing lost for long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import RankPool
+from test_codecs import codecs
+from torch import Tensor
+
+import fzero
+from fzero.codecs import Codec, cast, quantize
+from fzero.collectives import Lockstep, Sent, Sim
+from fzero.lockstep import Hub
+from fzero.wires import Wire, coded, error_feedback, exact
+
+
+def _parts(world_size: int, shard_numel: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(world_size, world_size * shard_numel, generator=generator)
+
+
+def _in_lockstep(function: Any, parts_W: Tensor) -> list[Any]:
+    hub = Hub(len(parts_W))
+    return hub.run(lambda rank: function(parts_W[rank], Lockstep("data", len(parts_W), rank, hub)))
+
+
+@st.composite
+def wires(draw: st.DrawFn) -> Wire:
+    wire = draw(st.just(exact()) | codecs().map(coded))
+    return error_feedback(wire, decay=draw(st.sampled_from([0.0, 0.8]))) if draw(st.booleans()) else wire
+
+
+@given(wires(), st.integers(1, 5), st.integers(0, 40))
+def test_stacked_ranks_and_ranks_in_lockstep_get_the_same_bits(wire: Wire, world_size: int, shard_numel: int) -> None:
+    full = _parts(world_size, shard_numel)
+    shards = full[:, :shard_numel].contiguous()
+    for verb, parts in ((wire.gather, shards), (wire.reduce_scatter, full)):
+        stacked, state = verb(parts, Sim("data", world_size), wire.init(parts))
+        for rank, (alone, own) in enumerate(
+            _in_lockstep(lambda x, axis, verb=verb: verb(x, axis, wire.init(x)), parts)
+        ):
+            assert torch.equal(alone, stacked[rank])
+            assert (own is None) == (state is None) and (own is None or torch.equal(own, state[rank]))
+
+
+@given(codecs(), st.integers(1, 5), st.integers(0, 40))
+def test_a_coded_gather_is_the_same_everywhere_and_within_the_bound(
+    codec: Codec, world_size: int, shard_numel: int
+) -> None:
+    shards = _parts(world_size, shard_numel)[:, :shard_numel].contiguous()
+    arrived, _ = coded(codec).gather(shards, Sim("data", world_size), None)
+    assert all(torch.equal(row, arrived[0]) for row in arrived)
+    assert ((arrived[0].double() - shards.flatten().double()).abs() <= codec.bound(shards).flatten()).all()
+
+
+@given(codecs(), st.integers(1, 5), st.integers(0, 40))
+def test_a_coded_reduction_is_within_the_sum_of_the_bounds(codec: Codec, world_size: int, shard_numel: int) -> None:
+    full = _parts(world_size, shard_numel)
+    arrived, _ = coded(codec).reduce_scatter(full, Sim("data", world_size), None)
+    meant = full.double().sum(0)
+    # Beside the codec: W sums in fp32, each of which rounds by half a last bit of what has been added up.
+    bound = codec.bound(full.view(world_size, world_size, -1)).flatten(1).sum(0)
+    bound = bound + world_size * 2**-24 * (full.double().abs().sum(0) + bound)
+    assert ((arrived.double().flatten() - meant).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("codec", [quantize(8, 16), quantize(4, 16), cast("bfloat16")], ids=lambda codec: codec.name)
+def test_error_feedback_loses_nothing_for_long(codec: Codec) -> None:
+    """All that arrived is all that was meant, less the error that is still to be sent: the rounds telescope."""
+    wire, world_size, arrived, meant = error_feedback(coded(codec)), 3, 0.0, 0.0
+    axis, full = Sim("data", world_size), _parts(world_size, 32)
+    error = wire.init(full)
+    for seed in range(50):
+        full = _parts(world_size, 32, seed)
+        reduced, error = wire.reduce_scatter(full, axis, error)
+        arrived, meant = arrived + reduced.double().flatten(), meant + full.double().sum(0)
+    # Fifty rounds of fp32 sums of numbers below 8, as above.
+    torch.testing.assert_close(arrived, meant - error.double().sum(0), rtol=0, atol=50 * 3 * 8 * 2**-23)
+    alone, whole = coded(codec), 0.0
+    for seed in range(50):
+        whole = whole + alone.reduce_scatter(_parts(world_size, 32, seed), axis, None)[0].double().flatten()
+    assert (whole - meant).abs().max() > 2 * (arrived - meant).abs().max()
+
+
+def _bytes_on_a_rank(numel: int) -> list[tuple[str, int]]:
+    sent: list[Sent] = []
+    axis = fzero.Real("data", torch.distributed.get_world_size(), torch.distributed.get_rank(), observe=sent.append)
+    full = _parts(axis.size, numel)[axis.rank]
+    for wire in (exact(), coded(quantize(8, 64)), coded(quantize(4, 64))):
+        wire.gather(full[:numel].contiguous(), axis, None)
+        wire.reduce_scatter(full, axis, None)
+    return [(record.collective, record.nbytes) for record in sent]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_real_rank_sends_what_the_codec_says(ranks: RankPool, world_size: int) -> None:
+    nbytes = [4 * 640, quantize(8, 64).nbytes(640), quantize(4, 64).nbytes(640)]
+    assert nbytes[0] / nbytes[1] > 3.7 and nbytes[0] / nbytes[2] > 7
+    expected = [
+        (collective, (world_size - 1) * of_a_shard)
+        for of_a_shard in nbytes
+        for collective in ("all_gather", "all_to_all")
+    ]
+    assert ranks(world_size, _bytes_on_a_rank, 640) == [expected] * world_size
+
+
+def _numbers_on_a_rank() -> list[Tensor]:
+    axis = fzero.Real("data", torch.distributed.get_world_size(), torch.distributed.get_rank())
+    full, wire = _parts(axis.size, 37)[axis.rank], error_feedback(coded(quantize(4, 16)))
+    gathered, _ = wire.gather(full[:37].contiguous(), axis, wire.init(full[:37]))
+    reduced, error = wire.reduce_scatter(full, axis, wire.init(full))
+    return [gathered, reduced, error]
+
+
+def test_real_ranks_get_the_bits_of_stacked_ones(ranks: RankPool) -> None:
+    wire, full = error_feedback(coded(quantize(4, 16))), _parts(3, 37)
+    gathered, _ = wire.gather(full[:, :37].contiguous(), Sim("data", 3), wire.init(full[:, :37]))
+    reduced, error = wire.reduce_scatter(full, Sim("data", 3), wire.init(full))
+    for rank, found in enumerate(ranks(3, _numbers_on_a_rank)):
+        for x, y in zip(found, (gathered, reduced, error), strict=True):
+            assert torch.equal(x, y[rank])
+
+
+def test_an_overflow_reaches_the_rank_that_owns_it_and_is_not_remembered() -> None:
+    wire, full = error_feedback(coded(quantize(8, 16))), _parts(2, 32)
+    full[1, 3] = float("inf")
+    reduced, error = wire.reduce_scatter(full, Sim("data", 2), wire.init(full))
+    assert not reduced[0].isfinite().all() and reduced[1].isfinite().all() and error.isfinite().all()
+    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got 1"):
+        error_feedback(exact(), decay=1)
