@@ -21,17 +21,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from fzero.collectives import EXACT, Collective
 from fzero.laws import try_law
-from fzero.laws_of_collectives import COLLECTIVE_LAWS
+from fzero.laws_of_collectives import COLLECTIVE_LAWS, Declared
 from fzero.laws_of_orders import ORDER_LAWS, OrderFunction, in_two_numbers
 from fzero.laws_of_transforms import CAPTURE_LAWS, RATE_LAW, TRANSFORM_LAWS
 from fzero.plain import Job
 from fzero.plan import OwnTransform
 from fzero.training_machine import TrainingMachine
 from fzero.transforms import Transform
+from fzero.wires import Wire
 
-__all__ = ["EXACT", "Collective", "Job", "TrainingMachine", "check_collective", "check_order", "check_transform"]
+__all__ = ["Job", "TrainingMachine", "check_collective", "check_order", "check_transform"]
 
 
 def check_transform(
@@ -101,27 +101,30 @@ example: OrderExample(length=0, world_size=1). Name every index from 0 to length
         try_law(law, in_two_numbers(order), name, max_examples)
 
 
-def check_collective(collective: Collective, *, name: str = "collective", max_examples: int = 25) -> None:
-    """Raises unless a gather and a reduce-scatter can take the place of the exact ones.
+def check_collective(wire: Wire, *, max_error: float = 0.0, name: str = "collective", max_examples: int = 25) -> None:
+    """Raises unless a wire's gather and reduce-scatter can take the place of the exact ones.
 
     Both run on 1 to 4 ranks of this process, some rounds one after the other. A rank that would wait for ever is told.
 
     Args:
-        collective: the pair, with the state of one flat buffer and its greatest error.
+        wire: as those of `fzero.wires`.
+        max_error: how far an element may be off, in any round: of `gather`, as a share of the largest element; of
+            `reduce_scatter`, of the sum of every rank's largest.
         name: what messages call it.
         max_examples: how many examples of each law are tried.
 
     Raises:
         AssertionError: a law is broken; names it, the smallest example found, and what to mend.
 
-    >>> check_collective(EXACT, max_examples=2)
-    >>> averaging = EXACT._replace(
-    ...     reduce_scatter=lambda full_P, axis, state: (EXACT.reduce_scatter(full_P, axis, ())[0] / axis.size, state)
-    ... )
-    >>> check_collective(averaging)  # doctest: +ELLIPSIS
+    >>> from fzero import coded, exact, quantize
+    >>> check_collective(exact(), max_examples=2)
+    >>> check_collective(coded(quantize(8)), max_error=1 / 127, max_examples=2)
+    >>> def averaged(full_P, axis, state):
+    ...     return exact().reduce_scatter(full_P, axis, state)[0] / axis.size, state
+    >>> check_collective(exact()._replace(reduce_scatter=averaged))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     AssertionError: collective: reduce_scatter must give this rank's shard of the sum over ranks, ... Add up, do not average; ...
     """
     for law in COLLECTIVE_LAWS:
-        try_law(law, collective, name, max_examples)
+        try_law(law, Declared(wire, max_error), name, max_examples)

@@ -28,8 +28,8 @@ from fzero.plain import (
     optimizer_of_transform,
 )
 from fzero.plan import BufferPlan, OwnTransform
-from fzero.reshard import reshard_all
-from fzero.simulate import LockstepRanks, simulate, stacked, unstacked
+from fzero.reshard import reshard
+from fzero.simulate import LockstepRanks, simulate
 from fzero.state import Metrics, TrainState
 from fzero.step import make_train_step
 from fzero.transforms import Transform, leaf_names, same_bits
@@ -270,8 +270,9 @@ class TrainingMachine(RuleBasedStateMachine):
         """Goes on with another job."""
         job = self._fitting(job)
         old, new = self.step, self.step_of(job)
-        states = reshard_all(unstacked(self.state, old.world_size), old.steps[0], new.steps[0])
-        self.job, self.step, self.state = job, new, stacked(states)
+        state = reshard(self.state, old, new)
+        assert state is not None
+        self.job, self.step, self.state = job, new, state
 
     def weights(self) -> Numbers:
         """What is updated of every parameter, or what the model computes with where it is frozen."""

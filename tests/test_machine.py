@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -65,28 +65,26 @@ def leaking_padding() -> Any:
     return patch.object(eager, "_zero_gaps", broken)
 
 
-def _resharding(change: Callable[[Any, TrainStep, TrainStep], Any]) -> Any:
-    reshard_all = fzero.reshard_all
+def _resharding(change: Callable[[Any, Any, Any], Any]) -> Any:
+    def broken(state: Any, old: Any, new: Any) -> Any:
+        return change(fzero.reshard(state, old, new), old, new)
 
-    def broken(states: Sequence[Any], old: TrainStep, new: TrainStep) -> list[Any]:
-        return [change(state, old, new) for state in reshard_all(states, old, new)]
-
-    return patch.object(training_machine, "reshard_all", broken)
+    return patch.object(training_machine, "reshard", broken)
 
 
 def losing_momentum() -> Any:
-    def change(state: Any, old: TrainStep, new: TrainStep) -> Any:
-        return state._replace(optimizer=optree.tree_map(lambda x: x if x.ndim == 0 else x * 0, state.optimizer))
+    def change(state: Any, old: Any, new: Any) -> Any:
+        return state._replace(optimizer=optree.tree_map(lambda x: x if x.ndim == 1 else x * 0, state.optimizer))
 
     return _resharding(change)
 
 
 def misplacing_a_weight() -> Any:
-    def change(state: Any, old: TrainStep, new: TrainStep) -> Any:
+    def change(state: Any, old: Any, new: Any) -> Any:
         if old.world_size == new.world_size:
             return state
         for x in (*state.params.values(), *state.master.values()):
-            x[:2] = x[:2].flip(0)
+            x[:, :2] = x[:, :2].flip(1)
         return state
 
     return _resharding(change)

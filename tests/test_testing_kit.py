@@ -19,7 +19,8 @@ from fzero import Transform, collectives
 from fzero.laws_of_collectives import COLLECTIVE_LAWS
 from fzero.laws_of_orders import ORDER_LAWS
 from fzero.laws_of_transforms import CAPTURE_LAWS, RATE_LAW, TRANSFORM_LAWS, Updates
-from fzero.testing import EXACT, Collective, check_collective, check_order, check_transform
+from fzero.testing import check_collective, check_order, check_transform
+from fzero.wires import Wire
 from sharding import FlatLayout, Order, TensorSpec, declaration, round_robin
 
 Update = tuple[Tensor, Tensor, "Momentum"]
@@ -350,20 +351,24 @@ def test_the_orders_here_pass(order: Any) -> None:
 # --- collectives -------------------------------------------------------------------------------------------------
 
 
-def gathering(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Collective:
-    """The exact pair, with the gathered tensor as `change(full_P, shard_S, axis)` makes it."""
+EXACT = fzero.exact()
+OF_8_BITS = fzero.coded(fzero.quantize(8))
+
+
+def gathering(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Wire:
+    """The exact wire, with the gathered tensor as `change(full_P, shard_S, axis)` makes it."""
 
     def gather(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
-        return change(EXACT.gather(shard_S, axis, ())[0], shard_S, axis), state
+        return change(EXACT.gather(shard_S, axis, None)[0], shard_S, axis), state
 
     return EXACT._replace(gather=gather)
 
 
-def reducing(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Collective:
-    """The exact pair, with the sum as `change(sum_S, full_P, axis)` makes it."""
+def reducing(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Wire:
+    """The exact wire, with the sum as `change(sum_S, full_P, axis)` makes it."""
 
     def reduce_scatter(full_P: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
-        return change(EXACT.reduce_scatter(full_P, axis, ())[0], full_P, axis), state
+        return change(EXACT.reduce_scatter(full_P, axis, None)[0], full_P, axis), state
 
     return EXACT._replace(reduce_scatter=reduce_scatter)
 
@@ -409,70 +414,69 @@ def sending_all(full_P: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
     return parts(rows.sum(0), axis)[axis.rank], state
 
 
-def noise(sum_S: Tensor, full_P: Tensor, axis: Any) -> Tensor:
-    return sum_S + torch.rand(sum_S.shape, dtype=sum_S.dtype)
+def drawing(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    """Draws what it will round by, from torch's own generator."""
+    return EXACT.gather(shard_S, axis, None)[0], state + torch.rand_like(state)
 
 
 def growing(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
-    return EXACT.gather(shard_S, axis, ())[0], (*state, shard_S.clone())
+    return EXACT.gather(shard_S, axis, None)[0], (*(state or ()), shard_S.clone())
 
 
-def in_8_bits(shard_S: Tensor, axis: Any, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Sends a byte for each element and one scale; what is lost is added the next time."""
-    wanted = shard_S + state
-    largest = wanted.abs().max() if wanted.numel() else wanted.new_zeros(())
-    scale = (largest / 127).clamp(min=1e-12)
-    code_S = (wanted / scale).round().to(torch.int8)
-    codes, scales = collectives.all_gather(code_S, axis), collectives.stack(scale, axis)
-    full_P = (parts(codes, axis).to(shard_S.dtype) * scales[:, None]).reshape(-1)
-    return full_P, wanted - code_S.to(shard_S.dtype) * scale
-
-
-def forgetting_to_add(shard_S: Tensor, axis: Any, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Like `in_8_bits`, but leaves its own shard as it is."""
-    full_P, state = in_8_bits(shard_S, axis, state)
+def keeping_its_own(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    """Sends 8 bits of each element, and leaves its own shard as it is."""
+    full_P, state = OF_8_BITS.gather(shard_S, axis, state)
     parts(full_P, axis)[axis.rank] = shard_S
     return full_P, state
 
 
-OF_8_BITS = Collective(in_8_bits, EXACT.reduce_scatter, lambda shard_S, axis: torch.zeros_like(shard_S), 2 / 127)
-ENDS, GIVEN, FORM, SAME, JOINS, ADDS, ADJOINT, STATE, AGAIN, SENDS = (law.sentence for law in COLLECTIVE_LAWS)
-BROKEN_COLLECTIVES: dict[str, tuple[Collective, str, str]] = {
-    "wrong order": (gathering(lambda full, _, axis: parts(full, axis).flip(0).reshape(-1)), JOINS, "gather gives"),
-    "no own part": (gathering(without_own_part), SAME, "rank 0 gathers"),
-    "own part exact": (OF_8_BITS._replace(gather=forgetting_to_add), SAME, "rank 0 gathers"),
-    "averages": (reducing(lambda total, _, axis: total / axis.size), ADDS, "reduce_scatter on rank"),
-    "of another rank": (reducing(lambda total, full, axis: parts(full, axis)[0] + total), ADDS, "reduce_scatter on"),
-    "sends to itself": (
-        EXACT._replace(gather=lambda x, axis, state: (torch.cat([x] * axis.size), state)),
-        SAME,
-        "rank",
-    ),
-    "no tail": (gathering(without_tail), JOINS, "gather gives"),
-    "cuts the tail": (gathering(lambda full, shard, axis: full[:-1]), FORM, r"gather gives \(\("),
-    "another dtype": (reducing(lambda total, *_: total.half()), FORM, "torch.float16"),
-    "never sends": (EXACT._replace(gather=waiting_for_rank_0), ENDS, "rank 1 waits for rank 0, which has ended"),
-    "sends to nobody": (EXACT._replace(gather=sending_to_nobody), ENDS, "never received|waits"),
-    "mutates": (gathering(mutating), GIVEN, "gather writes to what it is given on rank"),
-    "more than declared": (OF_8_BITS._replace(max_error=1e-4), JOINS, "is declared"),
-    "state grows": (EXACT._replace(gather=growing), STATE, r"init gives \[\] and gather"),
-    "noise": (reducing(noise)._replace(max_error=1.0), AGAIN, "two runs give"),
-    "sends all": (EXACT._replace(reduce_scatter=sending_all), SENDS, "bytes, the exact collectives"),
-    "silent": (EXACT._replace(gather=silent), SENDS, "tells axis.observe of"),
+ENDS, GIVEN, FORM, SAME, JOINS, ADDS, LOSES, STATE, AGAIN, SENDS = (law.sentence for law in COLLECTIVE_LAWS)
+BROKEN_COLLECTIVES: dict[str, tuple[Wire, float, str, str]] = {
+    "wrong order": (gathering(lambda full, _, axis: parts(full, axis).flip(0).reshape(-1)), 0, JOINS, "gather gives"),
+    "no own part": (gathering(without_own_part), 0, SAME, "rank 0 gathers"),
+    "own part exact": (OF_8_BITS._replace(gather=keeping_its_own), 1 / 127, SAME, "rank 0 gathers"),
+    "averages": (reducing(lambda total, _, axis: total / axis.size), 0, ADDS, "reduce_scatter on rank"),
+    "adds a part": (reducing(lambda total, full, axis: parts(full, axis)[0] + total), 0, ADDS, "reduce_scatter on"),
+    "sends to itself": (EXACT._replace(gather=lambda x, axis, _: (torch.cat([x] * axis.size), None)), 0, SAME, "rank"),
+    "no tail": (gathering(without_tail), 0, JOINS, "gather gives"),
+    "cuts the tail": (gathering(lambda full, shard, axis: full[:-1]), 0, FORM, r"gather gives \(\("),
+    "another dtype": (reducing(lambda total, *_: total.half()), 0, FORM, "torch.float16"),
+    "never sends": (EXACT._replace(gather=waiting_for_rank_0), 0, ENDS, "rank 1 waits for rank 0, which has ended"),
+    "sends to nobody": (EXACT._replace(gather=sending_to_nobody), 0, ENDS, "never received|waits"),
+    "mutates": (gathering(mutating), 0, GIVEN, "gather writes to what it is given on rank"),
+    "more than declared": (OF_8_BITS, 1e-4, JOINS, "is declared"),
+    "loses more than it tells": (OF_8_BITS._replace(lossy=lambda x: x), 1 / 127, LOSES, "gather gives"),
+    "state grows": (EXACT._replace(gather=growing), 0, STATE, r"init gives \[\] and gather"),
+    "noise in the state": (EXACT._replace(init=torch.zeros_like, gather=drawing), 0, AGAIN, "two runs give"),
+    "sends all": (EXACT._replace(reduce_scatter=sending_all), 0, SENDS, "bytes, the exact collectives"),
+    "silent": (EXACT._replace(gather=silent), 0, SENDS, "tells axis.observe of"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN_COLLECTIVES)
 def test_a_broken_collective_is_caught_for_the_right_reason(name: str) -> None:
-    collective, sentence, found = BROKEN_COLLECTIVES[name]
+    wire, max_error, sentence, found = BROKEN_COLLECTIVES[name]
     with pytest.raises(AssertionError, match=found) as raised:
-        check_collective(collective, name=name)
+        check_collective(wire, max_error=max_error, name=name)
     assert str(raised.value).startswith(f"{name}: {sentence}. Found that ")
 
 
-@pytest.mark.parametrize("collective", [EXACT, OF_8_BITS], ids=["exact", "8 bits"])
-def test_a_collective_that_is_right_passes(collective: Collective) -> None:
-    check_collective(collective)
+RIGHT = {
+    "exact": (EXACT, 0.0),
+    "8 bits": (OF_8_BITS, 1 / 127),
+    "bfloat16": (fzero.coded(fzero.cast("bfloat16")), 2.0**-8),
+    "feedback": (fzero.error_feedback(OF_8_BITS), 2 / 127),  # what two rounds lose
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_collectives_here_pass(name: str) -> None:
+    wire, max_error = RIGHT[name]
+    check_collective(wire, max_error=max_error)
+
+
+def test_every_law_of_collectives_is_broken_by_one() -> None:
+    assert {sentence for *_, sentence, _ in BROKEN_COLLECTIVES.values()} == {law.sentence for law in COLLECTIVE_LAWS}
 
 
 # --- the package -------------------------------------------------------------------------------------------------
