@@ -27,7 +27,8 @@ Numbers = dict[str, Tensor]
 LANES = 32
 """A kernel rounds the last few elements of a tensor otherwise than the rest. So an update here, as in a flat buffer, has so
 many zeros behind the last element."""
-COMPUTE = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Precision = Literal["float32", "bfloat16", "float16"]
+COMPUTE: dict[Precision, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Job:
 
     stage: int = 0
     world_size: int = 1
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: Precision = "float32"
     num_micro_steps: int = 1
     micro_batch: int = 1
     clip: float = 0.0
@@ -221,16 +222,21 @@ class PlainTraining:
     """
 
     def __init__(self, model: nn.Module, job: Job, optimizer: PlainOptimizer) -> None:
-        self.optimizer, self._module, self._dtype = optimizer, copy.deepcopy(model), COMPUTE[job.precision]
-        self.weights: Numbers = {}
-        for name, param in self._module.named_parameters():
-            narrow = param.detach().to(self._dtype or param.dtype)
-            wide = torch.float64 if param.dtype == torch.float64 else torch.float32
-            self.weights[name] = param.detach().to(wide, copy=True) if param.requires_grad else narrow
-            param.data = narrow.clone()
+        self.optimizer, self._module = optimizer, copy.deepcopy(model)
+        self._own_dtypes = {name: param.dtype for name, param in self._module.named_parameters()}
+        self.weights = {name: param.detach().clone() for name, param in self._module.named_parameters()}
         self.is_tied = len(self.weights) < sum(1 for _ in self._module.named_parameters(remove_duplicate=False))
         self.trained = [name for name, param in self._module.named_parameters() if param.requires_grad]
+        self.compute_in(job.precision)
         self.begin(job.scaling)
+
+    def compute_in(self, precision: Precision) -> None:
+        """The model computes in these dtypes from now on. What is trained stays in fp32, or in fp64 where it is that."""
+        self._dtype = COMPUTE[precision]
+        for name, param in self._module.named_parameters():
+            param.data = self.weights[name].to(self._dtype or self._own_dtypes[name], copy=True)
+            if not param.requires_grad:
+                self.weights[name] = param.data.clone()
 
     def begin(self, scaling: LossScaling) -> None:
         """Training begins with the weights that there are."""

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from fzero.plain import (
     Job,
     Numbers,
+    PlainLossScale,
     PlainOptimizer,
     PlainOutcome,
     PlainTraining,
+    Precision,
     optimizer_of_torch,
     optimizer_of_transform,
 )
@@ -85,7 +87,7 @@ jobs = st.builds(
     threshold=st.sampled_from((0, 5)),
     order=st.sampled_from(("declaration", "round robin")),
     memory=st.sampled_from(("donated", "kept")),
-    initial_scale_power=st.integers(0, 12),
+    initial_scale_power=st.integers(0, 18),
     window=st.integers(1, 3),
     hysteresis=st.integers(1, 2),
     consecutive=st.booleans(),
@@ -96,7 +98,7 @@ seeds = st.integers(0, 2**16)
 
 
 class TrainingMachine(RuleBasedStateMachine):
-    """Trains, overflows, changes stage, world size, layout and batch, and begins anew, in any order.
+    """Trains, overflows, changes stage, world size, layout, precision and batch, and begins anew, in any order.
 
         class TestTraining(TrainingMachine.TestCase): ...            # of pytest or unittest
 
@@ -150,13 +152,10 @@ class TrainingMachine(RuleBasedStateMachine):
     )
     def start(self, model: nn.Module, job: Job, optimizer: str) -> None:
         self.model, self.optimizer = model, self._optimizer(optimizer)
-        is_tied = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
-        if is_tied and job.precision == "float16":  # where a sum of parts may overflow, and not the sum of shares
-            job = replace(job, precision="bfloat16")
         self.job = self._fitting(job)
         self.step = self.step_of(self.job)
         self.state = self.step.init()
-        self.plain = PlainTraining(model, job, self.optimizer.plain)
+        self.plain = PlainTraining(model, self.job, self.optimizer.plain)
 
     @rule(seeds=st.lists(seeds, min_size=1, max_size=4))
     def train(self, seeds: list[int]) -> None:
@@ -197,6 +196,15 @@ class TrainingMachine(RuleBasedStateMachine):
         """All but the precision at once; the batch and how it is clipped among it."""
         kept = ("precision", "initial_scale_power", "window", "hysteresis", "consecutive")
         self.move(replace(other, **{field: getattr(self.job, field) for field in kept}))
+
+    @rule(precision=st.sampled_from(("float32", "bfloat16", "float16")))
+    def change_precision(self, precision: Precision) -> None:
+        """The loss scale stays where it is dynamic before and after."""
+        old = self.job.scaling
+        self.move(replace(self.job, precision=precision))
+        self.plain.compute_in(self.job.precision)
+        if not (old.dynamic and self.job.scaling.dynamic):
+            self.plain.loss_scale = PlainLossScale(self.job.scaling)
 
     @rule()
     def gather_and_init_again(self) -> None:
@@ -309,7 +317,10 @@ class TrainingMachine(RuleBasedStateMachine):
     def _fitting(self, job: Job) -> Job:
         names = [name for name, _ in self.model.named_parameters()]
         units = tuple(unit for unit in job.units or () if any(name.startswith(f"{unit}.") for name in names))
-        return replace(job, units=units or None)
+        # In fp16 a sum of two parts of a gradient may overflow, and the sum of their shares not.
+        is_tied = len(list(self.model.parameters())) < len(list(self.model.named_parameters(remove_duplicate=False)))
+        precision = "bfloat16" if is_tied and job.precision == "float16" else job.precision
+        return replace(job, units=units or None, precision=precision)
 
     def _batch(self, seed: int) -> Any:
         batch = self.make_batch(self.job.world_size * self.job.num_samples, seed)
