@@ -218,14 +218,16 @@ class PlainTraining:
         state: the optimizer's, by parameter: flat tensors with zeros behind, and 0-d ones.
         num_updates: made so far.
         trained: the names of parameters that are not frozen.
-        is_tied: whether a parameter has two places.
+        compares: whether numbers must be the same bits where the arithmetic is the same, or only to rounding everywhere.
     """
 
-    def __init__(self, model: nn.Module, job: Job, optimizer: PlainOptimizer) -> None:
-        self.optimizer, self._module = optimizer, copy.deepcopy(model)
+    def __init__(
+        self, model: nn.Module, job: Job, optimizer: PlainOptimizer, compares: Literal["bits", "numbers"] = "bits"
+    ) -> None:
+        self.optimizer, self.compares, self._module = optimizer, compares, copy.deepcopy(model)
         self._own_dtypes = {name: param.dtype for name, param in self._module.named_parameters()}
         self.weights = {name: param.detach().clone() for name, param in self._module.named_parameters()}
-        self.is_tied = len(self.weights) < sum(1 for _ in self._module.named_parameters(remove_duplicate=False))
+        self._adds_parts = len(self.weights) < sum(1 for _ in self._module.named_parameters(remove_duplicate=False))
         self.trained = [name for name, param in self._module.named_parameters() if param.requires_grad]
         self.compute_in(job.precision)
         self.begin(job.scaling)
@@ -259,7 +261,7 @@ class PlainTraining:
         mean, scale = sum(losses) / len(losses), self.loss_scale.scale
         collected = {name: _added_up(grads, name, job) for name in self.trained}
         norm = math.sqrt(sum(_norm(grad) ** 2 for grad in collected.values())) / scale
-        rounding = self._rounding(clips=bool(job.clip) and job.clip < 1.001 * norm + 1e-6)
+        rounding = self.rounding(clips=bool(job.clip) and job.clip < 1.001 * norm + 1e-6)
         if not math.isfinite(norm + mean):
             end: Literal["skip", "error"] = "skip"
             if job.precision == "float32" or self.loss_scale.is_exhausted:
@@ -289,11 +291,14 @@ class PlainTraining:
         self._module.train()
         return sum(whole) / len(whole)
 
-    def _rounding(self, *, clips: bool) -> float:
-        """Why numbers may differ: a norm is a sum in an order that depends on the layout, and the parts of the gradient of a
-        parameter with two places are here added up before they are divided, and in a job afterwards."""
-        if self.is_tied:
-            return 2.0**-5 if self._dtype == torch.bfloat16 else 2.0**-18
+    def rounding(self, *, clips: bool = False) -> float:
+        """By which share of the gradient's norm numbers of a job may differ.
+
+        A norm is a sum in an order that depends on the layout. The parts of the gradient of a parameter with two places are
+        here added up before they are divided, and in a job afterwards.
+        """
+        if self.compares == "numbers" or self._adds_parts:
+            return {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}.get(self._dtype or torch.float32, 2.0**-18)
         return 2.0**-18 if clips else 0.0
 
     def _load(self) -> None:
