@@ -1,4 +1,4 @@
-"""Does an optimizer transform, or an order of parameters, keep the laws that every ZeRO stage relies on?
+"""Does an optimizer transform, an order of parameters or a collective keep the laws that every ZeRO stage relies on?
 
 For the tests of your own: hypothesis tries random layouts, world sizes and numbers, and a law that does not hold is told with
 the smallest example found and what to mend.
@@ -6,8 +6,14 @@ the smallest example found and what to mend.
     def test_my_optimizer_works_in_every_stage() -> None:
         check_transform(lambda lr: my_optimizer(lr, beta=0.9), compile="step")
 
-Laws are tried in order (`fzero.laws_of_transforms`, `fzero.laws_of_orders`), and the first that is broken is raised. Needs the
-extra `fzero[testing]`.
+Laws are tried in order (`fzero.laws_of_transforms`, `fzero.laws_of_orders`, `fzero.laws_of_collectives`), and the first that
+is broken is raised. `TrainingMachine` tries whole jobs: it trains, overflows, and changes stage, ranks and layout in any order,
+beside a plain process. Needs the extra `fzero[testing]`.
+
+    class MyMachine(TrainingMachine):
+        transform = staticmethod(lambda lr: my_optimizer(lr, beta=0.9))
+
+    TestMyOptimizer = MyMachine.TestCase
 """
 
 from __future__ import annotations
@@ -16,10 +22,16 @@ from collections.abc import Callable
 from typing import Literal
 
 from fzero.laws import try_law
-from fzero.laws_of_orders import ORDER_LAWS, OrderFunction
+from fzero.laws_of_collectives import COLLECTIVE_LAWS, Declared
+from fzero.laws_of_orders import ORDER_LAWS, OrderFunction, in_two_numbers
 from fzero.laws_of_transforms import CAPTURE_LAWS, RATE_LAW, TRANSFORM_LAWS
+from fzero.plain import Job
 from fzero.plan import OwnTransform
+from fzero.training_machine import TrainingMachine
 from fzero.transforms import Transform
+from fzero.wires import Wire
+
+__all__ = ["Job", "TrainingMachine", "check_collective", "check_order", "check_transform"]
 
 
 def check_transform(
@@ -68,15 +80,17 @@ def check_order(order: OrderFunction, *, name: str = "order", max_examples: int 
     """Raises unless a function gives orders that a flat buffer may follow on every rank.
 
     Args:
-        order: (how many parameters, on how many ranks) -> their `Order`.
+        order: (how many parameters, on how many ranks) -> their `Order`; or of the first number alone. A second argument
+            that has a default keeps it, unless it is called `world_size`.
         name: what messages call it.
         max_examples: how many pairs of numbers are tried for each law.
 
     Raises:
         AssertionError: a law is broken; names it, the smallest example found, and what to mend.
 
-    >>> from sharding import round_robin
+    >>> from sharding import declaration, round_robin
     >>> check_order(round_robin)
+    >>> check_order(declaration)
     >>> check_order(lambda length, world_size: round_robin(max(length, 1), world_size))
     Traceback (most recent call last):
     ...
@@ -84,4 +98,33 @@ def check_order(order: OrderFunction, *, name: str = "order", max_examples: int 
 example: OrderExample(length=0, world_size=1). Name every index from 0 to length - 1 once
     """
     for law in ORDER_LAWS:
-        try_law(law, order, name, max_examples)
+        try_law(law, in_two_numbers(order), name, max_examples)
+
+
+def check_collective(wire: Wire, *, max_error: float = 0.0, name: str = "collective", max_examples: int = 25) -> None:
+    """Raises unless a wire's gather and reduce-scatter can take the place of the exact ones.
+
+    Both run on 1 to 4 ranks of this process, some rounds one after the other. A rank that would wait for ever is told.
+
+    Args:
+        wire: as those of `fzero.wires`.
+        max_error: how far an element may be off, in any round: of `gather`, as a share of the largest element; of
+            `reduce_scatter`, of the sum of every rank's largest.
+        name: what messages call it.
+        max_examples: how many examples of each law are tried.
+
+    Raises:
+        AssertionError: a law is broken; names it, the smallest example found, and what to mend.
+
+    >>> from fzero import coded, exact, quantize
+    >>> check_collective(exact(), max_examples=2)
+    >>> check_collective(coded(quantize(8)), max_error=1 / 127, max_examples=2)
+    >>> def averaged(full_P, axis, state):
+    ...     return exact().reduce_scatter(full_P, axis, state)[0] / axis.size, state
+    >>> check_collective(exact()._replace(reduce_scatter=averaged))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    AssertionError: collective: reduce_scatter must give this rank's shard of the sum over ranks, ... Add up, do not average; ...
+    """
+    for law in COLLECTIVE_LAWS:
+        try_law(law, Declared(wire, max_error), name, max_examples)

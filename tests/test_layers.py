@@ -68,7 +68,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.recipe", "fzero.step", "fzero.simulate", "fzero.reshard"),
     ("fzero",),
     # what the tests of users may call
-    ("fzero.laws", "fzero.laws_of_orders", "fzero.laws_of_transforms", "fzero.testing"),
+    (
+        *("fzero.laws", "fzero.laws_of_orders", "fzero.laws_of_transforms", "fzero.laws_of_collectives"),
+        *("fzero.plain", "fzero.training_machine", "fzero.testing"),
+    ),
     # the command line
     ("fzero.__main__",),
 )

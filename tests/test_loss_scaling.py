@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -17,40 +16,10 @@ from training import Plain, config, make, part, vectors
 
 import fzero
 from fzero.loss_scaling import LossScale, LossScaling
+from fzero.plain import PlainLossScale
 from fzero.transforms import unless
 
 # --- the machine -------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Model:
-    """The machine as a person would write it down, with DeepSpeed's two counters; None is its exception."""
-
-    rules: LossScaling
-
-    def __post_init__(self) -> None:
-        self.scale, self.left = self.rules.initial, self.rules.hysteresis
-        self.now, self.last_overflow = 0, -1
-
-    def step(self, overflow: bool) -> tuple[float, int] | None:
-        if overflow:
-            if self.rules.hysteresis == 1 or self.left == 1:
-                if self.scale <= self.rules.minimum:
-                    return None
-                self.scale = max(self.scale / 2, self.rules.minimum)
-            else:
-                self.left -= 1
-            self.last_overflow = self.now
-        else:
-            if self.rules.consecutive:
-                self.left = self.rules.hysteresis
-            stable = self.now - self.last_overflow - 1
-            if stable > 0 and stable % self.rules.window == 0:
-                if not self.rules.consecutive:
-                    self.left = self.rules.hysteresis
-                self.scale *= 2
-        self.now += 1
-        return self.scale, self.left
 
 
 def step(rules: LossScaling, state: LossScale[Tensor], overflow: bool) -> LossScale[Tensor] | None:
@@ -86,13 +55,14 @@ rules_of_machines = st.builds(
 
 @given(rules_of_machines, st.lists(st.booleans(), max_size=40))
 def test_the_machine_is_the_reference_model(rules: LossScaling, overflows: list[bool]) -> None:
-    model, state = Model(rules), rules.init()
+    plain, state = PlainLossScale(rules), rules.init()
     for overflow in overflows:
-        expected, after = model.step(overflow), step(rules, state, overflow)
-        assert (after is None) == (expected is None)
+        after = step(rules, state, overflow)
+        assert (after is None) == (overflow and plain.is_exhausted)
         if after is None:
             return
-        assert (after.scale.item(), after.hysteresis.item()) == expected
+        plain.step(overflow)
+        assert (after.scale.item(), after.hysteresis.item()) == (plain.scale, plain.left)
         state = after
 
 

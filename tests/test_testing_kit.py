@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero import Transform
+from fzero import Transform, collectives
+from fzero.laws_of_collectives import COLLECTIVE_LAWS
 from fzero.laws_of_orders import ORDER_LAWS
 from fzero.laws_of_transforms import CAPTURE_LAWS, RATE_LAW, TRANSFORM_LAWS, Updates
-from fzero.testing import check_order, check_transform
+from fzero.testing import check_collective, check_order, check_transform
+from fzero.wires import Wire
 from sharding import FlatLayout, Order, TensorSpec, declaration, round_robin
 
 Update = tuple[Tensor, Tensor, "Momentum"]
@@ -331,10 +333,150 @@ def test_a_broken_order_is_caught_for_the_right_reason(order: Any, sentence: str
 
 
 @pytest.mark.parametrize(
-    "order", [round_robin, lambda length, _: declaration(length)], ids=["round robin", "declaration"]
+    "order",
+    [
+        round_robin,
+        declaration,
+        lambda length, world_size=1: round_robin(length, world_size),
+        lambda length, *, world_size: round_robin(length, world_size),
+        lambda length, num_lists=2: round_robin(length, num_lists),
+        lambda *numbers: round_robin(*numbers),
+    ],
+    ids=["round robin", "declaration", "a default", "by name", "a default of its own", "any"],
 )
 def test_the_orders_here_pass(order: Any) -> None:
     check_order(order)
+
+
+# --- collectives -------------------------------------------------------------------------------------------------
+
+
+EXACT = fzero.exact()
+OF_8_BITS = fzero.coded(fzero.quantize(8))
+
+
+def gathering(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Wire:
+    """The exact wire, with the gathered tensor as `change(full_P, shard_S, axis)` makes it."""
+
+    def gather(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+        return change(EXACT.gather(shard_S, axis, None)[0], shard_S, axis), state
+
+    return EXACT._replace(gather=gather)
+
+
+def reducing(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Wire:
+    """The exact wire, with the sum as `change(sum_S, full_P, axis)` makes it."""
+
+    def reduce_scatter(full_P: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+        return change(EXACT.reduce_scatter(full_P, axis, None)[0], full_P, axis), state
+
+    return EXACT._replace(reduce_scatter=reduce_scatter)
+
+
+def parts(full_P: Tensor, axis: Any) -> Tensor:
+    return full_P.view(axis.size, full_P.numel() // axis.size)
+
+
+def without_own_part(full_P: Tensor, shard_S: Tensor, axis: Any) -> Tensor:
+    parts(full_P, axis)[axis.rank] = 0
+    return full_P
+
+
+def mutating(full_P: Tensor, shard_S: Tensor, axis: Any) -> Tensor:
+    shard_S.neg_()
+    return full_P
+
+
+def without_tail(full_P: Tensor, shard_S: Tensor, axis: Any) -> Tensor:
+    full_P[-1:] = 0
+    return full_P
+
+
+def silent(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    return EXACT.gather(shard_S, replace(axis, observe=None), state)
+
+
+def waiting_for_rank_0(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    """Rank 0 sends nothing."""
+    if axis.rank == 0:
+        return torch.cat([shard_S] * axis.size), state
+    return EXACT.gather(shard_S, axis, state)
+
+
+def sending_to_nobody(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    axis.hub.send(axis.rank, (axis.rank + 1) % axis.size, shard_S.clone())
+    return EXACT.gather(shard_S, axis, state)
+
+
+def sending_all(full_P: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    """Every rank is sent everything, of which it adds up its part."""
+    rows = collectives.stack(full_P, axis)
+    return parts(rows.sum(0), axis)[axis.rank], state
+
+
+def drawing(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    """Draws what it will round by, from torch's own generator."""
+    return EXACT.gather(shard_S, axis, None)[0], state + torch.rand_like(state)
+
+
+def growing(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    return EXACT.gather(shard_S, axis, None)[0], (*(state or ()), shard_S.clone())
+
+
+def keeping_its_own(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
+    """Sends 8 bits of each element, and leaves its own shard as it is."""
+    full_P, state = OF_8_BITS.gather(shard_S, axis, state)
+    parts(full_P, axis)[axis.rank] = shard_S
+    return full_P, state
+
+
+ENDS, GIVEN, FORM, SAME, JOINS, ADDS, LOSES, STATE, AGAIN, SENDS = (law.sentence for law in COLLECTIVE_LAWS)
+BROKEN_COLLECTIVES: dict[str, tuple[Wire, float, str, str]] = {
+    "wrong order": (gathering(lambda full, _, axis: parts(full, axis).flip(0).reshape(-1)), 0, JOINS, "gather gives"),
+    "no own part": (gathering(without_own_part), 0, SAME, "rank 0 gathers"),
+    "own part exact": (OF_8_BITS._replace(gather=keeping_its_own), 1 / 127, SAME, "rank 0 gathers"),
+    "averages": (reducing(lambda total, _, axis: total / axis.size), 0, ADDS, "reduce_scatter on rank"),
+    "adds a part": (reducing(lambda total, full, axis: parts(full, axis)[0] + total), 0, ADDS, "reduce_scatter on"),
+    "sends to itself": (EXACT._replace(gather=lambda x, axis, _: (torch.cat([x] * axis.size), None)), 0, SAME, "rank"),
+    "no tail": (gathering(without_tail), 0, JOINS, "gather gives"),
+    "cuts the tail": (gathering(lambda full, shard, axis: full[:-1]), 0, FORM, r"gather gives \(\("),
+    "another dtype": (reducing(lambda total, *_: total.half()), 0, FORM, "torch.float16"),
+    "never sends": (EXACT._replace(gather=waiting_for_rank_0), 0, ENDS, "rank 1 waits for rank 0, which has ended"),
+    "sends to nobody": (EXACT._replace(gather=sending_to_nobody), 0, ENDS, "never received|waits"),
+    "mutates": (gathering(mutating), 0, GIVEN, "gather writes to what it is given on rank"),
+    "more than declared": (OF_8_BITS, 1e-4, JOINS, "is declared"),
+    "loses more than it tells": (OF_8_BITS._replace(lossy=lambda x: x), 1 / 127, LOSES, "gather gives"),
+    "state grows": (EXACT._replace(gather=growing), 0, STATE, r"init gives \[\] and gather"),
+    "noise in the state": (EXACT._replace(init=torch.zeros_like, gather=drawing), 0, AGAIN, "two runs give"),
+    "sends all": (EXACT._replace(reduce_scatter=sending_all), 0, SENDS, "bytes, the exact collectives"),
+    "silent": (EXACT._replace(gather=silent), 0, SENDS, "tells axis.observe of"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_COLLECTIVES)
+def test_a_broken_collective_is_caught_for_the_right_reason(name: str) -> None:
+    wire, max_error, sentence, found = BROKEN_COLLECTIVES[name]
+    with pytest.raises(AssertionError, match=found) as raised:
+        check_collective(wire, max_error=max_error, name=name)
+    assert str(raised.value).startswith(f"{name}: {sentence}. Found that ")
+
+
+RIGHT = {
+    "exact": (EXACT, 0.0),
+    "8 bits": (OF_8_BITS, 1 / 127),
+    "bfloat16": (fzero.coded(fzero.cast("bfloat16")), 2.0**-8),
+    "feedback": (fzero.error_feedback(OF_8_BITS), 2 / 127),  # what two rounds lose
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_collectives_here_pass(name: str) -> None:
+    wire, max_error = RIGHT[name]
+    check_collective(wire, max_error=max_error)
+
+
+def test_every_law_of_collectives_is_broken_by_one() -> None:
+    assert {sentence for *_, sentence, _ in BROKEN_COLLECTIVES.values()} == {law.sentence for law in COLLECTIVE_LAWS}
 
 
 # --- the package -------------------------------------------------------------------------------------------------
