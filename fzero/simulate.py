@@ -78,7 +78,7 @@ class LockstepRanks:
         observe: Callable[[int, Sent], None] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        recipe = replace(recipe, home=torch.device("cpu"))
+        self._recipe = recipe = replace(recipe, home=torch.device("cpu"))
         if recipe.device.type != "cpu":
             raise ValueError(f"simulate: ranks in lockstep must be on the CPU, got a model on {recipe.device}; move it")
         self._hub, self.world_size = Hub(world_size), world_size
@@ -149,7 +149,7 @@ class VmapRanks(LockstepRanks):
 
     Args:
         compile: the backend that captures the step; None captures nothing.
-        may_change: whether ranks run in lockstep from where `torch.vmap` cannot go on.
+        may_change: whether ranks run in lockstep from the step on that `torch.vmap` cannot make.
     """
 
     def __init__(
@@ -162,20 +162,19 @@ class VmapRanks(LockstepRanks):
         may_change: bool = False,
     ) -> None:
         super().__init__(recipe, world_size, mesh=mesh)
-        self._may_change, self._is_captured, self._donate = may_change, compile is not None, recipe.donate
-        recipe = replace(recipe, home=torch.device("cpu"))
+        self._may_change, self._is_captured, self._is_in_turn = may_change, compile is not None, False
         self._stacked = Stacked(world_size)
-        self._step, self._made, self._knobs = self._make(recipe, compile)
+        self._step, self._made, self._knobs = self._make(compile)
         self._looked_at = compile is None
 
-    def _make(self, recipe: Recipe, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, _Knobs]:
-        own = replace(recipe, model=_twin(recipe.model), compile=None)
+    def _make(self, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, _Knobs]:
+        own = replace(self._recipe, model=_twin(self._recipe.model), compile=None)
         step = TrainStep(own, Fake("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
         return step, *step._one_graph(compile, self._stacked)
 
     def _look(self, state: TrainState[Tensor], batch: Any) -> None:
         """Raises VmapError for a model whose backward a capture would not see, after one forward of a model of its own."""
-        step, made, _ = self._make(self._step.recipe, None)
+        step, made, _ = self._make(None)
         self._stacked.random = RandomByRank(state.rng["cpu"])
         with _functions() as found, torch.no_grad(), _quietly():
             buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
@@ -187,27 +186,32 @@ class VmapRanks(LockstepRanks):
         self._looked_at = True
 
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
+        if self._is_in_turn:
+            return super().__call__(state, batch)
         split = [list(rank._batches.split(own)) for rank, own in zip(self.steps, self._batches(batch), strict=True)]
-        states = unstacked(state, self.world_size)
-        self._run(lambda rank: self.steps[rank]._check_state(states[rank]))
+        self.steps[0]._check_state(unstacked(state, self.world_size)[0])  # the other rows have its shapes
         micro_batches = [stacked(own) for own in zip(*split)]
+        kept = optree.tree_leaves((state.params, state.master, state.optimizer))
+        versions = [x._version for x in kept]
         try:
             with _own_random_state():
                 if not self._looked_at:
                     self._look(state, micro_batches[0])
                 return self._step_of_all(state, micro_batches)
         except (RuntimeError, VmapError, CompileError) as error:
-            if isinstance(error, CollectiveError):
-                raise
+            if isinstance(error, CollectiveError) or [x._version for x in kept] != versions:
+                raise  # what has begun to be updated must not be updated again
             told = f"simulate: torch.vmap cannot run this model for all ranks at once: {_first_line(error)}"
             if not self._may_change:
                 raise VmapError(f"{told}; pass by='lockstep'") from error
             warnings.warn(f"{told}; the ranks run in lockstep, which takes longer", stacklevel=2)
-        return super().__call__(state, batch)
+        self._is_in_turn = True
+        # An iterator has given its micro-batches already.
+        return super().__call__(state, iter(micro_batches))
 
     def _step_of_all(self, state: TrainState[Tensor], micro_batches: list[Any]) -> tuple[TrainState[Tensor], Metrics]:
         step = self._step
-        state = state if self._donate else optree.tree_map(torch.clone, state)
+        state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         step._turn_knobs(self._knobs, int(state.step[0]))
         number = torch.zeros(self.world_size, 1, dtype=torch.float64)

@@ -91,7 +91,6 @@ def over_ranks(x: Tensor, name: str) -> Tensor:
 class Stacked:
     """All `size` ranks of an axis, for a step's functions; see `fzero.collectives.InGraph`."""
 
-    is_nccl = False
     rank = 0
 
     def __init__(self, size: int) -> None:

@@ -312,8 +312,9 @@ def test_what_vmap_cannot_do_is_told_or_done_in_lockstep() -> None:
     case = Case(Reads, vectors)
     with pytest.raises(fzero.VmapError, match=r"cannot run this model for all ranks at once: .*item.*by='lockstep'"):
         _run(fzero.simulate(_step(case, 2), 2, by="vmap"), case, 1)
-    with pytest.warns(UserWarning, match="the ranks run in lockstep, which takes longer"):
+    with pytest.warns(UserWarning, match="the ranks run in lockstep, which takes longer") as warned:
         found = _run(fzero.simulate(_step(case, 2), 2), case, 2)
+    assert len(warned) == 1  # it is not tried again
     expected = _run(fzero.simulate(_step(case, 2), 2, by="lockstep"), case, 2)
     assert_same(found, expected)
     with pytest.warns(UserWarning, match="must be elementwise .* in lockstep"):
@@ -322,6 +323,43 @@ def test_what_vmap_cannot_do_is_told_or_done_in_lockstep() -> None:
         fzero.simulate(_step(CASES["muon"], 2), 2, by="vmap")
     with pytest.raises(fzero.VmapError, match="draws random numbers in a graph of all ranks"):
         _run(fzero.simulate(_step(CASES["noisy"], 0), 2, by="vmap", compile="aot_eager"), CASES["noisy"], 1)
+
+
+def test_lockstep_takes_over_the_micro_batches_that_an_iterator_gave_to_vmap() -> None:
+    class Reads(Plain):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x, y) * (2 if x.sum().item() > 0 else 1)
+
+    step = _step(Case(Reads, vectors, TWO_MICRO_STEPS), 2)
+    micro_batches = [for_ranks(vectors(index), 2) for index in range(2)]
+    changing, in_turn = fzero.simulate(step, 2), fzero.simulate(step, 2, by="lockstep")
+    with pytest.warns(UserWarning, match="the ranks run in lockstep"):
+        found = changing(changing.init(), iter(micro_batches))
+    assert_same(found, in_turn(in_turn.init(), iter(micro_batches)))
+
+
+def test_an_update_that_fails_half_way_is_not_made_again_in_lockstep() -> None:
+    num_calls = 0
+
+    def fails_in_the_end(lr: float) -> fzero.Transform:
+        plain = fzero.sgd(lr=lr)
+
+        def update(grad: Tensor, param: Tensor, state: Any) -> Any:
+            nonlocal num_calls
+            num_calls += is_training
+            if num_calls == 4:  # the second flat buffer, after two ranks of the first
+                raise RuntimeError("not enough memory")
+            return plain.update(grad, param, state)
+
+        return fzero.Transform(plain.init, update, plain.place)
+
+    is_training = False
+    simulated = fzero.simulate(fzero.make_train_step(make(Plain), config(0), transform=fails_in_the_end), 2)
+    state = simulated.init()
+    is_training = True
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        simulated(state, for_ranks(vectors(0), 2))
+    assert num_calls == 4
 
 
 def test_an_error_of_all_ranks_at_once_names_the_rank_and_the_parameter() -> None:
