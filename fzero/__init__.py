@@ -9,6 +9,7 @@ for batch in loader:
 
 from fzero.codecs import Codec, cast, quantize
 from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
+from fzero.comm import Comm, CommRow, plan_comm, trace_comm
 from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.graph_schedule import CompileError
 from fzero.loss_scaling import LossScale, LossScaling
@@ -33,6 +34,8 @@ from fzero.wires import Wire, coded, error_feedback, exact
 __all__ = [
     "Codec",
     "CollectiveError",
+    "Comm",
+    "CommRow",
     "CompileError",
     "Config",
     "ConfigError",
@@ -80,6 +83,7 @@ __all__ = [
     "muon",
     "optimizer_update",
     "plan",
+    "plan_comm",
     "plan_reshard",
     "quantize",
     "reduce_scatter_grads",
@@ -93,6 +97,7 @@ __all__ = [
     "specs_of",
     "stacked",
     "torch_optimizer",
+    "trace_comm",
     "unless",
     "unstacked",
     "widened",

@@ -10,7 +10,7 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from fzero import collectives
 from fzero.collectives import EVERYONE, GATHER, OTHER, REDUCE, Bound, Pending
 from fzero.plan import Plan
-from fzero.sent import Label
+from fzero.sent import Label, Sent
 from sharding import Sharded, Spec
 
 
@@ -53,6 +53,13 @@ class BoundMesh:
     def num_shards(self) -> int:
         """F."""
         return math.prod(axis.size for axis in self.axes)
+
+    def observed(self, observe: Callable[[Sent], None]) -> Self:
+        """The same ranks, whose collectives are told to `observe`, too."""
+        axes, further = (
+            tuple(collectives.observed(axis, observe) for axis in own) for own in (self.axes, self.further)
+        )
+        return replace(self, everyone=collectives.observed(self.everyone, observe), axes=axes, further=further)
 
     def axes_of(self, spec: Spec) -> tuple[Bound, ...]:
         """Those that the spec of a part of the state names: the first ones of `axes`."""

@@ -287,6 +287,18 @@ def _part_of(whole: dist.ProcessGroup | None, ranks: tuple[int, ...], descriptio
     return parts[ranks]
 
 
+def observed(axis: Bound, observe: Callable[[Sent], None]) -> Bound:
+    """The same axis, whose collectives are told to `observe`, too."""
+    before = axis.observe
+
+    def both(sent: Sent) -> None:
+        if before is not None:
+            before(sent)
+        observe(sent)
+
+    return replace(axis, observe=both)
+
+
 # --- joining and leaving -----------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import optree
 import torch
@@ -129,6 +129,19 @@ class LockstepRanks:
         """The first parameter whose gradient is not finite, as `TrainStep.first_overflow`."""
         states = unstacked(state, self.world_size)
         return self._run(lambda rank: self.steps[rank].first_overflow(states[rank]))[0]
+
+    def observed(self, observe: Callable[[Sent], None]) -> Self:
+        """The same ranks, of which rank 0 tells `observe`, too, what it sends."""
+        twin = copy.copy(self)
+        twin.steps = [
+            step.observed(observe if rank == 0 else lambda sent: None) for rank, step in enumerate(self.steps)
+        ]
+        return twin
+
+    @property
+    def has_agreed(self) -> bool:
+        """As `TrainStep.has_agreed`."""
+        return self.steps[0].has_agreed
 
     def _batches(self, batch: Any) -> list[Any]:
         if not isinstance(batch, Iterator):

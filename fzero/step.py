@@ -12,12 +12,13 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import optree
 import torch
@@ -41,7 +42,7 @@ from fzero.plan import BufferPlan, OwnTransform, ParamGroup
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
 from fzero.recipe import Recipe
 from fzero.schedule import Event, early
-from fzero.sent import Label
+from fzero.sent import Label, Sent
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Machine, Timeline, joined, make_timeline
 from fzero.transforms import Transform, unless
@@ -724,6 +725,21 @@ class TrainStep:
             for key, c in different.items()
         }
         return joined([timelines[id(c.graph)] for c in captured])
+
+    def observed(self, observe: Callable[[Sent], None]) -> Self:
+        """The same step, which tells `observe`, too, what its collectives send; what it learns it learns for itself.
+
+        Shares what is captured, and the model. Each rank may call it or not.
+        """
+        twin = copy.copy(self)
+        twin._bound = self._mesh.observed(observe)
+        twin._compiled = None if self._compiled is None else self._compiled.observed(observe)
+        return twin
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether the ranks need not agree on anything any more: they have run a step, or there is one graph."""
+        return self._compiled is not None or self._moving_buffers is not None
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
         """The name of the first parameter, as declared, whose collected gradient is not finite; None if all are finite.

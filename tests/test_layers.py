@@ -55,6 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.graph_remat",
         "fzero.timeline",
         "fzero.sent",
+        "fzero.graph_sent",
     ),
     # the only door to torch.distributed
     ("fzero.lockstep", "fzero.collectives"),
@@ -66,7 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
-    ("fzero.recipe", "fzero.step", "fzero.simulate", "fzero.reshard"),
+    ("fzero.recipe", "fzero.step", "fzero.simulate", "fzero.comm", "fzero.reshard"),
     ("fzero",),
     # what the tests of users may call
     (
