@@ -345,16 +345,16 @@ def test_fine_shards_of_a_node_axis_are_neighbours() -> None:
         assert torch.equal(own, whole[start : start + buffer.shard_numel])
 
 
-METRICS = ("told", "norms", "optimizer")
+METRICS = ("told", "norm", "optimizer")
 
 
 def _sorted(log: list[fzero.Sent]) -> dict[str, Counter[str]]:
     """What was sent by axis and kind."""
     sent: dict[str, Counter[str]] = {}
     for record in log:
-        assert record.nbytes == record.num_elements * (8 if record.label in METRICS else 4)
+        assert record.nbytes == record.num_elements * (8 if record.label.purpose in METRICS else 4)
         kind = {"reduce_scatter": "reduce_scatter of gradients", "all_reduce": "all_reduce of gradients"}
-        name = "metrics" if record.label in METRICS else kind.get(record.collective, record.label.split()[0])
+        name = "metrics" if record.label.purpose in METRICS else kind.get(record.collective, record.label.purpose)
         sent.setdefault(record.axis, Counter())[name] += record.num_elements
     return sent
 
