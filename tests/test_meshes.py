@@ -11,8 +11,9 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from laws import examples
 from ranks import RankError, RankPool
 from test_simulate import CASES, assert_same, for_ranks
 from training import ADAMW, Odd, Plain, adamw, config, make, part, tokens, train_plainly, vectors
@@ -202,7 +203,7 @@ def test_gradients_are_added_up_within_a_node_and_then_over_the_nodes_each_in_ra
             assert torch.equal(whole[start:stop].view(buffer.layout.shape(name_)), expected(name_)), name_
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     mesh=st.sampled_from([mesh for name, mesh in MESHES.items() if name not in ("2x2", "2x2x2")]),
     width=st.integers(3, 40),
