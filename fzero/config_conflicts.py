@@ -17,6 +17,7 @@ from fzero.deepspeed_keys import SPELLINGS
 
 Values = Mapping[str, Any]
 
+_ZERO = "zero_optimization"
 _STAGE = "zero_optimization.stage"
 
 _SCALE = (
@@ -75,6 +76,19 @@ RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
             if v[_STAGE] < 3 and v["zero_optimization.zero_hpz_partition_size"]
             else None
         ),
+    ),
+    (
+        "zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_nontrainable_weights",
+        lambda v: (
+            f"it is for stage 3, and the stage is {v[_STAGE]}"
+            if v[_STAGE] < 3
+            and (v[f"{_ZERO}.zero_quantized_weights"] or v[f"{_ZERO}.zero_quantized_nontrainable_weights"])
+            else None
+        ),
+    ),
+    (
+        "zero_optimization.zeropp_loco_param.*",
+        _unless(lambda v: v[f"{_ZERO}.zero_quantized_gradients"], "no gradient is quantized"),
     ),
     (
         "zero_optimization.mics_shard_size",
