@@ -17,8 +17,9 @@ from typing import Literal, NamedTuple, Self
 from torch import Tensor
 
 from fzero import collectives
-from fzero.collectives import EVERYONE, Bound, Pending
+from fzero.collectives import EVERYONE, GATHER, OTHER, REDUCE, Bound, Pending
 from fzero.plan import Plan
+from fzero.sent import Label
 from fzero.wires import Sending, State, Wire
 from sharding import Sharded, Spec
 
@@ -68,7 +69,7 @@ class BoundMesh:
         axes: Sequence[Bound],
         *,
         wires: Mapping[str, Wire] = {},
-        label: str = "all_gather",
+        label: Label = GATHER,
     ) -> Pending:
         """Starts to fill `full` with the shards of all ranks along `axes`, of which `shard_S` may be a slice.
 
@@ -100,7 +101,7 @@ class BoundMesh:
         held_S: Tensor | None = None,
         wires: Mapping[str, Wire] = {},
         states: Mapping[str, State] = {},
-        label: str = "reduce_scatter",
+        label: Label = REDUCE,
     ) -> Sending:
         """Starts to sum `full_P` over all ranks: along `axes` in order, each in rank order, and then along the further ones.
 
@@ -134,20 +135,20 @@ class BoundMesh:
         *,
         wires: Mapping[str, Wire] = {},
         states: Mapping[str, State] = {},
-        label: str = "all_reduce",
+        label: Label = REDUCE,
     ) -> Sending:
         """Starts to sum `full_P` over all ranks, in place and in the same order. *Collective:* every rank."""
         axes = [axis for axis in (*self.axes, *self.further) if axis.size > 1] or [self.everyone]
         through = _Through(wires, states, {})
         return Sending(through.start_sum(full_P, axes, None, label), through.now)
 
-    def all_gather(self, shard: Tensor, axes: Sequence[Bound], *, label: str = "all_gather") -> Tensor:
+    def all_gather(self, shard: Tensor, axes: Sequence[Bound], *, label: Label = GATHER) -> Tensor:
         """The shards of all ranks along `axes` joined. *Collective:* every rank of `axes`."""
         for axis in reversed(axes):
             shard = collectives.all_gather(shard, axis, label=label)
         return shard
 
-    def stack(self, x: Tensor, *, label: str = "stack") -> Tensor:
+    def stack(self, x: Tensor, *, label: Label = OTHER) -> Tensor:
         """The small tensors of all shards, along a new first dimension. *Collective:* every rank of `axes`."""
         *majors, minor = self.axes
         rows = collectives.stack(x, minor, label=label)
@@ -168,7 +169,9 @@ class _Through(NamedTuple):
         """What the wires remember, when all has ended."""
         return {**self.before, **{axis: state() for axis, state in self.after.items()}}
 
-    def start_along(self, axis: Bound, full: Tensor, out: Tensor | None, after: Pending | None, label: str) -> Pending:
+    def start_along(
+        self, axis: Bound, full: Tensor, out: Tensor | None, after: Pending | None, label: Label
+    ) -> Pending:
         """Starts a reduce-scatter along one axis."""
         if axis.name not in self.wires:
             return collectives.start_reduce_scatter(full, axis, out_S=out, after=after, label=label)
@@ -178,7 +181,7 @@ class _Through(NamedTuple):
             self.after[axis.name] = sending.state
         return sending.pending
 
-    def start_sum(self, full: Tensor, axes: Sequence[Bound], after: Pending | None, label: str) -> Pending:
+    def start_sum(self, full: Tensor, axes: Sequence[Bound], after: Pending | None, label: Label) -> Pending:
         """Starts to sum along one axis after the other, in place. What has been added up is gathered as it is."""
         first, *then = axes
         if not any(axis.name in self.wires for axis in axes):

@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from fzero.config_conflicts import conflicts
-from fzero.config_fields import Beta, Block, Count, Dtype, Elements, Number, Rate, number, said
+from fzero.config_fields import Beta, Block, Count, Dtype, Elements, Number, Rate, block_of, number, said
 from fzero.config_files import ConfigError as ConfigError  # users know it from here
 from fzero.config_files import read
 from fzero.config_optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
@@ -373,8 +373,7 @@ def _explain(detail: ErrorDetails) -> str:
         if index == len(detail["loc"]) - 1:
             break
         found = [f.annotation for name, f in block.model_fields.items() if part in (name, f.alias)]
-        annotation = found[0] if found else None
-        block = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else block
+        block = (block_of(found[0]) if found else None) or block
     field = ".".join(location) or "config"
     if detail["type"] != "extra_forbidden":
         message = said(detail)

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from fzero import collectives
 from fzero.codecs import Codec
-from fzero.collectives import Axis, Pending, Sim
+from fzero.collectives import GATHER, OTHER, REDUCE, Axis, Pending, Sim
+from fzero.sent import Label
 
 State = Any
 
@@ -47,7 +48,7 @@ class Sending(NamedTuple):
 
 def ended(x: Tensor, state: State) -> Sending:
     """What has arrived already."""
-    return Sending(Pending("ended", (), lambda: x), lambda: state)
+    return Sending(Pending(OTHER, (), lambda: x), lambda: state)
 
 
 class Wire(NamedTuple):
@@ -87,7 +88,7 @@ def exact() -> Wire:
 
 
 def _start_exact_gather(
-    shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, label: str = "gather"
+    shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, label: Label = GATHER
 ) -> Sending:
     return Sending(_start_all_gather(shard.contiguous(), axis, full_P, label), lambda: state)
 
@@ -99,7 +100,7 @@ def _start_exact_reduce_scatter(
     *,
     out_S: Tensor | None = None,
     after: Pending | None = None,
-    label: str = "reduce_scatter",
+    label: Label = REDUCE,
 ) -> Sending:
     if isinstance(axis, Sim):
         return ended(_sum(collectives.all_to_all(_rows(full, axis), axis)), state)
@@ -124,7 +125,7 @@ def coded(codec: Codec) -> Wire:
         return codec.decode(codec.encode(x), x.shape[-1], x.dtype)
 
     def start_gather(
-        shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, label: str = "gather"
+        shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, label: Label = GATHER
     ) -> Sending:
         pending = _start_all_gather(codec.encode(shard), axis, None, label)
 
@@ -142,7 +143,7 @@ def coded(codec: Codec) -> Wire:
         *,
         out_S: Tensor | None = None,
         after: Pending | None = None,
-        label: str = "reduce_scatter",
+        label: Label = REDUCE,
     ) -> Sending:
         shard_numel = full.shape[-1] // axis.size
         rows, after = _made(
@@ -182,7 +183,7 @@ def error_feedback(wire: Wire, *, decay: float = 0.0) -> Wire:
         return sent, torch.where(error.isfinite(), error, 0.0)
 
     def start_gather(
-        shard: Tensor, axis: Axis, error: State, *, full_P: Tensor | None = None, label: str = "gather"
+        shard: Tensor, axis: Axis, error: State, *, full_P: Tensor | None = None, label: Label = GATHER
     ) -> Sending:
         sent, error = corrected(shard, error, lambda x: x)
         pending = wire.start_gather(sent, axis, None, label=label).pending
@@ -195,7 +196,7 @@ def error_feedback(wire: Wire, *, decay: float = 0.0) -> Wire:
         *,
         out_S: Tensor | None = None,
         after: Pending | None = None,
-        label: str = "reduce_scatter",
+        label: Label = REDUCE,
     ) -> Sending:
         errors: list[Tensor] = []
 
@@ -280,7 +281,7 @@ def _copied(pending: Pending, out: Tensor | None, dtype: torch.dtype) -> Pending
     )
 
 
-def _start_all_gather(shard: Tensor, axis: Axis, full: Tensor | None, label: str) -> Pending:
+def _start_all_gather(shard: Tensor, axis: Axis, full: Tensor | None, label: Label) -> Pending:
     """Starts to join what all ranks have, along the last dimension."""
     if isinstance(axis, Sim):
         whole = collectives.all_gather(shard, axis)
@@ -289,7 +290,7 @@ def _start_all_gather(shard: Tensor, axis: Axis, full: Tensor | None, label: str
     return collectives.start_all_gather(shard, full, axis, label=label)
 
 
-def _start_all_to_all(rows: Tensor, axis: Axis, after: Pending | None, label: str) -> Pending:
+def _start_all_to_all(rows: Tensor, axis: Axis, after: Pending | None, label: Label) -> Pending:
     """Starts to send row r of (…, W, N) to rank r."""
     if isinstance(axis, Sim):
         arrived = collectives.all_to_all(rows, axis)

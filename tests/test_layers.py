@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # tensors cut and joined by a layout; collectives on stacked ranks; what property tests try
     ("sharding.views", "sharding.reference", "sharding.toy_models", "sharding.testing"),
     # the only door to torch.distributed; what is sent
-    ("fzero.codecs", "fzero.lockstep", "fzero.collectives", "fzero.wires"),
+    ("fzero.codecs", "fzero.sent", "fzero.lockstep", "fzero.collectives", "fzero.wires"),
     # pure
     (
         "fzero.transforms",
