@@ -20,9 +20,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     # tensors cut and joined by a layout; collectives on stacked ranks; what property tests try
     ("sharding.views", "sharding.reference", "sharding.toy_models", "sharding.testing"),
+    # the only door to torch.distributed; what is sent
+    ("fzero.codecs", "fzero.sent", "fzero.lockstep", "fzero.collectives", "fzero.wires"),
     # pure
     (
-        "fzero.codecs",
         "fzero.transforms",
         "fzero.precision",
         "fzero.loss_scaling",
@@ -44,6 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.config",
         "fzero.config_table",
         "fzero.meshes",
+        "fzero.wiring",
         "fzero.plan",
         "fzero.batches",
         "fzero.reshard_plan",
@@ -54,14 +56,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.graph_schedule",
         "fzero.graph_remat",
         "fzero.timeline",
-        "fzero.sent",
         "fzero.graph_sent",
     ),
-    # the only door to torch.distributed
-    ("fzero.lockstep", "fzero.collectives"),
     # what moves state, and what runs a model
     (
-        *("fzero.verbs", "fzero.wires", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
+        *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
         *("fzero.bound_mesh", "fzero.eager"),
         *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked"),
     ),
