@@ -61,6 +61,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("fzero.verbs", "fzero.wires", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
         *("fzero.bound_mesh", "fzero.eager"),
+        *(
+            "fzero.host_buffers",
+            "fzero.claims",
+            "fzero.direct_files",
+            "fzero.file_store",
+            "fzero.stream",
+            "fzero.movers",
+        ),
         *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
