@@ -98,7 +98,7 @@ class FileStore:
         files: Mapping[str, FileSpec],
         *,
         rank: int = 0,
-        num_threads: int = 4,
+        num_threads: int = 8,
         block_nbytes: int = 1 << 22,
         checksums: bool = False,
         leftover: Literal["refuse", "clean"] = "refuse",

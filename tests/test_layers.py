@@ -85,6 +85,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """From the lowest up. A module imports modules of lower layers, and those to its left in its own."""
 
+NOT_YET_PUBLIC = {"benchmarks.nvme": {f"fzero.{name}" for name in ("file_store", "host_buffers", "movers", "stream")}}
+"""What measures parts that no step uses yet, and the modules of these."""
+
 ORDER = [module for layer in LAYERS for module in layer]
 INTEGERS_ONLY, PACKAGES = LAYERS[0], ("sharding", "fzero")
 PUBLIC_MODULES = {"sharding", "sharding.views", "sharding.reference", "sharding.testing"}
@@ -155,6 +158,8 @@ def test_torch_distributed_is_named_behind_one_door_only() -> None:
 @pytest.mark.parametrize("path", files("examples", "benchmarks"), ids=name_of)
 def test_examples_and_benchmarks_import_public_names_only(path: Path) -> None:
     for module, name in imports(path):
+        if module in NOT_YET_PUBLIC.get(name_of(path), ()):
+            continue
         if module.partition(".")[0] == "fzero":
             names = {"fzero": fzero.__all__, "fzero.testing": ("check_transform", "check_order")}.get(module, ())
             assert name in names or (module, name) == ("fzero", None), f"{module}: {name}"

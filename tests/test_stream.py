@@ -284,6 +284,29 @@ def test_what_there_is_no_room_for_is_told_before_anything_is_done(tmp_path: Pat
         stream_update(lambda _, x: None, mover, cut(("x", "y"), 5000, 2048), read_ahead=0)
 
 
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device"))],
+)
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_copies_to_a_device_and_back_lose_nothing(device: str, ahead: int) -> None:
+    numel = 1_000_003
+    host = {name: torch.arange(numel, dtype=torch.float64).add_(number) for number, name in enumerate("xy")}
+    host = {name: x.pin_memory() if device == "cuda" else x for name, x in host.items()}
+
+    def update(group: SubGroup, tensors: list[Tensor]) -> None:
+        x, y = tensors
+        assert x.device.type == y.device.type == device
+        x.add_(y)
+        y.mul_(2).add_(group.start)
+
+    groups = cut(("x", "y"), numel, 32 * 1024)
+    stream_update(update, DeviceMover(host, device), groups, read_ahead=ahead, write_behind=ahead)
+    places = torch.arange(numel, dtype=torch.float64)
+    starts = (torch.arange(numel) // (32 * 1024) * (32 * 1024)).double()
+    assert torch.equal(host["x"], 2 * places + 1) and torch.equal(host["y"], 2 * (places + 1) + starts)
+
+
 # --- memory ------------------------------------------------------------------------------------------------------
 
 LIMIT = 300 << 20
