@@ -8,7 +8,7 @@ for batch in loader:
 """
 
 from fzero.codecs import Codec, cast, quantize
-from fzero.collectives import CollectiveError, Fake, Real, Sent, Sim, join, shutdown
+from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
 from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.graph_schedule import CompileError
 from fzero.loss_scaling import LossScale, LossScaling
@@ -19,6 +19,7 @@ from fzero.precision import Precision, widened
 from fzero.reshard import reshard, reshard_all
 from fzero.reshard_plan import Place, ReshardPlan, plan_reshard
 from fzero.schedule import Event, ScheduleError
+from fzero.sent import Label, Sent
 from fzero.simulate import LockstepRanks, VmapRanks, simulate, stacked, unstacked
 from fzero.stacked import VmapError
 from fzero.state import Metrics, TrainState
@@ -38,6 +39,7 @@ __all__ = [
     "ConfigWarning",
     "Event",
     "Fake",
+    "Label",
     "LockstepRanks",
     "LossScale",
     "LossScaling",

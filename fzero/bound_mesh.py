@@ -17,8 +17,9 @@ from typing import Literal, Self
 from torch import Tensor
 
 from fzero import collectives
-from fzero.collectives import EVERYONE, Bound, Pending
+from fzero.collectives import EVERYONE, GATHER, OTHER, REDUCE, Bound, Pending
 from fzero.plan import Plan
+from fzero.sent import Label
 from sharding import Sharded, Spec
 
 
@@ -58,7 +59,7 @@ class BoundMesh:
         return self.axes[: len(spec.axes)] if isinstance(spec, Sharded) else ()
 
     def start_all_gather(
-        self, shard_S: Tensor, full: Tensor, axes: Sequence[Bound], *, label: str = "all_gather"
+        self, shard_S: Tensor, full: Tensor, axes: Sequence[Bound], *, label: Label = GATHER
     ) -> Pending:
         """Starts to fill `full` with the shards of all ranks along `axes`, of which `shard_S` may be a slice.
 
@@ -82,7 +83,7 @@ class BoundMesh:
         out_S: Tensor | None = None,
         further: Literal["now", "later"] = "now",
         held_S: Tensor | None = None,
-        label: str = "reduce_scatter",
+        label: Label = REDUCE,
     ) -> Pending:
         """Starts to sum `full_P` over all ranks: along `axes` in order, each in rank order, and then along the further ones.
 
@@ -109,18 +110,18 @@ class BoundMesh:
             pending = collectives.start_all_reduce(summand, first, then=then, after=pending, label=label)
         return pending
 
-    def start_all_reduce(self, full_P: Tensor, *, label: str = "all_reduce") -> Pending:
+    def start_all_reduce(self, full_P: Tensor, *, label: Label = REDUCE) -> Pending:
         """Starts to sum `full_P` over all ranks, in place and in the same order. *Collective:* every rank."""
         first, *then = [axis for axis in (*self.axes, *self.further) if axis.size > 1] or [self.everyone]
         return collectives.start_all_reduce(full_P, first, then=then, label=label)
 
-    def all_gather(self, shard: Tensor, axes: Sequence[Bound], *, label: str = "all_gather") -> Tensor:
+    def all_gather(self, shard: Tensor, axes: Sequence[Bound], *, label: Label = GATHER) -> Tensor:
         """The shards of all ranks along `axes` joined. *Collective:* every rank of `axes`."""
         for axis in reversed(axes):
             shard = collectives.all_gather(shard, axis, label=label)
         return shard
 
-    def stack(self, x: Tensor, *, label: str = "stack") -> Tensor:
+    def stack(self, x: Tensor, *, label: Label = OTHER) -> Tensor:
         """The small tensors of all shards, along a new first dimension. *Collective:* every rank of `axes`."""
         *majors, minor = self.axes
         rows = collectives.stack(x, minor, label=label)

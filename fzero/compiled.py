@@ -40,7 +40,7 @@ import torch.fx.traceback
 from rich.console import Console
 from torch import Tensor, nn
 
-from fzero.collectives import Fake, InGraph, Real, Sent, collective_that_raised, failed
+from fzero.collectives import Fake, InGraph, Real, collective_that_raised, failed
 from fzero.graph_analysis import is_collective, name_units
 from fzero.graph_backends import Backend as TorchBackend
 from fzero.graph_backends import OnPaper, aot_eager, inductor, on_paper
@@ -50,6 +50,7 @@ from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
 from fzero.plan import BufferPlan, Plan
 from fzero.precision import cast_leaves, stochastic, to_nearest, update_in_graph
+from fzero.sent import Label, Sent
 from fzero.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
 from fzero.state import TrainState
 from fzero.timeline import Machine, Timeline, kind_of, make_timeline, sent_by
@@ -674,7 +675,7 @@ def _sent_in(graph: torch.fx.Graph, world_size: int) -> list[Sent]:
     found = []
     for node in filter(is_collective, graph.nodes):
         nbytes, itemsize = sent_by(node, world_size), node.all_input_nodes[0].meta["val"].element_size()
-        found.append(Sent(kind_of(node), f"{kind_of(node)} {node.name}", nbytes // itemsize, nbytes))
+        found.append(Sent(kind_of(node), "data", Label("other", node.name), nbytes // itemsize, nbytes))
     return found
 
 

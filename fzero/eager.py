@@ -36,6 +36,7 @@ from fzero.bound_mesh import BoundMesh
 from fzero.collectives import Pending
 from fzero.plan import BufferPlan, Plan, UnitPlan
 from fzero.schedule import TURN, Event, ScheduleError
+from fzero.sent import Label, Phase
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype, unflatten
 
@@ -358,7 +359,7 @@ class Pass:
         """
         self._advance_to(TURN)
         self._in_forward, self._share = False, share
-        self._rows = collectives.start_stack(row, self.mesh.everyone, label="told")
+        self._rows = collectives.start_stack(row, self.mesh.everyone, label=Label("told", phase="turn"))
 
     def told(self) -> Tensor:
         """Every rank's row, in rank order; once, after `turn`."""
@@ -398,7 +399,7 @@ class Pass:
                 else [_KINDS.index(wanted.kind), names.index(wanted.unit) if wanted.unit else -1]
             )
             row = torch.tensor(code, device=self._device)
-            rows = collectives.stack(row, self.mesh.everyone, label="negotiate").tolist()
+            rows = collectives.stack(row, self.mesh.everyone, label=Label("negotiate", phase=self._phase)).tolist()
             served = _serve(rows, in_forward=self._in_forward)
             if served is None:
                 return
@@ -406,6 +407,10 @@ class Pass:
             self._issue(event)  # a gradient that this rank has not finished is sent as it is, and the rest later
             if event == wanted:
                 return
+
+    @property
+    def _phase(self) -> Phase:
+        return "forward" if self._in_forward else "backward"
 
     @property
     def _device(self) -> torch.device:
@@ -428,7 +433,7 @@ class Pass:
     def _gather(self, buffer: BufferPlan) -> Pending:
         axes, shard = self.mesh.axes_of(buffer.row.params), self.params[buffer.key]
         full = shard if math.prod(axis.size for axis in axes) == 1 else self.scratch.take(buffer, shard)
-        return self.mesh.start_all_gather(shard, full, axes, label=f"gather {buffer.key}")
+        return self.mesh.start_all_gather(shard, full, axes, label=Label("gather", buffer.key, self._phase))
 
     def _drop_gathers(self) -> None:
         for gathers in self._gathering.values():
@@ -457,7 +462,7 @@ class Pass:
 
     def _reduce(self, flat_P: Tensor, buffer: BufferPlan) -> Pending:
         """Starts to add up what every rank wrote: to the whole (P) in stage 0, to this rank's shard (S) otherwise."""
-        label = f"reduce {buffer.key}"
+        label = Label("reduce", buffer.key, self._phase)
         flat_P = flat_P.to(self._reduce_dtype(buffer))
         if isinstance(buffer.row.grads, Replicated):
             return self.mesh.start_all_reduce(flat_P, label=label)

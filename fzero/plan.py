@@ -330,7 +330,7 @@ def plan(
     zero = cfg.zero_optimization
     mesh = mesh_of(zero, world_size or (mesh.size if mesh else 1), mesh)
     optimizers = optimizers_of(cfg, param_groups, transform)
-    owners, modules = dict(model.named_parameters()), dict(model.named_modules())
+    modules, (owners, aliases) = dict(model.named_modules()), _owners(model)
     if not owners:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
     _check_params(owners, param_groups)
@@ -359,16 +359,8 @@ def plan(
         mesh=mesh,
         axes=shard_axes(mesh, zero),
         units=unit_plans,
-        aliases=_aliases(model),
-        optimizer={
-            b.key: widened(
-                optimizers[b.group].transform(pieces=Pieces(b.layout, ranks=(0,)), kind=b.way),
-                state_dtype=b.dtypes.optimizer,
-            ).place(b.master)
-            for u in unit_plans
-            for b in u.buffers
-            if b.trainable
-        },
+        aliases=aliases,
+        optimizer=_place_optimizers([b for u in unit_plans for b in u.buffers if b.trainable], optimizers),
         buffers={
             n: TensorSpec(tuple(t.shape), precision.buffer_dtype_of(dtype_name(t.dtype)))
             for n, t in model.named_buffers()
@@ -558,15 +550,40 @@ def _plan_buffer(
     return BufferPlan(f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way)
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Every further name of a tied parameter or buffer, with its first name."""
+def _place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimizer | Own]) -> dict[str, Any]:
+    """The specs of the optimizer's state of each flat buffer."""
+    elementwise: dict[tuple[int, str, str], Transform] = {}  # by what it depends on
+
+    def transform_of(buffer: BufferPlan) -> Transform:
+        made = optimizers[buffer.group].transform(pieces=Pieces(buffer.layout, ranks=(0,)), kind=buffer.way)
+        return widened(made, state_dtype=buffer.dtypes.optimizer)
+
+    specs = {}
+    for buffer in buffers:
+        how = (buffer.group, buffer.way, buffer.dtypes.optimizer)
+        if not optimizers[buffer.group].is_elementwise(buffer.way):
+            transform = transform_of(buffer)
+        elif (transform := elementwise.get(how)) is None:  # type: ignore[assignment]
+            transform = elementwise[how] = transform_of(buffer)
+        specs[buffer.key] = transform.place(buffer.master)
+    return specs
+
+
+def _owners(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """The parameters by their first names; and every further name of a tied parameter or buffer, with the first one."""
     first: dict[int, str] = {}
-    aliases = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        owner = first.setdefault(id(tensor), name)
+    owners, aliases = {}, {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(param), name)
+        if owner == name:
+            owners[name] = param
+        else:
+            aliases[name] = owner
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        owner = first.setdefault(id(buffer), name)
         if owner != name:
             aliases[name] = owner
-    return aliases
+    return owners, aliases
 
 
 # --- units -------------------------------------------------------------------------------------------------------

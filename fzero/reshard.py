@@ -23,6 +23,7 @@ from fzero.collectives import Fake, Real
 from fzero.eager import own_shard
 from fzero.loss_scaling import LossScale
 from fzero.reshard_plan import Place, ReshardPlan, Round, plan_reshard
+from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import MismatchError, TrainStep
@@ -68,7 +69,7 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     for step in (new, old):
         if isinstance(step._ranks, Real) and step._ranks.observe is not None:
             axis = replace(axis, observe=step._ranks.observe)
-    everyone = collectives.exchange(_tell(state, old, new), axis, label="compare steps")
+    everyone = collectives.exchange(_tell(state, old, new), axis, label=Label("compare"))
     _check_told(everyone)
     places = [Place(told.old, told.new) for told in everyone]
     plan = plan_reshard(old.plan, new.plan, places=places, rng=_rng_specs(old, new))
@@ -184,7 +185,7 @@ def _run(
     for message, spans in received.items():
         numel = sum(span.stop - span.start for span in spans)
         incoming.append((message.process, torch.empty(numel, dtype=torch_dtype(message.dtype), device=device)))
-    collectives.swap(incoming, outgoing, axis, label=f"reshard {round_.name}")
+    collectives.swap(incoming, outgoing, axis, label=Label("reshard", round_.name))
     for (_, pieces_of_all), spans in zip(incoming, received.values(), strict=True):
         pieces_by_span = torch.split(pieces_of_all, [span.stop - span.start for span in spans])
         for span, piece in zip(spans, pieces_by_span, strict=True):

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from fzero.batches import map_tensors
-from fzero.collectives import CollectiveError, Fake, Lockstep, Sent
+from fzero.collectives import CollectiveError, Fake, Lockstep
 from fzero.config import ConfigError
 from fzero.graph_schedule import CompileError
 from fzero.initialise import InitFn
 from fzero.lockstep import Hub, StuckError
 from fzero.plan import Plan
 from fzero.recipe import Recipe
+from fzero.sent import Sent
 from fzero.stacked import RandomByRank, Stacked, VmapError
 from fzero.state import Metrics, TrainState
 from fzero.step import TrainStep, _Knobs

@@ -41,6 +41,7 @@ from fzero.plan import BufferPlan, OwnTransform, ParamGroup
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
 from fzero.recipe import Recipe
 from fzero.schedule import Event, early
+from fzero.sent import Label
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Machine, Timeline, joined, make_timeline
 from fzero.transforms import Transform, unless
@@ -332,7 +333,7 @@ class TrainStep:
         )  # fmt: skip
 
     def _from_rank_0(self, value: Tensor, name: str) -> Tensor:
-        return collectives.broadcast(value, self._mesh.everyone, label=f"init {name}")
+        return collectives.broadcast(value, self._mesh.everyone, label=Label("init", name))
 
     def _cut(self, flat_P: Tensor, spec: TensorSpec) -> Tensor:
         """What this rank holds of a flat buffer."""
@@ -641,7 +642,7 @@ class TrainStep:
             for shard in held
         ]
         if len(held) < mesh.num_shards:
-            return self._measures.norm(mesh.stack(parts[0], label="norms"))
+            return self._measures.norm(mesh.stack(parts[0], label=Label("norm", phase="update")))
         return self._measures.norm(torch.stack(parts))
 
     def _check_loss_scale(self, state: TrainState[Tensor], overflow: Tensor) -> None:
@@ -739,7 +740,7 @@ class TrainStep:
                 for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
                     if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
                         first = order[name]
-        found = int(mesh.stack(torch.tensor(first, device=self.device), label="overflow").min())
+        found = int(mesh.stack(torch.tensor(first, device=self.device), label=Label("overflow")).min())
         return dict(zip(order.values(), order, strict=True)).get(found)
 
     def _transform_of(
@@ -769,10 +770,10 @@ class TrainStep:
         return self._places[buffer.key] + own
 
     def _stack(self, partial: Tensor) -> Tensor:
-        return self._mesh.stack(partial[0], label="optimizer")
+        return self._mesh.stack(partial[0], label=Label("optimizer", phase="update"))
 
     def _join(self, shard_S: Tensor) -> Tensor:
-        return self._mesh.all_gather(shard_S, self._mesh.axes, label="momentum")
+        return self._mesh.all_gather(shard_S, self._mesh.axes, label=Label("momentum", phase="update"))
 
     def _update(
         self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor, *, num_updates: int
@@ -795,7 +796,7 @@ class TrainStep:
             _, _, optimizer[buffer.key] = transform.update(grad, master, state.optimizer[buffer.key])
             if share is not param:
                 axes = mesh.axes[len(mesh.axes_of(buffer.row.params)) :]
-                joins.append(mesh.start_all_gather(share, param, axes, label=f"join {buffer.key}"))
+                joins.append(mesh.start_all_gather(share, param, axes, label=Label("join", buffer.key, "update")))
         for pending in joins:
             pending.wait()
         return optimizer
@@ -814,7 +815,7 @@ class TrainStep:
             self._moving_buffers = (self._moving_buffers or frozenset()) | moved
             return buffers
         if self._moving_buffers is None or has_news:
-            everyone = collectives.exchange(moved, self._mesh.everyone, label="moving buffers")
+            everyone = collectives.exchange(moved, self._mesh.everyone, label=Label("agree", phase="update"))
             self._moving_buffers = (self._moving_buffers or frozenset()).union(*everyone)
         unexpected = moved - self._moving_buffers
         if unexpected:
@@ -828,7 +829,7 @@ class TrainStep:
                 by_dtype.setdefault(buffers[name].dtype, []).append(name)
         for names in by_dtype.values():
             flat = torch.cat([buffers[name].reshape(-1) for name in names])
-            rows = collectives.stack(flat, self._mesh.everyone, label="module buffers")
+            rows = collectives.stack(flat, self._mesh.everyone, label=Label("buffers", phase="update"))
             agreed = agreed_buffers(rows)
             for name, values in zip(names, torch.split(agreed, [buffers[name].numel() for name in names]), strict=True):
                 buffers[name].copy_(values.view(buffers[name].shape))
@@ -851,7 +852,7 @@ def _bind(mesh: Mesh | None, device: torch.device) -> Real:
 
 def _check_same(axis: Bound, mine: dict[str, dict[str, str]]) -> None:
     """Raises on every rank when ranks were given different models or configurations."""
-    everyone = collectives.exchange(mine, axis, label="compare models and configurations")
+    everyone = collectives.exchange(mine, axis, label=Label("compare"))
     for rank, theirs in enumerate(everyone):
         for subject, first in everyone[0].items():
             if list(theirs[subject].items()) != list(first.items()):

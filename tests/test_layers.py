@@ -54,6 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.graph_schedule",
         "fzero.graph_remat",
         "fzero.timeline",
+        "fzero.sent",
     ),
     # the only door to torch.distributed
     ("fzero.lockstep", "fzero.collectives"),

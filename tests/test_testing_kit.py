@@ -23,6 +23,8 @@ from fzero.testing import check_collective, check_order, check_transform
 from fzero.wires import Wire
 from sharding import FlatLayout, Order, TensorSpec, declaration, round_robin
 
+pytestmark = pytest.mark.property
+
 Update = tuple[Tensor, Tensor, "Momentum"]
 
 

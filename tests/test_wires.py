@@ -13,8 +13,9 @@ from test_codecs import codecs
 from torch import Tensor
 
 import fzero
+from fzero import Sent
 from fzero.codecs import Codec, cast, quantize
-from fzero.collectives import Lockstep, Sent, Sim
+from fzero.collectives import Lockstep, Sim
 from fzero.lockstep import Hub
 from fzero.wires import Wire, coded, error_feedback, exact
 
