@@ -111,9 +111,12 @@ def buffered() -> Iterator[None]:
         yield
 
 
-def make_contenders(folder: Path, args: argparse.Namespace, stack: ExitStack) -> dict[str, dict[str, Contender]]:
-    """By what is done and by whom."""
-    made: dict[str, dict[str, Contender]] = {
+Made = dict[str, dict[str, Contender]]
+"""By what is done, and by whom."""
+
+
+def fio_contenders(folder: Path, args: argparse.Namespace) -> Made:
+    return {
         kind: {
             "fio io_uring": partial(fio, folder, kind, args),
             "fio psync": partial(fio, folder, kind, args, engine="psync"),
@@ -121,36 +124,39 @@ def make_contenders(folder: Path, args: argparse.Namespace, stack: ExitStack) ->
         }
         for kind in ("read", "write", "rw")
     }
-    numel = args.megabytes * (1 << 20) // 4
-    pool = Pool(2 * args.depth, args.block)
-    buffers = [pool.take() for _ in range(2 * args.depth)]
 
-    def store(name: str, num_files: int, numel: int, **how: Any) -> FileStore:
-        files = {str(index): FileSpec(numel, "float32") for index in range(num_files)}
-        return stack.enter_context(FileStore(folder / name, files, block_nbytes=args.block, **how))
 
-    transform, state_numel = fzero.adamw(1e-3), args.megabytes * (1 << 20) // 24 // 32 * 32
-    gradient = torch.randn(args.sub_group)
-    state = transform.init(torch.empty(0))
-    names = streamed_names(transform, "w", state)
-    buffer = Streamed(names, state_numel, lambda *_: transform, lambda start, stop: gradient[: stop - start], state)
-    work = {
+def stores(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """By name, how each store is made."""
+    return {
         f"{args.depth} threads": {"num_threads": args.depth},
         "1 thread": {"num_threads": 1},
         "4 threads": {"num_threads": 4},
         "checksums": {"num_threads": args.depth, "checksums": True},
         "page cache": {"num_threads": args.depth},
     }
-    for name, how in work.items():
+
+
+def streamed_adamw(numel: int, gradient: torch.Tensor) -> Streamed:
+    transform = fzero.adamw(1e-3)
+    state = transform.init(torch.empty(0))
+    names = streamed_names(transform, "w", state)
+    return Streamed(names, numel, lambda *_: transform, lambda start, stop: gradient[: stop - start], state)
+
+
+def make_contenders(folder: Path, args: argparse.Namespace, stack: ExitStack) -> Made:
+    made = fio_contenders(folder, args)
+    numel, pool = args.megabytes * (1 << 20) // 4, Pool(2 * args.depth, args.block)
+    buffers, gradient = [pool.take() for _ in range(2 * args.depth)], torch.randn(args.sub_group)
+    buffer = streamed_adamw(numel // 6 // 32 * 32, gradient)
+    files = {"0": FileSpec(numel, "float32")} | dict.fromkeys(buffer.names, FileSpec(buffer.numel, "float32"))
+    for name, how in stores(args).items():
         with buffered() if name == "page cache" else ExitStack():
-            flat = store(f"{name} flat", 1, numel, **how)
-            files = {leaf: FileSpec(state_numel, "float32") for leaf in names}
-            folder_of = folder / f"{name} state"
-            states = stack.enter_context(FileStore(folder_of, files, block_nbytes=args.block, **how))
-        move(flat, "write", buffers, numel)
+            store = stack.enter_context(FileStore(folder / name, files, block_nbytes=args.block, **how))
+        move(store, "write", buffers, numel)
         for kind in ("read", "write"):
-            made[kind][name] = partial(move, flat, kind, buffers, numel)
-        mover = FileMover(states, num_buffers=3 * (1 + 2 * AHEAD[-1]), buffer_nbytes=4 * args.sub_group)
+            made[kind][name] = partial(move, store, kind, buffers, numel)
+        mover = FileMover(store, num_buffers=3 * (1 + 2 * AHEAD[-1]), buffer_nbytes=4 * args.sub_group)
         init_streamed([buffer], lambda _, start, stop: gradient[: stop - start], mover, sub_group_numel=args.sub_group)
         for ahead in AHEAD if name == f"{args.depth} threads" else (AHEAD[-1],):
             made["rw"][f"update, {name}, {ahead} ahead"] = partial(update, buffer, mover, args.sub_group, ahead)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -12,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fzero.claims import Owner
 from fzero.direct_files import CHECKED
 from fzero.file_store import FileSpec, FileStore, StoreError
 from fzero.host_buffers import Pool, _left_by_cgroups, check_host_memory
@@ -387,6 +390,34 @@ def test_a_killed_process_leaves_files_that_the_next_one_refuses_or_removes(tmp_
         with FileStore(tmp_path, FILES, leftover="clean") as store:
             assert not numbers(store).any()
     assert [path.name for path in tmp_path.rglob("*")] == ["fzero-rank0", "notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "may_live"),
+    [
+        ({}, True),
+        ({"host": "elsewhere"}, True),
+        ({"host": "elsewhere", "boot": "other"}, True),
+        ({"names": "pid:[1]"}, True),
+        ({"boot": "other"}, False),
+        ({"started": 1}, False),
+        ({"pid": 2**22 + 1}, False),
+    ],
+    ids=lambda value: " and ".join(value) or "itself" if isinstance(value, dict) else "",
+)
+def test_an_owner_has_ended_only_if_that_can_be_told_here(
+    change: dict[str, Any], may_live: bool, tmp_path: Path
+) -> None:
+    owner = replace(Owner.this_process(), **change)
+    (tmp_path / "fzero-rank0").mkdir()
+    (tmp_path / "fzero-rank0" / "owner.json").write_text(json.dumps(asdict(owner)))
+    if may_live:
+        with pytest.raises(StoreError, match="is in use by"):
+            FileStore(tmp_path, FILES, leftover="clean")
+    else:
+        with pytest.raises(StoreError, match=r"holds 0 files .* of a run that has ended"):
+            FileStore(tmp_path, FILES)
+        FileStore(tmp_path, FILES, leftover="clean").close()
 
 
 def test_a_process_removes_its_files_at_its_end_and_its_children_do_not(tmp_path: Path) -> None:
