@@ -191,7 +191,8 @@ class FileStore:
         self, one: Callable[[DirectFile, int, memoryview], None], name: str, start: int, stop: int, buffer: Tensor
     ) -> Callable[[], Tensor]:
         self.check()
-        file, dtype, nbytes = self._files[name], self._specs[name].dtype, self.nbytes(name, start, stop)
+        nbytes = self.nbytes(name, start, stop)
+        file, dtype = self._files[name], self._specs[name].dtype
         is_bytes = buffer.dtype == torch.uint8 and buffer.is_contiguous()
         if not is_bytes or buffer.data_ptr() % PAGE or len(buffer) < nbytes:
             raise ValueError(
@@ -221,8 +222,12 @@ class FileStore:
         """The bytes that elements [start, stop) move, and so need of a buffer: rounded up to `grain`.
 
         Raises:
-            ValueError: they are not such elements as `read` takes.
+            ValueError: they are not such elements as `read` takes, or there is no such file.
         """
+        if name not in self._specs:
+            raise ValueError(
+                f"{name}: must be one of the {len(self._specs)} files of the store; make the store with it"
+            )
         size, numel = itemsize(self._specs[name].dtype), self._specs[name].numel
         unit = self.grain // size
         if not 0 <= start <= stop <= numel or start % unit or (stop % unit and stop != numel):

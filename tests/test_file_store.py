@@ -184,6 +184,8 @@ def test_bad_arguments_are_told_and_break_nothing(tmp_path: Path) -> None:
         for wrong in (buffer[:4096], buffer[1:], buffer.view(torch.float32), buffer[::2]):
             with pytest.raises(ValueError, match="the buffer must be 401408 bytes or more"):
                 store.write("h.0/float32", 0, NUMEL, wrong)
+        with pytest.raises(ValueError, match=r"h\.1: must be one of the 1 files of the store"):
+            store.read("h.1", 0, NUMEL, buffer)
         store.fence()
     with pytest.raises(ValueError, match="num_threads and block_nbytes must be at least 1"):
         FileStore(tmp_path, FILES, num_threads=0)
