@@ -62,6 +62,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
         *("fzero.bound_mesh", "fzero.eager"),
+        *(
+            "fzero.host_buffers",
+            "fzero.claims",
+            "fzero.direct_files",
+            "fzero.file_store",
+            "fzero.stream",
+            "fzero.movers",
+        ),
         *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
@@ -77,6 +85,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.__main__",),
 )
 """From the lowest up. A module imports modules of lower layers, and those to its left in its own."""
+
+NOT_YET_PUBLIC = {"benchmarks.nvme": {f"fzero.{name}" for name in ("file_store", "host_buffers", "movers", "stream")}}
+"""What measures parts that no step uses yet, and the modules of these."""
 
 ORDER = [module for layer in LAYERS for module in layer]
 INTEGERS_ONLY, PACKAGES = LAYERS[0], ("sharding", "fzero")
@@ -148,6 +159,8 @@ def test_torch_distributed_is_named_behind_one_door_only() -> None:
 @pytest.mark.parametrize("path", files("examples", "benchmarks"), ids=name_of)
 def test_examples_and_benchmarks_import_public_names_only(path: Path) -> None:
     for module, name in imports(path):
+        if module in NOT_YET_PUBLIC.get(name_of(path), ()):
+            continue
         if module.partition(".")[0] == "fzero":
             names = {
                 "fzero": fzero.__all__,
