@@ -232,7 +232,11 @@ def parts_of_own(rank: int, own: Mapping[str, TensorSpec], stored: Mapping[str, 
 def check_told(plan: Plan, told: Mapping[str, Any]) -> None:
     """Raises unless parameters are trained and frozen as they were, by an optimizer that keeps the same."""
     for name, now in told_of(plan).items():
-        before = told.get(name)
+        if name not in told:
+            raise ValueError(
+                f"load: parameter {name!r} must be in the checkpoint, and is not; load it with the model that was saved"
+            )
+        before = told[name]
         if (now is None) != (before is None):
             states = ["frozen" if state is None else "trained" for state in (before, now)]
             raise ValueError(
@@ -292,11 +296,7 @@ def _parts(tensor: FlatTensor, keys: Mapping[str, str], start: int, stop: int, f
 
 def _source(name: str, quantity: str, tensor: FlatTensor, buffer: BufferPlan, stored: Mapping[str, Stored]) -> str:
     """Under which name is stored what a quantity of a parameter is made of."""
-    param = stored.get(key_of("params", name))
-    if param is None:
-        raise ValueError(
-            f"load: parameter {name!r} must be in the checkpoint, and is not; load it with the model that was saved"
-        )
+    param = stored[key_of("params", name)]
     has_master = key_of("master", name) in stored
     key = key_of(quantity_for(quantity, param.dtype, buffer, has_master=has_master), name)
     _check_shape(key, tensor.layout.shape(name), stored)

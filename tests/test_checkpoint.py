@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import optree
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import transformers
 from hypothesis import given
 from ranks import RankPool
+from safetensors.torch import save_file
 from test_reshard import Normed, Setting, assert_same, paths, settings, states_of, step_of
 from torch import Tensor, nn
 from training import Odd, config, make, part, vectors
 
 import fzero
+from fzero import checkpoint_files as files
+from fzero.__main__ import main
 from fzero.checkpoint_plan import parts_to_save
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -237,3 +247,254 @@ def test_fzero_loads_what_fsdp2_saved(ranks: RankPool, prefix: str, folder: Path
     ranks(2, save_in_fsdp2, str(folder), prefix)
     step = fzero.simulate(fzero.make_train_step(make(Odder), config(3)), 3, by="lockstep")
     assert_same([step.gather(fzero.load_weights(folder, step=step))], [dict(make(Odder, seed=2).state_dict())])
+
+
+# --- nothing is lost ---------------------------------------------------------------------------------------------
+
+
+def small(stage: int = 2, world_size: int = 2) -> tuple[fzero.LockstepRanks, Any]:
+    step = fzero.simulate(fzero.make_train_step(make(Moody), config(stage)), world_size, by="lockstep")
+    return step, step.init()
+
+
+def numbered(state: Any, number: int) -> Any:
+    """The state after so many updates, in which every number tells it."""
+    return optree.tree_map(lambda x: torch.full_like(x, number % 100), state)._replace(rng=state.rng)
+
+
+@pytest.mark.parametrize(
+    "name", ["fzero.json", "contents.json", ".metadata", "client.pt", "__0_0.distcp", "__1_0.distcp"]
+)
+def test_a_flipped_bit_is_found_anywhere_and_told_with_file_and_tensor(name: str, folder: Path) -> None:
+    step, state = small()
+    path = fzero.save(state, folder, step=step, client={"x": torch.arange(9)})
+    content = (path / name).read_bytes()
+    for place in torch.linspace(0, len(content) - 1, 12).int().tolist():
+        damaged = bytearray(content)
+        damaged[place] ^= 0x10
+        (path / name).write_bytes(damaged)
+        with pytest.raises(fzero.CheckpointError, match=re.escape(name)) as raised:
+            fzero.load(folder, step=step)
+        if name.endswith("distcp"):
+            slices = json.loads((path / files.CONTENTS).read_text())["slices"]
+            (key,) = (s[0] for s in slices if s[5] == name and s[6] <= place < s[6] + s[7])
+            assert repr(key) in str(raised.value)
+    (path / name).write_bytes(content)
+    fzero.load(folder, step=step)
+
+
+def test_only_the_checkpoints_saved_last_are_kept_also_after_going_back(folder: Path) -> None:
+    step, state = small()
+    for number in (1, 2, 3, 2):
+        state = state._replace(step=torch.full_like(state.step, number))
+        fzero.save(state, folder, step=step, keep=2)
+    assert {path.name for path in folder.iterdir()} == {"latest", "step-3", "step-2-2"}  # the other was there meanwhile
+    assert fzero.load(folder, step=step).path.name == "step-2-2"
+    fzero.save(state, folder, step=step, keep=2)
+    assert {path.name for path in folder.iterdir()} == {"latest", "step-2", "step-2-2"}
+    assert fzero.load(folder / "step-2-2", step=step).path.name == "step-2-2"
+
+
+def limited(nbytes: int) -> Any:
+    """With RLIMIT_FSIZE."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return context()
+
+
+def test_too_little_space_is_told_before_anything_is_written(folder: Path) -> None:
+    step, state = small()
+    fzero.save(state, folder, step=step)
+    with limited(10_000), pytest.raises(fzero.CheckpointError, match=r"RLIMIT_FSIZE is 10,000; nothing was written"):
+        fzero.save(numbered(state, 7), folder, step=step)
+    with (
+        patch.object(files.os, "statvfs", lambda path: SimpleNamespace(f_bavail=9, f_frsize=1000)),
+        pytest.raises(fzero.CheckpointError, match=r"bytes free, and has 9,000; nothing was written"),
+    ):
+        fzero.save(numbered(state, 7), folder, step=step)
+    assert {path.name for path in folder.iterdir()} == {"latest", "step-0"}
+    assert_same([fzero.load(folder, step=step).state], [without_grads(state)])
+
+
+def test_a_disk_that_is_full_meanwhile_is_told_on_all_ranks_and_nothing_is_left(folder: Path) -> None:
+    step, state = small()
+    fzero.save(state, folder, step=step)
+    nothing = patch.object(files, "check_space", lambda *_: None)
+    with nothing, limited(10_000), pytest.raises(fzero.CheckpointError, match=r"make space on the disk.*on rank 0"):
+        fzero.save(numbered(state, 7), folder, step=step)
+    assert {path.name for path in folder.iterdir()} == {"latest", "step-0"}
+    assert_same([fzero.load(folder, step=step).state], [without_grads(state)])
+
+
+@pytest.mark.parametrize("wrong", ["names", "shapes", "optimizer", "frozen", "dtype"])
+def test_another_model_or_optimizer_is_told_by_name(wrong: str, folder: Path) -> None:
+    def ranks(model: nn.Module, cfg: Any) -> fzero.LockstepRanks:
+        return fzero.simulate(fzero.make_train_step(model, cfg), 2, by="lockstep")
+
+    step = ranks(make(Moody), config(2))
+    fzero.save(step.init(), folder, step=step)
+    model, cfg = make(Moody), config(1)
+    if wrong == "names":
+        model.extra = nn.Linear(2, 2)
+        message = r"parameter 'extra.weight' must be in the checkpoint"
+    elif wrong == "shapes":
+        model, message = make(lambda: Moody(9)), r"'model.blocks.0.weight' must have shape \(9, 9\) .* has \(8, 8\)"
+    elif wrong == "optimizer":
+        cfg, message = (
+            config(1, optimizer={"type": "SGD", "params": {"lr": 0.1}}),
+            r"'blocks.0.weight' must keep the same",
+        )
+    elif wrong == "frozen":
+        model.blocks[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+        message = r"'blocks.0.weight' must be frozen in both jobs or in none, and was trained"
+    else:
+        cfg = config(1) | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+        message = r"must not become narrower, and is float32 in the checkpoint and bfloat16"
+    with pytest.raises(ValueError, match=message):
+        fzero.load(folder, step=ranks(model, cfg))
+
+
+def test_what_is_no_whole_checkpoint_is_told(folder: Path) -> None:
+    step, state = small()
+    with pytest.raises(fzero.CheckpointError, match=r"must be a folder, and there is none"):
+        fzero.load(folder, step=step)
+    folder.mkdir()
+    with pytest.raises(fzero.CheckpointError, match=r"must hold 'latest' or fzero.json"):
+        fzero.load(folder, step=step)
+    path = fzero.save(state, folder, step=step)
+    half = files.begin(folder, 3)
+    with pytest.raises(fzero.CheckpointError, match=r"was not written to its end"):
+        fzero.load(half, step=step)
+    with pytest.raises(fzero.CheckpointError, match=r"nothing else may be writing to .*, and process \d+ on"):
+        fzero.save(state, folder, step=step)
+    files.write_manifest(path, files.read_manifest(path) | {"format": 2})
+    with pytest.raises(fzero.CheckpointError, match=r"must be at most 1, got 2: a newer fzero wrote it .*update fzero"):
+        fzero.load(folder, step=step)
+    with pytest.raises(ValueError, match=r"client: must hold numbers, strings.*got object"):
+        fzero.save(state, folder / "other", step=step, client=object())
+
+
+# --- while the next steps run ------------------------------------------------------------------------------------
+
+
+def save_while_training(folder: str) -> tuple[Any, Any, Any, float, str]:
+    step = fzero.make_train_step(make(Moody), config(2))
+
+    def batches(number: int) -> Any:
+        return part(vectors(number, 8 * step.world_size, 8), step.rank, step.world_size)
+
+    state = run(step, step.init(), range(2), batches)
+    expected = optree.tree_map(torch.clone, state)
+    first = fzero.start_save(state, folder, step=step, client="first")
+    state = run(step, state, range(2, 6), batches)  # writes into the very tensors
+    second = fzero.start_save(state, folder, step=step, after=first)
+    told = ""
+    if step.rank == 0:
+        try:
+            files.begin(Path(folder), 9)
+        except fzero.CheckpointError as error:
+            told = str(error)
+    second.wait()
+    loaded = fzero.load(Path(folder) / "step-2", step=step)
+    return expected, loaded.state, state, loaded.client, told
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_which_holds_what_was_given(ranks: RankPool, folder: Path) -> None:
+    for expected, loaded, state, client, _ in ranks(2, save_while_training, str(folder)):
+        assert_same([loaded], [without_grads(expected)])
+        assert not torch.equal(state.params["blocks.0/float32"], loaded.params["blocks.0/float32"])
+        assert client == "first"
+    assert (folder / "latest").read_text() == "step-6\n"
+
+
+def fail_while_training(folder: str) -> list[str]:
+    step = fzero.make_train_step(make(Moody), config(2))
+    broken = patch.object(files, "write_manifest", side_effect=OSError("no"))
+    with broken:
+        saving = fzero.start_save(step.init(), folder, step=step)
+        found = []
+        for _ in range(2):
+            try:
+                saving.wait()
+            except fzero.CheckpointError as error:
+                found.append(str(error))
+    return found
+
+
+def test_what_goes_wrong_meanwhile_is_told_by_wait_on_all_ranks(ranks: RankPool, folder: Path) -> None:
+    for told in ranks(2, fail_while_training, str(folder)):
+        assert len(told) == 2 and all("got no; make space" in line and "(on rank 0)" in line for line in told)
+    assert not list(folder.iterdir())
+
+
+# --- weights from elsewhere, and for others ----------------------------------------------------------------------
+
+
+def llama() -> nn.Module:
+    cfg = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    return transformers.LlamaForCausalLM(cfg)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("way", ["step", "checkpoint"])
+def test_from_pretrained_loads_what_is_exported_and_fzero_loads_it_again(stage: int, way: str, tmp_path: Path) -> None:
+    cfg = config(stage) | {"bf16": {"enabled": True}}
+    step = fzero.simulate(fzero.make_train_step(make(llama), cfg), 2, by="lockstep")
+    state = step.init()
+    out, expected = tmp_path / "out", step.gather(state)
+    if way == "step":
+        step.save_16bit_model(state, out, max_file_nbytes=4000)
+    else:
+        fzero.save(state, tmp_path / "saved", step=step)
+        assert main(["export", str(tmp_path / "saved"), str(out), "--max-file-nbytes", "4000"]) == 0
+    make(llama).config.save_pretrained(out)
+    names = {path.name for path in out.iterdir()}
+    assert "model.safetensors.index.json" in names and "model-00001-of-00003.safetensors" in names
+    found = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    assert_same([dict(found.state_dict())], [{name: x.bfloat16() for name, x in expected.items()}])
+    again = fzero.simulate(fzero.make_train_step(make(llama, 1), config(2)), 3, by="lockstep")
+    rounded = {name: x.bfloat16().float() for name, x in expected.items()}
+    assert_same([again.gather(fzero.load_weights(out, step=again))], [rounded])
+
+
+@given(settings("AdamW", precisions=("float32", "bfloat16")))
+def test_weights_that_are_loaded_are_the_state_that_init_makes_of_them(setting: Setting) -> None:
+    step, weights = simulated(setting), make(Normed, seed=3).state_dict()
+    with TemporaryDirectory(dir=MEMORY) as folder:
+        torch.save(weights, Path(folder) / "weights.pt")
+        loaded = fzero.load_weights(Path(folder) / "weights.pt", step=step)
+    assert_same([loaded], [step.init(weights)])
+
+
+def test_weights_of_another_model_are_told_by_name(tmp_path: Path) -> None:
+    step, _ = small()
+    weights = make(Moody).state_dict()
+    for change, message in (
+        ({"extra": torch.ones(1)}, "'extra' must be of this model"),
+        ({"head.weight": torch.ones(2, 8)}, r"'head.weight' must have shape \(8, 8\)"),
+    ):
+        torch.save(weights | change, tmp_path / "weights.pt")
+        with pytest.raises(ValueError, match=message):
+            fzero.load_weights(tmp_path / "weights.pt", step=step)
+    save_file({"norm.weight": torch.ones(8)}, tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match=r"parameter 'blocks.0.weight' must be among the weights"):
+        fzero.load_weights(tmp_path / "weights.safetensors", step=step)
+    (tmp_path / "weights.safetensors").write_bytes(b"nothing at all")
+    with pytest.raises(fzero.CheckpointError, match="must be a safetensors file"):
+        fzero.load_weights(tmp_path / "weights.safetensors", step=step)
