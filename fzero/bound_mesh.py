@@ -41,7 +41,7 @@ class BoundMesh:
     @classmethod
     def of(cls, everyone: Bound, plan: Plan) -> Self:
         """*Collective* where several axes are real: every rank; makes a process group for each, the first time."""
-        mesh, shard = plan.mesh, plan.mesh.shard_of(everyone.rank, Sharded(*plan.axes))
+        mesh, shard = plan.mesh, plan.shard_of(everyone.rank)
         if mesh.axis_size(plan.axes[0]) == mesh.size:
             return cls(everyone, (everyone,), (), shard)
         axes, further = (

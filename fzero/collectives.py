@@ -25,12 +25,13 @@ import ctypes
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, Self, TypeVar
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
@@ -297,10 +298,23 @@ def _part_of(whole: dist.ProcessGroup | None, ranks: tuple[int, ...], descriptio
     if ranks not in parts:
         # Only its own ranks make it, for `whole` need not be all of the job.
         try:
-            parts[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+            with _name_of_group(f"{whole.group_name} {description} {ranks}"):
+                parts[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
         except RuntimeError as error:
             raise failed(f"group {description!r} of ranks {list(ranks)}", error) from error
     return parts[ranks]
+
+
+@contextmanager
+def _name_of_group(name: str) -> Iterator[None]:
+    """Names the group that is made inside.
+
+    The name by which ranks find each other else tells how many groups a process has, which not all need have as many of: one
+    that was outside of an earlier job has fewer.
+    """
+    module: Any = dist.distributed_c10d
+    with patch.object(module, "_process_group_name", lambda ranks, use_hashed_name: name):
+        yield
 
 
 # --- joining and leaving -----------------------------------------------------------------------------------------
@@ -468,8 +482,10 @@ def start_all_reduce(
         after: the collective that writes `full_P`; it is ended first, without holding up the caller.
     """
     _tell(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)
-    if isinstance(axis, Real) and axis.size == 2 and full_P.numel() and not then:
-        # Two summands have one order: the same bits.
+    is_at_once = after is None or full_P.is_cuda
+    if isinstance(axis, Real) and axis.size == 2 and full_P.numel() and not then and is_at_once:
+        # Two summands have one order: the same bits. gloo tells collectives of a group by their number, so that one which a
+        # thread of its own started later could meet another one on the other rank.
         return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis, after=after), lambda: full_P)
     silent = replace(axis, observe=None)
     shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
@@ -511,7 +527,9 @@ def _nothing(label: str, finish: Callable[[], Tensor], after: Pending | None) ->
 
 def _start(
     label: str, collective: Callable[..., Any], *tensors: Tensor, axis: Real, after: Pending | None = None
-) -> list[dist.Work] | Future[list[dist.Work]]:
+) -> list[dist.Work]:
+    """Starts a collective of torch.distributed: at once, or on CUDA on a stream of its own that waits for another."""
+
     def start() -> list[dist.Work]:
         try:
             if after is not None:
@@ -524,8 +542,6 @@ def _start(
 
     if after is None:
         return start()
-    if not tensors[0].is_cuda:
-        return _STARTER.submit(start)
     stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):  # which waits for `after` in place of the compute
         return start()

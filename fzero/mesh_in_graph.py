@@ -22,7 +22,6 @@ from fzero.bound_mesh import names_along
 from fzero.collectives import EVERYONE, Fake, InGraph, Real, along
 from fzero.plan import Plan
 from fzero.stacked import Along, Stacked
-from sharding import Sharded
 
 T = TypeVar("T")
 
@@ -85,9 +84,10 @@ class MeshInGraph:
         axes, further = (
             tuple(InGraph.of(along(everyone, plan.mesh, name), device) for name in names) for names in names_along(plan)
         )
-        shard = plan.mesh.shard_of(everyone.rank, Sharded(*plan.axes))
         whole = next((axis for axis in (*axes, *further) if axis.size == everyone.size), None)
-        return cls(OneRank(shard), whole or InGraph.of(everyone, device, name=EVERYONE), axes, further)
+        return cls(
+            OneRank(plan.shard_of(everyone.rank)), whole or InGraph.of(everyone, device, name=EVERYONE), axes, further
+        )
 
     @classmethod
     def of_all(cls, ranks: Stacked, plan: Plan) -> Self:

@@ -206,10 +206,23 @@ class Plan:
         """The number of the finest shards F."""
         return num_ranks(self.mesh, self.axes)
 
+    def shard_of(self, rank: int) -> int:
+        """Which of the finest shards a rank holds."""
+        return self.mesh.shard_of(rank, Sharded(*self.axes))
+
     @property
     def further_axes(self) -> tuple[str, ...]:
         """Those along which ranks hold the same shards, in the order in which gradients are added up."""
         return tuple(name for name in sum_order(self.mesh) if name not in self.axes and self.mesh.axis_size(name) > 1)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks in the order of the finest shards that the mesh could have.
+
+        A rank holds the shard, or the whole, that it shares with its neighbours in this order.
+        """
+        order = Sharded(*self.axes, *self.further_axes)
+        return tuple(sorted(range(self.world_size), key=lambda rank: self.mesh.shard_of(rank, order)))
 
     @property
     def flat_buffers(self) -> tuple[BufferPlan, ...]:

@@ -182,7 +182,7 @@ class TrainStep:
         if not isinstance(axis, Fake):
             _check_same(axis, recipe.fingerprint(self.plan))
         self._bound = None if isinstance(axis, Fake) else BoundMesh.of(axis, self.plan)
-        self._shard = self.plan.mesh.shard_of(axis.rank, Sharded(*self.plan.axes))  # of the finest ones
+        self._shard = self.plan.shard_of(axis.rank)  # of the finest ones
         self._compiled: CompiledStep | None = None
         self._blocks: CompiledBlocks | None = None
         if recipe.compile == "step":

@@ -102,14 +102,16 @@ def test_meshes_in_lockstep_have_the_bits_of_as_many_processes(ranks: RankPool, 
     assert_same(state, stacked([of_rank for of_rank, _ in on_ranks]))
 
 
-@pytest.mark.parametrize("mesh", [Mesh.of(data=3), Mesh.of(node=1, data=3), Mesh.of(node=3, data=1)])
+@pytest.mark.parametrize(
+    "mesh", [Mesh.of(data=3), Mesh.of(node=1, data=3), Mesh.of(node=3, data=1), Mesh.of(node=2, data=1)]
+)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_so_have_meshes_of_one_long_axis(ranks: RankPool, mesh: Mesh, stage: int) -> None:
-    on_ranks = ranks(3, _on_a_rank, "odd", f"hybrid {stage}", mesh)
+    on_ranks = ranks(mesh.size, _on_a_rank, "odd", f"hybrid {stage}", mesh)
     simulated = in_lockstep(f"hybrid {stage}", mesh, Odd, **CASES["odd"].cfg)
     state = simulated.init()
     for index in range(3):
-        state, metrics = simulated(state, for_ranks(CASES["odd"].data(index), 3))
+        state, metrics = simulated(state, for_ranks(CASES["odd"].data(index), mesh.size))
         assert_same(metrics, on_ranks[0][1][index])
     assert_same(state, stacked([of_rank for of_rank, _ in on_ranks]))
 
@@ -443,6 +445,28 @@ GRAPHS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def _by_block(mode: str) -> tuple[bool, float]:
+    """Whether blocks that are compiled have the bits of an eager step, and the loss of an evaluation then."""
+    curves, losses = [], []
+    for options in ({}, {"compile": "block", "compile_backend": "aot_eager"}):
+        step = fzero.make_train_step(make(Short), config_of(mode, SQUARE), mesh=given_mesh(mode, SQUARE), **options)
+        state, curve = step.init(), []
+        for index in range(2):
+            state, metrics = step(state, part(vectors(index, 8), step.rank, step.world_size))
+            curve.append((metrics.loss.item(), metrics.grad_norm.item()))
+        curves.append((curve, step.gather(state)))
+        losses.append(step.evaluate(state, part(vectors(2, 8), step.rank, step.world_size)).item())
+    (curve, weights), (by_block, found) = curves
+    same = curve == by_block and losses[0] == losses[1] and all(torch.equal(x, found[n]) for n, x in weights.items())
+    return same, losses[0]
+
+
+@pytest.mark.parametrize("mode", ["hybrid 3", "hpz 3"])
+def test_compiled_blocks_and_evaluation_on_a_mesh_are_those_of_the_eager_step(ranks: RankPool, mode: str) -> None:
+    found = ranks(4, _by_block, mode)
+    assert found == [(True, found[0][1])] * 4
+
+
 class Run(NamedTuple):
     """What one rank saw of an eager or a captured step, run twice."""
 
@@ -635,9 +659,25 @@ def test_a_simulation_takes_the_mesh_of_its_step_or_its_own() -> None:
         simulate(step, 6, mesh=SQUARE)
 
 
-def test_states_of_several_axes_are_not_resharded() -> None:
-    one, several = (fzero.plan(make(Plain), config(2), mesh=mesh) for mesh in (Mesh.of(data=4), SQUARE))
-    with pytest.raises(ValueError, match="reshard: the new step must be on one axis, got Mesh"):
-        fzero.plan_reshard(one, several)
-    with pytest.raises(ValueError, match="reshard: the old step must be on one axis"):
-        fzero.plan_reshard(several, one)
+# --- from one mode to another ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["3x2", "data first"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("hybrid 0", "hpz 3"), ("hpz 3", "mics 1"), ("hybrid 3", "hpz 3"), ("hpz 3", "hybrid 2"), ("mics 1", "hybrid 3")],
+)
+def test_training_goes_on_in_another_mode_as_if_it_had_been_in_that_all_along(
+    name: str, before: str, after: str
+) -> None:
+    mesh, keys = MESHES[name], {"gradient_clipping": 0.0, "bf16": {"enabled": True}, "threshold": 30}
+    old, new = (in_lockstep(mode, mesh, Odd, **keys) for mode in (before, after))
+    state, always = old.init(), new.init()
+    for index in range(4):
+        if index == 2:
+            state = fzero.reshard(state, old, new)
+        step = old if index < 2 else new
+        state, metrics = step(state, for_ranks(tokens(index), mesh.size))
+        always, expected = new(always, for_ranks(tokens(index), mesh.size))
+        assert metrics.loss == expected.loss
+    assert_same(state, always)
