@@ -296,7 +296,8 @@ class CompiledStep:
         self._micro = self._compile(self._micro_step, self.backend)
         self._end = self._compile(self._update, self.backend)
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-        self._graph_of: dict[Callable[..., Any], torch.fx.Graph] = {}
+        self._graph_of: dict[Callable[..., Any], torch.fx.Graph] = {}  # the last that a function ran as
+        self._sent_by: dict[Callable[..., Any], list[Sent]] = {}
         self._observers = (axis.observe,) if isinstance(axis, Real) and axis.observe is not None else ()
 
     def _compile(self, function: Callable[..., Any], backend: TorchBackend) -> Callable[..., Any]:
@@ -345,6 +346,7 @@ class CompiledStep:
             )
         if len(self.backend.graphs) > num_graphs:
             self._graph_of[function] = self.backend.graphs[-1]
+            self._sent_by.pop(function, None)
         if self._is_captured:
             self._tell(function)
         return result
@@ -703,8 +705,10 @@ class CompiledStep:
 
     def _tell(self, function: Callable[..., Any]) -> None:
         """Tells the observers what a call sent, by the graph that ran."""
-        for sent in sent_in(self._graph_of[function], self.axes) if self._observers else ():
-            for observe in self._observers:
+        if self._observers and function not in self._sent_by:
+            self._sent_by[function] = sent_in(self._graph_of[function], self.axes)
+        for observe in self._observers:
+            for sent in self._sent_by[function]:
                 observe(sent)
 
 

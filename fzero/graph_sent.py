@@ -44,7 +44,7 @@ def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[Sent]:
 
     Args:
         graph: a training step's, before or after the passes.
-        axes: the axis of each group, by the name by which the graph calls it.
+        axes: the axis of each group, by the name by which the graph calls it; any other group goes by that name.
     """
     found: list[Sent] = []
     phase: Phase = "forward" if any(map(is_backward, graph.nodes)) else "update"
@@ -64,17 +64,18 @@ def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[Sent]:
 def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[Sent]:
     """A record for each flat buffer that a collective moves."""
     group = next(arg for arg in reversed(node.args) if isinstance(arg, str))
-    axis = axes[group]
-    nbytes, itemsize = sent_by(node, axis.size), node.all_input_nodes[0].meta["val"].element_size()
+    # A group that is none of the step's is a model's own.
+    name, size = (axes[group].name, axes[group].size) if group in axes else (group, None)
+    nbytes, itemsize = sent_by(node, size), node.all_input_nodes[0].meta["val"].element_size()
     contents = contents_of(node)
-    total = sum(numel for _, numel in contents)
+    total, is_joined = sum(numel for _, numel in contents) or 1, len(contents) > 1
     records = []
     for text, numel in contents:
         purpose, _, buffer = text.partition(" ")
         assert purpose in get_args(Purpose), text
         label = Label(purpose, buffer, _phase_of(purpose, phase))  # type: ignore[arg-type]
         share = nbytes * numel // total
-        records.append(Sent(kind_of(node), axis.name, label, share // itemsize, share, is_joined=len(contents) > 1))
+        records.append(Sent(kind_of(node), name, label, share // itemsize, share, is_joined))
     return records
 
 
