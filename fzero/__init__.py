@@ -29,7 +29,7 @@ from fzero.timeline import Machine, Timeline
 from fzero.torch_optimizers import torch_optimizer
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
-from fzero.wires import Wire, coded, error_feedback, exact
+from fzero.wires import Sending, Wire, coded, ended, error_feedback, exact, restarted
 
 __all__ = [
     "Codec",
@@ -56,6 +56,7 @@ __all__ = [
     "Real",
     "ReshardPlan",
     "ScheduleError",
+    "Sending",
     "Sent",
     "Sim",
     "Timeline",
@@ -73,6 +74,7 @@ __all__ = [
     "chain",
     "check_elementwise",
     "coded",
+    "ended",
     "error_feedback",
     "exact",
     "gather",
@@ -89,6 +91,7 @@ __all__ = [
     "reduce_scatter_grads",
     "reshard",
     "reshard_all",
+    "restarted",
     "scale",
     "sgd",
     "shard",

@@ -433,17 +433,33 @@ def start_reduce_scatter(
     return Pending(label, works, finish)
 
 
-def start_all_to_all(rows_WN: Tensor, axis: Bound, *, label: Label = REDUCE) -> Pending:
+def start_all_to_all(rows_WN: Tensor, axis: Bound, *, after: Pending | None = None, label: Label = REDUCE) -> Pending:
     """Starts to send row r to rank r, for every r; the result (W, N) has the rows that came, in rank order.
 
     *Collective:* every rank of `axis`; each sends `(W-1) · N` elements.
+
+    Args:
+        rows_WN: contiguous; must not change until the end. With one rank it is the result.
+        after: the collective that writes `rows_WN`; it is ended first, without holding up the caller.
     """
+    if axis.size == 1:
+        return _nothing(label, lambda: rows_WN, after)
     _tell(axis, "all_to_all", label, rows_WN[0].numel() * (axis.size - 1), rows_WN)
     arrived_WN = torch.empty_like(rows_WN)
-    arrived_WN[axis.rank].copy_(rows_WN[axis.rank])
-    others = [rank for rank in range(axis.size) if rank != axis.rank and rows_WN.numel()]
-    works = _swap({rank: arrived_WN[rank] for rank in others}, {rank: rows_WN[rank] for rank in others}, axis)
-    return Pending(label, works, lambda: arrived_WN)
+    if rows_WN.numel() == 0:
+        return _nothing(label, lambda: arrived_WN, after)
+    if isinstance(axis, Real) and rows_WN.is_cuda:
+        started = _start(label, dist.all_to_all_single, arrived_WN, rows_WN, axis=axis, after=after)
+        return Pending(label, started, lambda: arrived_WN)
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
+    received, sent = ({rank: x[rank] for rank in others} for x in (arrived_WN, rows_WN))
+    works = _swap(received, sent, axis, after)
+
+    def finish() -> Tensor:
+        arrived_WN[axis.rank].copy_(rows_WN[axis.rank])
+        return arrived_WN
+
+    return Pending(label, works, finish)
 
 
 def start_all_reduce(

@@ -239,7 +239,7 @@ class VmapRanks(LockstepRanks):
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
-        return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng), metrics
+        return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng, state.wires), metrics
 
 
 def simulate(
