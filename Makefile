@@ -6,7 +6,7 @@ TORCH  ?= 2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench env clean
+.PHONY: demo test nightly lint bench env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,9 @@ demo: env  ## train a byte-level GPT with ZeRO-3 on two processes; ARGS="--stage
 
 test: env lint  ## every test, on one to four real processes
 	$(BIN)/python -m pytest $(ARGS)
+
+nightly: env  ## the property tests, with ten times the examples
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m property $(ARGS)
 
 lint: env  ## lint, format and types
 	$(BIN)/ruff check .

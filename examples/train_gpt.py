@@ -3,11 +3,12 @@
     make demo                                   stage 3 on two processes
     make demo ARGS="--stage 1 --ranks 3"        another stage, another number of ranks
     make demo ARGS="--dtype bf16"               parameters in bf16 beside an fp32 master
+    make demo ARGS="--wires zero++"             fewer bits on the way, shown beside the same run with all of them
     make demo ARGS="--config my.json"           what this file says, a DeepSpeed configuration say
     torchrun --nproc-per-node 2 examples/train_gpt.py --stage 2
 
-`train` is what every rank runs: describe the model without memory, plan who holds what, fill in this rank's part, call
-`state, metrics = step(state, batch)`, score. `report` and `draw` tell what happened, `launch` starts the ranks.
+`train` is what every rank runs: describe the model without memory, plan who holds what, `learn` (fill in this rank's part,
+call `state, metrics = step(state, batch)`), `score`. `report` and `draw` tell what happened, `launch` starts the ranks.
 """
 
 import argparse
@@ -41,6 +42,13 @@ STAGES = (0, 1, 2, 3)
 # Model state (ZeRO §3): the first stage that divides it among the ranks, and bytes per element in 32 bits and in 16.
 FORMULA = {"parameters": (3, 4, 2), "master": (1, 0, 4), "optimizer": (1, 8, 8), "gradients": (2, 4, 2)}
 DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
+WIRES = {
+    "weights": {"zero_quantized_weights": True},  # gathers in 8 bits
+    "gradients": {"zero_quantized_gradients": True},  # reductions in 4 bits
+    "loco": LOCO,  # the same, and what is lost is added to what is sent next
+    "zero++": {"zero_quantized_weights": True, **LOCO},
+}
 BITS = 1 / math.log(2)  # the loss is in nats per byte, compressors count bits
 
 
@@ -48,6 +56,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on the Python standard library with ZeRO.")
     parser.add_argument("--stage", type=int, choices=STAGES, help="how much is divided among the ranks (default 3)")
     parser.add_argument("--dtype", choices=DTYPES, help="what the model computes with (default fp32)")
+    parser.add_argument("--wires", choices=WIRES, help="what is sent in few bits; trains twice, first with all of them")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a configuration, in place of stage and dtype")
     parser.add_argument("--ranks", type=int, default=2, help="number of processes")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
@@ -55,15 +64,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="decides the weights, the batches and the sample")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of the picture and the numbers")
     options = parser.parse_args()
-    if options.config and (options.stage is not None or options.dtype):
-        parser.error("--config FILE says the stage and the dtype; leave out --stage and --dtype")
+    if options.config and (options.stage is not None or options.dtype or options.wires):
+        parser.error("--config FILE says the stage, the dtype and the wires; leave out --stage, --dtype and --wires")
     return options
 
 
-def config(stage: int, dtype: str) -> fzero.Config:
+def config(stage: int, dtype: str, **wires: Any) -> fzero.Config:
     optimizer = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
     # By default stage 3 keeps parameters below 100,000 elements whole on every rank. This model has few others.
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **wires}
     settings = {"train_micro_batch_size_per_gpu": BATCH_SIZE, "optimizer": optimizer, "zero_optimization": zero}
     return fzero.Config.load(settings | DTYPES[dtype])  # a file with this JSON would do as well
 
@@ -81,59 +90,86 @@ def train(options: argparse.Namespace) -> None:
         return 3e-3 if num_updates < 0.75 * options.steps else 5e-4
 
     if options.config:
-        cfg = fzero.Config.load(options.config)
-        step = fzero.make_train_step(model, cfg, seed=options.seed)
+        configs, schedule = {"": fzero.Config.load(options.config)}, None
     else:
-        cfg = config(3 if options.stage is None else options.stage, options.dtype or "fp32")
-        step = fzero.make_train_step(model, cfg, lr_schedule=smaller_at_the_end, seed=options.seed)
-    state = step.init()
+        stage, dtype = 3 if options.stage is None else options.stage, options.dtype or "fp32"
+        configs, schedule = {"": config(stage, dtype)}, smaller_at_the_end
+        if options.wires:
+            configs = {"exact": configs[""], options.wires: config(stage, dtype, **WIRES[options.wires])}
+    training_text, held_out_text = read_text()
+    results: dict[str, dict[str, Any]] = {}
+    for name, cfg in configs.items():
+        step = fzero.make_train_step(model, cfg, lr_schedule=schedule, seed=options.seed)
+        console = Console(quiet=step.rank != 0, highlight=False, soft_wrap=True)
+        console.print(step.plan)
+        if not results:
+            console.print(f"{len(training_text):,} bytes of Python to learn from; one file in twenty is held out")
+        state, losses = learn(console, step, cfg, options, training_text, stop)
+        where = {"rank": step.rank, "world_size": step.world_size}
+        batches, scored = scoring_batches(held_out_text, context=size.context, batch_size=SCORING_BATCH_SIZE, **where)
+        scores = score(console, step, state, batches, stop)
+        if agree(stop):
+            console.print(f"stopped at step {len(losses)}")
+            break
+        weights = step.gather(state, to="rank0")  # whole, in fp32, on rank 0; nothing on the others
+        held = (state.params, state.master, state.grads, state.optimizer)
+        results[name] = {
+            "training_bits_per_byte": losses,
+            "validation_bits_per_byte": sum(scores) / len(scores),
+            "gzip_bits_per_byte": gzip_bits_per_byte(scored),  # of the very bytes that the model was scored on
+            "num_bytes_scored": len(scored),
+            "state_nbytes": sum(x.nbytes for x in optree.tree_leaves(held)),
+            "sent_nbytes_per_step": sum(step.plan.sent_nbytes_per_step.values()),
+            "world_size": step.world_size,
+        }
+    else:
+        if step.rank == 0:
+            report(console, options, cfg, results, model, weights)
+    fzero.shutdown()
+
+
+def learn(
+    console: Console,
+    step: fzero.TrainStep,
+    cfg: fzero.Config,
+    options: argparse.Namespace,
+    text: torch.Tensor,
+    stop: threading.Event,
+) -> tuple[fzero.TrainState[torch.Tensor], list[float]]:
+    """The state after so many steps, and the bits per byte of each."""
+    state, losses, context = step.init(), [], SIZES[options.size].context
     micro_batch, num_micro_steps = cfg.batch_sizes(step.world_size)[1:]
     batch_size = (micro_batch or BATCH_SIZE) * num_micro_steps
-
-    console = Console(quiet=step.rank != 0, highlight=False, soft_wrap=True)
     live = console.is_terminal  # a line that changes; a log gets a new line now and then
-    training_text, held_out_text = read_text()
-    console.print(step.plan)
-    console.print(f"{len(training_text):,} bytes of Python to learn from; one file in twenty is held out")
-
-    losses: list[float] = []
     started = time.perf_counter()
     with Progress(TextColumn("{task.description}"), BarColumn(10), console=console, disable=not live) as progress:
         task = progress.add_task("the first step", total=options.steps)
         while len(losses) < options.steps and not agree(stop):
             where = {"seed": options.seed, "step": len(losses), "rank": step.rank}
-            batch = random_batch(training_text, context=size.context, batch_size=batch_size, **where)
+            batch = random_batch(text, context=context, batch_size=batch_size, **where)
             state, metrics = step(state, batch)
             losses.append(metrics.loss.item() * BITS)
             pace = (time.perf_counter() - started) / len(losses)
-            line = describe(losses, options.steps, pace, num_tokens=batch_size * size.context * step.world_size)
+            line = describe(losses, options.steps, pace, num_tokens=batch_size * context * step.world_size)
             progress.update(task, completed=len(losses), description=line)
             if not live and len(losses) % max(1, options.steps // 10) == 0:
                 console.print(line)
+    return state, losses
 
-    where = {"rank": step.rank, "world_size": step.world_size}
-    batches, scored = scoring_batches(held_out_text, context=size.context, batch_size=SCORING_BATCH_SIZE, **where)
+
+def score(
+    console: Console,
+    step: fzero.TrainStep,
+    state: fzero.TrainState[torch.Tensor],
+    batches: list[Any],
+    stop: threading.Event,
+) -> list[float]:
+    """The bits per byte of held-out batches."""
     scores: list[float] = []
     with console.status("scoring the held-out bytes"):
         while len(scores) < len(batches) and not agree(stop):
             scores.append(step.evaluate(state, batches[len(scores)]).item() * BITS)  # the mean over the ranks
-
-    if agree(stop):
-        console.print(f"stopped at step {len(losses)}")
-    else:
-        weights = step.gather(state, to="rank0")  # whole, in fp32, on rank 0; nothing on the others
-        held = (state.params, state.master, state.grads, state.optimizer)
-        if step.rank == 0:
-            result = {
-                "training_bits_per_byte": losses,
-                "validation_bits_per_byte": sum(scores) / len(scores),
-                "gzip_bits_per_byte": gzip_bits_per_byte(scored),  # of the very bytes that the model was scored on
-                "num_bytes_scored": len(scored),
-                "state_nbytes": sum(x.nbytes for x in optree.tree_leaves(held)),
-                "world_size": step.world_size,
-            }
-            report(console, options, cfg, result, model, weights)
-    fzero.shutdown()
+    return scores
 
 
 def agree(stop: threading.Event) -> bool:
@@ -152,12 +188,24 @@ def describe(losses: list[float], num_steps: int, pace: float, *, num_tokens: in
 
 
 def report(
-    console: Console, options: argparse.Namespace, cfg: fzero.Config, result: dict[str, Any], model: GPT, weights: Any
+    console: Console,
+    options: argparse.Namespace,
+    cfg: fzero.Config,
+    results: dict[str, dict[str, Any]],
+    model: GPT,
+    weights: Any,
 ) -> None:
     """What rank 0 tells at the end: a sample, the score, the picture, and what to try next."""
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "demo.json").write_text(json.dumps(result))
-    draw(result, model, cfg).savefig(options.out / "demo.png", dpi=120)
+    *_, result = results.values()
+    (options.out / "demo.json").write_text(json.dumps(result | {"runs": results} if len(results) > 1 else result))
+    draw(results, model, cfg).savefig(options.out / "demo.png", dpi=120)
+    for name, one in results.items() if len(results) > 1 else ():
+        console.print(
+            f"{name}: {sum(one['training_bits_per_byte'][-30:]) / len(one['training_bits_per_byte'][-30:]):.3f} bits per byte in "
+            f"the last steps, {one['validation_bits_per_byte']:.3f} on held-out bytes; a rank sends "
+            f"{one['sent_nbytes_per_step']:,} bytes in a step"
+        )
     writer = GPT(model.size)
     writer.load_state_dict(weights)
     generator = torch.Generator().manual_seed(options.seed)
@@ -171,18 +219,24 @@ def report(
     )
 
 
-def draw(result: dict[str, Any], model: GPT, cfg: fzero.Config) -> Figure:
+def draw(results: dict[str, dict[str, Any]], model: GPT, cfg: fzero.Config) -> Figure:
     """The loss curve, and the bytes of model state per rank in every stage beside the formula of the ZeRO paper."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    losses = torch.tensor(result["training_bits_per_byte"])
-    left.plot(losses, color="0.85", label="training, each step")
-    smooth = losses.unfold(0, min(30, len(losses)), 1).mean(-1)
-    left.plot(range(len(losses) - len(smooth), len(losses)), smooth, label="training, mean of 30 steps")
-    left.plot(len(losses), result["validation_bits_per_byte"], "o", color="C3", label="held-out files")
+    for color, (name, result) in enumerate(results.items()):
+        losses = torch.tensor(result["training_bits_per_byte"])
+        run = f"{name}, {result['sent_nbytes_per_step'] / 1e6:.2f} MB sent in a step: " if name else "training, "
+        if color == 0:
+            left.plot(losses, color="0.85", label="training, each step")
+        smooth = losses.unfold(0, min(30, len(losses)), 1).mean(-1)
+        left.plot(
+            range(len(losses) - len(smooth), len(losses)), smooth, color=f"C{color}", label=f"{run}mean of 30 steps"
+        )
+        style = {"color": f"C{color}" if name else "C3", "label": None if color else "held-out files"}
+        left.plot(len(losses), result["validation_bits_per_byte"], "o", **style)
     left.axhline(result["gzip_bits_per_byte"], color="0.3", linestyle="--", label="gzip -9, held-out files")
     left.set(xlabel="step", ylabel="bits per byte", ylim=(1, 6), title="A byte-level GPT on Python's standard library")
-    left.legend()
+    left.legend(fontsize="small" if len(results) > 1 else None)
     numel, ranks = sum(parameter.numel() for parameter in model.parameters()), result["world_size"]
     narrow = int(cfg.precision.param_dtype in ("bfloat16", "float16"))
     for stage in STAGES:

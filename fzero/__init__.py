@@ -8,7 +8,8 @@ for batch in loader:
 """
 
 from fzero.codecs import Codec, cast, quantize
-from fzero.collectives import CollectiveError, Fake, Real, Sent, Sim, join, shutdown
+from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
+from fzero.comm import Comm, CommRow, plan_comm, trace_comm
 from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.graph_schedule import CompileError
 from fzero.loss_scaling import LossScale, LossScaling
@@ -19,6 +20,7 @@ from fzero.precision import Precision, widened
 from fzero.reshard import reshard, reshard_all
 from fzero.reshard_plan import Place, ReshardPlan, plan_reshard
 from fzero.schedule import Event, ScheduleError
+from fzero.sent import Label, Sent
 from fzero.simulate import LockstepRanks, VmapRanks, simulate, stacked, unstacked
 from fzero.stacked import VmapError
 from fzero.state import Metrics, TrainState
@@ -27,17 +29,20 @@ from fzero.timeline import Machine, Timeline
 from fzero.torch_optimizers import torch_optimizer
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
-from fzero.wires import Wire, coded, error_feedback, exact
+from fzero.wires import Sending, Wire, coded, ended, error_feedback, exact, restarted
 
 __all__ = [
     "Codec",
     "CollectiveError",
+    "Comm",
+    "CommRow",
     "CompileError",
     "Config",
     "ConfigError",
     "ConfigWarning",
     "Event",
     "Fake",
+    "Label",
     "LockstepRanks",
     "LossScale",
     "LossScaling",
@@ -51,6 +56,7 @@ __all__ = [
     "Real",
     "ReshardPlan",
     "ScheduleError",
+    "Sending",
     "Sent",
     "Sim",
     "Timeline",
@@ -68,6 +74,7 @@ __all__ = [
     "chain",
     "check_elementwise",
     "coded",
+    "ended",
     "error_feedback",
     "exact",
     "gather",
@@ -78,11 +85,13 @@ __all__ = [
     "muon",
     "optimizer_update",
     "plan",
+    "plan_comm",
     "plan_reshard",
     "quantize",
     "reduce_scatter_grads",
     "reshard",
     "reshard_all",
+    "restarted",
     "scale",
     "sgd",
     "shard",
@@ -91,6 +100,7 @@ __all__ = [
     "specs_of",
     "stacked",
     "torch_optimizer",
+    "trace_comm",
     "unless",
     "unstacked",
     "widened",

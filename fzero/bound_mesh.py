@@ -10,16 +10,21 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from torch import Tensor
 
 from fzero import collectives
-from fzero.collectives import EVERYONE, Bound, Pending
+from fzero.collectives import EVERYONE, GATHER, OTHER, REDUCE, Bound, Pending
 from fzero.plan import Plan
+from fzero.sent import Label, Sent
+from fzero.wires import Sending, State, Wire
 from sharding import Sharded, Spec
+
+States = Mapping[str, State]
+"""What the wires of one flat buffer remember, by axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class BoundMesh:
         """*Collective* where several axes are real: every rank; makes a process group for each, the first time."""
         mesh, shard = plan.mesh, plan.shard_of(everyone.rank)
         if mesh.axis_size(plan.axes[0]) == mesh.size:
-            return cls(everyone, (everyone,), (), shard)
+            return cls(everyone, (replace(everyone, name=plan.axes[0]),), (), shard)
         axes, further = (
             tuple(collectives.along(everyone, mesh, name) for name in names) for names in names_along(plan)
         )
@@ -54,17 +59,36 @@ class BoundMesh:
         """F."""
         return math.prod(axis.size for axis in self.axes)
 
+    def observed(self, observe: Callable[[Sent], None]) -> Self:
+        """The same ranks, whose collectives are told to `observe`, too."""
+        axes, further = (
+            tuple(collectives.observed(axis, observe) for axis in own) for own in (self.axes, self.further)
+        )
+        return replace(self, everyone=collectives.observed(self.everyone, observe), axes=axes, further=further)
+
     def axes_of(self, spec: Spec) -> tuple[Bound, ...]:
         """Those that the spec of a part of the state names: the first ones of `axes`."""
         return self.axes[: len(spec.axes)] if isinstance(spec, Sharded) else ()
 
     def start_all_gather(
-        self, shard_S: Tensor, full: Tensor, axes: Sequence[Bound], *, label: str = "all_gather"
+        self,
+        shard_S: Tensor,
+        full: Tensor,
+        axes: Sequence[Bound],
+        *,
+        wires: Mapping[str, Wire] = {},
+        label: Label = GATHER,
     ) -> Pending:
         """Starts to fill `full` with the shards of all ranks along `axes`, of which `shard_S` may be a slice.
 
         *Collective:* every rank of `axes`.
+
+        Args:
+            wires: without a state, where there is one axis.
         """
+        if wires:
+            (axis,) = axes
+            return wires[axis.name].start_gather(shard_S, axis, None, full_P=full, label=label).pending
         wholes = [full]
         for axis in axes[:-1]:
             wholes.append(_own(wholes[-1], axis))
@@ -83,8 +107,10 @@ class BoundMesh:
         out_S: Tensor | None = None,
         further: Literal["now", "later"] = "now",
         held_S: Tensor | None = None,
-        label: str = "reduce_scatter",
-    ) -> Pending:
+        wires: Mapping[str, Wire] = {},
+        states: Mapping[str, State] = {},
+        label: Label = REDUCE,
+    ) -> Sending:
         """Starts to sum `full_P` over all ranks: along `axes` in order, each in rank order, and then along the further ones.
 
         *Collective:* every rank.
@@ -94,34 +120,43 @@ class BoundMesh:
             out_S: takes the result; may be this rank's shard of `full_P`. None makes a new tensor, or uses that shard.
             further: `"later"` leaves the sum along the further axes to a later call, which is given this result.
             held_S: what earlier calls left. The shard is added to it, in its dtype, before the sum along the further axes.
+            wires: that it goes through, by axis.
+            states: theirs, by axis; what is under way gives the new ones.
         """
-        pending, summand = None, full_P
+        pending, summand, through = None, full_P, _Through(wires, states, {})
         for axis in self.axes:
             is_last = axis is self.axes[-1]
             target = out_S if is_last else None
             if target is None and (self.further or not is_last):
                 target = _own(summand, axis)
-            pending = collectives.start_reduce_scatter(summand, axis, out_S=target, after=pending, label=label)
+            pending = through.start_along(axis, summand, target, pending, label)
             summand = full_P if target is None else target
         assert pending is not None
         if self.further and further == "now":
-            first, *then = self.further
             pending = pending if held_S is None else _plus(pending, held_S)
-            pending = collectives.start_all_reduce(summand, first, then=then, after=pending, label=label)
-        return pending
+            pending = through.start_sum(summand, self.further, pending, label)
+        return Sending(pending, through.now)
 
-    def start_all_reduce(self, full_P: Tensor, *, label: str = "all_reduce") -> Pending:
+    def start_all_reduce(
+        self,
+        full_P: Tensor,
+        *,
+        wires: Mapping[str, Wire] = {},
+        states: Mapping[str, State] = {},
+        label: Label = REDUCE,
+    ) -> Sending:
         """Starts to sum `full_P` over all ranks, in place and in the same order. *Collective:* every rank."""
-        first, *then = [axis for axis in (*self.axes, *self.further) if axis.size > 1] or [self.everyone]
-        return collectives.start_all_reduce(full_P, first, then=then, label=label)
+        axes = [axis for axis in (*self.axes, *self.further) if axis.size > 1] or [self.everyone]
+        through = _Through(wires, states, {})
+        return Sending(through.start_sum(full_P, axes, None, label), through.now)
 
-    def all_gather(self, shard: Tensor, axes: Sequence[Bound], *, label: str = "all_gather") -> Tensor:
+    def all_gather(self, shard: Tensor, axes: Sequence[Bound], *, label: Label = GATHER) -> Tensor:
         """The shards of all ranks along `axes` joined. *Collective:* every rank of `axes`."""
         for axis in reversed(axes):
             shard = collectives.all_gather(shard, axis, label=label)
         return shard
 
-    def stack(self, x: Tensor, *, label: str = "stack") -> Tensor:
+    def stack(self, x: Tensor, *, label: Label = OTHER) -> Tensor:
         """The small tensors of all shards, along a new first dimension. *Collective:* every rank of `axes`."""
         *majors, minor = self.axes
         rows = collectives.stack(x, minor, label=label)
@@ -133,6 +168,42 @@ class BoundMesh:
 def names_along(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes over which the finest shards lie, and the further ones, in the order in which ranks make their groups."""
     return plan.axes, plan.further_axes
+
+
+class _Through(NamedTuple):
+    """One reduction, through the wires of some axes."""
+
+    wires: Mapping[str, Wire]
+    before: States
+    after: dict[str, Callable[[], State]]
+    """What gives the new states, by axis."""
+
+    def now(self) -> States:
+        """What the wires remember, when all has ended."""
+        return {**self.before, **{axis: state() for axis, state in self.after.items()}}
+
+    def start_along(
+        self, axis: Bound, full: Tensor, out: Tensor | None, after: Pending | None, label: Label
+    ) -> Pending:
+        """Starts a reduce-scatter along one axis."""
+        if axis.name not in self.wires:
+            return collectives.start_reduce_scatter(full, axis, out_S=out, after=after, label=label)
+        wire, state = self.wires[axis.name], self.before.get(axis.name)
+        sending = wire.start_reduce_scatter(full, axis, state, out_S=out, after=after, label=label)
+        if axis.name in self.before:
+            self.after[axis.name] = sending.state
+        return sending.pending
+
+    def start_sum(self, full: Tensor, axes: Sequence[Bound], after: Pending | None, label: Label) -> Pending:
+        """Starts to sum along one axis after the other, in place. What has been added up is gathered as it is."""
+        first, *then = axes
+        if not any(axis.name in self.wires for axis in axes):
+            return collectives.start_all_reduce(full, first, then=then, after=after, label=label)
+        own = _own(full, first)
+        reduction = self.start_along(first, full, own, after, label)
+        if then:
+            reduction = self.start_sum(own, then, reduction, label)
+        return collectives.start_all_gather(own, full, first, after=reduction, label=label)
 
 
 def _plus(pending: Pending, x: Tensor) -> Pending:

@@ -88,7 +88,7 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
 
     >>> eighth = quantize(8, block=4)
     >>> eighth.nbytes(6)
-    16
+    14
     >>> eighth.decode(eighth.encode(torch.tensor([127.0, -3.2, 0.0, 50.7, 1.0, 0.5])), 6, torch.float32)
     tensor([127.0000,  -3.0000,   0.0000,  51.0000,   1.0000,   0.5039])
     """
@@ -101,8 +101,12 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
     def num_blocks(numel: int) -> int:
         return -(-numel // block)
 
+    def length(numel: int) -> int:
+        """Bytes without scales."""
+        return -(-numel * bits // 8)
+
     def nbytes(numel: int) -> int:
-        return (num_blocks(numel) * block * bits) // 8 + 4 * num_blocks(numel)
+        return length(numel) + 4 * num_blocks(numel)
 
     def scales_of(x: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers in blocks (…, blocks, block), and the scale of each block (…, blocks, 1)."""
@@ -117,11 +121,11 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
         if bits == 4:
             low, high = codes[..., ::2], codes[..., 1::2]
             codes = (low & 0xF) | ((high & 0xF) << 4)
-        return torch.cat([codes, _bits(scales.squeeze(-1), torch.uint8)], dim=-1)
+        return torch.cat([codes[..., : length(x.shape[-1])], _bits(scales.squeeze(-1), torch.uint8)], dim=-1)
 
     def decode(wire: Tensor, numel: int, wide: torch.dtype) -> Tensor:
-        length = num_blocks(numel) * block * bits // 8
-        codes, scales = wire[..., :length], _bits(wire[..., length:], torch.float32)
+        codes, scales = wire[..., : length(numel)], _bits(wire[..., length(numel) :], torch.float32)
+        codes = torch.nn.functional.pad(codes, (0, length(num_blocks(numel) * block) - length(numel)))
         if bits == 4:
             codes = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
             whole = ((codes ^ 0x8).to(torch.int8) - 8).float()  # of two's complement in four bits

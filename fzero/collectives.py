@@ -23,6 +23,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
@@ -40,6 +41,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.lockstep import Hub
+from fzero.sent import Label, Sent
 from sharding import Mesh, reference
 
 T = TypeVar("T")
@@ -47,6 +49,8 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)
 EVERYONE = "everyone"
 """The name of all ranks together, where they stand in a mesh of several axes."""
+GATHER, REDUCE, OTHER = Label("gather"), Label("reduce"), Label("other")
+"""The labels of collectives that are given none."""
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix="fzero-send")
 _ABANDONED: list[Pending] = []
 _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -59,21 +63,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 class CollectiveError(RuntimeError):
     """A collective did not end: another rank died, left, or did not arrive in time."""
-
-
-class Sent(NamedTuple):
-    """What one collective sends, as told to an axis' `observe`.
-
-    `num_elements` counts what this rank sends to all others together, `(W-1)/W · P` for a gather or a reduce-scatter
-    of P elements; `nbytes` is the same in bytes. `axis` is the mesh axis that it crosses: `EVERYONE` where ranks of a mesh
-    of several axes tell all others something.
-    """
-
-    collective: str
-    label: str
-    num_elements: int
-    nbytes: int
-    axis: str = "data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +188,7 @@ class Pending:
     Holds the tensors that the collective reads and writes, so that they live until it ends.
     """
 
-    label: str
+    label: Label
     works: Sequence[dist.Work] | Future[list[dist.Work]] | Letters
     finish: Callable[[], Tensor]
 
@@ -259,7 +248,7 @@ def _never_free() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_ABANDONED))
 
 
-def failed(label: str, error: Exception) -> CollectiveError:
+def failed(label: Label | str, error: Exception) -> CollectiveError:
     """The error to raise in place of what torch.distributed raised."""
     return CollectiveError(
         f"{label}: the collective failed; most often another rank died, left the job or did not arrive in time, so look "
@@ -315,6 +304,18 @@ def _name_of_group(name: str) -> Iterator[None]:
     module: Any = dist.distributed_c10d
     with patch.object(module, "_process_group_name", lambda ranks, use_hashed_name: name):
         yield
+
+
+def observed(axis: Bound, observe: Callable[[Sent], None]) -> Bound:
+    """The same axis, whose collectives are told to `observe`, too."""
+    before = axis.observe
+
+    def both(sent: Sent) -> None:
+        if before is not None:
+            before(sent)
+        observe(sent)
+
+    return replace(axis, observe=both)
 
 
 # --- joining and leaving -----------------------------------------------------------------------------------------
@@ -382,7 +383,7 @@ def shutdown() -> None:
 
 
 def start_all_gather(
-    shard_S: Tensor, full_P: Tensor, axis: Bound, *, after: Pending | None = None, label: str = "all_gather"
+    shard_S: Tensor, full_P: Tensor, axis: Bound, *, after: Pending | None = None, label: Label = GATHER
 ) -> Pending:
     """Starts to fill `full_P` with the shards of all ranks, in rank order. `shard_S` may be a slice of `full_P`.
 
@@ -412,7 +413,7 @@ def start_reduce_scatter(
     *,
     out_S: Tensor | None = None,
     after: Pending | None = None,
-    label: str = "reduce_scatter",
+    label: Label = REDUCE,
 ) -> Pending:
     """Starts to sum `full_P` over the ranks, in rank order; the result is this rank's shard (S) of the sum.
 
@@ -451,17 +452,33 @@ def start_reduce_scatter(
     return Pending(label, works, finish)
 
 
-def start_all_to_all(rows_WN: Tensor, axis: Bound, *, label: str = "all_to_all") -> Pending:
+def start_all_to_all(rows_WN: Tensor, axis: Bound, *, after: Pending | None = None, label: Label = REDUCE) -> Pending:
     """Starts to send row r to rank r, for every r; the result (W, N) has the rows that came, in rank order.
 
     *Collective:* every rank of `axis`; each sends `(W-1) · N` elements.
+
+    Args:
+        rows_WN: contiguous; must not change until the end. With one rank it is the result.
+        after: the collective that writes `rows_WN`; it is ended first, without holding up the caller.
     """
+    if axis.size == 1:
+        return _nothing(label, lambda: rows_WN, after)
     _tell(axis, "all_to_all", label, rows_WN[0].numel() * (axis.size - 1), rows_WN)
     arrived_WN = torch.empty_like(rows_WN)
-    arrived_WN[axis.rank].copy_(rows_WN[axis.rank])
-    others = [rank for rank in range(axis.size) if rank != axis.rank and rows_WN.numel()]
-    works = _swap({rank: arrived_WN[rank] for rank in others}, {rank: rows_WN[rank] for rank in others}, axis)
-    return Pending(label, works, lambda: arrived_WN)
+    if rows_WN.numel() == 0:
+        return _nothing(label, lambda: arrived_WN, after)
+    if isinstance(axis, Real) and rows_WN.is_cuda:
+        started = _start(label, dist.all_to_all_single, arrived_WN, rows_WN, axis=axis, after=after)
+        return Pending(label, started, lambda: arrived_WN)
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
+    received, sent = ({rank: x[rank] for rank in others} for x in (arrived_WN, rows_WN))
+    works = _swap(received, sent, axis, after)
+
+    def finish() -> Tensor:
+        arrived_WN[axis.rank].copy_(rows_WN[axis.rank])
+        return arrived_WN
+
+    return Pending(label, works, finish)
 
 
 def start_all_reduce(
@@ -470,7 +487,7 @@ def start_all_reduce(
     *,
     then: Sequence[Bound] = (),
     after: Pending | None = None,
-    label: str = "all_reduce",
+    label: Label = REDUCE,
 ) -> Pending:
     """Starts to sum `full_P` over the ranks, in rank order and in place.
 
@@ -496,7 +513,7 @@ def start_all_reduce(
     return start_all_gather(shard_S, full_P, silent, after=None if is_in_order else reduction, label=label)
 
 
-def start_stack(x: Tensor, axis: Bound, *, label: str = "stack") -> Pending:
+def start_stack(x: Tensor, axis: Bound, *, label: Label = OTHER) -> Pending:
     """Starts to stack the small tensors of all ranks along a new first dimension. *Collective:* sends (W-1) · numel."""
     if axis.size == 1:
         return Pending(label, (), lambda: x[None])
@@ -513,7 +530,7 @@ def start_stack(x: Tensor, axis: Bound, *, label: str = "stack") -> Pending:
     return Pending(label, works, lambda: rows)
 
 
-def _nothing(label: str, finish: Callable[[], Tensor], after: Pending | None) -> Pending:
+def _nothing(label: Label, finish: Callable[[], Tensor], after: Pending | None) -> Pending:
     """A collective that sends nothing."""
     if after is None:
         return Pending(label, (), finish)
@@ -526,7 +543,7 @@ def _nothing(label: str, finish: Callable[[], Tensor], after: Pending | None) ->
 
 
 def _start(
-    label: str, collective: Callable[..., Any], *tensors: Tensor, axis: Real, after: Pending | None = None
+    label: Label, collective: Callable[..., Any], *tensors: Tensor, axis: Real, after: Pending | None = None
 ) -> list[dist.Work]:
     """Starts a collective of torch.distributed: at once, or on CUDA on a stream of its own that waits for another."""
 
@@ -583,9 +600,9 @@ def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: Lockstep) 
     return Letters(Letter(axis.hub, axis.hub.expect(axis.global_rank(rank), me), x) for rank, x in received.items())
 
 
-def _tell(axis: Bound, collective: str, label: str, num_elements: int, tensor: Tensor) -> None:
+def _tell(axis: Bound, collective: str, label: Label, num_elements: int, tensor: Tensor) -> None:
     if axis.observe is not None:
-        axis.observe(Sent(collective, label, num_elements, num_elements * tensor.element_size(), axis.name))
+        axis.observe(Sent(collective, axis.name, label, num_elements, num_elements * tensor.element_size()))
 
 
 # --- collectives as nodes of a captured graph (Real and Fake axes) -----------------------------------------------
@@ -673,7 +690,7 @@ def collective_that_raised(error: BaseException) -> str | None:
 # --- whole collectives, on either axis ---------------------------------------------------------------------------
 
 
-def all_gather(shard: Tensor, axis: Axis, *, label: str = "all_gather") -> Tensor:
+def all_gather(shard: Tensor, axis: Axis, *, label: Label = GATHER) -> Tensor:
     """The shards of all ranks joined in rank order: S → P (`Sim`: [W, S] → [W, P]). *Collective:* sends (W-1)/W · P."""
     if isinstance(axis, Sim):
         return reference.all_gather(shard)
@@ -689,19 +706,19 @@ def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
     return shard * (1 / axis.size)
 
 
-def all_to_all(rows: Tensor, axis: Axis, *, label: str = "all_to_all") -> Tensor:
+def all_to_all(rows: Tensor, axis: Axis, *, label: Label = REDUCE) -> Tensor:
     """Row r of every rank, in rank order, on rank r: (W, N) → (W, N) (`Sim`: [W, W, N] → [W, W, N]). *Collective.*"""
     if isinstance(axis, Sim):
         return rows.transpose(0, 1).contiguous()
     return start_all_to_all(rows.contiguous(), axis, label=label).wait()
 
 
-def stack(x: Tensor, axis: Bound, *, label: str = "stack") -> Tensor:
+def stack(x: Tensor, axis: Bound, *, label: Label = OTHER) -> Tensor:
     """The small tensors of all ranks, stacked along a new first dimension. *Collective:* sends (W-1) · numel."""
     return start_stack(x, axis, label=label).wait()
 
 
-def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: str = "broadcast") -> Tensor:
+def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) -> Tensor:
     """Overwrites `x` with rank `source`'s and returns it. *Collective:* the source sends numel to each other rank."""
     if axis.size > 1 and x.numel():
         _tell(axis, "broadcast", label, x.numel() * (axis.size - 1) * (axis.rank == source), x)
@@ -717,28 +734,25 @@ def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: str = "broadcas
     return x
 
 
-def exchange(value: Any, axis: Bound, *, label: str = "exchange") -> list[Any]:
-    """Every rank's small Python value, in rank order; for start-up checks. *Collective:* every rank of `axis`."""
+def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
+    """Every rank's small Python value, in rank order; for start-up checks.
+
+    *Collective:* every rank of `axis`; sends the number of bytes that it is pickled to, and as many as the longest of all.
+    """
     if axis.size == 1:
         return [value]
-    values: list[Any] = [value] * axis.size
-    others = [rank for rank in range(axis.size) if rank != axis.rank]
-    try:
-        if isinstance(axis, Lockstep):
-            me = axis.global_rank(axis.rank)
-            for rank in others:
-                axis.hub.send(me, axis.global_rank(rank), value)
-            for rank in others:
-                values[rank] = axis.hub.receive(axis.hub.expect(axis.global_rank(rank), me))
-            return values
-        dist.all_gather_object(values, value, group=axis.group)
-    except RuntimeError as error:
-        raise failed(label, error) from error
-    return values
+    on_nccl = isinstance(axis, Real) and dist.get_backend(axis.group) == "nccl"
+    device = torch.device("cuda" if on_nccl else "cpu")
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    numels = stack(torch.tensor(mine.numel(), device=device), axis, label=label).tolist()
+    padded = torch.zeros(max(numels), dtype=torch.uint8)
+    padded[: mine.numel()] = mine
+    rows = stack(padded.to(device), axis, label=label).cpu()
+    return [pickle.loads(bytes(row[:numel].tolist())) for row, numel in zip(rows, numels, strict=True)]
 
 
 def swap(
-    received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]], axis: Real, *, label: str = "swap"
+    received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]], axis: Real, *, label: Label = OTHER
 ) -> None:
     """Receives tensors from some ranks, and sends tensors to some; returns when all have arrived.
 

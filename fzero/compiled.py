@@ -19,6 +19,7 @@ ranks, A micro-steps.
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import sysconfig
@@ -41,20 +42,22 @@ import torch.fx.traceback
 from rich.console import Console
 from torch import Tensor, nn
 
-from fzero.collectives import Fake, InGraph, Real, Sent, collective_that_raised, failed
-from fzero.graph_analysis import is_collective, name_units
+from fzero.collectives import Fake, InGraph, Real, collective_that_raised, failed
+from fzero.graph_analysis import name_units
 from fzero.graph_backends import Backend as TorchBackend
 from fzero.graph_backends import OnPaper, aot_eager, inductor, on_paper
 from fzero.graph_remat import BACKWARD, CheckpointError, rematerialise
 from fzero.graph_schedule import CompileError, PassOptions, copy_of, run_passes
+from fzero.graph_sent import labelled, sent_in
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
 from fzero.mesh_in_graph import MeshInGraph
 from fzero.plan import BufferPlan, Plan
 from fzero.precision import cast_leaves, stochastic, to_nearest, update_in_graph
+from fzero.sent import Sent
 from fzero.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
 from fzero.state import TrainState
-from fzero.timeline import Machine, Peers, Timeline, group_of, kind_of, make_timeline, sent_by
+from fzero.timeline import Along, Machine, Timeline, make_timeline
 from fzero.transforms import Transform, unless
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
@@ -225,16 +228,20 @@ class Captured(NamedTuple):
     options: PassOptions
     checkpoint: dict[str, str]
     """The modules that the backward runs again."""
-    peers: Mapping[str, Peers]
-    """Who takes part in a collective, by the name of its group."""
+    axes: Mapping[str, Along]
+    """The axis of each group, by its name in the graph."""
 
     def scheduled(self) -> Captured:
         """The graph as it runs: what is checkpointed is there twice, and all of it in order."""
         return self._replace(graph=run_passes(rematerialise(self.graph, self.checkpoint), self.options))
 
+    def sent(self) -> list[Sent]:
+        """What it sends, collective by collective."""
+        return sent_in(self.graph, self.axes)
+
     def timeline(self, machine: Machine | None = None, *, title: str = "one step") -> Timeline:
         """The graph in time, in the order in which it stands."""
-        return make_timeline(self.graph, machine, peers=self.peers, title=title)
+        return make_timeline(self.graph, machine, axes=self.axes, title=title)
 
 
 class CompiledStep:
@@ -270,8 +277,8 @@ class CompiledStep:
         self._axis, self._device = axis, device
         self._graph = MeshInGraph.of(axis, plan, device) if stacked is None else MeshInGraph.of_all(stacked, plan)
         self._ranks = self._graph.ranks
-        self.peers = {name: Peers(along.name, along.size) for name, along in self._graph.by_group.items()}
-        exchanges = tuple(along for along in self._graph.by_group.values() if not along.is_nccl)
+        self.axes = self._graph.by_group
+        exchanges = tuple(along for along in self.axes.values() if not along.is_nccl)
         self.backend = Backend(backend or "aot_eager", pass_options(plan), units, modules, exchanges, bool(stacked))
         self._is_captured = backend is not None
         if stacked is not None:
@@ -293,7 +300,9 @@ class CompiledStep:
         self._micro = self._compile(self._micro_step, self.backend)
         self._end = self._compile(self._update, self.backend)
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+        self._graph_of: dict[Callable[..., Any], torch.fx.Graph] = {}  # the last that a function ran as
         self._sent_by: dict[Callable[..., Any], list[Sent]] = {}
+        self._observers = (axis.observe,) if isinstance(axis, Real) and axis.observe is not None else ()
 
     def _compile(self, function: Callable[..., Any], backend: TorchBackend) -> Callable[..., Any]:
         if not self._is_captured:
@@ -339,8 +348,11 @@ class CompiledStep:
                 f"{seconds:.1f} s",
                 highlight=False,
             )
-        if isinstance(self._axis, Real) and self._axis.observe is not None:
-            self._tell(function, num_graphs, self._axis.observe)
+        if len(self.backend.graphs) > num_graphs:
+            self._graph_of[function] = self.backend.graphs[-1]
+            self._sent_by.pop(function, None)
+        if self._is_captured:
+            self._tell(function)
         return result
 
     @contextmanager
@@ -402,7 +414,7 @@ class CompiledStep:
             found = {name: self.backend.unit_of(source) for name, source in captured.sources.items()}
             units = {name: unit for name, unit in found.items() if unit is not None}
             name_units(captured.graph, units)
-            return Captured(captured.graph, units, self.backend.options, self.backend.checkpoint, self.peers)
+            return Captured(captured.graph, units, self.backend.options, self.backend.checkpoint, self.axes)
         raise AssertionError(f"{self._name}: a backend that runs nothing gave a result")
 
     # --- what is captured ----------------------------------------------------------------------------------------
@@ -431,10 +443,10 @@ class CompiledStep:
             row: Tensor,
             gradients: dict[str, Tensor],
         ) -> Outcome:
-            told, reduced = self._graph.stack(row)[None], {}
+            told, reduced = self._told(row)[None], {}
             for flat, grad_P in self._flattened(gradients):
                 grad = self._reduce(_times(grad_P, self._share(is_sum), flat.reduce_dtype), flat)
-                grad = self._graph.sum_further(grad) if flat.sums_late else grad
+                grad = self._sum_late(grad, flat) if flat.sums_late else grad
                 reduced[flat.key] = self._keep(grads, flat, grad)
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
@@ -462,7 +474,7 @@ class CompiledStep:
                     kept.copy_(kept.to(wide).add(grad.to(wide), alpha=share))
                 else:
                     kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat))
-            return self._graph.stack(row)
+            return self._told(row)
 
         return self._ranks.each(add)(grads, row, gradients), is_sum
 
@@ -487,7 +499,7 @@ class CompiledStep:
                 if flat.collects_whole:
                     grad = self._keep(grads, flat, self._reduce(grad, flat))
                 elif flat.sums_late:
-                    grad = self._keep(grads, flat, self._graph.sum_further(grad.to(flat.reduce_dtype)))
+                    grad = self._keep(grads, flat, self._sum_late(grad, flat))
                 reduced[flat.key] = grad
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
@@ -561,15 +573,21 @@ class CompiledStep:
         with torch.fx.traceback.annotate(BACKWARD):
             # Of simulated ranks there is a loss each, and no gradient of one rank's in another's parameters.
             grads = torch.autograd.grad(
-                loss, list(leaves.values()), torch.ones_like(loss) if loss.dim() else None, materialize_grads=True
+                loss, list(leaves.values()), torch.ones_like(loss) if loss.dim() else None, allow_unused=True
             )
-        return row, dict(zip(leaves, grads)), found[0]
+        # Zeros by shape alone: zeros like a parameter would gather its unit once more.
+        found_grads = {
+            name: torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if grad is None else grad
+            for (name, leaf), grad in zip(leaves.items(), grads)
+        }
+        return row, found_grads, found[0]
 
     def _cut(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
         """The parameters by name, of what is gathered."""
         tensors: dict[str, Tensor] = {}
         for flat in self._flats:
-            param_P = self._graph.all_gather(params[flat.key], self._graph.axes[: flat.num_param_axes])
+            with labelled("gather", flat.key):
+                param_P = self._graph.all_gather(params[flat.key], self._graph.axes[: flat.num_param_axes])
             parts = torch.split(param_P, list(flat.numels))
             tensors |= {name: part.view(shape) for name, shape, part in zip(flat.names, flat.shapes, parts)}
         return tensors
@@ -591,6 +609,11 @@ class CompiledStep:
                 buffer_.copy_(now.detach())
         return loss, weight
 
+    def _told(self, row: Tensor) -> Tensor:
+        """What every rank tells, in rank order (W, 3)."""
+        with labelled("told"):
+            return self._graph.stack(row)
+
     def _share(self, is_sum: bool) -> float:
         """By what a micro-step's gradients are multiplied."""
         return 1 / (self._rules.measures.predivide * (1 if is_sum else self._num_micro_steps))
@@ -604,10 +627,16 @@ class CompiledStep:
     def _reduce(self, grad_P: Tensor, flat: Flat) -> Tensor:
         """The sum over ranks: whole (P) in stage 0, this rank's shard (S) otherwise, of ranks along `axes` if it `sums_late`."""
         grad_P = grad_P.to(flat.reduce_dtype)
-        if flat.sums_whole:
-            return self._graph.all_reduce(grad_P)
-        grad_S = self._graph.reduce_scatter(grad_P)
-        return grad_S if flat.sums_late else self._graph.sum_further(grad_S)
+        with labelled("reduce", flat.key):
+            if flat.sums_whole:
+                return self._graph.all_reduce(grad_P)
+            grad_S = self._graph.reduce_scatter(grad_P)
+            return grad_S if flat.sums_late else self._graph.sum_further(grad_S)
+
+    def _sum_late(self, grad_S: Tensor, flat: Flat) -> Tensor:
+        """The sum along the further axes of what micro-steps have added up."""
+        with labelled("reduce", flat.key):
+            return self._graph.sum_further(grad_S.to(flat.reduce_dtype))
 
     def _keep(self, grads: dict[str, Tensor], flat: Flat, reduced: Tensor) -> Tensor:
         """Writes a reduced gradient to `grads`; returns it in the dtype in which it is kept."""
@@ -646,7 +675,9 @@ class CompiledStep:
         kept, out = (master[flat.key], share) if flat.has_master else (share, None)
         self._ranks.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, place)
         if flat.joins:
-            param.copy_(self._graph.all_gather(share, self._graph.axes[flat.num_param_axes :]))
+            with labelled("join", flat.key):
+                joined = self._graph.all_gather(share, self._graph.axes[flat.num_param_axes :])
+            param.copy_(joined)
 
     def _norm(self, reduced: dict[str, Tensor]) -> Tensor:
         measures, graph = self._rules.measures, self._graph
@@ -658,7 +689,11 @@ class CompiledStep:
                     start = shard * flat.shard_numel
                     shards.append(reduced[flat.key][start : start + flat.shard_numel])
             parts.append(measures.norm_part(shards, self._device))
-        return measures.norm(torch.stack(parts) if self._stage == 0 else graph.stack_shards(parts[0]))
+        if self._stage == 0:
+            return measures.norm(torch.stack(parts))
+        with labelled("norm"):
+            rows = graph.stack_shards(parts[0])
+        return measures.norm(rows)
 
     def _agree(self, buffers: dict[str, Tensor]) -> None:
         """Makes module buffers equal on all ranks, as the eager step does; here all of them, changed or not."""
@@ -667,29 +702,27 @@ class CompiledStep:
             if self._graph.num_ranks > 1 and tensor.numel():
                 by_dtype.setdefault(tensor.dtype, []).append(name)
         for names in by_dtype.values():
-            rows = self._graph.stack(torch.cat([buffers[name].reshape(-1) for name in names]))
+            with labelled("buffers"):
+                rows = self._graph.stack(torch.cat([buffers[name].reshape(-1) for name in names]))
             values = torch.split(agreed_buffers(rows), [buffers[name].numel() for name in names])
             for name, value in zip(names, values):
                 buffers[name].copy_(value.view(buffers[name].shape))
 
     # --- what it sent --------------------------------------------------------------------------------------------
 
-    def _tell(self, function: Callable[..., Any], num_graphs: int, observe: Callable[[Sent], None]) -> None:
-        """Tells `observe` what the call sent, by the graph that ran."""
-        if len(self.backend.graphs) > num_graphs:
-            self._sent_by[function] = _sent_in(self.backend.graphs[-1], self.peers)
-        for sent in self._sent_by.get(function, ()):
-            observe(sent)
+    def observed(self, observe: Callable[[Sent], None]) -> Self:
+        """The same captured functions; `observe` is told, too, what they send."""
+        twin = copy.copy(self)
+        twin._observers = (*self._observers, observe)
+        return twin
 
-
-def _sent_in(graph: torch.fx.Graph, peers: Mapping[str, Peers]) -> list[Sent]:
-    """What one run of a graph sends, collective by collective, in the order of its nodes."""
-    found = []
-    for node in filter(is_collective, graph.nodes):
-        axis, num_ranks = peers[group_of(node)]
-        nbytes, itemsize = sent_by(node, num_ranks), node.all_input_nodes[0].meta["val"].element_size()
-        found.append(Sent(kind_of(node), f"{kind_of(node)} {node.name}", nbytes // itemsize, nbytes, axis))
-    return found
+    def _tell(self, function: Callable[..., Any]) -> None:
+        """Tells the observers what a call sent, by the graph that ran."""
+        if self._observers and function not in self._sent_by:
+            self._sent_by[function] = sent_in(self._graph_of[function], self.axes)
+        for observe in self._observers:
+            for sent in self._sent_by[function]:
+                observe(sent)
 
 
 def _times(grad: Tensor, share: float, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from fzero.config_conflicts import conflicts
-from fzero.config_fields import Block, Count, Dtype, Elements, Number, Rate, number, said
+from fzero.config_fields import Beta, Block, Count, Dtype, Elements, Number, Rate, block_of, number, said
 from fzero.config_files import ConfigError as ConfigError  # users know it from here
 from fzero.config_files import read
 from fzero.config_optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
@@ -49,6 +49,15 @@ def _stage(value: object) -> object:
 def _off_at(off: int) -> BeforeValidator:
     """DeepSpeed's number for leaving a key out becomes None."""
     return BeforeValidator(lambda value: None if number(value) == off else value)
+
+
+class LoCo(Block):
+    """DeepSpeed key `zero_optimization.zeropp_loco_param`: error feedback on quantized gradients (Xie et al. 2024)."""
+
+    err_beta: Beta = 0.8
+    """The share of the old error that stays beside the new one."""
+    reset_T: Count = 1024
+    """The error starts anew after so many reductions."""
 
 
 class ZeroOptimization(Block):
@@ -86,6 +95,16 @@ class ZeroOptimization(Block):
     """hpZ of ZeRO++, for stage 3: the ranks that share the parameters, as in `mics_shard_size`, while all ranks share the
     gradients, master and optimizer state. All gathers of a step stay within such a node; the updated parameters are joined
     between nodes once. None or 1 is all ranks, for the parameters as well."""
+    zero_quantized_weights: bool = False
+    """qwZ of ZeRO++, for stage 3: the forward, the backward and evaluation gather parameters in 8 bits, with a scale for every
+    256. The state keeps them as they are, and so does `step.gather`."""
+    zero_quantized_nontrainable_weights: bool = False
+    """The same for frozen parameters alone. They are stored as they are, which DeepSpeed does not: there it saves memory, too."""
+    zero_quantized_gradients: bool = False
+    """qgZ of ZeRO++: gradients are sent in 4 bits, with a scale for every 256, once along each axis of the mesh, and added up
+    in fp32; here in every stage, in DeepSpeed in stage 3. What has been added up is sent as it is."""
+    zeropp_loco_param: LoCo | None = None
+    """LoCo: what a reduction in 4 bits lost is added to what the next one sends. None is without."""
 
 
 class ActivationCheckpointing(Block):
@@ -354,8 +373,7 @@ def _explain(detail: ErrorDetails) -> str:
         if index == len(detail["loc"]) - 1:
             break
         found = [f.annotation for name, f in block.model_fields.items() if part in (name, f.alias)]
-        annotation = found[0] if found else None
-        block = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else block
+        block = (block_of(found[0]) if found else None) or block
     field = ".".join(location) or "config"
     if detail["type"] != "extra_forbidden":
         message = said(detail)

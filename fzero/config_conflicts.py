@@ -17,6 +17,7 @@ from fzero.deepspeed_keys import SPELLINGS
 
 Values = Mapping[str, Any]
 
+_ZERO = "zero_optimization"
 _STAGE = "zero_optimization.stage"
 
 _SCALE = (
@@ -68,13 +69,18 @@ RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
         "zero_optimization.stage3_*",
         lambda v: f"it is for stage 3, and the stage is {v[_STAGE]}" if v[_STAGE] < 3 else None,
     ),
+    *(
+        (
+            f"{_ZERO}.{key}",
+            lambda v, key=key: (
+                f"it is for stage 3, and the stage is {v[_STAGE]}" if v[_STAGE] < 3 and v[f"{_ZERO}.{key}"] else None
+            ),
+        )
+        for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
+    ),
     (
-        "zero_optimization.zero_hpz_partition_size",
-        lambda v: (
-            f"it is for stage 3, and the stage is {v[_STAGE]}"
-            if v[_STAGE] < 3 and v["zero_optimization.zero_hpz_partition_size"]
-            else None
-        ),
+        "zero_optimization.zeropp_loco_param.*",
+        _unless(lambda v: v[f"{_ZERO}.zero_quantized_gradients"], "no gradient is quantized"),
     ),
     (
         "zero_optimization.mics_shard_size",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -50,6 +50,16 @@ class Block(BaseModel):
             return data
         known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
         return {key: value for key, value in data.items() if value != "auto" or key not in known}
+
+
+def block_of(annotation: Any) -> type[Block] | None:
+    """The block that a field holds, always or when it is not null; None of a field that holds none.
+
+    >>> block_of(Block | None).__name__, block_of(int)
+    ('Block', None)
+    """
+    kinds = (annotation, *get_args(annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Block)), None)
 
 
 def _dtype(value: object) -> object:

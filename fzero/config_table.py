@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fzero.config import Config
 from fzero.config_conflicts import values
-from fzero.config_fields import Block
+from fzero.config_fields import Block, block_of
 from fzero.config_optimizers import OPTIMIZERS, TorchOptimizer
 from fzero.config_schedulers import SCHEDULERS, TorchScheduler
 from fzero.deepspeed_keys import ACCEPTED, HARMLESS, OFF, REFUSED
@@ -82,9 +82,12 @@ def _section(title: str, block: Any, *, level: int = 2, prefix: str = "") -> lis
     inner: list[str] = []
     for name, field in block.model_fields.items():
         meaning = re.sub(r"\s+", " ", field.description or "")
-        if _is_block(field.annotation):
+        block_of_field = block_of(field.annotation)
+        if block_of_field is not None and name not in ("optimizer", "scheduler"):
             path = f"{prefix}{name}"
-            inner += _section(_spellings(path, field.alias), field.annotation, level=level, prefix=f"{path}.")
+            inner += _section(_spellings(path, field.alias), block_of_field, level=level, prefix=f"{path}.")
+            if not _is_block(field.annotation):
+                rows.append(f"| {_spellings(name, field.alias)} | `None` | {meaning} |")
         elif name not in ("optimizer", "scheduler"):
             default = "required" if field.is_required() else f"`{field.default}`"
             rows.append(f"| {_spellings(name, field.alias)}{_choices(field.annotation)} | {default} | {meaning} |")

@@ -130,10 +130,6 @@ REFUSED = {
     "zero_optimization.zenflow": _REMOVE,
     "zero_optimization.ignore_unused_parameters": "an unused parameter has a gradient of zero; remove it",
     "zero_optimization.legacy_stage1": "DeepSpeed refuses it too; remove it",
-    "zero_optimization.zero_quantized_weights": _REMOVE,
-    "zero_optimization.zero_quantized_nontrainable_weights": _REMOVE,
-    "zero_optimization.zero_quantized_gradients": _REMOVE,
-    "zero_optimization.zeropp_loco_param": _REMOVE,
     "optimizer.params.max_grad_norm": "DeepSpeed refuses it too; use gradient_clipping",
     "optimizer.params.amsgrad": _REMOVE,
     "optimizer.params.maximize": _REMOVE,
@@ -254,7 +250,6 @@ INNER = {
     "zero_optimization.offload_param": f"{_OFFLOAD} buffer_size max_in_cpu",
     "zero_optimization.zenflow": """topk_ratio select_strategy select_interval update_interval overlap_step offload
         auto_ratio full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch""",
-    "zero_optimization.zeropp_loco_param": "err_beta reset_T",
 }
 """The keys of blocks; `*` is any key, and what is in it."""
 

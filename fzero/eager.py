@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
@@ -32,10 +32,12 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from fzero import collectives
-from fzero.bound_mesh import BoundMesh
+from fzero.bound_mesh import BoundMesh, States
 from fzero.collectives import Pending
 from fzero.plan import BufferPlan, Plan, UnitPlan
 from fzero.schedule import TURN, Event, ScheduleError
+from fzero.sent import Label, Phase
+from fzero.wires import Sending
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype, unflatten
 
@@ -116,7 +118,7 @@ class _Reduction(NamedTuple):
 
     numel: int
     reads: _Grads
-    started: list[tuple[BufferPlan, Pending, bool]]
+    started: list[tuple[BufferPlan, Sending, bool]]
 
 
 class Pass:
@@ -133,6 +135,7 @@ class Pass:
             is a forward only.
         schedule: the events to follow, or None to negotiate them; `executed` tells what was done.
         scratch: where full buffers come from.
+        wires: what the wires of reductions remember, by flat buffer and axis; what they do afterwards stands in their place.
         is_first, is_last: the micro-step's place among those of one step. After the first, gradients are added to what
             `grads` holds; before the last, gradients that stay whole are not reduced.
     """
@@ -146,10 +149,11 @@ class Pass:
         schedule: Sequence[Event] | None,
         scratch: Scratch,
         *,
+        wires: Mapping[str, States] = {},
         is_first: bool = True,
         is_last: bool = True,
     ) -> None:
-        self.is_first, self.is_last = is_first, is_last
+        self.is_first, self.is_last, self.wires = is_first, is_last, dict(wires)
         self.plan, self.mesh, self.params, self.schedule, self.scratch = plan, mesh, params, schedule, scratch
         self.trains, self.grads = grads is not None, grads or {}
         self.executed: list[Event] = []
@@ -184,7 +188,7 @@ class Pass:
         """After an error lets go of what is gathered, of what is collected and of collectives under way."""
         if kind is not None:
             gathers = [pending for started in self._gathering.values() for _, pending in started]
-            reductions = [pending for reduction in self._in_flight for _, pending, _ in reduction.started]
+            reductions = [sending.pending for reduction in self._in_flight for _, sending, _ in reduction.started]
             collectives.abandon(gathers + reductions + ([self._rows] if self._rows else []))
             for held in (self._leaves, self._live, self._filling, self._by_storage):
                 held.clear()  # type: ignore[attr-defined]
@@ -358,7 +362,7 @@ class Pass:
         """
         self._advance_to(TURN)
         self._in_forward, self._share = False, share
-        self._rows = collectives.start_stack(row, self.mesh.everyone, label="told")
+        self._rows = collectives.start_stack(row, self.mesh.everyone, label=Label("told", phase="turn"))
 
     def told(self) -> Tensor:
         """Every rank's row, in rank order; once, after `turn`."""
@@ -398,7 +402,7 @@ class Pass:
                 else [_KINDS.index(wanted.kind), names.index(wanted.unit) if wanted.unit else -1]
             )
             row = torch.tensor(code, device=self._device)
-            rows = collectives.stack(row, self.mesh.everyone, label="negotiate").tolist()
+            rows = collectives.stack(row, self.mesh.everyone, label=Label("negotiate", phase=self._phase)).tolist()
             served = _serve(rows, in_forward=self._in_forward)
             if served is None:
                 return
@@ -406,6 +410,10 @@ class Pass:
             self._issue(event)  # a gradient that this rank has not finished is sent as it is, and the rest later
             if event == wanted:
                 return
+
+    @property
+    def _phase(self) -> Phase:
+        return "forward" if self._in_forward else "backward"
 
     @property
     def _device(self) -> torch.device:
@@ -428,7 +436,11 @@ class Pass:
     def _gather(self, buffer: BufferPlan) -> Pending:
         axes, shard = self.mesh.axes_of(buffer.row.params), self.params[buffer.key]
         full = shard if math.prod(axis.size for axis in axes) == 1 else self.scratch.take(buffer, shard)
-        return self.mesh.start_all_gather(shard, full, axes, label=f"gather {buffer.key}")
+        wiring = self.plan.wiring
+        wires = wiring.gather if buffer.trainable else wiring.frozen
+        return self.mesh.start_all_gather(
+            shard, full, axes, wires=wires, label=Label("gather", buffer.key, self._phase)
+        )
 
     def _drop_gathers(self) -> None:
         for gathers in self._gathering.values():
@@ -440,6 +452,8 @@ class Pass:
         numel = sum(buffer.padded_numel for buffer in unit.buffers if buffer.trainable)
         while self._in_flight and sum(r.numel for r in self._in_flight) + numel > self.plan.max_reducing:
             self._end_reduce()
+        while any(b.key in self.wires and b in unit.buffers for r in self._in_flight for b, _, _ in r.started):
+            self._end_reduce()  # what its wire remembers is what the next one needs
         self._ready.discard(unit.name)
         filling = self._filling.pop(unit.name, _Grads())
         started = []
@@ -455,17 +469,18 @@ class Pass:
         if started:
             self._in_flight.append(_Reduction(numel, filling, started))
 
-    def _reduce(self, flat_P: Tensor, buffer: BufferPlan) -> Pending:
+    def _reduce(self, flat_P: Tensor, buffer: BufferPlan) -> Sending:
         """Starts to add up what every rank wrote: to the whole (P) in stage 0, to this rank's shard (S) otherwise."""
-        label = f"reduce {buffer.key}"
+        wires, states = self.plan.wiring.reduce, self.wires.get(buffer.key, {})
+        label = Label("reduce", buffer.key, self._phase)
         flat_P = flat_P.to(self._reduce_dtype(buffer))
         if isinstance(buffer.row.grads, Replicated):
-            return self.mesh.start_all_reduce(flat_P, label=label)
+            return self.mesh.start_all_reduce(flat_P, wires=wires, states=states, label=label)
         own_S, is_held = self._own(buffer), self._is_held(buffer)
         is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype
         return self.mesh.start_reduce_scatter(
             flat_P, out_S=None if is_new else own_S, further="now" if self.is_last else "later",
-            held_S=own_S if is_held else None, label=label,
+            held_S=own_S if is_held else None, wires=wires, states=states, label=label,
         )  # fmt: skip
 
     def _reduce_dtype(self, buffer: BufferPlan) -> torch.dtype:
@@ -491,14 +506,16 @@ class Pass:
         """Waits for the oldest reduction."""
         _, reads, started = self._in_flight.popleft()
         while started:  # emptied, so that nothing here holds the gradients that are given back
-            buffer, pending, is_late = started.pop(0)
-            mean = pending.wait()
+            buffer, sending, is_late = started.pop(0)
+            mean, states = sending.wait()
+            if buffer.key in self.wires:
+                self.wires[buffer.key] = states
             kept = self.grads[buffer.key] if mean.numel() == buffer.padded_numel else self._own(buffer)
             if is_late:
                 kept.add_(mean)
             elif kept.data_ptr() != mean.data_ptr():
                 kept.copy_(mean)
-        del pending, mean, kept
+        del sending, mean, kept
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)
 

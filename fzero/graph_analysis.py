@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -442,6 +442,23 @@ def _reductions(graph: Graph, gathered: Mapping[Node, int]) -> tuple[Reduction, 
         numel = max(numel_of(node), sum(map(numel_of, node.all_input_nodes)))
         reductions.append(Reduction(node, tuple(waits), numel, needs_other))
     return tuple(reductions)
+
+
+def contents_of(start: Node) -> tuple[tuple[str, int], ...]:
+    """What a collective moves, several flat buffers where it was joined from several: label and elements of each.
+
+    `fzero.graph_sent` says what a label is; that of a model's own collective is "other".
+    """
+    joined: tuple[tuple[str, int], ...] | None = start.meta.get("sent")
+    if joined is not None:
+        return joined
+    label = (start.meta.get("custom") or {}).get("sent", "other")
+    return ((label, max(numel_of(start), sum(map(numel_of, start.all_input_nodes)))),)
+
+
+def name_contents(start: Node, parts: Iterable[Node]) -> None:
+    """Labels a collective that moves what several others did."""
+    start.meta["sent"] = tuple(content for part in parts for content in contents_of(part))
 
 
 # --- what is alive -----------------------------------------------------------------------------------------------

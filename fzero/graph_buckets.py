@@ -32,6 +32,7 @@ from fzero.graph_analysis import (
     c10d,
     is_cheap,
     is_write,
+    name_contents,
     sort,
     storages,
 )
@@ -132,6 +133,7 @@ def _gather_together(graph: Graph, buckets: Sequence[Sequence[_Item]], index: di
         with graph.inserting_before(max((item.start for item in bucket), key=index.__getitem__)):
             shards = [_shard(item.start) for item in bucket]
             start = call(graph, ALL_GATHERS, shards, bucket[0].num_ranks, bucket[0].kind[0])
+            name_contents(start, [item.start for item in bucket])
             for place, item in enumerate(bucket):
                 item.wait.replace_all_uses_with(call(graph, WAIT, call(graph, operator.getitem, start, place)))
     _forget(graph, buckets)
@@ -207,7 +209,9 @@ def _join(graph: Graph, bucket: Sequence[_Item]) -> None:
     rest = bucket[0].start.args[1:]
     if target is _ALL_TO_ALL:
         rest = ([sum(numels)] * num_ranks, [sum(numels)] * num_ranks, rest[-1])
-    wait = call(graph, WAIT, call(graph, target, flat, *rest))
+    start = call(graph, target, flat, *rest)
+    name_contents(start, [item.start for item in bucket])
+    wait = call(graph, WAIT, start)
     rows = 1 if target is _REDUCE_SCATTER else num_ranks
     parts = call(graph, aten.split_with_sizes.default, call(graph, aten.view.default, wait, [rows, -1]), numels, 1)
     for place, item in enumerate(bucket):

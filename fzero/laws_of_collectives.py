@@ -16,9 +16,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fzero.collectives import CollectiveError, Lockstep, Sent
+from fzero.collectives import CollectiveError, Lockstep
 from fzero.laws import Law
 from fzero.lockstep import Hub, StuckError
+from fzero.sent import Sent
 from fzero.transforms import leaf_names, same_bits
 from fzero.wires import Wire
 from sharding.views import torch_dtype

@@ -1,6 +1,6 @@
 """What does a captured step send along the axes of a mesh? The collectives of `fzero.bound_mesh`, as nodes of a graph.
 
-A `MeshInGraph` joins axes, each of one rank's (`InGraph`) or of all ranks' stacked (`stacked.Along`), with what there is to a
+A `MeshInGraph` joins axes, each one rank's (`InGraph`) or that of all ranks at once (`StackedAxis`), with what there is to a
 rank besides its collectives: which shard is its own, and how a function is run on it (`OneRank`, `Stacked`). The
 collectives along several axes are made of those along one, in the order of the eager step: its bits.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from fzero.bound_mesh import names_along
 from fzero.collectives import EVERYONE, Fake, InGraph, Real, along
 from fzero.plan import Plan
-from fzero.stacked import Along, Stacked
+from fzero.stacked import Stacked, StackedAxis
 
 T = TypeVar("T")
 
@@ -92,8 +92,8 @@ class MeshInGraph:
     @classmethod
     def of_all(cls, ranks: Stacked, plan: Plan) -> Self:
         """All ranks' at once."""
-        axes, further = (tuple(Along.of(plan.mesh, name) for name in names) for names in names_along(plan))
-        return cls(ranks, Along(plan.world_size), axes, further)
+        axes, further = (tuple(StackedAxis.of(plan.mesh, name) for name in names) for names in names_along(plan))
+        return cls(ranks, StackedAxis(plan.world_size), axes, further)
 
     @property
     def num_ranks(self) -> int:

@@ -19,7 +19,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -34,6 +34,8 @@ from fzero.meshes import DATA, is_several, mesh_of, num_ranks, shard_axes, sum_o
 from fzero.pieces import Pieces
 from fzero.precision import Dtypes, widened
 from fzero.transforms import Transform, check_elementwise
+from fzero.wires import Wire
+from fzero.wiring import GivenWire, Wiring, state_like, wiring_of
 from sharding import (
     FlatLayout,
     Mesh,
@@ -46,7 +48,8 @@ from sharding import (
     plan_buckets,
     round_robin,
 )
-from sharding.views import dtype_name
+from sharding.dtypes import itemsize
+from sharding.views import dtype_name, torch_dtype
 
 ALIGNMENT = 32
 """Shards are a multiple of this many elements, so that a vectorised kernel meets the same lanes in every stage.
@@ -179,6 +182,7 @@ class Plan:
         num_micro_steps: micro-batches in one step.
         max_reducing: most elements of full gradients that wait for their reduction, besides those of one unit.
         max_reuse_distance, gather_bucket, reduce_bucket: for the compiled step (`PassOptions`); None where it chooses itself.
+        wiring: through which wires parameters are gathered and gradients are reduced.
     """
 
     stage: int
@@ -195,6 +199,7 @@ class Plan:
     max_reuse_distance: int | None = None
     gather_bucket: int | None = None
     reduce_bucket: int | None = None
+    wiring: Wiring = field(default_factory=Wiring, repr=False, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -237,12 +242,36 @@ class Plan:
         backward to the update only.
         """
         trainable = [buffer for buffer in self.flat_buffers if buffer.trainable]
-        return {
+        held = {
             "parameters": sum(b.params.local_nbytes(self.mesh) for b in self.flat_buffers),
             "master": sum(b.master.local_nbytes(self.mesh) for b in trainable if b.has_master),
             "gradients": sum(b.grads.local_nbytes(self.mesh) for b in trainable),
             "optimizer": sum(_nbytes(self.optimizer[b.key], self.mesh) for b in trainable),
         }
+        return held | ({"wires": _nbytes(self.wires, self.mesh)} if self.wires else {})
+
+    @property
+    def wires(self) -> dict[str, dict[str, Any]]:
+        """The specs of what the wires of reductions remember, by flat buffer and axis; every rank has its own."""
+        return {
+            buffer.key: states
+            for buffer in self.flat_buffers
+            if (states := {axis: state for axis, state in self._wire_states(buffer) if optree.tree_leaves(state)})
+        }
+
+    def _wire_states(self, buffer: BufferPlan) -> Iterator[tuple[str, Any]]:
+        for axis, numel in self.summands(buffer).items():
+            if axis in self.wiring.reduce:
+                like = state_like(self.wiring.reduce[axis], numel, torch_dtype(buffer.dtypes.reduce))
+                yield axis, optree.tree_map(lambda x: TensorSpec(tuple(x.shape), dtype_name(x.dtype)), like)
+
+    def summands(self, buffer: BufferPlan) -> dict[str, int]:
+        """The elements of what a rank adds along each axis, in the order of the sums: P, P/L, …; none where it is frozen."""
+        numel, summands = buffer.padded_numel, {}
+        for axis in sum_order(self.mesh) if buffer.trainable else ():
+            summands[axis] = numel
+            numel //= self.mesh.axis_size(axis)
+        return summands
 
     @property
     def padding(self) -> int:
@@ -258,11 +287,7 @@ class Plan:
         backward and is not gathered twice. Nor is one whose weights the backward does not need (an embedding), and one
         that is used in several separate places is gathered for each: `TrainStep.schedule` tells, after the first step.
         """
-        total: Counter[str] = Counter()
-        for sent in self.sent_by_axis.values():
-            for collective, numel in sent.items():
-                total[collective] += numel
-        return dict(total)
+        return _totals(self.sent_by_axis)
 
     @property
     def sent_by_axis(self) -> dict[str, dict[str, int]]:
@@ -271,33 +296,64 @@ class Plan:
         A reduce-scatter over `"data"` and then `"node"` sends P(L-1)/L along the first and P/L · (N-1)/N along the second, and
         so does the all-gather over both; an all-reduce sends twice that.
         """
+        return self._sent(lambda numel, dtype, wire: numel)
+
+    @property
+    def sent_nbytes_by_axis(self) -> dict[str, dict[str, int]]:
+        """The same in bytes, which are those of the wires where there are some."""
+
+        def nbytes(numel: int, dtype: str, wire: Wire | None) -> int:
+            return numel * itemsize(dtype) if wire is None else wire.nbytes(numel, itemsize(dtype))
+
+        return self._sent(nbytes)
+
+    @property
+    def sent_nbytes_per_step(self) -> dict[str, int]:
+        """The bytes that one rank sends to the others in a step, by collective, padding included."""
+        return _totals(self.sent_nbytes_by_axis)
+
+    def _sent(self, size: Callable[[int, str, Wire | None], int]) -> dict[str, dict[str, int]]:
+        """What one rank sends; `size` is of one message, by its elements, their dtype and the wire that they go through."""
         every = sum_order(self.mesh)
         micro_steps = self.num_micro_steps if self.num_shards > 1 else 1
         gathered = [unit for unit in self.units if unit.gathered_numel]
         last = gathered[-1].buffers if gathered else ()
         sent = {name: dict.fromkeys(_COLLECTIVES, 0) for name in self.mesh.names}
 
-        def add(collective: str, numel: int, axes: Sequence[str], times: int = 1) -> None:
+        def add(
+            collective: str, numel: int, axes: Sequence[str], dtype: str, times: int = 1, wires: Mapping[str, Wire] = {}
+        ) -> None:
             for name in axes:
-                numel //= self.mesh.axis_size(name)
-                sent[name][collective] += times * numel * (self.mesh.axis_size(name) - 1)
+                num_ranks_ = self.mesh.axis_size(name)
+                numel //= num_ranks_
+                sent[name][collective] += times * size(numel, dtype, wires.get(name)) * (num_ranks_ - 1)
 
         for buffer in self.flat_buffers:
-            row, numel = buffer.row, buffer.padded_numel
+            row, numel, dtypes = buffer.row, buffer.padded_numel, buffer.dtypes
             in_params = row.params.axes if isinstance(row.params, Sharded) else ()
-            add("all_gather in the forward", numel, in_params, self.num_micro_steps)
-            add("all_gather in the backward", numel, in_params, self.num_micro_steps * (buffer not in last))
+            wires = self.wiring.gather if buffer.trainable else self.wiring.frozen
+            add("all_gather in the forward", numel, in_params, dtypes.param, self.num_micro_steps, wires)
+            num_backward = self.num_micro_steps * (buffer not in last)
+            add("all_gather in the backward", numel, in_params, dtypes.param, num_backward, wires)
             if not buffer.trainable:
                 continue
+
+            def add_sums(numel: int, axes: Sequence[str], dtype: str = dtypes.reduce) -> None:
+                """Of an all-reduce, whose sums are sent as they are."""
+                add("all_reduce of gradients", numel, axes, dtype, wires=self.wiring.reduce)
+                add("all_reduce of gradients", numel, axes, dtype)
+
             if isinstance(row.grads, Replicated):
-                add("all_reduce of gradients", numel, every, 2)
+                add_sums(numel, every)
                 continue
-            add("reduce_scatter of gradients", numel, self.axes, micro_steps if isinstance(row.grads, Sharded) else 1)
-            add("all_reduce of gradients", buffer.shard_numel, self.further_axes, 2)
+            times = micro_steps if isinstance(row.grads, Sharded) else 1
+            add("reduce_scatter of gradients", numel, self.axes, dtypes.reduce, times, self.wiring.reduce)
+            add_sums(buffer.shard_numel, self.further_axes)
             local_numel = buffer.params.local_shape(self.mesh)[0]
-            add("all_gather of updated parameters", local_numel, self.axes[len(in_params) :])
+            add("all_gather of updated parameters", local_numel, self.axes[len(in_params) :], dtypes.param)
             if buffer.way == "muon" and is_cut(buffer.layout):
-                add("all_gather of momentum", numel, self.axes)
+                wide = "float64" if dtypes.master == "float64" else "float32"  # in which an update is computed
+                add("all_gather of momentum", numel, self.axes, wide)
         return sent
 
     def __rich__(self) -> Group:
@@ -318,6 +374,8 @@ def plan(
     units: Sequence[str] | None = None,
     param_groups: Sequence[ParamGroup] = (),
     transform: OwnTransform | None = None,
+    gather_wire: GivenWire = None,
+    reduce_wire: GivenWire = None,
 ) -> Plan:
     """The plan of `model` under `cfg` on `world_size` ranks; reads shapes only, so the model may be on `meta`.
 
@@ -330,6 +388,7 @@ def plan(
             repeated blocks.
         param_groups: parameters with hyper-parameters of their own; see `ParamGroup`. The first that matches counts.
         transform: in place of the configuration's optimizer; see `make_train_step`.
+        gather_wire, reduce_wire: see `make_train_step`.
 
     Raises:
         ConfigError, ValueError: the configuration does not fit, or a name in `units` matches nothing.
@@ -343,7 +402,7 @@ def plan(
     zero = cfg.zero_optimization
     mesh = mesh_of(zero, world_size or (mesh.size if mesh else 1), mesh)
     optimizers = optimizers_of(cfg, param_groups, transform)
-    owners, modules = dict(model.named_parameters()), dict(model.named_modules())
+    modules, (owners, aliases) = dict(model.named_modules()), _owners(model)
     if not owners:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
     _check_params(owners, param_groups)
@@ -372,16 +431,8 @@ def plan(
         mesh=mesh,
         axes=shard_axes(mesh, zero),
         units=unit_plans,
-        aliases=_aliases(model),
-        optimizer={
-            b.key: widened(
-                optimizers[b.group].transform(pieces=Pieces(b.layout, ranks=(0,)), kind=b.way),
-                state_dtype=b.dtypes.optimizer,
-            ).place(b.master)
-            for u in unit_plans
-            for b in u.buffers
-            if b.trainable
-        },
+        aliases=aliases,
+        optimizer=_place_optimizers([b for u in unit_plans for b in u.buffers if b.trainable], optimizers),
         buffers={
             n: TensorSpec(tuple(t.shape), precision.buffer_dtype_of(dtype_name(t.dtype)))
             for n, t in model.named_buffers()
@@ -394,6 +445,7 @@ def plan(
         gather_bucket=zero.allgather_bucket_size,
         # Full gradients that no rank keeps must not gather in a bucket, either.
         reduce_bucket=max_reducing if zero.reduce_bucket_size and zero.stage >= 2 else zero.reduce_bucket_size,
+        wiring=wiring_of(zero, mesh, gather_wire, reduce_wire),
     )
 
 
@@ -571,15 +623,40 @@ def _plan_buffer(
     return BufferPlan(f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way)
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Every further name of a tied parameter or buffer, with its first name."""
+def _place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimizer | Own]) -> dict[str, Any]:
+    """The specs of the optimizer's state of each flat buffer."""
+    elementwise: dict[tuple[int, str, str], Transform] = {}  # by what it depends on
+
+    def transform_of(buffer: BufferPlan) -> Transform:
+        made = optimizers[buffer.group].transform(pieces=Pieces(buffer.layout, ranks=(0,)), kind=buffer.way)
+        return widened(made, state_dtype=buffer.dtypes.optimizer)
+
+    specs = {}
+    for buffer in buffers:
+        how = (buffer.group, buffer.way, buffer.dtypes.optimizer)
+        if not optimizers[buffer.group].is_elementwise(buffer.way):
+            transform = transform_of(buffer)
+        elif (transform := elementwise.get(how)) is None:  # type: ignore[assignment]
+            transform = elementwise[how] = transform_of(buffer)
+        specs[buffer.key] = transform.place(buffer.master)
+    return specs
+
+
+def _owners(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """The parameters by their first names; and every further name of a tied parameter or buffer, with the first one."""
     first: dict[int, str] = {}
-    aliases = {}
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-        owner = first.setdefault(id(tensor), name)
+    owners, aliases = {}, {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(param), name)
+        if owner == name:
+            owners[name] = param
+        else:
+            aliases[name] = owner
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        owner = first.setdefault(id(buffer), name)
         if owner != name:
             aliases[name] = owner
-    return aliases
+    return owners, aliases
 
 
 # --- units -------------------------------------------------------------------------------------------------------
@@ -689,6 +766,15 @@ def _runs(blocks: Sequence[str], names: Iterable[str]) -> list[tuple[str | None,
 # --- the table ---------------------------------------------------------------------------------------------------
 
 
+def _totals(by_axis: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """What is sent along all axes together."""
+    total: Counter[str] = Counter()
+    for sent in by_axis.values():
+        for collective, size in sent.items():
+            total[collective] += size
+    return dict(total)
+
+
 def _nbytes(specs: Any, mesh: Mesh) -> int:
     return sum(spec.local_nbytes(mesh) for spec in optree.tree_leaves(specs))
 
@@ -725,7 +811,14 @@ def _report(plan: Plan) -> Group:
             + (", ".join(f"{numel:,} in {name}" for name, numel in sent.items() if numel) or "none")
             for along, sent in lines.items()
         ),
+        *(_wires(plan) if plan.wiring else ()),
     )
+
+
+def _wires(plan: Plan) -> Iterator[str]:
+    yield f"wires: {plan.wiring}"
+    exact = sum(_totals(replace(plan, wiring=Wiring()).sent_nbytes_by_axis).values())
+    yield f"bytes that a rank sends in a step: {sum(plan.sent_nbytes_per_step.values()):,}, without wires {exact:,}"
 
 
 def _human(nbytes: float) -> str:

@@ -23,6 +23,7 @@ from fzero.config_optimizers import Optimizer
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, Measure
 from fzero.plan import Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
+from fzero.wiring import GivenWire
 from sharding import Mesh
 
 
@@ -36,6 +37,8 @@ class Recipe:
     units: Sequence[str] | None = None
     param_groups: Sequence[ParamGroup] = ()
     transform: OwnTransform | None = None
+    gather_wire: GivenWire = None
+    reduce_wire: GivenWire = None
     donate: bool = True
     lr_schedule: Schedule | None = None
     schedule: Literal["learned", "negotiated"] = "learned"
@@ -57,7 +60,7 @@ class Recipe:
         """How so many ranks share the model state; `mesh` is how they stand, None as the configuration says."""
         return plan(
             self.model, self.cfg, world_size=world_size, mesh=mesh, units=self.units, param_groups=self.param_groups,
-            transform=self.transform,
+            transform=self.transform, gather_wire=self.gather_wire, reduce_wire=self.reduce_wire,
         )  # fmt: skip
 
     @property
@@ -182,6 +185,7 @@ class Recipe:
                 "optimizers": str(self.optimizers),
                 "checkpoint": ", ".join(self.checkpointing.names),
                 "compile": f"{self.compile} with {self.compile_backend}",
+                "wires": str(the_plan.wiring),
             },
             "torch": {"version": torch.__version__},
         }

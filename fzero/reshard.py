@@ -9,6 +9,7 @@ gathers anything that the new step does not hold whole; what moves at a time is 
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,8 @@ from fzero import collectives
 from fzero.collectives import Fake, Real
 from fzero.eager import own_shard
 from fzero.loss_scaling import LossScale
-from fzero.reshard_plan import Place, ReshardPlan, Round, plan_reshard
+from fzero.reshard_plan import Place, ReshardPlan, Round, kept_wires, plan_reshard
+from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import MismatchError, TrainStep
@@ -42,7 +44,8 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     Parameters, master, optimizer state, counters, loss scale and module buffers go over bit by bit; where the new dtypes
     are others, parameters are the master's, rounded. A rank keeps its random state, a further one starts as in `init`. The
     gradients are zeros: a step collects them anew. The loss scale stays where both steps scale dynamically, else it is the
-    new step's first. The state given is left as it is.
+    new step's first. What the wires of reductions remember stays where the same ranks send the same flat buffers through the
+    same wires, whatever the stage, and starts anew otherwise, which a warning tells. The state given is left as it is.
 
     *Collective:* every process of the default group, whichever of the two jobs it is in. Sends `plan_reshard(…).sent_nbytes`,
     unit by unit, each in one message for every pair of processes, dtype and kind (shards, or what all hold), and the 0-d
@@ -68,8 +71,9 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     for step in (new, old):
         if isinstance(step._ranks, Real) and step._ranks.observe is not None:
             axis = replace(axis, observe=step._ranks.observe)
-    everyone = collectives.exchange(_tell(state, old, new), axis, label="compare steps")
+    everyone = collectives.exchange(_tell(state, old, new), axis, label=Label("compare"))
     _check_told(everyone)
+    _warn_of_wires(old, new)
     places = [Place(told.old, told.new) for told in everyone]
     plan = plan_reshard(old.plan, new.plan, places=places, rng=_rng_specs(old, new))
     numbers = next(told.numbers for told in everyone if told.numbers is not None)
@@ -81,6 +85,7 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
         _run(round_, plan, sources, targets, axis, new.device)
     if made is not None and place.new is not None:
         _narrow(made, new, place.new)
+        _rescale(made, numbers)
     return made
 
 
@@ -110,6 +115,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
             f"pass them all"
         )
     _check_devices(old, new)
+    _warn_of_wires(old, new)
     for state in states:
         _check_state(state, old)
     plan = plan_reshard(old.plan, new.plan, rng=_rng_specs(old, new))
@@ -122,6 +128,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
             targets[move.target_rank][flow.target.name][move.target_start : move.target_stop].copy_(source)
     for rank, state in enumerate(made):
         _narrow(state, new, rank)
+        _rescale(state, numbers)
     return made
 
 
@@ -184,7 +191,7 @@ def _run(
     for message, spans in received.items():
         numel = sum(span.stop - span.start for span in spans)
         incoming.append((message.process, torch.empty(numel, dtype=torch_dtype(message.dtype), device=device)))
-    collectives.swap(incoming, outgoing, axis, label=f"reshard {round_.name}")
+    collectives.swap(incoming, outgoing, axis, label=Label("reshard", round_.name))
     for (_, pieces_of_all), spans in zip(incoming, received.values(), strict=True):
         pieces_by_span = torch.split(pieces_of_all, [span.stop - span.start for span in spans])
         for span, piece in zip(spans, pieces_by_span, strict=True):
@@ -202,7 +209,7 @@ def _by_name(state: TrainState[Tensor]) -> dict[str, Tensor]:
 
 def _numbers_of(state: TrainState[Tensor]) -> Numbers:
     """The 0-d tensors of a state that the step made; a module's own buffers move as tensors."""
-    parts = state._replace(params={}, master={}, grads={}, buffers={}, rng={})
+    parts = state._replace(params={}, master={}, grads={}, buffers={}, rng={}, wires={})
     accessors, tensors, _ = optree.tree_flatten_with_accessor(parts)
     named = zip(accessors, tensors, strict=True)
     return {accessor.codify("state"): x.item() for accessor, x in named if x.ndim == 0}
@@ -258,6 +265,7 @@ def _blank(old: TrainStep, new: TrainStep, rank: int, numbers: Numbers) -> Train
         buffers=zeros(specs.buffers),
         loss_scale=loss_scale,
         rng=new._first_rng(rank),
+        wires=new._first_wires(),
     )
     for name, x in _by_name(state).items():
         if name.startswith("state.optimizer") and name in numbers:
@@ -272,6 +280,14 @@ def _narrow(state: TrainState[Tensor], new: TrainStep, rank: int) -> None:
             master, param = state.master[buffer.key], state.params[buffer.key]
             is_whole = param.shape == master.shape
             (param if is_whole else own_shard(param, buffer, new.plan.shard_of(rank))).copy_(master)
+
+
+def _rescale(state: TrainState[Tensor], numbers: Numbers) -> None:
+    """Makes what the wires remember that of a loss with the new scale."""
+    ratio = state.loss_scale.scale / numbers["state.loss_scale.scale"]
+    for x in optree.tree_leaves(state.wires):
+        if x.is_floating_point():
+            x.mul_(ratio)
 
 
 # --- checks ------------------------------------------------------------------------------------------------------
@@ -347,6 +363,19 @@ def _check_devices(old: TrainStep, new: TrainStep) -> None:
     if old.device.type != new.device.type:
         raise ValueError(
             f"reshard: both steps must be on one kind of device, got {old.device} and {new.device}; move the model of one"
+        )
+
+
+def _warn_of_wires(old: TrainStep, new: TrainStep) -> None:
+    if (
+        old.plan.wires
+        and new.plan.wires
+        and len(kept_wires(old.plan, new.plan)) < len(optree.tree_leaves(new.plan.wires))
+    ):
+        warnings.warn(
+            f"reshard: what reductions lost so far is forgotten where ranks, flat buffers or wires change: from "
+            f"{old.plan.wiring} on {old.world_size} ranks to {new.plan.wiring} on {new.world_size}",
+            stacklevel=3,
         )
 
 

@@ -191,8 +191,8 @@ def plan_reshard(
 ) -> ReshardPlan:
     """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no tensor.
 
-    Stage, mesh, world size, units, order, parameter groups and dtypes may differ, but no master or optimizer state may
-    become narrower. A master comes from the old master, or else from the parameters, which then are the master.
+    Stage, mesh, world size, units, order, parameter groups, wires and dtypes may differ, but no master or optimizer state
+    may become narrower. A master comes from the old master, or else from the parameters, which then are the master.
 
     Args:
         old, new: `step.plan` of two steps, or what `fzero.plan` gives: plans of one model.
@@ -234,7 +234,8 @@ def plan_reshard(
             for path, name in _numbers_of(new, buffer).items():
                 counted[name] = tuple(_numbers_of(old, source)[path] for source in sources)
         rounds.append(Round(unit.name, tuple(flows)))
-    rest = [*_module_buffers(old, new), *(_own(kind, spec, old, new) for kind, spec in (rng or {}).items())]
+    own = {f"state.rng[{kind!r}]": spec for kind, spec in (rng or {}).items()} | kept_wires(old, new)
+    rest = [*_module_buffers(old, new), *(_own(name, spec, old, new) for name, spec in own.items())]
     rounds.append(Round("module buffers and random states", tuple(rest)))
     processes = range(len(places))
     senders = {places[process].old: process for process in processes}
@@ -340,13 +341,32 @@ def _module_buffers(old: Plan, new: Plan) -> Iterator[Flow]:
         yield _flow(tensor(old, name), tensor(new, name))
 
 
-def _own(kind: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
+def kept_wires(old: Plan, new: Plan) -> dict[str, TensorSpec]:
+    """The tensors that the wires of reductions remember and keep: where the same is sent by the same ranks, whatever the stage.
+
+    By their names in the whole state. Others start anew.
+    """
+    layouts = {buffer.key: buffer.layout for buffer in old.flat_buffers}
+    kept: dict[str, TensorSpec] = {}
+    for buffer in new.flat_buffers:
+        before, after = old.wires.get(buffer.key, {}), new.wires.get(buffer.key, {})
+        if old.mesh != new.mesh or layouts.get(buffer.key) != buffer.layout:
+            continue
+        for axis, specs in after.items():
+            if before.get(axis) == specs and old.wiring.reduce[axis].name == new.wiring.reduce[axis].name:
+                accessors, leaves, _ = optree.tree_flatten_with_accessor(specs)
+                names = [accessor.codify(f"state.wires[{buffer.key!r}][{axis!r}]") for accessor in accessors]
+                kept |= dict(zip(names, leaves, strict=True))
+    return kept
+
+
+def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
     """What each rank has for itself: one piece of all of them, of which the ranks that stay keep theirs."""
 
     def tensor(plan: Plan) -> FlatTensor:
         names = tuple(f"rank {rank}" for rank in plan.ranks)
         layout = FlatLayout(names, (spec.shape,) * plan.world_size, plan.world_size)
-        return FlatTensor(f"state.rng[{kind!r}]", layout, spec.dtype, plan.world_size)
+        return FlatTensor(name, layout, spec.dtype, plan.world_size)
 
     return _flow(tensor(old), tensor(new))
 

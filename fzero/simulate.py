@@ -19,20 +19,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import optree
 import torch
 from torch import Tensor, nn
 
 from fzero.batches import map_tensors
-from fzero.collectives import CollectiveError, Fake, Lockstep, Sent
+from fzero.collectives import CollectiveError, Fake, Lockstep
 from fzero.config import ConfigError
 from fzero.graph_schedule import CompileError
 from fzero.initialise import InitFn
 from fzero.lockstep import Hub, StuckError
 from fzero.plan import Plan
 from fzero.recipe import Recipe
+from fzero.sent import Sent
 from fzero.stacked import RandomByRank, Stacked, VmapError
 from fzero.state import Metrics, TrainState
 from fzero.step import TrainStep, _Knobs
@@ -128,6 +129,19 @@ class LockstepRanks:
         """The first parameter whose gradient is not finite, as `TrainStep.first_overflow`."""
         states = unstacked(state, self.world_size)
         return self._run(lambda rank: self.steps[rank].first_overflow(states[rank]))[0]
+
+    def observed(self, observe: Callable[[Sent], None]) -> Self:
+        """The same ranks, of which rank 0 tells `observe`, too, what it sends."""
+        twin = copy.copy(self)
+        twin.steps = [
+            step.observed(observe if rank == 0 else lambda sent: None) for rank, step in enumerate(self.steps)
+        ]
+        return twin
+
+    @property
+    def has_agreed(self) -> bool:
+        """As `TrainStep.has_agreed`."""
+        return self.steps[0].has_agreed
 
     def _batches(self, batch: Any) -> list[Any]:
         if not isinstance(batch, Iterator):
@@ -225,7 +239,7 @@ class VmapRanks(LockstepRanks):
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
-        return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng), metrics
+        return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng, state.wires), metrics
 
 
 def simulate(

@@ -1,7 +1,7 @@
 """Ranks as a dimension: what `InGraph` does for one rank, for all of them at once.
 
 `Stacked.each(function)` is `torch.vmap` over the leading dimension of ranks. Inside it a tensor is one rank's, and a
-collective `Along` an axis is an operation on that dimension: sums are made in rank order, as real ranks make them.
+collective of a `StackedAxis` is an operation on that dimension: sums are made in rank order, as real ranks make them.
 
 Random numbers are each rank's own: an operator that draws some is run for one rank after the other, on that rank's
 random state.
@@ -129,7 +129,7 @@ def over_ranks(x: Tensor, name: str, size: int, stride: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Along:
+class StackedAxis:
     """The collectives along one axis for all ranks at once, as `fzero.collectives.InGraph` has them for one.
 
     Args:
@@ -142,10 +142,10 @@ class Along:
 
     @classmethod
     def of(cls, mesh: Mesh, name: str) -> Self:
-        """Along an axis of a mesh.
+        """StackedAxis an axis of a mesh.
 
-        >>> Along.of(Mesh.of(node=2, data=4), "node")
-        Along(size=2, stride=4)
+        >>> StackedAxis.of(Mesh.of(node=2, data=4), "node")
+        StackedAxis(size=2, stride=4)
         """
         after = mesh.names[mesh.names.index(name) + 1 :]
         return cls(mesh.axis_size(name), math.prod(map(mesh.axis_size, after)))
@@ -179,7 +179,7 @@ class Stacked:
     """
 
     def __init__(self, mesh: Mesh, axes: Sequence[str]) -> None:
-        self.size, self._axes = mesh.size, tuple(Along.of(mesh, name) for name in axes)
+        self.size, self._axes = mesh.size, tuple(StackedAxis.of(mesh, name) for name in axes)
         self.random: RandomByRank | None = None
         self._shard: Tensor | None = None
 

@@ -39,6 +39,9 @@ class TrainState(NamedTuple, Generic[Leaf]):
     """What the loss is multiplied by, and what decides when that changes; 1 where nothing scales the loss."""
     rng: dict[str, Leaf]
     """The state of the random generators by device type; every rank has its own."""
+    wires: dict[str, dict[str, Any]]
+    """What the wires of reductions remember (`fzero.wires`: what was lost so far), by flat buffer and mesh axis, for what is
+    added up along it; every rank has its own. Empty where no wire remembers anything."""
 
 
 class Metrics(NamedTuple):

@@ -12,12 +12,13 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 import optree
 import torch
@@ -41,9 +42,11 @@ from fzero.plan import BufferPlan, OwnTransform, ParamGroup
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
 from fzero.recipe import Recipe
 from fzero.schedule import Event, early
+from fzero.sent import Label, Sent
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Machine, Timeline, joined, make_timeline
 from fzero.transforms import Transform, unless
+from fzero.wiring import GivenWire
 from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
 
@@ -51,6 +54,9 @@ if TYPE_CHECKING:
     from fzero.compiled import Captured, CompiledStep, Outcome
     from fzero.compiled_blocks import CompiledBlocks
     from fzero.stacked import Stacked
+
+
+T = TypeVar("T")
 
 
 class MismatchError(ValueError):
@@ -66,6 +72,8 @@ def make_train_step(
     units: Sequence[str] | None = None,
     param_groups: Sequence[ParamGroup] = (),
     transform: OwnTransform | None = None,
+    gather_wire: GivenWire = None,
+    reduce_wire: GivenWire = None,
     donate: bool = True,
     lr_schedule: Schedule | None = None,
     schedule: Literal["learned", "negotiated"] = "learned",
@@ -97,6 +105,10 @@ def make_train_step(
             schedule: what a schedule makes of the configuration's lr it makes of the group's.
         transform: in place of the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or
             a function of the learning rate that makes one; `fzero.transforms` says how one is made.
+        gather_wire: how the parameters that stage 3 gathers travel in the forward, the backward and `evaluate`
+            (`fzero.coded(fzero.quantize(8))`, say): a `Wire` without a state. None is as the configuration says, or exactly.
+        reduce_wire: how gradients travel: a `Wire` for all axes of the mesh, or wires by axis, through which they are added up
+            along one axis after the other. What it remembers is in `state.wires`. What has been added up travels as it is.
         donate: the step may write into the state it is given, which must not be used again. False works on a copy.
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's.
         schedule: `"learned"` fixes the order of collectives in the first step. `"negotiated"` agrees on it in every
@@ -122,8 +134,8 @@ def make_train_step(
     """
     recipe = Recipe(
         model=model, cfg=Config.load(cfg), loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
-        donate=donate, lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile,
-        compile_backend=compile_backend, seed=seed,
+        gather_wire=gather_wire, reduce_wire=reduce_wire, donate=donate, lr_schedule=lr_schedule, schedule=schedule,
+        checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else _bind(mesh, recipe.device))
 
@@ -208,6 +220,11 @@ class TrainStep:
         """The step as one graph, and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
+        if self.plan.wiring:
+            raise ConfigError(
+                f"compile: must be None or 'block' where gathers or reductions go through wires, got 'step', trace, explain or a "
+                f"simulation by vmap with {self.plan.wiring}; drop it, or leave the wires out"
+            )
         if self._checkpointing.names and self._checkpointing.moves is not None:
             raise ConfigError(
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
@@ -259,6 +276,7 @@ class TrainStep:
             buffers=dict(self.plan.buffers),
             loss_scale=LossScale(TensorSpec((), "float32"), TensorSpec((), "int64"), TensorSpec((), "int64")),
             rng={t: TensorSpec(tuple(_generator(t, 0).get_state().shape), "uint8") for t in device_types},
+            wires=self.plan.wires,
         )
 
     # --- state ---------------------------------------------------------------------------------------------------
@@ -297,7 +315,19 @@ class TrainStep:
         rng = self._first_rng(rank)
         num_updates = torch.zeros((), dtype=torch.int64, device=self.device if self._cfg.skips_overflow else "cpu")
         loss_scale = self._scaling.init(self.device)
-        return TrainState(step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=rng)
+        return TrainState(
+            step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=rng, wires=self._first_wires()
+        )
+
+    def _first_wires(self) -> dict[str, dict[str, Any]]:
+        """What the wires of reductions remember at first."""
+        found: dict[str, dict[str, Any]] = {}
+        for buffer in self.plan.flat_buffers:
+            dtype, summands = torch_dtype(buffer.dtypes.reduce), self.plan.summands(buffer)
+            for axis in self.plan.wires.get(buffer.key, {}):
+                like = torch.zeros(summands[axis], dtype=dtype, device=self.device)
+                found.setdefault(buffer.key, {})[axis] = self.plan.wiring.reduce[axis].init(like)
+        return found
 
     def _first_rng(self, rank: int) -> dict[str, Tensor]:
         """The random state with which a rank starts."""
@@ -327,7 +357,7 @@ class TrainStep:
         )  # fmt: skip
 
     def _from_rank_0(self, value: Tensor, name: str) -> Tensor:
-        return collectives.broadcast(value, self._mesh.everyone, label=f"init {name}")
+        return collectives.broadcast(value, self._mesh.everyone, label=Label("init", name))
 
     def _cut(self, flat_P: Tensor, spec: TensorSpec) -> Tensor:
         """What this rank holds of a flat buffer."""
@@ -417,10 +447,11 @@ class TrainStep:
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
         if self._compiled is not None:
             return self._call_compiled(self._compiled, state, buffers, micro_batches)
-        told, is_sum, before_it = [], False, int(state.step)
+        told, is_sum, before_it, wires = [], False, int(state.step), state.wires
         with _random_state(state.rng, self.device) as rng:
             for index, micro_batch in enumerate(micro_batches):
-                by_rank, is_sum = self._micro_step(state, buffers, before, micro_batch, index)
+                now = state._replace(wires=wires)
+                by_rank, is_sum, wires = self._micro_step(now, buffers, before, micro_batch, index)
                 told.append(by_rank)
         told_AW3 = torch.stack(told)
         moved = _moved(buffers, before)
@@ -432,7 +463,7 @@ class TrainStep:
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
-        return self._next(state, metrics, optimizer, loss_scale, buffers, rng), metrics
+        return self._next(state, metrics, optimizer, loss_scale, buffers, rng, wires), metrics
 
     def _next(
         self,
@@ -442,6 +473,7 @@ class TrainStep:
         loss_scale: LossScale[Tensor],
         buffers: dict[str, Tensor],
         rng: dict[str, Tensor],
+        wires: dict[str, dict[str, Any]],
     ) -> TrainState[Tensor]:
         """The state after an update, which an overflow skipped."""
         num_updates = state.step.add_(1)
@@ -450,7 +482,13 @@ class TrainStep:
             buffers = _chosen(metrics.overflow, state.buffers, buffers)
             if self.device.type == "cpu":  # elsewhere the host would have to wait for the overflow
                 rng = _chosen(metrics.overflow, state.rng, rng)
-        return state._replace(step=num_updates, optimizer=optimizer, buffers=buffers, loss_scale=loss_scale, rng=rng)
+            wires = _chosen(metrics.overflow, state.wires, wires)
+        if self._cfg.scales_loss:  # what was lost is of a scaled loss
+            ratio = loss_scale.scale / state.loss_scale.scale
+            wires = optree.tree_map(lambda x: x * ratio.to(x.dtype) if x.is_floating_point() else x, wires)
+        return state._replace(
+            step=num_updates, optimizer=optimizer, buffers=buffers, loss_scale=loss_scale, rng=rng, wires=wires
+        )
 
     def _call_compiled(
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
@@ -466,7 +504,7 @@ class TrainStep:
         metrics = Metrics(
             outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
         )
-        return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng), metrics
+        return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng, state.wires), metrics
 
     def _turn_knobs(self, knobs: _Knobs, num_updates: int) -> None:
         """Writes what the graph reads about the update after `num_updates` others."""
@@ -495,17 +533,19 @@ class TrainStep:
         before: dict[str, tuple[Tensor, int]],
         batch: Any,
         index: int,
-    ) -> tuple[Tensor, bool]:
+    ) -> tuple[Tensor, bool, dict[str, Any]]:
         """Forward and backward of one micro-batch, whose gradients join `state.grads`.
 
         Returns:
             What every rank told (W, 3): its loss, its weight or -1, and whether a buffer moved that never did before;
-            and whether losses are sums.
+            whether losses are sums; and what the wires remember now.
         """
         self._num_passes += 1
         schedule = self.schedule if self._learns else None
-        place = {"is_first": index == 0, "is_last": index == self.plan.num_micro_steps - 1}
-        with Pass(self.plan, self._mesh, state.params, state.grads, schedule, self._scratch, **place) as work:
+        with Pass(
+            self.plan, self._mesh, state.params, state.grads, schedule, self._scratch, wires=state.wires,
+            is_first=index == 0, is_last=index == self.plan.num_micro_steps - 1,
+        ) as work:  # fmt: skip
             with (
                 bound(self._model, self.plan.aliases, work.fetch, buffers),
                 self._blocks.applied(self._model) if self._blocks else nullcontext(),
@@ -524,7 +564,7 @@ class TrainStep:
             told = self._told(work)
         if self._learns and self.schedule is None:
             self.schedule = early(work.executed, lambda present, next_: may_start_early(self.plan, present, next_))
-        return told, weight is not None
+        return told, weight is not None, work.wires
 
     def _checkpointed(self, work: Pass) -> AbstractContextManager[None]:
         return self._checkpointing.applied(
@@ -636,7 +676,7 @@ class TrainStep:
             for shard in held
         ]
         if len(held) < mesh.num_shards:
-            return self._measures.norm(mesh.stack(parts[0], label="norms"))
+            return self._measures.norm(mesh.stack(parts[0], label=Label("norm", phase="update")))
         return self._measures.norm(torch.stack(parts))
 
     def _check_loss_scale(self, state: TrainState[Tensor], overflow: Tensor) -> None:
@@ -709,11 +749,26 @@ class TrainStep:
                     "make the step with compile='step' and call the step once"
                 )
             graph = max(self._compiled.backend.graphs, key=lambda graph: len(graph.nodes))
-            return make_timeline(graph, machine, peers=self._compiled.peers, title=title)
+            return make_timeline(graph, machine, axes=self._compiled.axes, title=title)
         captured = self.trace(batch)
         different = {id(c.graph): c for c in captured}  # micro-steps share one
         timelines = {key: c.scheduled().timeline(machine, title=title) for key, c in different.items()}
         return joined([timelines[id(c.graph)] for c in captured])
+
+    def observed(self, observe: Callable[[Sent], None]) -> Self:
+        """The same step, which tells `observe`, too, what its collectives send; what it learns it learns for itself.
+
+        Shares what is captured, and the model. Each rank may call it or not.
+        """
+        twin = copy.copy(self)
+        twin._bound = self._mesh.observed(observe)
+        twin._compiled = None if self._compiled is None else self._compiled.observed(observe)
+        return twin
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether the ranks need not agree on anything any more: they have run a step, or there is one graph."""
+        return self._compiled is not None or self._moving_buffers is not None
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
         """The name of the first parameter, as declared, whose collected gradient is not finite; None if all are finite.
@@ -730,7 +785,7 @@ class TrainStep:
                 for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
                     if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
                         first = order[name]
-        found = int(mesh.stack(torch.tensor(first, device=self.device), label="overflow").min())
+        found = int(mesh.stack(torch.tensor(first, device=self.device), label=Label("overflow")).min())
         return dict(zip(order.values(), order, strict=True)).get(found)
 
     def _transform_of(
@@ -760,10 +815,10 @@ class TrainStep:
         return self._places[buffer.key] + own
 
     def _stack(self, partial: Tensor) -> Tensor:
-        return self._mesh.stack(partial[0], label="optimizer")
+        return self._mesh.stack(partial[0], label=Label("optimizer", phase="update"))
 
     def _join(self, shard_S: Tensor) -> Tensor:
-        return self._mesh.all_gather(shard_S, self._mesh.axes, label="momentum")
+        return self._mesh.all_gather(shard_S, self._mesh.axes, label=Label("momentum", phase="update"))
 
     def _update(
         self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor, *, num_updates: int
@@ -786,7 +841,7 @@ class TrainStep:
             _, _, optimizer[buffer.key] = transform.update(grad, master, state.optimizer[buffer.key])
             if share is not param:
                 axes = mesh.axes[len(mesh.axes_of(buffer.row.params)) :]
-                joins.append(mesh.start_all_gather(share, param, axes, label=f"join {buffer.key}"))
+                joins.append(mesh.start_all_gather(share, param, axes, label=Label("join", buffer.key, "update")))
         for pending in joins:
             pending.wait()
         return optimizer
@@ -805,7 +860,7 @@ class TrainStep:
             self._moving_buffers = (self._moving_buffers or frozenset()) | moved
             return buffers
         if self._moving_buffers is None or has_news:
-            everyone = collectives.exchange(moved, self._mesh.everyone, label="moving buffers")
+            everyone = collectives.exchange(moved, self._mesh.everyone, label=Label("agree", phase="update"))
             self._moving_buffers = (self._moving_buffers or frozenset()).union(*everyone)
         unexpected = moved - self._moving_buffers
         if unexpected:
@@ -819,7 +874,7 @@ class TrainStep:
                 by_dtype.setdefault(buffers[name].dtype, []).append(name)
         for names in by_dtype.values():
             flat = torch.cat([buffers[name].reshape(-1) for name in names])
-            rows = collectives.stack(flat, self._mesh.everyone, label="module buffers")
+            rows = collectives.stack(flat, self._mesh.everyone, label=Label("buffers", phase="update"))
             agreed = agreed_buffers(rows)
             for name, values in zip(names, torch.split(agreed, [buffers[name].numel() for name in names]), strict=True):
                 buffers[name].copy_(values.view(buffers[name].shape))
@@ -842,7 +897,7 @@ def _bind(mesh: Mesh | None, device: torch.device) -> Real:
 
 def _check_same(axis: Bound, mine: dict[str, dict[str, str]]) -> None:
     """Raises on every rank when ranks were given different models or configurations."""
-    everyone = collectives.exchange(mine, axis, label="compare models and configurations")
+    everyone = collectives.exchange(mine, axis, label=Label("compare"))
     for rank, theirs in enumerate(everyone):
         for subject, first in everyone[0].items():
             if list(theirs[subject].items()) != list(first.items()):
@@ -861,8 +916,10 @@ def _portable(tensor: Tensor) -> Tensor:
     return copy.clone() if copy.data_ptr() == tensor.data_ptr() or copy._base is not None else copy
 
 
-def _chosen(skip: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.where(skip, before[name], tensor) for name, tensor in after.items()}
+def _chosen(skip: Tensor, before: dict[str, T], after: dict[str, T]) -> dict[str, T]:
+    """The tensors of one of two trees."""
+    chosen: dict[str, T] = optree.tree_map(lambda old, new: torch.where(skip, old, new), before, after)
+    return chosen
 
 
 def _moved(buffers: dict[str, Tensor], before: dict[str, tuple[Tensor, int]]) -> set[str]:

@@ -116,12 +116,12 @@ def check_collective(wire: Wire, *, max_error: float = 0.0, name: str = "collect
     Raises:
         AssertionError: a law is broken; names it, the smallest example found, and what to mend.
 
-    >>> from fzero import coded, exact, quantize
+    >>> from fzero import coded, ended, exact, quantize
     >>> check_collective(exact(), max_examples=2)
     >>> check_collective(coded(quantize(8)), max_error=1 / 127, max_examples=2)
-    >>> def averaged(full_P, axis, state):
-    ...     return exact().reduce_scatter(full_P, axis, state)[0] / axis.size, state
-    >>> check_collective(exact()._replace(reduce_scatter=averaged))  # doctest: +ELLIPSIS
+    >>> def averaged(full_P, axis, state, **_):
+    ...     return ended(exact().reduce_scatter(full_P, axis, state)[0] / axis.size, state)
+    >>> check_collective(exact()._replace(start_reduce_scatter=averaged))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     AssertionError: collective: reduce_scatter must give this rank's shard of the sum over ranks, ... Add up, do not average; ...

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -66,12 +66,14 @@ class Machine:
                 )
 
 
-class Peers(NamedTuple):
-    """Who takes part in a collective: the ranks along an axis of the mesh."""
+class Along(Protocol):
+    """The ranks that take part in a collective, by what a graph does not tell: the mesh axis, and how many there are."""
 
-    axis: str
-    num_ranks: int | None
-    """None takes them for very many."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
 
 
 class Span(NamedTuple):
@@ -160,7 +162,7 @@ def make_timeline(
     graph: Graph,
     machine: Machine | None = None,
     *,
-    peers: Mapping[str, Peers] | None = None,
+    axes: Mapping[str, Along] | None = None,
     title: str = "one step",
 ) -> Timeline:
     """The timeline of a graph in the order in which it stands.
@@ -168,14 +170,14 @@ def make_timeline(
     Args:
         graph: a training step's, as `run_passes` returns it.
         machine: the rates.
-        peers: who takes part in a collective, by the name of its group; of a group that is not there the collectives tell
+        axes: of the groups, by the names by which the graph calls them; of one that is not there the collectives tell
             themselves, and an all-reduce is taken for one of as many ranks as others have.
         title: what the table and the picture are called.
     """
     machine = Machine() if machine is None else machine
     analysis = analyse(graph)
-    peers = peers or {}
-    others = Peers("data", max(filter(None, map(_num_ranks, graph.nodes)), default=None))
+    axes = axes or {}
+    most = max(filter(None, map(_num_ranks, graph.nodes)), default=None)
     labels: dict[Node, str] = {}
     for gather in analysis.gathers:
         labels |= {node: f"gather {gather.unit}" for node in gather.issue if is_collective(node)}
@@ -186,8 +188,8 @@ def make_timeline(
     for node in graph.nodes:
         times.append(now)
         if is_collective(node):
-            axis, num_ranks = peers.get(group_of(node), others)
-            nbytes = sent_by(node, num_ranks)
+            along = axes.get(group_of(node))
+            axis, nbytes = ("data", sent_by(node, most)) if along is None else (along.name, sent_by(node, along.size))
             begin = max(now, free)
             free = begin + machine.latency + nbytes / machine.network
             ends[node] = free
@@ -215,7 +217,7 @@ def kind_of(node: Node) -> str:
 
 def group_of(node: Node) -> str:
     """The name of the group of ranks that take part in a collective."""
-    return str(node.args[-1])
+    return next(arg for arg in reversed(node.args) if isinstance(arg, str))
 
 
 def sent_by(node: Node, num_ranks: int | None = None) -> int:

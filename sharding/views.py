@@ -8,6 +8,7 @@ Shape letters: N elements, P padded = W * S, S shard, W ranks.
 """
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from einops import rearrange
@@ -17,6 +18,7 @@ from sharding.layout import FlatLayout
 from sharding.partition import Partition
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype, as specs write it.
 
@@ -26,6 +28,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of that name, the inverse of `dtype_name`.
 

@@ -1,22 +1,30 @@
-"""What every test may use: a pool of real ranks, one thread for this process, and how many examples hypothesis tries.
+"""What every test may use: a pool of real ranks, and one thread for this process.
 
-`HYPOTHESIS_PROFILE=nightly` tries ten times as many.
+Tests that try a law on many examples are marked `property`, which hypothesis' own get here; the last line says how long
+they took.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
-import hypothesis
+import laws  # noqa: F401 - the profiles, before any test module
 import pytest
 import torch
+from hypothesis import is_hypothesis_test
 from ranks import RankPool
 
-hypothesis.settings.register_profile("fzero", deadline=None, max_examples=50)
-hypothesis.settings.register_profile("nightly", deadline=None, max_examples=500, print_blob=True)
-# Before a test module makes settings of its own, which take from the profile what they leave out.
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fzero"))
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker("property")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
+    times = [report.duration for report in reports if "property" in report.keywords]
+    terminalreporter.write_line(f"{len(times)} property tests took {sum(times):.0f} s of work and waiting")
 
 
 @pytest.fixture(scope="session", autouse=True)

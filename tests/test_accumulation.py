@@ -128,7 +128,7 @@ def _sent(stage: int, num_micro_steps: int) -> tuple[dict[str, int], dict[str, i
         state, _ = step(state, part(vectors(index), step.rank, step.world_size))
     sent: dict[str, int] = {}
     for record in log:
-        sent[record.label.split()[0]] = sent.get(record.label.split()[0], 0) + record.num_elements
+        sent[record.label.purpose] = sent.get(record.label.purpose, 0) + record.num_elements
     return sent, step.plan.sent_per_step
 
 

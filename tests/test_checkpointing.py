@@ -367,7 +367,7 @@ def _sent(model: Any, data: Any, checkpoint: int | None, schedule: Any) -> tuple
         log.clear()
         state, _ = step(state, part(data(index), step.rank, step.world_size))
         seen.append(Counter((sent.label, sent.num_elements) for sent in log))
-    gathers = Counter(label for label, _ in seen[2].elements() if label.startswith("gather"))
+    gathers = Counter(str(label) for label, _ in seen[2].elements() if label.purpose == "gather")
     return step.schedule, gathers, [seen[0], seen[2]]
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from fzero import Config, ConfigError
 from fzero.__main__ import main
 from fzero.config import ConfigWarning
-from fzero.config_fields import Block
+from fzero.config_fields import block_of
 from fzero.config_optimizers import OPTIMIZERS, Adam, AdamW, SGDParams, with_overrides
 from fzero.config_sieve import children
 from fzero.config_table import reference
@@ -62,6 +62,10 @@ def test_an_empty_configuration_means_the_defaults() -> None:
         "stage3_max_reuse_distance": None,
         "mics_shard_size": None,
         "zero_hpz_partition_size": None,
+        "zero_quantized_weights": False,
+        "zero_quantized_nontrainable_weights": False,
+        "zero_quantized_gradients": False,
+        "zeropp_loco_param": None,
     }
 
 
@@ -254,7 +258,6 @@ ON: dict[str, Any] = {
     "zero_optimization.offload_param": {"device": "cpu"},
     "zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"},
     "zero_optimization.zenflow": {},
-    "zero_optimization.zeropp_loco_param": {"err_beta": 0.5},
 }
 """Values that ask for something."""
 
@@ -303,7 +306,7 @@ def test_a_value_that_asks_for_nothing_is_no_error_and_no_warning(key: str) -> N
         at("data_efficiency", {"enabled": False, "data_sampling": {"enabled": True}}),
         zero(offload_param={"pin_memory": True}, cpu_offload_use_pin_memory=True, mics_shard_size=-1),
         zero(cpu_offload=False, cpu_offload_param=False, cpu_offload_params=False, legacy_stage1=False),
-        zero(stage3_model_persistence_threshold=9223372036854775807, zero_quantized_weights=False),
+        zero(stage3_model_persistence_threshold=9223372036854775807),
         {"zero_optimization": {"stage": 1, "allgather_size": 5e8}},
     ],
 )
@@ -355,7 +358,6 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
         "zero_optimization.overlap_comm": "accepted",
         "zero_optimization.contiguous_gradients": "accepted",
         "zero_optimization.offload_optimizer": "off",
-        "zero_optimization.zero_quantized_weights": "off",
         "zero_optimization.reduce_bucket_size": "auto",
         "steps_per_print": "accepted",
     }
@@ -392,6 +394,30 @@ def test_ranks_that_share_the_state_are_a_number_or_all() -> None:
     assert not cfg.conflicts and [note.kind for note in cfg.notes] == ["accepted"]
 
 
+def test_quantized_collectives_are_read_and_told_where_they_are_of_no_use() -> None:
+    asked = zero(
+        stage=3, zero_quantized_weights=True, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.5}
+    )
+    cfg = Config.load(asked)
+    assert cfg.zero_optimization.zeropp_loco_param.model_dump() == {"err_beta": 0.5, "reset_T": 1024}
+    assert not cfg.conflicts and Config.load(cfg.model_dump()) == cfg
+    assert refusal(zero(zeropp_loco_param={"err_beta": 1})).startswith(
+        "zero_optimization.zeropp_loco_param.err_beta: must be"
+    )
+    told = {
+        note.key: note.reason
+        for source in (
+            zero(stage=2, zero_quantized_weights=True, zero_quantized_nontrainable_weights=False),
+            zero(stage=3, zeropp_loco_param={"err_beta": 0.5}),
+        )
+        for note in Config.load(source).conflicts
+    }
+    assert told == {
+        "zero_optimization.zero_quantized_weights": "it is for stage 3, and the stage is 2",
+        "zero_optimization.zeropp_loco_param.err_beta": "no gradient is quantized",
+    }
+
+
 def test_gradients_are_not_added_up_in_stage_3() -> None:
     says = "gradient_allreduce_op: must be 'mean' in stage 3, got 'sum'"
     assert says in refusal({"gradient_allreduce_op": "sum"} | zero(stage=3))
@@ -417,8 +443,9 @@ def honoured(block: Any, prefix: str = "") -> Iterator[str]:
     for name, field in block.model_fields.items():
         for spelling in {name, field.alias or name}:
             yield f"{prefix}{spelling}"
-            if isinstance(field.annotation, type) and issubclass(field.annotation, Block):
-                yield from honoured(field.annotation, f"{prefix}{spelling}.")
+            inner = block_of(field.annotation)
+            if inner is not None and name not in ("optimizer", "scheduler"):
+                yield from honoured(inner, f"{prefix}{spelling}.")
 
 
 HONOURED = {
@@ -1214,9 +1241,10 @@ def test_the_reference_in_docs_is_the_models() -> None:
 
 def blocks(block: Any) -> Iterator[Any]:
     yield block
-    for field in block.model_fields.values():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Block):
-            yield from blocks(field.annotation)
+    for name, field in block.model_fields.items():
+        inner = block_of(field.annotation)
+        if inner is not None and name not in ("optimizer", "scheduler"):
+            yield from blocks(inner)
 
 
 def test_every_honoured_key_has_a_meaning_in_the_reference() -> None:

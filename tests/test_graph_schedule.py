@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from graphs import Traced, run_ranks, trace_step
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from laws import examples
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
@@ -95,7 +96,7 @@ pass_options = st.builds(
 units = st.dictionaries(st.sampled_from([f"flats_{i}" for i in range(1, 6)]), st.sampled_from("ab"))
 
 
-@settings(max_examples=40, derandomize=True)
+@examples(40, derandomize=True)
 @given(traced=steps, options=pass_options, units=units)
 def test_no_option_changes_a_number(traced: Traced, options: PassOptions, units: dict[str, str]) -> None:
     before = [node.format_node() for node in traced.graph.nodes]
@@ -155,7 +156,7 @@ def test_a_unit_used_in_separate_places_is_gathered_for_each() -> None:
 
 
 @given(hiddens=st.lists(st.sampled_from([4, 8, 16]), min_size=1, max_size=4).map(tuple), tied=st.booleans())
-@settings(max_examples=15, derandomize=True)
+@examples(15, derandomize=True)
 def test_at_most_two_units_are_gathered_with_prefetch_and_one_without(hiddens: tuple[int, ...], tied: bool) -> None:
     traced = trace_step(hiddens, tied=tied)
     largest, second, *_ = sorted(traced.unit_numels, reverse=True)
@@ -292,7 +293,7 @@ def test_a_gather_of_what_the_step_made_is_a_reduction_like_any_other() -> None:
 # --- how long a unit stays -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, derandomize=True)
+@examples(300, derandomize=True)
 @given(
     accesses=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), max_size=25),
     numels=st.lists(st.integers(1, 9), min_size=6, max_size=6),

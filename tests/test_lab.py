@@ -73,3 +73,23 @@ def test_a_stage_that_changes_in_mid_training_changes_the_losses_by_rounding_onl
     assert difference < 1e-5
     ((first, last),) = numbers(r"loss ([\d.]+) -> ([\d.]+)", said)
     assert last < first
+
+
+def test_parameters_in_8_bits_cost_little_and_what_4_bits_of_gradients_lose_can_be_remembered(run):
+    said = run("quantised_gathers", "--steps", "24")
+    points = numbers(r"(\d) bits in blocks of (\d+): ([\d.]+) bytes for an element, error ([\d.e+-]+)", said)
+    for bits in (8, 4):
+        by_block = [(nbytes, error) for found, _, nbytes, error in points if found == bits]
+        assert len(by_block) == 5 and by_block == sorted(by_block, key=lambda point: (-point[0], point[1]))
+    runs = numbers(r"loss ([\d.]+) -> ([\d.]+), ([\d,]+) bytes sent in a step", said)
+    (first, exact, whole), gathers, alone, remembered, both = runs
+    assert exact < 0.7 * first and abs(gathers[1] - exact) < abs(alone[1] - exact) and remembered[1] < alone[1]
+    assert whole / both[2] > 4 and alone[2] == remembered[2]
+
+
+def test_signs_of_the_momentum_teach_nearly_as_much_as_all_of_it(run):
+    said = run("one_bit_adam", "--steps", "60")
+    assert "the codec keeps the laws of collectives" in said
+    adam, signs, forgetful = numbers(r"loss ([\d.]+) -> ([\d.]+), ([\d.]+) MB", said)
+    assert adam[2] / signs[2] > 3 and signs[2] == forgetful[2]
+    assert adam[1] < signs[1] < forgetful[1] < adam[0]

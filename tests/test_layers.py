@@ -20,9 +20,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     # tensors cut and joined by a layout; collectives on stacked ranks; what property tests try
     ("sharding.views", "sharding.reference", "sharding.toy_models", "sharding.testing"),
+    # the only door to torch.distributed; what is sent
+    ("fzero.codecs", "fzero.sent", "fzero.lockstep", "fzero.collectives", "fzero.wires"),
     # pure
     (
-        "fzero.codecs",
         "fzero.transforms",
         "fzero.precision",
         "fzero.loss_scaling",
@@ -44,6 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.config",
         "fzero.config_table",
         "fzero.meshes",
+        "fzero.wiring",
         "fzero.plan",
         "fzero.batches",
         "fzero.reshard_plan",
@@ -54,18 +56,25 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.graph_schedule",
         "fzero.graph_remat",
         "fzero.timeline",
+        "fzero.graph_sent",
     ),
-    # the only door to torch.distributed
-    ("fzero.lockstep", "fzero.collectives"),
     # what moves state, and what runs a model
     (
-        *("fzero.verbs", "fzero.wires", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
+        *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
         *("fzero.bound_mesh", "fzero.eager"),
+        *(
+            "fzero.host_buffers",
+            "fzero.claims",
+            "fzero.direct_files",
+            "fzero.file_store",
+            "fzero.stream",
+            "fzero.movers",
+        ),
         *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked", "fzero.mesh_in_graph"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
-    ("fzero.recipe", "fzero.step", "fzero.simulate", "fzero.reshard"),
+    ("fzero.recipe", "fzero.step", "fzero.simulate", "fzero.comm", "fzero.reshard"),
     ("fzero",),
     # what the tests of users may call
     (
@@ -76,6 +85,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.__main__",),
 )
 """From the lowest up. A module imports modules of lower layers, and those to its left in its own."""
+
+NOT_YET_PUBLIC = {"benchmarks.nvme": {f"fzero.{name}" for name in ("file_store", "host_buffers", "movers", "stream")}}
+"""What measures parts that no step uses yet, and the modules of these."""
 
 ORDER = [module for layer in LAYERS for module in layer]
 INTEGERS_ONLY, PACKAGES = LAYERS[0], ("sharding", "fzero")
@@ -147,8 +159,13 @@ def test_torch_distributed_is_named_behind_one_door_only() -> None:
 @pytest.mark.parametrize("path", files("examples", "benchmarks"), ids=name_of)
 def test_examples_and_benchmarks_import_public_names_only(path: Path) -> None:
     for module, name in imports(path):
+        if module in NOT_YET_PUBLIC.get(name_of(path), ()):
+            continue
         if module.partition(".")[0] == "fzero":
-            names = {"fzero": fzero.__all__, "fzero.testing": ("check_transform", "check_order")}.get(module, ())
+            names = {
+                "fzero": fzero.__all__,
+                "fzero.testing": ("check_transform", "check_order", "check_collective"),
+            }.get(module, ())
             assert name in names or (module, name) == ("fzero", None), f"{module}: {name}"
         if module.partition(".")[0] == "sharding":
             assert module in PUBLIC_MODULES, module

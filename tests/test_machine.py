@@ -26,6 +26,8 @@ from fzero.training_machine import NUM_RULES, jobs
 from fzero.transforms import Transform
 from sharding.testing import models
 
+pytestmark = pytest.mark.property
+
 TestTraining = TrainingMachine.TestCase
 
 

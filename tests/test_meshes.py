@@ -11,8 +11,9 @@ from typing import Any, Literal, NamedTuple
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from laws import examples
 from ranks import RankError, RankPool
 from test_compiled import AOT, SGD, Short
 from test_simulate import CASES, assert_same, for_ranks
@@ -206,7 +207,7 @@ def test_gradients_are_added_up_within_a_node_and_then_over_the_nodes_each_in_ra
             assert torch.equal(whole[start:stop].view(buffer.layout.shape(name_)), expected(name_)), name_
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     mesh=st.sampled_from([mesh for name, mesh in MESHES.items() if name not in ("2x2", "2x2x2")]),
     width=st.integers(3, 40),
@@ -348,16 +349,16 @@ def test_fine_shards_of_a_node_axis_are_neighbours() -> None:
         assert torch.equal(own, whole[start : start + buffer.shard_numel])
 
 
-METRICS = ("told", "norms", "optimizer")
+METRICS = ("told", "norm", "optimizer")
 
 
 def _sorted(log: list[fzero.Sent]) -> dict[str, Counter[str]]:
     """What was sent by axis and kind."""
     sent: dict[str, Counter[str]] = {}
     for record in log:
-        assert record.nbytes == record.num_elements * (8 if record.label in METRICS else 4)
+        assert record.nbytes == record.num_elements * (8 if record.label.purpose in METRICS else 4)
         kind = {"reduce_scatter": "reduce_scatter of gradients", "all_reduce": "all_reduce of gradients"}
-        name = "metrics" if record.label in METRICS else kind.get(record.collective, record.label.split()[0])
+        name = "metrics" if record.label.purpose in METRICS else kind.get(record.collective, record.label.purpose)
         sent.setdefault(record.axis, Counter())[name] += record.num_elements
     return sent
 

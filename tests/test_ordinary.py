@@ -12,8 +12,9 @@ import numpy
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from laws import examples
 from ranks import RankError, RankPool
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -1239,15 +1240,16 @@ def _assert_toys_train_alike(recipe: ToyRecipe, results: list[tuple[Curve, Weigh
     torch.testing.assert_close(first_weights, plain_weights, rtol=0, atol=1e-9)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(model=models(), threshold=st.sampled_from([0, 5, 10**6]))
 def test_any_model_trains_alike_in_all_stages_and_like_the_plain_loop(model: ToyModel, threshold: int) -> None:
     _assert_toys_train_alike(model.recipe, _train_toy(model.recipe, (0, 1, 2, 3), threshold))
 
 
+@pytest.mark.property
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_any_model_trains_alike_on_several_ranks(ranks: RankPool, world_size: int) -> None:
-    @settings(max_examples=8)
+    @examples(8)
     @given(model=models(), threshold=st.sampled_from([0, 5, 10**6]))
     def trains_alike(model: ToyModel, threshold: int) -> None:
         on_ranks = ranks(world_size, _train_toy, model.recipe, (0, 1, 2, 3), threshold)
@@ -1264,11 +1266,12 @@ def _train_as_made(recipe: ToyRecipe, threshold: int) -> list[tuple[Curve, Weigh
     return [train(lambda: make_toy_model(recipe), data, cfg, num_steps=2) for cfg in cfgs]
 
 
+@pytest.mark.property
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_any_model_in_its_own_dtypes_gives_the_same_bits_in_all_stages(ranks: RankPool, world_size: int) -> None:
     """Not like the plain loop: in fp32 Adam turns the rounding of a gradient of nearly 0 into a step of `lr`."""
 
-    @settings(max_examples=8)
+    @examples(8)
     @given(model=models(), threshold=st.sampled_from([0, 5, 10**6]))
     def same_bits(model: ToyModel, threshold: int) -> None:
         for results in ranks(world_size, _train_as_made, model.recipe, threshold):

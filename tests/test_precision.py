@@ -218,8 +218,8 @@ def _bytes_of_elements(stage: int, keys: dict[str, Any]) -> dict[str, float]:
     elements: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for sent in log:
-        elements[sent.label.split()[0]] += sent.num_elements
-        nbytes[sent.label.split()[0]] += sent.nbytes
+        elements[sent.label.purpose] += sent.num_elements
+        nbytes[sent.label.purpose] += sent.nbytes
     return {label: nbytes[label] / elements[label] for label in ("gather", "reduce", "join") if elements[label]}
 
 

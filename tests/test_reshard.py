@@ -565,13 +565,14 @@ def _sent(jobs: list[Job]) -> tuple[Any, list[fzero.Sent], int]:
     state = old.init() if dist.get_rank() in jobs[0].processes else None
     sent.clear()
     fzero.reshard(state, old, new)
+    moved = [record for record in sent if record.label.purpose == "reshard"]
     places = [
         fzero.Place(*(job.processes.index(process) if process in job.processes else None for job in jobs))
         for process in range(dist.get_world_size())
     ]
     return (
         fzero.plan_reshard(old.plan, new.plan, places=places, rng=new.specs.rng).sent_nbytes,
-        sent,
+        moved,
         len(new.plan.units),
     )
 

@@ -15,7 +15,7 @@ from sharding.testing import batches, layouts, models, partitions, world_sizes
 from sharding.toy_models import ToyRecipe, make_toy_model
 from sharding.views import dtype_name, flatten, join, pad, take_shard, torch_dtype, unflatten
 
-law = settings(deadline=None, max_examples=50)
+law = settings(deadline=None)
 
 
 def parameters_of(layout: FlatLayout, dtype: torch.dtype = torch.int64) -> dict[str, torch.Tensor]:

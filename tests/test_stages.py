@@ -123,10 +123,10 @@ def _sent_in_third_step(stage: int, threshold: int) -> tuple[Counter[str], dict[
         state, _ = step(state, part(vectors(index), step.rank, step.world_size))
     sent: Counter[str] = Counter()
     for record in log:
-        is_metric = record.label in ("told", "norms")
+        is_metric = record.label.purpose in ("told", "norm")
         assert record.nbytes == record.num_elements * (8 if is_metric else 4)
         kind = {"reduce_scatter": "reduce_scatter of gradients", "all_reduce": "all_reduce of gradients"}
-        sent["metrics" if is_metric else kind.get(record.collective, record.label.split()[0])] += record.num_elements
+        sent["metrics" if is_metric else kind.get(record.collective, record.label.purpose)] += record.num_elements
     numel = sum(buffer.padded_numel for buffer in step.plan.flat_buffers)
     last = step.plan.units[-1].gathered_numel
     return sent, step.plan.sent_per_step, numel, last

@@ -20,8 +20,10 @@ from fzero.laws_of_collectives import COLLECTIVE_LAWS
 from fzero.laws_of_orders import ORDER_LAWS
 from fzero.laws_of_transforms import CAPTURE_LAWS, RATE_LAW, TRANSFORM_LAWS, Updates
 from fzero.testing import check_collective, check_order, check_transform
-from fzero.wires import Wire
+from fzero.wires import Wire, ended
 from sharding import FlatLayout, Order, TensorSpec, declaration, round_robin
+
+pytestmark = pytest.mark.property
 
 Update = tuple[Tensor, Tensor, "Momentum"]
 
@@ -355,13 +357,23 @@ EXACT = fzero.exact()
 OF_8_BITS = fzero.coded(fzero.quantize(8))
 
 
+def gather_by(function: Callable[..., tuple[Tensor, Any]], wire: Wire = EXACT) -> Wire:
+    """A wire with another gather, which sends at once: (shard_S, axis, state) -> (full_P, state)."""
+    return wire._replace(start_gather=lambda *given, **_: ended(*function(*given)))
+
+
+def reduce_by(function: Callable[..., tuple[Tensor, Any]]) -> Wire:
+    """The exact wire with another reduction."""
+    return EXACT._replace(start_reduce_scatter=lambda *given, **_: ended(*function(*given)))
+
+
 def gathering(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Wire:
     """The exact wire, with the gathered tensor as `change(full_P, shard_S, axis)` makes it."""
 
     def gather(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
         return change(EXACT.gather(shard_S, axis, None)[0], shard_S, axis), state
 
-    return EXACT._replace(gather=gather)
+    return gather_by(gather)
 
 
 def reducing(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Wire:
@@ -370,7 +382,7 @@ def reducing(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Wire:
     def reduce_scatter(full_P: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
         return change(EXACT.reduce_scatter(full_P, axis, None)[0], full_P, axis), state
 
-    return EXACT._replace(reduce_scatter=reduce_scatter)
+    return reduce_by(reduce_scatter)
 
 
 def parts(full_P: Tensor, axis: Any) -> Tensor:
@@ -434,22 +446,22 @@ ENDS, GIVEN, FORM, SAME, JOINS, ADDS, LOSES, STATE, AGAIN, SENDS = (law.sentence
 BROKEN_COLLECTIVES: dict[str, tuple[Wire, float, str, str]] = {
     "wrong order": (gathering(lambda full, _, axis: parts(full, axis).flip(0).reshape(-1)), 0, JOINS, "gather gives"),
     "no own part": (gathering(without_own_part), 0, SAME, "rank 0 gathers"),
-    "own part exact": (OF_8_BITS._replace(gather=keeping_its_own), 1 / 127, SAME, "rank 0 gathers"),
+    "own part exact": (gather_by(keeping_its_own, OF_8_BITS), 1 / 127, SAME, "rank 0 gathers"),
     "averages": (reducing(lambda total, _, axis: total / axis.size), 0, ADDS, "reduce_scatter on rank"),
     "adds a part": (reducing(lambda total, full, axis: parts(full, axis)[0] + total), 0, ADDS, "reduce_scatter on"),
-    "sends to itself": (EXACT._replace(gather=lambda x, axis, _: (torch.cat([x] * axis.size), None)), 0, SAME, "rank"),
+    "sends to itself": (gather_by(lambda x, axis, _: (torch.cat([x] * axis.size), None)), 0, SAME, "rank"),
     "no tail": (gathering(without_tail), 0, JOINS, "gather gives"),
     "cuts the tail": (gathering(lambda full, shard, axis: full[:-1]), 0, FORM, r"gather gives \(\("),
     "another dtype": (reducing(lambda total, *_: total.half()), 0, FORM, "torch.float16"),
-    "never sends": (EXACT._replace(gather=waiting_for_rank_0), 0, ENDS, "rank 1 waits for rank 0, which has ended"),
-    "sends to nobody": (EXACT._replace(gather=sending_to_nobody), 0, ENDS, "never received|waits"),
+    "never sends": (gather_by(waiting_for_rank_0), 0, ENDS, "rank 1 waits for rank 0, which has ended"),
+    "sends to nobody": (gather_by(sending_to_nobody), 0, ENDS, "never received|waits"),
     "mutates": (gathering(mutating), 0, GIVEN, "gather writes to what it is given on rank"),
     "more than declared": (OF_8_BITS, 1e-4, JOINS, "is declared"),
     "loses more than it tells": (OF_8_BITS._replace(lossy=lambda x: x), 1 / 127, LOSES, "gather gives"),
-    "state grows": (EXACT._replace(gather=growing), 0, STATE, r"init gives \[\] and gather"),
-    "noise in the state": (EXACT._replace(init=torch.zeros_like, gather=drawing), 0, AGAIN, "two runs give"),
-    "sends all": (EXACT._replace(reduce_scatter=sending_all), 0, SENDS, "bytes, the exact collectives"),
-    "silent": (EXACT._replace(gather=silent), 0, SENDS, "tells axis.observe of"),
+    "state grows": (gather_by(growing), 0, STATE, r"init gives \[\] and gather"),
+    "noise in the state": (gather_by(drawing)._replace(init=torch.zeros_like), 0, AGAIN, "two runs give"),
+    "sends all": (reduce_by(sending_all), 0, SENDS, "bytes, the exact collectives"),
+    "silent": (gather_by(silent), 0, SENDS, "tells axis.observe of"),
 }
 
 
@@ -466,6 +478,7 @@ RIGHT = {
     "8 bits": (OF_8_BITS, 1 / 127),
     "bfloat16": (fzero.coded(fzero.cast("bfloat16")), 2.0**-8),
     "feedback": (fzero.error_feedback(OF_8_BITS), 2 / 127),  # what two rounds lose
+    "LoCo": (fzero.restarted(fzero.error_feedback(OF_8_BITS, decay=0.8), every=2), 2 / 127),
 }
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from laws import examples
 from ranks import RankPool
 from torch import Tensor
 
@@ -133,7 +134,7 @@ def _verbs_on_a_rank(trees: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@settings(max_examples=10)
+@examples(10)
 @given(trees=st.lists(spec_trees(), min_size=8, max_size=8))
 def test_real_ranks_and_a_simulated_axis_give_the_same_bits(ranks: RankPool, world_size: int, trees: list[Any]) -> None:
     axis = fzero.Sim("data", world_size)
@@ -180,7 +181,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@settings(max_examples=20)
+@examples(20)
 @given(specs=spec_trees(("float32",)))
 def test_an_update_changes_nothing_that_it_is_given_and_returns_new_tensors(name: str, specs: Any) -> None:
     transform = TRANSFORMS[name]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankPool
 from test_codecs import codecs
+from test_simulate import assert_same
 from torch import Tensor
 
 import fzero
+from fzero import Sent
 from fzero.codecs import Codec, cast, quantize
-from fzero.collectives import Lockstep, Sent, Sim
+from fzero.collectives import Lockstep, Sim
 from fzero.lockstep import Hub
-from fzero.wires import Wire, coded, error_feedback, exact
+from fzero.wires import Wire, coded, error_feedback, exact, restarted
 
 
 def _parts(world_size: int, shard_numel: int, seed: int = 0) -> Tensor:
@@ -32,7 +35,10 @@ def _in_lockstep(function: Any, parts_W: Tensor) -> list[Any]:
 @st.composite
 def wires(draw: st.DrawFn) -> Wire:
     wire = draw(st.just(exact()) | codecs().map(coded))
-    return error_feedback(wire, decay=draw(st.sampled_from([0.0, 0.8]))) if draw(st.booleans()) else wire
+    if draw(st.booleans()):
+        wire = error_feedback(wire, decay=draw(st.sampled_from([0.0, 0.8])))
+        return restarted(wire, every=2) if draw(st.booleans()) else wire
+    return wire
 
 
 @given(wires(), st.integers(1, 5), st.integers(0, 40))
@@ -45,7 +51,7 @@ def test_stacked_ranks_and_ranks_in_lockstep_get_the_same_bits(wire: Wire, world
             _in_lockstep(lambda x, axis, verb=verb: verb(x, axis, wire.init(x)), parts)
         ):
             assert torch.equal(alone, stacked[rank])
-            assert (own is None) == (state is None) and (own is None or torch.equal(own, state[rank]))
+            assert_same(own, optree.tree_map(lambda x, rank=rank: x[rank], state))
 
 
 @given(codecs(), st.integers(1, 5), st.integers(0, 40))
@@ -103,8 +109,8 @@ def test_a_real_rank_sends_what_the_codec_says(ranks: RankPool, world_size: int)
     assert nbytes[0] / nbytes[1] > 3.7 and nbytes[0] / nbytes[2] > 7
     expected = [
         (collective, (world_size - 1) * of_a_shard)
-        for of_a_shard in nbytes
-        for collective in ("all_gather", "all_to_all")
+        for of_a_shard, reduction in zip(nbytes, ("reduce_scatter", "all_to_all", "all_to_all"), strict=True)
+        for collective in ("all_gather", reduction)
     ]
     assert ranks(world_size, _bytes_on_a_rank, 640) == [expected] * world_size
 

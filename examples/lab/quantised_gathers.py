@@ -1,0 +1,87 @@
+"""What do fewer bits on the way cost? ZeRO++ (arXiv:2306.10209): parameters in 8 bits, gradients in 4, and what that does.
+
+    python examples/lab/quantised_gathers.py
+
+Left: the error of a gather. A block of elements shares a scale, so a small block errs less and has more scales to send.
+The parameters are those of the demo's model, the error is its size over theirs (root mean squares).
+
+Right: four ranks of ZeRO-3 train through wires; the curves are their losses, less those of the exact run. Gathers in 8 bits
+(qwZ) are hardly seen. Reductions in 4 bits (qgZ) are, where a block has numbers of very different size, and remembering
+what was lost (LoCo) makes good for much of it.
+"""
+
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from setting import config, draw_batch, make_model, parse, save, smooth
+
+import fzero
+
+RANKS, NUM_ROWS = 4, 16
+BLOCKS = (16, 64, 256, 1024, 4096)
+REDUCTIONS = fzero.coded(fzero.quantize(4, 1024))
+WIRES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "8-bit gathers": {"gather_wire": fzero.coded(fzero.quantize(8, 256))},
+    "4-bit reductions": {"reduce_wire": REDUCTIONS},
+    "4-bit reductions with feedback": {"reduce_wire": fzero.error_feedback(REDUCTIONS, decay=0.8)},
+    "both": {
+        "gather_wire": fzero.coded(fzero.quantize(8, 256)),
+        "reduce_wire": fzero.error_feedback(REDUCTIONS, decay=0.8),
+    },
+}
+
+
+def error_of(codec: fzero.Codec, x: torch.Tensor) -> tuple[float, float]:
+    """Bytes for an element, and the size of the error beside that of the elements."""
+    arrived = codec.decode(codec.encode(x), x.numel(), x.dtype)
+    assert ((arrived - x).double().abs() <= codec.bound(x)).all()
+    return codec.nbytes(x.numel()) / x.numel(), ((arrived - x).norm() / x.norm()).item()
+
+
+def train(num_steps: int, **wires: Any) -> tuple[list[float], int]:
+    """The losses, and the bytes that a rank sends in a step."""
+    step = fzero.make_train_step(make_model(), config(stage=3, lr=0.01), mesh=fzero.Fake("data", RANKS), **wires)
+    ranks = fzero.simulate(step, by="lockstep")
+    state, losses = ranks.init(), []
+    for index in range(num_steps):
+        state, metrics = ranks(state, draw_batch(index, num_rows=NUM_ROWS, world_size=RANKS))
+        losses.append(metrics.loss.item())
+    return losses, sum(ranks.plan.sent_nbytes_per_step.values())
+
+
+def main() -> None:
+    options = parse(__doc__.splitlines()[0], steps=150)
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    errors, curves = figure.subplots(1, 2)
+    weights = torch.cat([param.detach().flatten() for param in make_model().parameters()])
+    for bits in (8, 4):
+        points = [error_of(fzero.quantize(bits, block), weights) for block in BLOCKS]
+        for block, (nbytes, error) in zip(BLOCKS, points, strict=True):
+            print(f"{bits} bits in blocks of {block}: {nbytes:.3f} bytes for an element, error {error:.2e}")
+            errors.annotate(f" {block}", (nbytes, error), textcoords="offset points", xytext=(4, -2), fontsize=7)
+        errors.plot(*zip(*points, strict=True), "o-", label=f"{bits} bits, by elements of a block")
+    for dtype in ("bfloat16", "float16"):
+        nbytes, error = error_of(fzero.cast(dtype), weights)
+        errors.plot(nbytes, error, "s", label=dtype)
+    errors.set(yscale="log", xlabel="bytes for an element (fp32: 4)", ylabel="error of a gather, beside the parameters")
+    errors.set_title("Parameters in fewer bits", loc="left")
+    errors.legend(frameon=False)
+    exact: list[float] = []
+    for name, wires in WIRES.items():
+        losses, nbytes = train(options.steps, **wires)
+        exact = exact or losses
+        print(f"{name}: loss {losses[0]:.3f} -> {sum(losses[-5:]) / 5:.3f}, {nbytes:,} bytes sent in a step")
+        above = [loss - other for loss, other in zip(losses, exact, strict=True)]
+        curves.plot(*smooth(above, width=20), label=f"{name}, {nbytes / 1e3:.0f} kB in a step")
+    curves.set(xlabel="step", ylabel="loss above the exact run's (nats per byte), mean of 20 steps")
+    curves.set_title(f"ZeRO-3 on {RANKS} ranks", loc="left")
+    curves.legend(frameon=False)
+    for axes in (errors, curves):
+        axes.spines[["top", "right"]].set_visible(False)
+    save(figure, options.out, "quantised_gathers.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What does a ZeRO-3 step send, and over which links? Two nodes of two ranks, all of them in this process.
+
+    python examples/what_is_sent.py --out out/what_is_sent.png
+
+`fzero.trace_comm` listens to a step: a row for each collective, with its bytes, axis, unit and phase. With the state
+sharded over a node (hybrid sharding) gradients are all-reduced between the nodes. With hpZ they are reduce-scattered, and
+updated shards joined: the same bytes, and a quarter of the optimizer state on each rank in place of half of it.
+`fzero.plan_comm` tells as much of ranks that are not there.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+import fzero
+from sharding import Mesh
+
+WIDTH, NUM_BLOCKS, NODES = 64, 3, Mesh.of(node=2, data=2)
+ZERO = {"stage": 3, "stage3_param_persistence_threshold": 0}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for block in self.blocks:
+            y = y + torch.tanh(block(y))
+        return nn.functional.mse_loss(y, x.flip(-1))
+
+
+def trace(**zero: int) -> fzero.Comm:
+    """What rank 0 of four sends, by running all of them in turn."""
+    mesh = fzero.Fake.of(NODES)
+    step = fzero.make_train_step(Model(), {"optimizer": {"type": "AdamW"}, "zero_optimization": ZERO | zero}, mesh=mesh)
+    ranks = fzero.simulate(step, by="lockstep")
+    batch = rearrange(torch.randn(8, WIDTH), "(rank b) width -> rank b width", rank=NODES.size)
+    return fzero.trace_comm(ranks, ranks.init(), batch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("out/what_is_sent.png"))
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    hybrid, hpz = trace(), trace(zero_hpz_partition_size=2)
+    print(hpz)
+    for name, comm in {"hybrid sharding": hybrid, "hpZ": hpz}.items():
+        by_axis = ", ".join(f"{nbytes:,} bytes along {axis}" for axis, nbytes in comm.by_axis().items())
+        print(f"{name}: {by_axis}")
+    hpz.save(args.out)
+    print(f"drawn to {args.out}")
+    many = fzero.make_train_step(Model(), {"zero_optimization": ZERO}, mesh=fzero.Fake("data", 1024))
+    planned = fzero.plan_comm(many, torch.randn(2, WIDTH))
+    print(f"one rank of 1024 would send {planned.nbytes:,} bytes in {len(planned.rows)} collectives")
+
+
+if __name__ == "__main__":
+    main()

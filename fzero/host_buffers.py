@@ -1,0 +1,132 @@
+"""Where do bytes stand that files and devices are read into, and is there room for them?
+
+A `Pool` is one stretch of anonymous memory, cut into equal buffers that begin at memory pages, so that direct I/O and copies to
+a device may use them. It is made once; nothing grows with what goes through it. Whether the memory is there is asked before it
+is taken: a process that the kernel ends for want of memory says nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PAGE = mmap.PAGESIZE
+
+
+class Pool:
+    """`num` buffers of at least `nbytes` bytes each, rounded up to memory pages.
+
+    Raises:
+        MemoryError: they do not fit (see `check_host_memory`); nothing was allocated.
+
+    >>> pool = Pool(2, 5000)
+    >>> pool.nbytes, pool.num_free
+    (8192, 2)
+    >>> buffer = pool.take()
+    >>> buffer.dtype, buffer.numel(), buffer.data_ptr() % 4096, pool.num_free
+    (torch.uint8, 8192, 0, 1)
+    >>> pool.give_back(buffer)
+    >>> pool.num_free
+    2
+    """
+
+    def __init__(self, num: int, nbytes: int) -> None:
+        self.num, self.nbytes = num, -(-max(nbytes, 1) // PAGE) * PAGE
+        check_host_memory(num * self.nbytes, f"a pool of {num} buffers of {self.nbytes:,} bytes")
+        self._free: list[Tensor] = []
+        if num:
+            memory = torch.frombuffer(mmap.mmap(-1, num * self.nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+            self._free = list(torch.split(memory, self.nbytes))
+
+    @property
+    def num_free(self) -> int:
+        """How many buffers nobody has."""
+        return len(self._free)
+
+    def take(self) -> Tensor:
+        """A buffer, as bytes; what it holds is left over."""
+        assert self._free, "whoever takes buffers asked for too many at once"
+        return self._free.pop()
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Hands back a buffer that was taken; nobody may use it any more."""
+        self._free.append(buffer)
+
+
+def check_host_memory(nbytes: int, what: str) -> None:
+    """Raises unless so many bytes can be had now, by every limit that the system tells.
+
+    Raises:
+        MemoryError: names the limit, the bytes that are needed, and those that are there.
+
+    >>> check_host_memory(1 << 60, "a pool")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    MemoryError: a pool: needs 1,152,921,504,606,846,976 bytes of host memory, and ... ...
+    """
+    for limit, available in _available():
+        if nbytes > available:
+            raise MemoryError(
+                f"{what}: needs {nbytes:,} bytes of host memory, and {limit} leaves {max(available, 0):,}; make sub-groups "
+                f"or the number of buffers smaller, or raise the limit"
+            )
+
+
+def _available() -> Iterator[tuple[str, int]]:
+    """Every limit that holds for this process, and the bytes that it leaves."""
+    used = _numbers(Path("/proc/self/status"))
+    for name, kind, field in (("AS", resource.RLIMIT_AS, "VmSize"), ("DATA", resource.RLIMIT_DATA, "VmData")):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY and field in used:
+            yield f"the process's RLIMIT_{name} of {soft:,}", soft - used[field]
+    memory = _numbers(Path("/proc/meminfo"))
+    if "MemAvailable" in memory:
+        yield "the machine (MemAvailable)", memory["MemAvailable"]
+    yield from _left_by_cgroups()
+
+
+def _left_by_cgroups(
+    proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[tuple[str, int]]:
+    """Of every control group that this process is in, from its own up to the root's."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / controllers
+        limit, usage, cache = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if controllers
+            else ("memory.max", "memory.current", "inactive_file")
+        )
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(top):
+                break
+            try:
+                most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+                told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue  # not there: the root of a tree has no limit
+            if most != "max":
+                # What files are kept in memory for reading goes when somebody needs it.
+                yield f"the control group {folder}", int(most) - used + int(told.get(cache, 0))
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The fields in kB of a file of /proc, in bytes; none where there is no such file."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    fields = (line.split() for line in lines if line.endswith(" kB"))
+    return {name.rstrip(":"): int(value) * 1024 for name, value, _ in fields}

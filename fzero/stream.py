@@ -1,0 +1,225 @@
+"""How is state updated that lives elsewhere than the update runs, a sub-group at a time, while its neighbours move?
+
+    fetch   | 0 | 1 | 2 | 3 |
+    update      | 0 | 1 | 2 | 3 |
+    put             | 0 | 1 | 2 | 3 |
+
+A *sub-group* is a range of elements of some flat tensors. `stream_update` runs an update on one after the other, while a `Mover`
+fetches the next ones and puts back the last ones. Where they live is the mover's affair: in files, with the update on
+the CPU, or in host memory, with the update on a device (`fzero.movers`). At most `1 + read_ahead + write_behind` sub-groups are
+here at once, so memory does not grow with the state; (0, 0) is one after the other.
+
+A stream that fails midway leaves part of the state updated. It then tells the mover, whose state cannot be used any more.
+
+`update_streamed` does so with the update of a transform, which must be elementwise. It gives the bits of the update of the whole:
+sub-groups are multiples of 32 elements, counters advance once, with the last one, and a transform may be told which elements it
+is given (`stochastic` rounding and `out` of `fzero.widened` need their place).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import optree
+from torch import Tensor
+
+from fzero.precision import long_leaves
+from fzero.transforms import Transform, leaf_names, separate
+
+LANES = 32
+"""Elements of which sub-groups are multiples, so that a vectorised kernel does the same to each as in one go."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroup:
+    """Elements [start, stop) of the flat tensors of these names.
+
+    >>> SubGroup(("exp_avg", "exp_avg_sq"), 0, 64).numel
+    64
+    """
+
+    names: tuple[str, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """The elements of one of the tensors."""
+        return self.stop - self.start
+
+
+class Mover(Protocol):
+    """Brings sub-groups to where the update runs, and back. The functions that `fetch` and `put` return wait for the end."""
+
+    def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
+        """Raises a ValueError unless `num_alive` of these can be here at once."""
+
+    def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
+        """Starts to bring a sub-group; its tensors, in the order of the names, may be written to until it is put."""
+
+    def put(self, sub_group: SubGroup) -> Callable[[], object]:
+        """Starts to take a sub-group back that was fetched, with what stands in its tensors now."""
+
+    def fence(self) -> None:
+        """Waits for all that was put. Raises if anything failed."""
+
+    def fail(self, cause: BaseException) -> None:
+        """Waits until nothing moves; whatever is asked for from now on raises, for the state is not whole."""
+
+
+def cut(names: Sequence[str], numel: int, sub_group_numel: int) -> list[SubGroup]:
+    """The sub-groups of flat tensors of `numel` elements, in order; a single empty one of empty tensors.
+
+    Raises:
+        ValueError: `sub_group_numel` is not a multiple of 32.
+
+    >>> [(group.start, group.stop) for group in cut(("exp_avg",), 100, 64)]
+    [(0, 64), (64, 100)]
+    """
+    if sub_group_numel < LANES or sub_group_numel % LANES:
+        raise ValueError(
+            f"sub_group_numel: must be a positive multiple of {LANES}, got {sub_group_numel}; round it up, so that vectors "
+            f"in the kernels are those of the update as a whole"
+        )
+    starts = range(0, numel, sub_group_numel) or (0,)
+    return [SubGroup(tuple(names), start, min(start + sub_group_numel, numel)) for start in starts]
+
+
+def stream_update(
+    update: Callable[[SubGroup, list[Tensor]], None],
+    mover: Mover,
+    sub_groups: Sequence[SubGroup],
+    *,
+    read_ahead: int = 1,
+    write_behind: int = 1,
+) -> None:
+    """Updates sub-groups in order. When it returns, all of them are back where they live.
+
+    Args:
+        update: changes the tensors of a sub-group in place.
+        sub_groups: each element at most once; those of several flat tensors may follow each other.
+        read_ahead, write_behind: how many sub-groups are fetched before, and put after, the one that is being updated.
+
+    Raises:
+        ValueError: the mover has no room for that, or a number is negative; nothing was done.
+        Exception: that of the update or the mover. The mover's state cannot be used any more then.
+    """
+    if read_ahead < 0 or write_behind < 0:
+        raise ValueError(
+            f"stream_update: read_ahead and write_behind must be at least 0, got {read_ahead}, {write_behind}"
+        )
+    mover.check(sub_groups, 1 + read_ahead + write_behind)
+    fetched: deque[Callable[[], list[Tensor]]] = deque()
+    written: deque[Callable[[], object]] = deque()
+    try:
+        for index, sub_group in enumerate(sub_groups):
+            fetched.extend(mover.fetch(x) for x in sub_groups[index + len(fetched) : index + read_ahead + 1])
+            update(sub_group, fetched.popleft()())
+            written.append(mover.put(sub_group))
+            if len(written) > write_behind:
+                written.popleft()()
+        for wait in written:
+            wait()
+        mover.fence()
+    except BaseException as error:
+        mover.fail(error)
+        raise
+
+
+class Streamed(NamedTuple):
+    """A flat parameter, or its master, and its optimizer state, which live with a mover; tensors have `numel` elements."""
+
+    names: tuple[str, ...]
+    """What the mover calls the parameter, and then the state's long tensors in their order (see `streamed_names`)."""
+    numel: int
+    transform_at: Callable[[int, int], Transform]
+    """The elementwise transform for elements [start, stop)."""
+    grad_at: Callable[[int, int], Tensor]
+    """The gradient of these elements, where the update runs; the update may write to it."""
+    state: Any
+    """What does not live there: the transform's state of no elements, `transform.init(torch.empty(0))`, with counters."""
+
+
+def streamed_names(transform: Transform, name: str, state: Any) -> tuple[str, ...]:
+    """Names for a parameter and for those tensors of its state that are as long as it is.
+
+    Args:
+        state: any of this transform.
+
+    >>> import torch
+    >>> from fzero.transforms import adamw
+    >>> streamed_names(adamw(0.1), "h.0", adamw(0.1).init(torch.empty(0)))
+    ('h.0', 'h.0/state.exp_avg', 'h.0/state.exp_avg_sq')
+    """
+    longs = zip(leaf_names(state), long_leaves(transform), strict=True)
+    return (name, *(f"{name}/{leaf}" for leaf, is_long in longs if is_long))
+
+
+Work = Callable[[Streamed, SubGroup, list[Tensor]], None]
+
+
+def init_streamed(
+    buffers: Sequence[Streamed],
+    param_at: Callable[[str, int, int], Tensor],
+    mover: Mover,
+    *,
+    sub_group_numel: int,
+    **ahead: int,
+) -> None:
+    """Puts parameters, and the state that their transforms begin with, where they live.
+
+    Args:
+        param_at: by its name, elements [start, stop) of a parameter as it begins.
+        buffers, mover, sub_group_numel, ahead: as in `update_streamed`.
+    """
+
+    def init(buffer: Streamed, group: SubGroup, tensors: list[Tensor]) -> None:
+        transform = buffer.transform_at(group.start, group.stop)
+        tensors[0].copy_(param_at(buffer.names[0], group.start, group.stop))
+        begun = optree.tree_leaves(transform.init(tensors[0]))
+        longs = [x for x, is_long in zip(begun, long_leaves(transform), strict=True) if is_long]
+        for tensor, value in zip(tensors[1:], longs, strict=True):
+            tensor.copy_(value)
+
+    _stream(init, buffers, mover, sub_group_numel, ahead)
+
+
+def update_streamed(buffers: Sequence[Streamed], mover: Mover, *, sub_group_numel: int, **ahead: int) -> None:
+    """Updates parameters and state where they live, bit for bit as their transforms do with whole tensors.
+
+    Args:
+        buffers: in the order in which they are updated, as one stream.
+        sub_group_numel: elements of a sub-group, a multiple of 32 (and of what the mover moves).
+        ahead: `read_ahead` and `write_behind` of `stream_update`, whose errors these are, too.
+    """
+    _stream(_update, buffers, mover, sub_group_numel, ahead)
+
+
+def _update(buffer: Streamed, group: SubGroup, tensors: list[Tensor]) -> None:
+    transform = buffer.transform_at(group.start, group.stop)
+    kept, treespec = optree.tree_flatten(buffer.state)
+    param, *longs = tensors
+    rest = iter(longs)
+    is_last = group.stop == buffer.numel  # counters advance once
+    old = [
+        next(rest) if is_long else x if is_last else x.clone()
+        for x, is_long in zip(kept, long_leaves(transform), strict=True)
+    ]
+    _, *new = transform.update(buffer.grad_at(group.start, group.stop), param, treespec.unflatten(old))
+    news = separate([new[0], *treespec.flatten_up_to(new[1])], [param, *old])
+    for x, value in zip([param, *old], news, strict=True):
+        if value.data_ptr() != x.data_ptr():
+            x.copy_(value)
+
+
+def _stream(work: Work, buffers: Sequence[Streamed], mover: Mover, sub_group_numel: int, ahead: dict[str, int]) -> None:
+    buffer_of = {buffer.names: buffer for buffer in buffers}
+    groups = [group for buffer in buffers for group in cut(buffer.names, buffer.numel, sub_group_numel)]
+
+    def update(group: SubGroup, tensors: list[Tensor]) -> None:
+        work(buffer_of[group.names], group, tensors)
+
+    stream_update(update, mover, groups, **ahead)

@@ -1,0 +1,22 @@
+"""On how many examples is a law tried?
+
+The profile `fzero` tries 50 of a law that says nothing; `HYPOTHESIS_PROFILE=nightly` ten times as many, of the others, too.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import settings
+
+settings.register_profile("fzero", deadline=None, max_examples=50)
+settings.register_profile("nightly", deadline=None, max_examples=500, print_blob=True)
+# Before a test module makes settings of its own, which take from the profile what they leave out.
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fzero"))
+
+
+def examples(number: int, **others: Any) -> settings:
+    """`number` examples in the profile `fzero`, and as many times more in another one."""
+    by_profile = settings().max_examples / settings.get_profile("fzero").max_examples
+    return settings(max_examples=round(number * by_profile), **others)

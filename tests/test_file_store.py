@@ -1,0 +1,441 @@
+"""The laws of files of flat tensors: what is read is what was written, and whatever goes wrong is told and stops everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fzero.claims import Owner
+from fzero.direct_files import CHECKED
+from fzero.file_store import FileSpec, FileStore, StoreError
+from fzero.host_buffers import Pool, _left_by_cgroups, check_host_memory
+
+NUMEL = 100_000
+FILES = {"h.0/float32": FileSpec(NUMEL, "float32")}
+NBYTES = 401_408  # padded to 4096
+
+
+def filled(numel: int = NUMEL, first: float = 1.0) -> Tensor:
+    """A buffer of distinct numbers."""
+    buffer = Pool(1, 4 * numel + CHECKED).take()
+    torch.arange(numel, out=buffer.view(torch.float32)[:numel]).add_(first)
+    return buffer
+
+
+def numbers(store: FileStore) -> Tensor:
+    return store.read("h.0/float32", 0, NUMEL, Pool(1, 4 * NUMEL + CHECKED).take())().clone()
+
+
+@contextmanager
+def limited(kind: int, soft: int) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts a filesystem in a new folder; who may not do that skips the test."""
+    mounted = []
+
+    def make(kind: str, options: str) -> Path:
+        folder = tmp_path / f"mounted{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", kind, "-o", options, kind, str(folder)]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip(f"{kind}: this user may not mount")
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+# --- what is written is what is read -----------------------------------------------------------------------------
+
+
+@given(
+    numel=st.integers(0, 70_000),
+    dtype=st.sampled_from(["float32", "bfloat16", "float64", "uint8"]),
+    ranges=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=5),
+    checksums=st.booleans(),
+    block_nbytes=st.sampled_from([1, 10_000, 1 << 20]),
+    num_threads=st.integers(1, 3),
+)
+def test_what_is_read_is_what_was_written_last(
+    numel: int, dtype: str, ranges: Any, checksums: bool, block_nbytes: int, num_threads: int
+) -> None:
+    files = {"a": FileSpec(numel, dtype), "b": FileSpec(1, "float32")}
+    how = {"checksums": checksums, "block_nbytes": block_nbytes, "num_threads": num_threads}
+    with tempfile.TemporaryDirectory(dir=".") as folder, FileStore(folder, files, **how) as store:
+        size = torch.tensor([], dtype=getattr(torch, dtype)).element_size()
+        unit = store.grain // size
+        expected, pool = torch.zeros(numel * size, dtype=torch.uint8), Pool(2, numel * size + store.grain)
+        source, target = pool.take(), pool.take()
+        for index, (start, length) in enumerate(ranges):
+            begin = min(start * unit, numel // unit * unit)
+            end = min(begin + length * unit, numel)
+            source.copy_((torch.arange(len(source)) * (index + 3)) % 251)
+            written = store.write("a", begin, end, source)()
+            assert written.dtype == getattr(torch, dtype) and len(written) == end - begin
+            expected[begin * size : end * size] = source[: (end - begin) * size]
+        store.fence()
+        found = store.read("a", 0, numel, target)()
+        assert torch.equal(found.view(torch.uint8), expected)
+        assert store.read("b", 0, 1, target)().item() == 0
+
+
+@given(st.sets(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=300), max_size=5))
+def test_every_name_has_a_file_of_its_own(names: set[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder, FileStore(folder, dict.fromkeys(names, FileSpec(1, "float32"))):
+        assert len(list(Path(folder).rglob("*.flat"))) == len(names)
+
+
+def test_numbers_do_not_pass_through_memory_of_the_page_cache(tmp_path: Path) -> None:
+    with FileStore(tmp_path, FILES) as store:
+        assert store.is_direct, "the folder of these tests is on a disk"
+        store.write("h.0/float32", 0, NUMEL, filled())()
+        assert torch.equal(numbers(store), torch.arange(NUMEL) + 1.0)
+
+
+@pytest.mark.parametrize("how", ["ramfs", "refused"])
+def test_filesystems_without_direct_io_work_with_a_note(
+    how: str, tmp_path: Path, mount: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, system = tmp_path, os.open
+    if how == "ramfs":
+        folder = mount("ramfs", "size=4m")
+    else:
+        monkeypatch.setattr(os, "open", lambda path, flags, *mode: system(path, flags & ~os.O_DIRECT, *mode))
+        refused = OSError(22, "Invalid argument")
+
+        def open_(path: Any, flags: int, *mode: int) -> int:
+            if flags & os.O_DIRECT:
+                raise refused
+            return system(path, flags, *mode)
+
+        monkeypatch.setattr(os, "open", open_)
+    with pytest.warns(UserWarning, match="no direct I/O"), FileStore(folder, FILES) as store:
+        store.write("h.0/float32", 0, NUMEL, filled())
+        store.fence()
+        assert not store.is_direct and torch.equal(numbers(store), torch.arange(NUMEL) + 1.0)
+
+
+@pytest.mark.parametrize("most", [100_000, 12_345, 8192])
+def test_short_reads_and_writes_go_on_where_they_stopped(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    for name in ("preadv", "pwritev"):
+        system = getattr(os, name)
+
+        def short(fd: int, buffers: list[memoryview], at: int, system: Any = system) -> int:
+            """Moves whole sectors, as it must, and tells of an odd number of bytes."""
+            calls.append(at)
+            asked = len(buffers[0])
+            moved = system(fd, [buffers[0][: most // 4096 * 4096]], at)
+            return moved if moved == asked else moved - 1
+
+        monkeypatch.setattr(os, name, short)
+    with FileStore(tmp_path, FILES) as store:
+        store.write("h.0/float32", 0, NUMEL, filled())
+        store.fence()
+        assert torch.equal(numbers(store), torch.arange(NUMEL) + 1.0)
+    assert len(calls) >= 2 * NBYTES // most
+
+
+def test_a_system_that_stops_is_told_with_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FileStore(tmp_path, FILES) as store:
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: 100)
+        with pytest.raises(
+            StoreError, match=r"h\.0%2Ffloat32\.flat, bytes 0 to 401408: .* stopped at byte 0\. .*checkpoint"
+        ):
+            numbers(store)
+
+
+def test_bad_arguments_are_told_and_break_nothing(tmp_path: Path) -> None:
+    with FileStore(tmp_path, FILES) as store:
+        buffer = filled()
+        for start, stop in ((1, 1024), (0, 1023), (1024, 0), (0, NUMEL + 1), (-1024, 0)):
+            with pytest.raises(ValueError, match=f"multiples of 1024 elements .* got {start} and {stop}"):
+                store.read("h.0/float32", start, stop, buffer)
+        for wrong in (buffer[:4096], buffer[1:], buffer.view(torch.float32), buffer[::2]):
+            with pytest.raises(ValueError, match="the buffer must be 401408 bytes or more"):
+                store.write("h.0/float32", 0, NUMEL, wrong)
+        with pytest.raises(ValueError, match=r"h\.1: must be one of the 1 files of the store"):
+            store.read("h.1", 0, NUMEL, buffer)
+        store.fence()
+    with pytest.raises(ValueError, match="num_threads and block_nbytes must be at least 1"):
+        FileStore(tmp_path, FILES, num_threads=0)
+
+
+# --- faults ------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_told_before_anything_is_written(mount: Callable[..., Path]) -> None:
+    folder = mount("tmpfs", "size=1m")
+    files = {f"h.{index}": FileSpec(NUMEL, "float32") for index in range(3)}
+    with pytest.raises(StoreError, match=r"mounted0.*need 1,204,224 bytes and 1,0\d\d,\d\d\d are free .*another disk"):
+        FileStore(folder, files)
+    assert not list(folder.iterdir()), "what was set aside is given back"
+    with FileStore(folder, FILES):
+        pass
+
+
+def test_a_file_longer_than_the_system_allows_is_told(tmp_path: Path) -> None:
+    with limited(resource.RLIMIT_FSIZE, NBYTES - 1), pytest.raises(StoreError, match="the files need 401,408 bytes"):
+        FileStore(tmp_path, FILES)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False], ids=["waited for", "behind"])
+def test_a_failed_write_stops_everything_and_is_told_ever_after(is_waited_for: bool, tmp_path: Path) -> None:
+    with FileStore(tmp_path, FILES, block_nbytes=1 << 16) as store:
+        with limited(resource.RLIMIT_FSIZE, 1 << 17):  # the first two blocks can be written
+            wait = store.write("h.0/float32", 0, NUMEL, filled())
+            with pytest.raises(StoreError, match=r"flat, bytes \d+ to \d+: .*File too large.*checkpoint"):
+                (wait if is_waited_for else store.fence)()
+        for again in (store.fence, lambda: numbers(store), lambda: store.write("h.0/float32", 0, NUMEL, filled())):
+            with pytest.raises(StoreError, match=r"cannot be used any more since: .*File too large"):
+                again()
+
+
+def test_a_fence_waits_for_what_fails_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(fd: int, buffers: list[memoryview], at: int) -> int:
+        time.sleep(0.3)
+        raise OSError(5, "Input/output error")
+
+    with FileStore(tmp_path, FILES) as store:
+        monkeypatch.setattr(os, "pwritev", late)
+        store.write("h.0/float32", 0, NUMEL, filled())
+        with pytest.raises(StoreError, match="Input/output error"):
+            store.fence()
+
+
+def test_a_file_that_is_cut_is_told_even_if_it_grows_again(tmp_path: Path) -> None:
+    for change in (lambda path: os.truncate(path, 4096), lambda path: path.write_bytes(b"")):
+        with FileStore(tmp_path, FILES) as store:
+            change(next(tmp_path.rglob("*.flat")))
+            with pytest.raises(StoreError, match=r"the file is .* bytes long and was made with 401408"):
+                store.write("h.0/float32", 4096, NUMEL, filled())()
+        with FileStore(tmp_path, FILES) as store:
+            store.write("h.0/float32", 0, NUMEL, filled())()
+            change(next(tmp_path.rglob("*.flat")))
+            with pytest.raises(StoreError, match="somebody changed it"):
+                store.fence()
+            with pytest.raises(StoreError, match="cannot be used any more"):
+                numbers(store)
+
+
+def test_a_file_that_is_removed_goes_on_working(tmp_path: Path) -> None:
+    with FileStore(tmp_path, FILES) as store:
+        store.write("h.0/float32", 0, NUMEL, filled())()
+        next(tmp_path.rglob("*.flat")).unlink()
+        store.write("h.0/float32", 1024, 2048, filled(1024, -5.0))()
+        store.fence()
+        assert torch.equal(numbers(store)[1020:1026], torch.tensor([1021.0, 1022.0, 1023.0, 1024.0, -5.0, -4.0]))
+
+
+@pytest.mark.parametrize("byte", [0, CHECKED, 399_999, NBYTES])
+def test_checksums_tell_a_changed_bit(byte: int, tmp_path: Path) -> None:
+    with FileStore(tmp_path, FILES, checksums=True) as store:
+        store.write("h.0/float32", 0, NUMEL, filled())
+        store.fence()
+        assert torch.equal(numbers(store), torch.arange(NUMEL) + 1.0)
+        with open(next(tmp_path.rglob("*.flat")), "r+b") as file:
+            file.seek(byte)
+            old = file.read(1)
+            file.seek(byte)
+            file.write(bytes([old[0] ^ 1]))
+        first = byte // CHECKED * CHECKED
+        with pytest.raises(StoreError, match=f"bytes {first} to {first + CHECKED} are not those that were written"):
+            numbers(store)
+
+
+def test_a_path_that_cannot_be_written_to_is_told(tmp_path: Path, mount: Callable[..., Path]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(StoreError, match="file/fzero-rank0: Not a directory; pass a folder that this process may make"):
+        FileStore(file, FILES)
+    with pytest.raises(StoreError, match="mounted0/fzero-rank3: Read-only file system; pass a folder"):
+        FileStore(mount("tmpfs", "size=1m,ro"), FILES, rank=3)
+
+
+def test_too_many_files_are_told(tmp_path: Path) -> None:
+    files = {str(index): FileSpec(1, "float32") for index in range(100)}
+    with limited(resource.RLIMIT_NOFILE, 60), pytest.raises(StoreError, match="Too many open files; raise the limit"):
+        FileStore(tmp_path, files)
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_memory_is_told_with_the_numbers_before_it_is_taken() -> None:
+    with pytest.raises(
+        MemoryError, match=r"a pool of 4 buffers of 1,099,511,627,776 bytes: needs 4,398,046,511,104 bytes"
+    ):
+        Pool(4, 1 << 40)
+    used = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
+    with limited(resource.RLIMIT_AS, used + (64 << 20)):
+        check_host_memory(16 << 20, "a pool")
+        with pytest.raises(
+            MemoryError, match=r"needs 134,217,728 bytes .* RLIMIT_AS of [\d,]+ leaves \d\d,\d\d\d,\d\d\d;"
+        ):
+            Pool(2, 64 << 20)
+
+
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        ("0::/job", {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 5\ninactive_file 100"}),
+        (
+            "4:memory:/job",
+            {
+                "memory.limit_in_bytes": "1000",
+                "memory.usage_in_bytes": "700",
+                "memory.stat": "cache 1\ntotal_inactive_file 100",
+            },
+        ),
+    ],
+    ids=["v2", "v1"],
+)
+def test_limits_of_control_groups_count_up_to_the_root(line: str, files: dict[str, str], tmp_path: Path) -> None:
+    top = tmp_path / line.split(":")[1]
+    for folder, factor in ((top / "job", 1), (top, 3)):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(str(int(text) * factor) if text.isdigit() else text)
+    (tmp_path / "cgroup").write_text(f"7:cpu:/other\n{line}\n")
+    assert [left for _, left in _left_by_cgroups(tmp_path / "cgroup", tmp_path)] == [400, 1000]
+
+
+# --- the end of a process ----------------------------------------------------------------------------------------
+
+RUN = """
+import os, sys, time
+from pathlib import Path
+from fzero.file_store import FileSpec, FileStore
+from fzero.host_buffers import Pool
+
+folder, numel, is_killed = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "is killed"
+store = FileStore(folder, {"h.0/float32": FileSpec(numel, "float32")}, num_threads=2, block_nbytes=4096)
+child = os.fork()
+if child == 0:
+    if not is_killed:
+        sys.exit()
+    time.sleep(60)  # as a worker that outlives the process it was made by, with its files
+    os._exit(0)
+if not is_killed:
+    os.waitpid(child, 0)
+    print(len(list(Path(folder).rglob("*.flat"))), "file")
+    sys.exit()
+buffer = Pool(1, 5 * numel).take()
+while True:
+    store.write("h.0/float32", 0, numel, buffer)()
+    print("written", flush=True)
+"""
+
+
+@contextmanager
+def another_process(folder: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(folder), str(NUMEL), how],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout
+        process.stdout.close()
+
+
+def test_a_killed_process_leaves_files_that_the_next_one_refuses_or_removes(tmp_path: Path) -> None:
+    with another_process(tmp_path, "is killed") as process:
+        assert process.stdout
+        while process.stdout.readline() != "written\n":
+            assert process.poll() is None
+        for leftover in ("refuse", "clean"):
+            with pytest.raises(StoreError, match=rf"is in use by process {process.pid} on .*; give each run a path"):
+                FileStore(tmp_path, FILES, leftover=leftover)  # type: ignore[arg-type]
+        process.kill()  # amid a write; its child lives on, and nobody has asked yet how it ended
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        (tmp_path / "fzero-rank0" / "notes.txt").write_text("somebody's own")
+        with pytest.raises(
+            StoreError, match=rf"holds 1 files \(401,408 bytes\) of a run that has ended \(process {process.pid}"
+        ):
+            FileStore(tmp_path, FILES)
+        assert list(tmp_path.rglob("*.flat"))
+        with FileStore(tmp_path, FILES, leftover="clean") as store:
+            assert not numbers(store).any()
+    assert [path.name for path in tmp_path.rglob("*")] == ["fzero-rank0", "notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "may_live"),
+    [
+        ({}, True),
+        ({"host": "elsewhere"}, True),
+        ({"host": "elsewhere", "boot": "other"}, True),
+        ({"names": "pid:[1]"}, True),
+        ({"boot": "other"}, False),
+        ({"started": 1}, False),
+        ({"pid": 2**22 + 1}, False),
+    ],
+    ids=lambda value: " and ".join(value) or "itself" if isinstance(value, dict) else "",
+)
+def test_an_owner_has_ended_only_if_that_can_be_told_here(
+    change: dict[str, Any], may_live: bool, tmp_path: Path
+) -> None:
+    owner = replace(Owner.this_process(), **change)
+    (tmp_path / "fzero-rank0").mkdir()
+    (tmp_path / "fzero-rank0" / "owner.json").write_text(json.dumps(asdict(owner)))
+    if may_live:
+        with pytest.raises(StoreError, match="is in use by"):
+            FileStore(tmp_path, FILES, leftover="clean")
+    else:
+        with pytest.raises(StoreError, match=r"holds 0 files .* of a run that has ended"):
+            FileStore(tmp_path, FILES)
+        FileStore(tmp_path, FILES, leftover="clean").close()
+
+
+def test_a_process_removes_its_files_at_its_end_and_its_children_do_not(tmp_path: Path) -> None:
+    with another_process(tmp_path, "ends") as process:
+        assert process.communicate(timeout=100)[0] == "1 file\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_left_after_a_store_is_closed(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        num_open = len(os.listdir("/proc/self/fd"))
+        store = FileStore(tmp_path / "new", FILES)
+        store.write("h.0/float32", 0, NUMEL, filled())
+        store.close()
+        store.close()
+        assert len(os.listdir("/proc/self/fd")) == num_open and not list((tmp_path / "new").iterdir())
+        with pytest.raises(StoreError, match="cannot be used any more since: it was closed"):
+            numbers(store)
