@@ -28,7 +28,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, Self, TypeVar
@@ -258,7 +258,10 @@ def failed(label: Label | str, error: Exception) -> CollectiveError:
 # --- the axes of a mesh -------------------------------------------------------------------------------------------
 
 
-def along(everyone: Bound, mesh: Mesh, name: str) -> Bound:
+AnyRank = TypeVar("AnyRank", Bound, Real | Fake)
+
+
+def along(everyone: AnyRank, mesh: Mesh, name: str) -> AnyRank:
     """The ranks that differ from this one along the axis `name` of a mesh only; `everyone` are all of its ranks.
 
     *Collective* on a `Real` axis, where a process group is made the first time: every rank, for one axis after the other.
@@ -266,6 +269,8 @@ def along(everyone: Bound, mesh: Mesh, name: str) -> Bound:
     size, rank = mesh.axis_size(name), mesh.coordinate(everyone.rank)[name]
     if size == everyone.size:
         return replace(everyone, name=name, mesh=None)
+    if isinstance(everyone, Fake):
+        return replace(everyone, name=name, size=size, rank=rank, mesh=None)
     ranks = tuple(map(everyone.global_rank, mesh.peers(everyone.rank, name)))
     if isinstance(everyone, Lockstep):
         return replace(everyone, name=name, size=size, rank=rank, mesh=None, ranks=ranks)
@@ -577,7 +582,7 @@ def _tell(axis: Bound, collective: str, label: Label, num_elements: int, tensor:
 
 @dataclass(frozen=True, slots=True)
 class InGraph:
-    """A rank on an axis, by what a graph can hold: numbers and the name of the group.
+    """A rank on an axis, by what a graph can hold: numbers, the name of the axis and that of the group.
 
     The collectives below are traced into a graph and never run as they stand. On gloo they are all-to-alls, and a sum in
     rank order; on NCCL the named ones.
@@ -587,13 +592,16 @@ class InGraph:
     rank: int
     group_name: str
     is_nccl: bool
+    name: str = "data"
 
     @classmethod
-    def of(cls, axis: Real | Fake, device: torch.device) -> Self:
+    def of(cls, axis: Real | Fake, device: torch.device, *, name: str | None = None) -> Self:
+        """That of an axis, which may go by another name."""
+        name = name or axis.name
         if isinstance(axis, Fake):
-            return cls(axis.size, axis.rank, axis.name, axis.backend == "nccl")
+            return cls(axis.size, axis.rank, name, axis.backend == "nccl", name)
         group = axis.group or (dist.group.WORLD if axis.size > 1 else None)
-        return cls(axis.size, axis.rank, "" if group is None else group.group_name, device.type == "cuda")
+        return cls(axis.size, axis.rank, "" if group is None else group.group_name, device.type == "cuda", name)
 
     def all_gather(self, shard_S: Tensor) -> Tensor:
         """The shards of all ranks joined in rank order, S → P. *Collective:* sends (W-1)/W · P."""
@@ -628,31 +636,6 @@ class InGraph:
             return x[None]
         rows = _wait(_ops.all_gather_into_tensor(x.reshape(-1), self.size, self.group_name))
         return rows.view(self.size, *x.shape)
-
-    def each(self, function: Callable[..., T]) -> Callable[..., T]:
-        """`function` on this rank."""
-        return function
-
-    def drawing(self) -> AbstractContextManager[Any]:
-        """Around what draws random numbers."""
-        return nullcontext()
-
-    def in_turn(self, function: Callable[..., None], *args: Any) -> None:
-        """`function`, which writes into its arguments, on this rank."""
-        function(*args)
-
-    def own(self, full_P: Tensor) -> Tensor:
-        """This rank's shard of a whole flat tensor, a view: P → S."""
-        numel = full_P.numel() // self.size
-        return full_P[self.rank * numel : (self.rank + 1) * numel]
-
-    def write_own(self, full_P: Tensor, shard_S: Tensor) -> None:
-        """Writes this rank's shard of a whole flat tensor."""
-        self.own(full_P).copy_(shard_S)
-
-    def place(self, numel: int) -> int:
-        """Where this rank's shard of so many elements begins."""
-        return self.rank * numel
 
     def _all_to_all(self, x: Tensor) -> Tensor:
         numels = [x.numel() // self.size] * self.size

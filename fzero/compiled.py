@@ -13,7 +13,8 @@
 5. `Backend` schedules the captured aten graph on its way to be run: gathers move to their first use and are repeated for
    the backward, reductions start when their input is there, new state is written as soon as nobody reads the old.
 
-Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard, W ranks, A micro-steps.
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards (on one axis as many as ranks), W
+ranks, A micro-steps.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ from fzero.graph_remat import BACKWARD, CheckpointError, rematerialise
 from fzero.graph_schedule import CompileError, PassOptions, copy_of, run_passes
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
+from fzero.mesh_in_graph import MeshInGraph
 from fzero.plan import BufferPlan, Plan
 from fzero.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.sent import Label, Sent
 from fzero.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
 from fzero.state import TrainState
-from fzero.timeline import Machine, Timeline, kind_of, make_timeline, sent_by
+from fzero.timeline import Machine, Peers, Timeline, group_of, kind_of, make_timeline, sent_by
 from fzero.transforms import Transform, unless
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
@@ -83,7 +85,7 @@ class Backend:
     Attributes:
         units: the unit of each flat buffer, by its key.
         checkpoint: the modules that the backward runs again (`fzero.graph_remat`).
-        axis: of exchanges, on gloo.
+        axes: of exchanges, on gloo.
         stacked: whether the graph is of all ranks at once, and so must not draw random numbers.
         graphs: the aten graphs in the order in which they run, by capture; mutated inputs are `copy_`'d to.
         num_captured: how often something was captured, also where a cache spared the passes.
@@ -93,7 +95,7 @@ class Backend:
     options: PassOptions
     units: Mapping[str, str] = field(default_factory=dict)
     checkpoint: dict[str, str] = field(default_factory=dict)
-    axis: InGraph | None = None
+    axes: tuple[InGraph, ...] = ()
     stacked: bool = False
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
@@ -106,7 +108,7 @@ class Backend:
             self.options,
             units=[self.unit_of(source) for source in found],
             checkpoint=self.checkpoint,
-            axis=self.axis,
+            axes=self.axes,
             observe=self._keep,
         )
         return backend(module, inputs)
@@ -144,12 +146,14 @@ class Flat(NamedTuple):
     padded_numel: int
     shard_numel: int
     trainable: bool
-    is_gathered: bool
-    """Whether the model's parameters are brought together for it."""
+    num_param_axes: int
+    """Of the axes over which the finest shards lie, how many the model's parameters are brought together along."""
     sums_whole: bool
     """Whether every rank gets all of the reduced gradient."""
     collects_whole: bool
     """Whether micro-steps add up all of the gradient on each rank."""
+    sums_late: bool
+    """Whether they add up what is summed along the further axes at the end."""
     updates_shard: bool
     joins: bool
     """Whether updated shards are joined."""
@@ -158,9 +162,10 @@ class Flat(NamedTuple):
     grad_dtype: torch.dtype
 
     @classmethod
-    def of(cls, buffer: BufferPlan, axis: Real | Fake) -> Self:
-        layout, row, is_shared = buffer.layout, buffer.row, axis.size > 1
+    def of(cls, buffer: BufferPlan, plan: Plan) -> Self:
+        layout, row, is_shared = buffer.layout, buffer.row, plan.world_size > 1
         updates_shard = isinstance(row.optimizer, Sharded)
+        collects_whole = buffer.grads.local_shape(plan.mesh)[0] == buffer.padded_numel
         return cls(
             buffer.key,
             layout.names,
@@ -169,11 +174,12 @@ class Flat(NamedTuple):
             buffer.padded_numel,
             buffer.shard_numel,
             buffer.trainable,
-            is_shared and isinstance(row.params, Sharded),
+            len(row.params.axes) if isinstance(row.params, Sharded) else 0,
             isinstance(row.grads, Replicated),
-            not (is_shared and isinstance(row.grads, Sharded)),
+            collects_whole,
+            bool(plan.further_axes) and not collects_whole,
             updates_shard,
-            is_shared and updates_shard and isinstance(row.params, Replicated),
+            updates_shard and buffer.params.local_shape(plan.mesh)[0] != buffer.shard_numel,
             buffer.has_master,
             # Where nothing is sent, gradients are in the dtype in which they are kept.
             torch_dtype(buffer.dtypes.reduce if is_shared else buffer.dtypes.grad),
@@ -220,16 +226,16 @@ class Captured(NamedTuple):
     options: PassOptions
     checkpoint: dict[str, str]
     """The modules that the backward runs again."""
+    peers: Mapping[str, Peers]
+    """Who takes part in a collective, by the name of its group."""
 
     def scheduled(self) -> Captured:
         """The graph as it runs: what is checkpointed is there twice, and all of it in order."""
         return self._replace(graph=run_passes(rematerialise(self.graph, self.checkpoint), self.options))
 
-    def timeline(
-        self, machine: Machine | None = None, *, world_size: int | None = None, title: str = "one step"
-    ) -> Timeline:
+    def timeline(self, machine: Machine | None = None, *, title: str = "one step") -> Timeline:
         """The graph in time, in the order in which it stands."""
-        return make_timeline(self.graph, machine, world_size=world_size, title=title)
+        return make_timeline(self.graph, machine, peers=self.peers, title=title)
 
 
 class CompiledStep:
@@ -263,9 +269,10 @@ class CompiledStep:
         units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
         modules = {str(id(model.get_submodule(name))): name for name in checkpoint}
         self._axis, self._device = axis, device
-        in_graph = InGraph.of(axis, device)
-        self._graph = stacked or in_graph
-        exchanges = None if stacked or in_graph.is_nccl else in_graph
+        self._graph = MeshInGraph.of(axis, plan, device) if stacked is None else MeshInGraph.of_all(stacked, plan)
+        self._ranks = self._graph.ranks
+        self.peers = {name: Peers(along.name, along.size) for name, along in self._graph.by_group.items()}
+        exchanges = tuple(along for along in self._graph.by_group.values() if not along.is_nccl)
         self.backend = Backend(backend or "aot_eager", pass_options(plan), units, modules, exchanges, bool(stacked))
         self._is_captured = backend is not None
         if stacked is not None:
@@ -278,7 +285,7 @@ class CompiledStep:
                 slots.update(key for key, _ in listed(name, recurse=False, remove_duplicate=False))
         self._aliases = {alias: owner for alias, owner in plan.aliases.items() if alias in slots}
         self._num_micro_steps, self._stage = plan.num_micro_steps, plan.stage
-        self._flats = tuple(Flat.of(buffer, axis) for buffer in plan.flat_buffers)
+        self._flats = tuple(Flat.of(buffer, plan) for buffer in plan.flat_buffers)
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
         reduces_by_sum = not rules.measures.is_mean
@@ -355,8 +362,8 @@ class CompiledStep:
         def of_a_rank(params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Tensor:
             return self._forward(self._cut(params), buffers, batch)[0]
 
-        with self._graph.drawing():
-            self._graph.each(of_a_rank)(params, buffers, batch)
+        with self._ranks.drawing():
+            self._ranks.each(of_a_rank)(params, buffers, batch)
 
     def trace(self, state: TrainState[Tensor], micro_batches: Sequence[Any]) -> list[Captured]:
         """The graphs that a step would run, one after the other, captured on tensors of a `FakeTensorMode`. Runs nothing.
@@ -385,7 +392,7 @@ class CompiledStep:
             self._captured(micro, state.params, state.grads, buffers, state.loss_scale, batch, number)
             for batch in micro_batches
         ]
-        told = number.new_empty(len(micro_batches), self._graph.size, 3)
+        told = number.new_empty(len(micro_batches), self._graph.num_ranks, 3)
         return [*graphs, self._captured(update, *flat, buffers, state.loss_scale, told, sums[-1])]
 
     def _captured(self, function: Callable[..., Any], *arguments: Any) -> Captured:
@@ -396,7 +403,7 @@ class CompiledStep:
             found = {name: self.backend.unit_of(source) for name, source in captured.sources.items()}
             units = {name: unit for name, unit in found.items() if unit is not None}
             name_units(captured.graph, units)
-            return Captured(captured.graph, units, self.backend.options, self.backend.checkpoint)
+            return Captured(captured.graph, units, self.backend.options, self.backend.checkpoint, self.peers)
         raise AssertionError(f"{self._name}: a backend that runs nothing gave a result")
 
     # --- what is captured ----------------------------------------------------------------------------------------
@@ -427,11 +434,12 @@ class CompiledStep:
         ) -> Outcome:
             told, reduced = self._graph.stack(row)[None], {}
             for flat, grad_P in self._flattened(gradients):
-                grad_P = _times(grad_P, self._share(is_sum), flat.reduce_dtype)
-                reduced[flat.key] = self._reduce_into(grads, flat, grad_P)
+                grad = self._reduce(_times(grad_P, self._share(is_sum), flat.reduce_dtype), flat)
+                grad = self._graph.sum_further(grad) if flat.sums_late else grad
+                reduced[flat.key] = self._keep(grads, flat, grad)
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
-        finished = self._graph.each(finish)
+        finished = self._ranks.each(finish)
         return finished(params, master, grads, optimizer, buffers, loss_scale, row, gradients), is_sum
 
     def _micro_step(
@@ -457,7 +465,7 @@ class CompiledStep:
                     kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat))
             return self._graph.stack(row)
 
-        return self._graph.each(add)(grads, row, gradients), is_sum
+        return self._ranks.each(add)(grads, row, gradients), is_sum
 
     def _update(
         self,
@@ -474,13 +482,17 @@ class CompiledStep:
 
         def finish(grads: dict[str, Tensor], *state: Any) -> Outcome:
             params, master, optimizer, buffers, loss_scale, told = state
-            reduced = {
-                flat.key: self._reduce_into(grads, flat, grads[flat.key]) if flat.collects_whole else grads[flat.key]
-                for flat in self._trained
-            }
+            reduced = {}
+            for flat in self._trained:
+                grad = grads[flat.key]
+                if flat.collects_whole:
+                    grad = self._keep(grads, flat, self._reduce(grad, flat))
+                elif flat.sums_late:
+                    grad = self._keep(grads, flat, self._graph.sum_further(grad.to(flat.reduce_dtype)))
+                reduced[flat.key] = grad
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
-        return self._graph.each(finish)(grads, params, master, _bare(optimizer), _bare(buffers), loss_scale, told)
+        return self._ranks.each(finish)(grads, params, master, _bare(optimizer), _bare(buffers), loss_scale, told)
 
     # --- its parts: on one rank --------------------------------------------------------------------------------------
 
@@ -529,7 +541,7 @@ class CompiledStep:
         number: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor], bool]:
         """What a rank tells (3,), its gradients by name, and whether losses are sums. Not differentiated are collectives."""
-        tensors = {name: tensor.detach() for name, tensor in self._graph.each(self._cut)(params).items()}
+        tensors = {name: tensor.detach() for name, tensor in self._ranks.each(self._cut)(params).items()}
         leaves = {name: tensors[name].requires_grad_() for flat in self._trained for name in flat.names}
         found: list[bool] = []
 
@@ -545,8 +557,8 @@ class CompiledStep:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
             return loss, row
 
-        with self._graph.drawing():
-            loss, row = self._graph.each(forward)(tensors, buffers, batch, number, loss_scale.scale)
+        with self._ranks.drawing():
+            loss, row = self._ranks.each(forward)(tensors, buffers, batch, number, loss_scale.scale)
         with torch.fx.traceback.annotate(BACKWARD):
             # Of simulated ranks there is a loss each, and no gradient of one rank's in another's parameters.
             grads = torch.autograd.grad(
@@ -558,8 +570,8 @@ class CompiledStep:
         """The parameters by name, of what is gathered."""
         tensors: dict[str, Tensor] = {}
         for flat in self._flats:
-            param = params[flat.key]
-            parts = torch.split(self._graph.all_gather(param) if flat.is_gathered else param, list(flat.numels))
+            param_P = self._graph.all_gather(params[flat.key], self._graph.axes[: flat.num_param_axes])
+            parts = torch.split(param_P, list(flat.numels))
             tensors |= {name: part.view(shape) for name, shape, part in zip(flat.names, flat.shapes, parts)}
         return tensors
 
@@ -591,18 +603,20 @@ class CompiledStep:
             yield flat, torch.cat([*pieces, pieces[0].new_zeros(flat.numels[-1])])
 
     def _reduce(self, grad_P: Tensor, flat: Flat) -> Tensor:
-        """The sum over ranks: whole (P) in stage 0, this rank's shard (S) otherwise."""
+        """The sum over ranks: whole (P) in stage 0, this rank's shard (S) otherwise, of ranks along `axes` if it `sums_late`."""
         grad_P = grad_P.to(flat.reduce_dtype)
-        return self._graph.all_reduce(grad_P) if flat.sums_whole else self._graph.reduce_scatter(grad_P)
+        if flat.sums_whole:
+            return self._graph.all_reduce(grad_P)
+        grad_S = self._graph.reduce_scatter(grad_P)
+        return grad_S if flat.sums_late else self._graph.sum_further(grad_S)
 
-    def _reduce_into(self, grads: dict[str, Tensor], flat: Flat, grad_P: Tensor) -> Tensor:
-        """The same, in the dtype in which gradients are kept; writes it to `grads`, too."""
-        reduced = self._reduce(grad_P, flat).to(flat.grad_dtype)
-        kept = grads[flat.key]
+    def _keep(self, grads: dict[str, Tensor], flat: Flat, reduced: Tensor) -> Tensor:
+        """Writes a reduced gradient to `grads`; returns it in the dtype in which it is kept."""
+        reduced, kept = reduced.to(flat.grad_dtype), grads[flat.key]
         if flat.sums_whole or kept.numel() == flat.shard_numel:
             kept.copy_(reduced)
         else:
-            self._graph.write_own(kept, reduced)
+            self._ranks.write_own(kept, reduced)
         return reduced
 
     def _update_flat(
@@ -616,10 +630,10 @@ class CompiledStep:
         factor: Tensor | None,
     ) -> None:
         param, rules = params[flat.key], self._rules
-        share = self._graph.own(param).clone() if flat.joins else param
+        share = self._ranks.own(param, flat.shard_numel).clone() if flat.joins else param
         place = 0
         if rules.places is not None:
-            place = rules.places[flat.key] + (self._graph.place(flat.shard_numel) if flat.updates_shard else 0)
+            place = rules.places[flat.key] + (self._ranks.place(flat.shard_numel) if flat.updates_shard else 0)
 
         def update(
             skip: Tensor, grad: Tensor, kept: Tensor, state: Any, factor: Tensor | None, out: Tensor | None, place: int
@@ -631,28 +645,27 @@ class CompiledStep:
             )
 
         kept, out = (master[flat.key], share) if flat.has_master else (share, None)
-        self._graph.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, place)
+        self._ranks.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, place)
         if flat.joins:
-            param.copy_(self._graph.all_gather(share))
+            param.copy_(self._graph.all_gather(share, self._graph.axes[flat.num_param_axes :]))
 
     def _norm(self, reduced: dict[str, Tensor]) -> Tensor:
         measures, graph = self._rules.measures, self._graph
         parts = []
-        for rank in range(graph.size) if self._stage == 0 else [graph.rank]:
+        for shard in range(graph.num_shards if self._stage == 0 else 1):
             shards = []
             for flat in self._trained:
-                if flat.shard_numel:
-                    grad, start = reduced[flat.key], rank * flat.shard_numel
-                    is_whole = grad.numel() != flat.shard_numel
-                    shards.append(grad[start : start + flat.shard_numel] if is_whole else grad)
+                if flat.shard_numel:  # all shards are there in stage 0, and elsewhere this rank's
+                    start = shard * flat.shard_numel
+                    shards.append(reduced[flat.key][start : start + flat.shard_numel])
             parts.append(measures.norm_part(shards, self._device))
-        return measures.norm(torch.stack(parts) if self._stage == 0 else graph.stack(parts[0]))
+        return measures.norm(torch.stack(parts) if self._stage == 0 else graph.stack_shards(parts[0]))
 
     def _agree(self, buffers: dict[str, Tensor]) -> None:
         """Makes module buffers equal on all ranks, as the eager step does; here all of them, changed or not."""
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in buffers.items():
-            if self._graph.size > 1 and tensor.numel():
+            if self._graph.num_ranks > 1 and tensor.numel():
                 by_dtype.setdefault(tensor.dtype, []).append(name)
         for names in by_dtype.values():
             rows = self._graph.stack(torch.cat([buffers[name].reshape(-1) for name in names]))
@@ -665,17 +678,18 @@ class CompiledStep:
     def _tell(self, function: Callable[..., Any], num_graphs: int, observe: Callable[[Sent], None]) -> None:
         """Tells `observe` what the call sent, by the graph that ran."""
         if len(self.backend.graphs) > num_graphs:
-            self._sent_by[function] = _sent_in(self.backend.graphs[-1], self._axis.size)
+            self._sent_by[function] = _sent_in(self.backend.graphs[-1], self.peers)
         for sent in self._sent_by.get(function, ()):
             observe(sent)
 
 
-def _sent_in(graph: torch.fx.Graph, world_size: int) -> list[Sent]:
+def _sent_in(graph: torch.fx.Graph, peers: Mapping[str, Peers]) -> list[Sent]:
     """What one run of a graph sends, collective by collective, in the order of its nodes."""
     found = []
     for node in filter(is_collective, graph.nodes):
-        nbytes, itemsize = sent_by(node, world_size), node.all_input_nodes[0].meta["val"].element_size()
-        found.append(Sent(kind_of(node), "data", Label("other", node.name), nbytes // itemsize, nbytes))
+        axis, num_ranks = peers[group_of(node)]
+        nbytes, itemsize = sent_by(node, num_ranks), node.all_input_nodes[0].meta["val"].element_size()
+        found.append(Sent(kind_of(node), axis, Label("other", node.name), nbytes // itemsize, nbytes))
     return found
 
 

@@ -164,7 +164,7 @@ class VmapRanks(LockstepRanks):
     ) -> None:
         super().__init__(recipe, world_size, mesh=mesh)
         self._may_change, self._is_captured, self._is_in_turn = may_change, compile is not None, False
-        self._stacked = Stacked(world_size)
+        self._stacked = Stacked(self.plan.mesh, self.plan.axes)
         self._step, self._made, self._knobs = self._make(compile)
         self._looked_at = compile is None
 
@@ -243,7 +243,7 @@ def simulate(
         step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.Fake("data", W)` it checks batch sizes
             for as many. It is not changed.
         world_size: number of ranks W; None takes those of `mesh`, or the step's own.
-        mesh: how they stand along several axes, in lockstep; None takes the step's own where it has as many ranks.
+        mesh: how they stand along several axes; None takes the step's own where it has as many ranks.
         by: `"vmap"` runs all ranks at once: fast, to rounding; raises for what `torch.vmap` cannot do. `"lockstep"` runs them
             in turn: any model, the bits of as many processes. None takes vmap where that can be and lockstep elsewhere,
             which a warning tells.

@@ -35,7 +35,7 @@ from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
-from fzero.meshes import is_several
+from fzero.meshes import told
 from fzero.pieces import Pieces
 from fzero.plan import BufferPlan, OwnTransform, ParamGroup
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
@@ -96,8 +96,8 @@ def make_train_step(
             output if it is a scalar, its `.loss`, or its first item.
         mesh: the ranks: a `sharding.Mesh`, whose axis `"data"` the state is sharded over, as the stage says, while ranks
             along its other axes hold the same (`Mesh.of(node=2, data=4)`: hybrid sharding); or a bound axis. None is one
-            axis, or what `mics_shard_size` or `zero_hpz_partition_size` mean. With a `fzero.Fake` axis there are none:
-            `plan`, `specs`, `trace` and `explain` tell what a job of so many would do.
+            axis, or what `mics_shard_size` or `zero_hpz_partition_size` mean. With a `fzero.Fake` axis (`Fake.of` a mesh) there
+            are none: `plan`, `specs`, `trace` and `explain` tell what a job of so many would do.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
             first that matches counts. `"params"` may be a function of name and parameter. A group's `lr` scales the
@@ -219,11 +219,6 @@ class TrainStep:
         """The step as one graph, and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
-        if is_several(self.plan.mesh):
-            raise ConfigError(
-                f"compile: must be None or 'block' on a mesh of several axes, for the graph of a whole step has one, got "
-                f"'step', trace or explain on {self.plan.mesh}; drop it, or make the step on one axis"
-            )
         if self.plan.wiring:
             raise ConfigError(
                 f"compile: must be None or 'block' where gathers or reductions go through wires, got 'step', trace, explain or a "
@@ -259,7 +254,7 @@ class TrainStep:
         )  # fmt: skip
         axis = self._ranks
         if isinstance(axis, Lockstep):
-            axis = Fake(axis.name, axis.size, axis.rank, "gloo")  # of what is never run
+            axis = Fake(axis.name, axis.size, axis.rank, "gloo", axis.mesh)  # of what is never run
         compiled = CompiledStep(
             self._model, self.plan, axis, self.device, rules,
             loss_fn=self._loss_fn, autocast=self._autocast, backend=backend,
@@ -745,22 +740,18 @@ class TrainStep:
         Raises:
             ValueError: no batch is given, and no graph has run; and what `trace` raises.
         """
-        title = f"stage {self.plan.stage} on {self.world_size} ranks"
+        title = f"stage {self.plan.stage} on {told(self.plan.mesh)}"
         if batch is None:
-            graphs = self._compiled.backend.graphs if self._compiled is not None else []
-            if not graphs:
+            if self._compiled is None or not self._compiled.backend.graphs:
                 raise ValueError(
                     "explain: needs a batch where no graph of the whole step has run, got none; pass one, explain(batch), or "
                     "make the step with compile='step' and call the step once"
                 )
-            graph = max(graphs, key=lambda graph: len(graph.nodes))
-            return make_timeline(graph, machine, world_size=self.world_size, title=title)
+            graph = max(self._compiled.backend.graphs, key=lambda graph: len(graph.nodes))
+            return make_timeline(graph, machine, peers=self._compiled.peers, title=title)
         captured = self.trace(batch)
         different = {id(c.graph): c for c in captured}  # micro-steps share one
-        timelines = {
-            key: c.scheduled().timeline(machine, world_size=self.world_size, title=title)
-            for key, c in different.items()
-        }
+        timelines = {key: c.scheduled().timeline(machine, title=title) for key, c in different.items()}
         return joined([timelines[id(c.graph)] for c in captured])
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:

@@ -62,7 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
         *("fzero.bound_mesh", "fzero.eager"),
-        *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked"),
+        *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked", "fzero.mesh_in_graph"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition

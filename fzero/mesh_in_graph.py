@@ -1,0 +1,153 @@
+"""What does a captured step send along the axes of a mesh? The collectives of `fzero.bound_mesh`, as nodes of a graph.
+
+A `MeshInGraph` joins axes, each of one rank's (`InGraph`) or of all ranks' stacked (`stacked.Along`), with what there is to a
+rank besides its collectives: which shard is its own, and how a function is run on it (`OneRank`, `Stacked`). The
+collectives along several axes are made of those along one, in the order of the eager step: its bits.
+
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards along `axes`, W ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from fzero.bound_mesh import names_along
+from fzero.collectives import EVERYONE, Fake, InGraph, Real, along
+from fzero.plan import Plan
+from fzero.stacked import Along, Stacked
+from sharding import Sharded
+
+T = TypeVar("T")
+
+
+class AxisInGraph(Protocol):
+    """The collectives along one axis, as `InGraph` says what they are."""
+
+    @property
+    def size(self) -> int: ...
+    def all_gather(self, shard_S: Tensor) -> Tensor: ...
+    def reduce_scatter(self, full_P: Tensor) -> Tensor: ...
+    def all_reduce(self, full_P: Tensor) -> Tensor: ...
+    def stack(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """One rank's part of a graph: that which holds shard number `shard`."""
+
+    shard: int
+
+    def each(self, function: Callable[..., T]) -> Callable[..., T]:
+        """`function` on this rank."""
+        return function
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Around what draws random numbers."""
+        return nullcontext()
+
+    def in_turn(self, function: Callable[..., None], *args: Any) -> None:
+        """`function`, which writes into its arguments, on this rank."""
+        function(*args)
+
+    def own(self, flat: Tensor, numel: int) -> Tensor:
+        """This rank's shard of so many elements, a view of a flat tensor that holds it and others in order."""
+        start = self.shard % (flat.numel() // numel) * numel
+        return flat[start : start + numel]
+
+    def write_own(self, flat: Tensor, shard_S: Tensor) -> None:
+        """Writes this rank's shard of such a tensor."""
+        self.own(flat, shard_S.numel()).copy_(shard_S)
+
+    def place(self, numel: int) -> int:
+        """Where this rank's shard of so many elements begins."""
+        return self.shard * numel
+
+
+@dataclass(frozen=True, slots=True)
+class MeshInGraph:
+    """The axes of a plan's mesh in a graph; `everyone`, `axes` and `further` as in a `BoundMesh`."""
+
+    ranks: OneRank | Stacked
+    everyone: AxisInGraph
+    axes: tuple[AxisInGraph, ...]
+    further: tuple[AxisInGraph, ...]
+
+    @classmethod
+    def of(cls, everyone: Real | Fake, plan: Plan, device: torch.device) -> Self:
+        """One rank's. *Collective* where several axes are real, as `BoundMesh.of`."""
+        axes, further = (
+            tuple(InGraph.of(along(everyone, plan.mesh, name), device) for name in names) for names in names_along(plan)
+        )
+        shard = plan.mesh.shard_of(everyone.rank, Sharded(*plan.axes))
+        whole = next((axis for axis in (*axes, *further) if axis.size == everyone.size), None)
+        return cls(OneRank(shard), whole or InGraph.of(everyone, device, name=EVERYONE), axes, further)
+
+    @classmethod
+    def of_all(cls, ranks: Stacked, plan: Plan) -> Self:
+        """All ranks' at once."""
+        axes, further = (tuple(Along.of(plan.mesh, name) for name in names) for names in names_along(plan))
+        return cls(ranks, Along(plan.world_size), axes, further)
+
+    @property
+    def num_ranks(self) -> int:
+        """W."""
+        return self.everyone.size
+
+    @property
+    def num_shards(self) -> int:
+        """F."""
+        return math.prod([axis.size for axis in self.axes])
+
+    @property
+    def by_group(self) -> dict[str, InGraph]:
+        """The axes of one rank by the names that a graph has for them."""
+        axes = [axis for axis in (self.everyone, *self.axes, *self.further) if isinstance(axis, InGraph)]
+        return {axis.group_name: axis for axis in axes if axis.size > 1}
+
+    def all_gather(self, shard: Tensor, axes: Sequence[AxisInGraph]) -> Tensor:
+        """The shards of all ranks along `axes` joined, neighbours along the last one first."""
+        for axis in reversed(axes):
+            shard = axis.all_gather(shard)
+        return shard
+
+    def reduce_scatter(self, full_P: Tensor) -> Tensor:
+        """This rank's shard of the sum along `axes`, P → S."""
+        for axis in self.axes:
+            full_P = axis.reduce_scatter(full_P)
+        return full_P
+
+    def sum_further(self, shard_S: Tensor) -> Tensor:
+        """The sum along the further axes."""
+        return _all_reduce(shard_S, self.further)
+
+    def all_reduce(self, full_P: Tensor) -> Tensor:
+        """The sum over all ranks: along `axes`, and then along the further ones."""
+        return _all_reduce(full_P, (*self.axes, *self.further))
+
+    def stack(self, x: Tensor) -> Tensor:
+        """The small tensors of all ranks along a new first dimension."""
+        return self.everyone.stack(x)
+
+    def stack_shards(self, x: Tensor) -> Tensor:
+        """Those of all shards."""
+        *majors, minor = self.axes
+        rows = minor.stack(x)
+        for axis in reversed(majors):
+            rows = axis.stack(rows).flatten(0, 1)
+        return rows
+
+
+def _all_reduce(x: Tensor, axes: Sequence[AxisInGraph]) -> Tensor:
+    """The sum along several axes: the further ones between the two halves of the first, where tensors are small."""
+    several = [axis for axis in axes if axis.size > 1]
+    if len(several) < 2:
+        return several[0].all_reduce(x) if several else x
+    first, *then = several
+    return first.all_gather(_all_reduce(first.reduce_scatter(x), then))
