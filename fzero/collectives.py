@@ -665,6 +665,12 @@ class InGraph:
         rows = _wait(_ops.all_gather_into_tensor(x.reshape(-1), self.size, self.group_name))
         return rows.view(self.size, *x.shape)
 
+    def all_to_all(self, rows_WN: Tensor) -> Tensor:
+        """Row r of every rank, in rank order, on rank r. *Collective:* sends (W-1) · N."""
+        if self.size == 1 or not rows_WN.numel():
+            return rows_WN
+        return self._all_to_all(rows_WN.reshape(-1)).view(rows_WN.shape)
+
     def _all_to_all(self, x: Tensor) -> Tensor:
         numels = [x.numel() // self.size] * self.size
         return _wait(_ops.all_to_all_single(x, numels, numels, self.group_name))

@@ -51,7 +51,7 @@ from fzero.graph_schedule import CompileError, PassOptions, copy_of, run_passes
 from fzero.graph_sent import labelled, sent_in
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
-from fzero.mesh_in_graph import MeshInGraph
+from fzero.mesh_in_graph import MeshInGraph, Through
 from fzero.plan import BufferPlan, Plan
 from fzero.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.sent import Sent
@@ -63,6 +63,8 @@ from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
 
 BackendName = Literal["inductor", "aot_eager"]
+Wires = Mapping[str, Mapping[str, Any]]
+"""What the wires of reductions remember, by flat buffer and axis: tensors, which a graph writes."""
 
 _STATE = re.compile(r"L\['\w+'\](?:\[\d+\])?\['([^']*)'\]")  # a tensor of a dict: of a flat buffer, if its key is one
 
@@ -290,7 +292,7 @@ class CompiledStep:
             for listed in (module.named_parameters, module.named_buffers):
                 slots.update(key for key, _ in listed(name, recurse=False, remove_duplicate=False))
         self._aliases = {alias: owner for alias, owner in plan.aliases.items() if alias in slots}
-        self._num_micro_steps, self._stage = plan.num_micro_steps, plan.stage
+        self._num_micro_steps, self._stage, self._wiring = plan.num_micro_steps, plan.stage, plan.wiring
         self._flats = tuple(Flat.of(buffer, plan) for buffer in plan.flat_buffers)
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
@@ -311,13 +313,19 @@ class CompiledStep:
         return torch.compile(function, fullgraph=True, dynamic=False, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload,no-any-return]
 
     def __call__(
-        self, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: Sequence[Any], number: Tensor
+        self,
+        state: TrainState[Tensor],
+        buffers: dict[str, Tensor],
+        wires: Wires,
+        micro_batches: Sequence[Any],
+        number: Tensor,
     ) -> tuple[Outcome, bool]:
         """Makes one step of `state`, in place, and of the module `buffers`; tells whether losses are sums. *Collective.*
 
         Args:
             state: donated.
             buffers: the module's, which are written.
+            wires: what they remember, which is written.
             micro_batches: A batches.
             number: of this pass (1,), float64; must be the same on all ranks.
         """
@@ -325,16 +333,19 @@ class CompiledStep:
         buffers = _shielded(buffers)
         if len(micro_batches) == 1:
             made: tuple[Outcome, bool] = self._run(
-                self._whole, *flat, buffers, state.loss_scale, micro_batches[0], number
+                self._whole, *flat, buffers, wires, state.loss_scale, micro_batches[0], number
             )
             return made
         for grads in state.grads.values():
             grads.zero_()
         told = []
         for batch in micro_batches:
-            rows, is_sum = self._run(self._micro, state.params, state.grads, buffers, state.loss_scale, batch, number)
+            rows, is_sum = self._run(
+                self._micro, state.params, state.grads, buffers, wires, state.loss_scale, batch, number
+            )
             told.append(rows)
-        return self._run(self._end, *flat, buffers, state.loss_scale, torch.stack(told, rows.dim() - 2), is_sum), is_sum
+        told_A = torch.stack(told, rows.dim() - 2)
+        return self._run(self._end, *flat, buffers, wires, state.loss_scale, told_A, is_sum), is_sum
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a captured function, and tells how long it took to capture it."""
@@ -386,7 +397,7 @@ class CompiledStep:
         number = torch.empty((1,), dtype=torch.float64, device=self._device)
         if len(micro_batches) == 1:
             whole = self._compile(self._whole_step, on_paper)
-            return [self._captured(whole, *flat, buffers, state.loss_scale, micro_batches[0], number)]
+            return [self._captured(whole, *flat, buffers, state.wires, state.loss_scale, micro_batches[0], number)]
         sums: list[bool] = []
 
         @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # it is called in the capture
@@ -400,11 +411,11 @@ class CompiledStep:
 
         micro, update = self._compile(micro_step, on_paper), self._compile(self._update, on_paper)
         graphs = [
-            self._captured(micro, state.params, state.grads, buffers, state.loss_scale, batch, number)
+            self._captured(micro, state.params, state.grads, buffers, state.wires, state.loss_scale, batch, number)
             for batch in micro_batches
         ]
         told = number.new_empty(len(micro_batches), self._graph.num_ranks, 3)
-        return [*graphs, self._captured(update, *flat, buffers, state.loss_scale, told, sums[-1])]
+        return [*graphs, self._captured(update, *flat, buffers, state.wires, state.loss_scale, told, sums[-1])]
 
     def _captured(self, function: Callable[..., Any], *arguments: Any) -> Captured:
         try:
@@ -426,6 +437,7 @@ class CompiledStep:
         grads: dict[str, Tensor],
         optimizer: dict[str, Any],
         buffers: dict[str, Tensor],
+        wires: Wires,
         loss_scale: LossScale[Tensor],
         batch: Any,
         number: Tensor,
@@ -439,25 +451,27 @@ class CompiledStep:
             grads: dict[str, Tensor],
             optimizer: dict[str, Any],
             buffers: dict[str, Tensor],
+            wires: Wires,
             loss_scale: LossScale[Tensor],
             row: Tensor,
             gradients: dict[str, Tensor],
         ) -> Outcome:
             told, reduced = self._told(row)[None], {}
             for flat, grad_P in self._flattened(gradients):
-                grad = self._reduce(_times(grad_P, self._share(is_sum), flat.reduce_dtype), flat)
-                grad = self._sum_late(grad, flat) if flat.sums_late else grad
+                grad = self._reduce(_times(grad_P, self._share(is_sum), flat.reduce_dtype), flat, wires)
+                grad = self._sum_late(grad, flat, wires) if flat.sums_late else grad
                 reduced[flat.key] = self._keep(grads, flat, grad)
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
         finished = self._ranks.each(finish)
-        return finished(params, master, grads, optimizer, buffers, loss_scale, row, gradients), is_sum
+        return finished(params, master, grads, optimizer, buffers, wires, loss_scale, row, gradients), is_sum
 
     def _micro_step(
         self,
         params: dict[str, Tensor],
         grads: dict[str, Tensor],
         buffers: dict[str, Tensor],
+        wires: Wires,
         loss_scale: LossScale[Tensor],
         batch: Any,
         number: Tensor,
@@ -465,7 +479,7 @@ class CompiledStep:
         """Adds the gradients of one micro-batch to `grads`; reduces what a rank does not keep whole."""
         row, gradients, is_sum = self._value_and_grad(params, _bare(buffers), loss_scale, batch, number)
 
-        def add(grads: dict[str, Tensor], row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
+        def add(grads: dict[str, Tensor], wires: Wires, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
             share = self._share(is_sum)
             for flat, grad in self._flattened(gradients):
                 kept = grads[flat.key]
@@ -473,10 +487,10 @@ class CompiledStep:
                     wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
                     kept.copy_(kept.to(wide).add(grad.to(wide), alpha=share))
                 else:
-                    kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat))
+                    kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat, wires))
             return self._told(row)
 
-        return self._ranks.each(add)(grads, row, gradients), is_sum
+        return self._ranks.each(add)(grads, wires, row, gradients), is_sum
 
     def _update(
         self,
@@ -485,25 +499,28 @@ class CompiledStep:
         grads: dict[str, Tensor],
         optimizer: dict[str, Any],
         buffers: dict[str, Tensor],
+        wires: Wires,
         loss_scale: LossScale[Tensor],
         told: Tensor,
         is_sum: bool,
     ) -> Outcome:
         """Measures and updates, when all micro-steps are made."""
 
-        def finish(grads: dict[str, Tensor], *state: Any) -> Outcome:
+        def finish(grads: dict[str, Tensor], wires: Wires, *state: Any) -> Outcome:
             params, master, optimizer, buffers, loss_scale, told = state
             reduced = {}
             for flat in self._trained:
                 grad = grads[flat.key]
                 if flat.collects_whole:
-                    grad = self._keep(grads, flat, self._reduce(grad, flat))
+                    grad = self._keep(grads, flat, self._reduce(grad, flat, wires))
                 elif flat.sums_late:
-                    grad = self._keep(grads, flat, self._sum_late(grad, flat))
+                    grad = self._keep(grads, flat, self._sum_late(grad, flat, wires))
                 reduced[flat.key] = grad
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
-        return self._ranks.each(finish)(grads, params, master, _bare(optimizer), _bare(buffers), loss_scale, told)
+        return self._ranks.each(finish)(
+            grads, wires, params, master, _bare(optimizer), _bare(buffers), loss_scale, told
+        )
 
     # --- its parts: on one rank --------------------------------------------------------------------------------------
 
@@ -586,8 +603,9 @@ class CompiledStep:
         """The parameters by name, of what is gathered."""
         tensors: dict[str, Tensor] = {}
         for flat in self._flats:
+            wires = self._wiring.gather if flat.trainable else self._wiring.frozen
             with labelled("gather", flat.key):
-                param_P = self._graph.all_gather(params[flat.key], self._graph.axes[: flat.num_param_axes])
+                param_P = self._graph.all_gather(params[flat.key], self._graph.axes[: flat.num_param_axes], wires)
             parts = torch.split(param_P, list(flat.numels))
             tensors |= {name: part.view(shape) for name, shape, part in zip(flat.names, flat.shapes, parts)}
         return tensors
@@ -624,19 +642,22 @@ class CompiledStep:
             pieces = [grads[name].reshape(-1) for name in flat.names]
             yield flat, torch.cat([*pieces, pieces[0].new_zeros(flat.numels[-1])])
 
-    def _reduce(self, grad_P: Tensor, flat: Flat) -> Tensor:
+    def _reduce(self, grad_P: Tensor, flat: Flat, wires: Wires) -> Tensor:
         """The sum over ranks: whole (P) in stage 0, this rank's shard (S) otherwise, of ranks along `axes` if it `sums_late`."""
-        grad_P = grad_P.to(flat.reduce_dtype)
+        grad_P, through = grad_P.to(flat.reduce_dtype), self._through(flat, wires)
         with labelled("reduce", flat.key):
             if flat.sums_whole:
-                return self._graph.all_reduce(grad_P)
-            grad_S = self._graph.reduce_scatter(grad_P)
-            return grad_S if flat.sums_late else self._graph.sum_further(grad_S)
+                return self._graph.all_reduce(grad_P, through)
+            grad_S = self._graph.reduce_scatter(grad_P, through)
+            return grad_S if flat.sums_late else self._graph.sum_further(grad_S, through)
 
-    def _sum_late(self, grad_S: Tensor, flat: Flat) -> Tensor:
+    def _sum_late(self, grad_S: Tensor, flat: Flat, wires: Wires) -> Tensor:
         """The sum along the further axes of what micro-steps have added up."""
         with labelled("reduce", flat.key):
-            return self._graph.sum_further(grad_S.to(flat.reduce_dtype))
+            return self._graph.sum_further(grad_S.to(flat.reduce_dtype), self._through(flat, wires))
+
+    def _through(self, flat: Flat, wires: Wires) -> Through:
+        return Through(self._wiring.reduce, wires.get(flat.key, {}))
 
     def _keep(self, grads: dict[str, Tensor], flat: Flat, reduced: Tensor) -> Tensor:
         """Writes a reduced gradient to `grads`; returns it in the dtype in which it is kept."""

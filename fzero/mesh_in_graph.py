@@ -10,11 +10,12 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
+import optree
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from fzero.bound_mesh import names_along
 from fzero.collectives import EVERYONE, Fake, InGraph, Real, along
 from fzero.plan import Plan
 from fzero.stacked import Stacked, StackedAxis
+from fzero.wires import Wire
 
 T = TypeVar("T")
 
@@ -30,10 +32,13 @@ class AxisInGraph(Protocol):
     """The collectives along one axis, as `InGraph` says what they are."""
 
     @property
+    def name(self) -> str: ...
+    @property
     def size(self) -> int: ...
     def all_gather(self, shard_S: Tensor) -> Tensor: ...
     def reduce_scatter(self, full_P: Tensor) -> Tensor: ...
     def all_reduce(self, full_P: Tensor) -> Tensor: ...
+    def all_to_all(self, rows_WN: Tensor) -> Tensor: ...
     def stack(self, x: Tensor) -> Tensor: ...
 
 
@@ -111,25 +116,28 @@ class MeshInGraph:
         axes = [axis for axis in (self.everyone, *self.axes, *self.further) if isinstance(axis, InGraph)]
         return {axis.group_name: axis for axis in axes if axis.size > 1}
 
-    def all_gather(self, shard: Tensor, axes: Sequence[AxisInGraph]) -> Tensor:
-        """The shards of all ranks along `axes` joined, neighbours along the last one first."""
+    def all_gather(self, shard: Tensor, axes: Sequence[AxisInGraph], wires: Mapping[str, Wire] = {}) -> Tensor:
+        """The shards of all ranks along `axes` joined, neighbours along the last one first; through wires without a state."""
         for axis in reversed(axes):
-            shard = axis.all_gather(shard)
+            if axis.name in wires and axis.size > 1 and shard.numel():
+                shard = wires[axis.name].gather(shard, axis, None)[0]
+            else:
+                shard = axis.all_gather(shard)
         return shard
 
-    def reduce_scatter(self, full_P: Tensor) -> Tensor:
+    def reduce_scatter(self, full_P: Tensor, through: Through) -> Tensor:
         """This rank's shard of the sum along `axes`, P → S."""
         for axis in self.axes:
-            full_P = axis.reduce_scatter(full_P)
+            full_P = through.reduce_scatter(full_P, axis)
         return full_P
 
-    def sum_further(self, shard_S: Tensor) -> Tensor:
+    def sum_further(self, shard_S: Tensor, through: Through) -> Tensor:
         """The sum along the further axes."""
-        return _all_reduce(shard_S, self.further)
+        return _all_reduce(shard_S, self.further, through)
 
-    def all_reduce(self, full_P: Tensor) -> Tensor:
+    def all_reduce(self, full_P: Tensor, through: Through) -> Tensor:
         """The sum over all ranks: along `axes`, and then along the further ones."""
-        return _all_reduce(full_P, (*self.axes, *self.further))
+        return _all_reduce(full_P, (*self.axes, *self.further), through)
 
     def stack(self, x: Tensor) -> Tensor:
         """The small tensors of all ranks along a new first dimension."""
@@ -144,10 +152,29 @@ class MeshInGraph:
         return rows
 
 
-def _all_reduce(x: Tensor, axes: Sequence[AxisInGraph]) -> Tensor:
+class Through(NamedTuple):
+    """The wires that one flat buffer's reductions go through, and what they remember: tensors, to be written; by axis."""
+
+    wires: Mapping[str, Wire]
+    states: Mapping[str, Any]
+
+    def reduce_scatter(self, full: Tensor, axis: AxisInGraph) -> Tensor:
+        """This rank's shard of the sum along one axis."""
+        if axis.name not in self.wires or axis.size == 1 or not full.numel():
+            return axis.reduce_scatter(full)
+        state = self.states.get(axis.name)
+        shard, after = self.wires[axis.name].reduce_scatter(full, axis, state)
+        for kept, now in zip(optree.tree_leaves(state), optree.tree_leaves(after), strict=True):
+            kept.copy_(now)
+        return shard
+
+
+def _all_reduce(x: Tensor, axes: Sequence[AxisInGraph], through: Through) -> Tensor:
     """The sum along several axes: the further ones between the two halves of the first, where tensors are small."""
     several = [axis for axis in axes if axis.size > 1]
-    if len(several) < 2:
+    is_exact = not any(axis.name in through.wires for axis in several)
+    if is_exact and len(several) < 2:
         return several[0].all_reduce(x) if several else x
     first, *then = several
-    return first.all_gather(_all_reduce(first.reduce_scatter(x), then))
+    shard = through.reduce_scatter(x, first)
+    return first.all_gather(_all_reduce(shard, then, through) if then else shard)

@@ -227,11 +227,13 @@ class VmapRanks(LockstepRanks):
         step = self._step
         state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+        wires = optree.tree_map(torch.clone, state.wires)
         step._turn_knobs(self._knobs, int(state.step[0]))
         number = torch.zeros(self.world_size, 1, dtype=torch.float64)
         self._stacked.random = drawn = None if self._is_captured else RandomByRank(state.rng["cpu"])
         with _quietly():
-            outcome_W, is_sum = self._made(state, buffers, [step._batches.cast(b) for b in micro_batches], number)
+            batches = [step._batches.cast(b) for b in micro_batches]
+            outcome_W, is_sum = self._made(state, buffers, wires, batches, number)
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
             states = unstacked(state, self.world_size)
@@ -239,7 +241,7 @@ class VmapRanks(LockstepRanks):
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
-        return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng, state.wires), metrics
+        return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng, wires), metrics
 
 
 def simulate(

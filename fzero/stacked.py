@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fzero.collectives import EVERYONE
 from sharding import Mesh
 
 T = TypeVar("T")
@@ -83,10 +84,15 @@ def _to_all(x_AB: Tensor, num_ranks: int) -> tuple[Tensor, int | None]:
     return x_AB.unsqueeze(1).expand(-1, num_ranks, *x_AB.shape[1:]).flatten(0, 2), 0
 
 
+def _all_to_all(x_ARBRN: Tensor) -> tuple[Tensor, int | None]:
+    return x_ARBRN.transpose(1, 3).flatten(0, 2), 0
+
+
 _COLLECTIVES: dict[str, Callable[[Tensor], tuple[Tensor, int | None]]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
     "stack": _stack,
 }
 """What each rank gets, and in which dimension the ranks are; None where all get the same.
@@ -135,20 +141,22 @@ class StackedAxis:
     Args:
         size: ranks along it.
         stride: from one of them to the next.
+        name: the mesh axis.
     """
 
     size: int
     stride: int = 1
+    name: str = EVERYONE
 
     @classmethod
     def of(cls, mesh: Mesh, name: str) -> Self:
-        """StackedAxis an axis of a mesh.
+        """Along an axis of a mesh.
 
         >>> StackedAxis.of(Mesh.of(node=2, data=4), "node")
-        StackedAxis(size=2, stride=4)
+        StackedAxis(size=2, stride=4, name='node')
         """
         after = mesh.names[mesh.names.index(name) + 1 :]
-        return cls(mesh.axis_size(name), math.prod(map(mesh.axis_size, after)))
+        return cls(mesh.axis_size(name), math.prod(map(mesh.axis_size, after)), name)
 
     def all_gather(self, shard_S: Tensor) -> Tensor:
         return self._collective("all_gather", shard_S)
@@ -158,6 +166,9 @@ class StackedAxis:
 
     def all_reduce(self, full_P: Tensor) -> Tensor:
         return self._collective("all_reduce", full_P)
+
+    def all_to_all(self, rows_WN: Tensor) -> Tensor:
+        return self._collective("all_to_all", rows_WN)
 
     def stack(self, x: Tensor) -> Tensor:
         return self._collective("stack", x) if self.size > 1 else x[None]

@@ -220,10 +220,12 @@ class TrainStep:
         """The step as one graph, and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
-        if self.plan.wiring:
+        wiring = self.plan.wiring
+        # A graph would keep what is decoded from the forward to the backward.
+        if stacked is None and (wiring.gather or wiring.frozen):
             raise ConfigError(
-                f"compile: must be None or 'block' where gathers or reductions go through wires, got 'step', trace, explain or a "
-                f"simulation by vmap with {self.plan.wiring}; drop it, or leave the wires out"
+                f"compile: must be None or 'block' where parameters are gathered through a wire, got 'step', trace or explain "
+                f"with {wiring}; drop it, or leave out gather_wire (zero_quantized_weights, zero_quantized_nontrainable_weights)"
             )
         if self._checkpointing.names and self._checkpointing.moves is not None:
             raise ConfigError(
@@ -497,14 +499,15 @@ class TrainStep:
         self._num_passes += 1
         self._turn_knobs(self._knobs, int(state.step))
         batches = [self._batches.cast(batch) for batch in micro_batches]
+        wires = optree.tree_map(torch.clone, state.wires)
         with _random_state(state.rng, self.device) as rng:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            outcome, is_sum = compiled(state, buffers, batches, number)
+            outcome, is_sum = compiled(state, buffers, wires, batches, number)
         self._check_outcome(outcome, state, is_sum=is_sum)
         metrics = Metrics(
             outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
         )
-        return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng, state.wires), metrics
+        return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng, wires), metrics
 
     def _turn_knobs(self, knobs: _Knobs, num_updates: int) -> None:
         """Writes what the graph reads about the update after `num_updates` others."""
