@@ -46,11 +46,12 @@ class BoundMesh:
     @classmethod
     def of(cls, everyone: Bound, plan: Plan) -> Self:
         """*Collective* where several axes are real: every rank; makes a process group for each, the first time."""
-        mesh, shard = plan.mesh, plan.mesh.shard_of(everyone.rank, Sharded(*plan.axes))
+        mesh, shard = plan.mesh, plan.shard_of(everyone.rank)
         if mesh.axis_size(plan.axes[0]) == mesh.size:
             return cls(everyone, (replace(everyone, name=plan.axes[0]),), (), shard)
-        bound = {name: collectives.along(everyone, mesh, name) for name in (*plan.axes, *plan.further_axes)}
-        axes, further = (tuple(bound[name] for name in names) for names in (plan.axes, plan.further_axes))
+        axes, further = (
+            tuple(collectives.along(everyone, mesh, name) for name in names) for names in names_along(plan)
+        )
         return cls(replace(everyone, name=EVERYONE), axes, further, shard)
 
     @property
@@ -118,7 +119,7 @@ class BoundMesh:
             full_P: this rank's summand; must not change until the end, and is written where there are several axes.
             out_S: takes the result; may be this rank's shard of `full_P`. None makes a new tensor, or uses that shard.
             further: `"later"` leaves the sum along the further axes to a later call, which is given this result.
-            held_S: what earlier calls left; added to the shard before the sum along the further axes.
+            held_S: what earlier calls left. The shard is added to it, in its dtype, before the sum along the further axes.
             wires: that it goes through, by axis.
             states: theirs, by axis; what is under way gives the new ones.
         """
@@ -164,6 +165,11 @@ class BoundMesh:
         return rows
 
 
+def names_along(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes over which the finest shards lie, and the further ones, in the order in which ranks make their groups."""
+    return plan.axes, plan.further_axes
+
+
 class _Through(NamedTuple):
     """One reduction, through the wires of some axes."""
 
@@ -201,8 +207,13 @@ class _Through(NamedTuple):
 
 
 def _plus(pending: Pending, x: Tensor) -> Pending:
-    """The same collective, with `x` added to its result."""
-    return Pending(pending.label, pending.works, lambda: pending.finish().add_(x))
+    """The same collective, with its result added to `x` and made that sum."""
+
+    def finish() -> Tensor:
+        result = pending.finish()
+        return result.copy_(x.add_(result))
+
+    return Pending(pending.label, pending.works, finish)
 
 
 def _own(full: Tensor, axis: Bound) -> Tensor:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.meshes import num_ranks
 from fzero.plan import BufferPlan, Plan
 from fzero.reshard_plan import (
     FlatTensor,
@@ -30,7 +29,7 @@ from fzero.reshard_plan import (
     tensors_of,
     wires_of,
 )
-from sharding import Sharded, TensorSpec, boxes
+from sharding import TensorSpec, boxes
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
 
@@ -129,7 +128,7 @@ def parts_to_save(plan: Plan, rank: int, own: Mapping[str, TensorSpec]) -> Itera
     piece = plan.ranks.index(rank)
     for quantity, tensor in _quantities(plan):
         length = tensor.layout.partition.padded_numel // plan.world_size
-        held = piece - piece % (plan.world_size // _num_shards(plan, tensor))
+        held = piece - piece % tensor.num_pieces
         keys = {name: key_of(quantity, name) for name in tensor.layout.names}
         yield from _parts(tensor, keys, piece * length, (piece + 1) * length, held * length)
     for name, spec in own.items():
@@ -184,7 +183,7 @@ def parts_to_load(plan: Plan, rank: int, stored: Mapping[str, Stored]) -> Iterat
         tensors = tensors_of(plan, buffer)
         for quantity, tensor in tensors.items():
             master = tensors["master"] if quantity == "params" and buffer.has_master else None
-            if master is not None and _num_shards(plan, tensor) == _num_shards(plan, master):
+            if master is not None and tensor.num_shards == master.num_shards:
                 continue
             keys = {name: _source(name, quantity, tensor, buffer, stored) for name in tensor.layout.names}
             yield quantity, _held(plan, piece, tensor, keys)
@@ -274,17 +273,11 @@ def _quantities(plan: Plan) -> Iterator[tuple[str, FlatTensor]]:
         yield "params", tensor
 
 
-def _num_shards(plan: Plan, tensor: FlatTensor) -> int:
-    """How many different parts of a tensor the ranks hold."""
-    return num_ranks(plan.mesh, tensor.spec.axes) if isinstance(tensor.spec, Sharded) else 1
-
-
 def _held(plan: Plan, piece: int, tensor: FlatTensor, keys: Mapping[str, str]) -> list[Part]:
     """The fragments in all that the rank with this piece holds of a flat tensor."""
-    num_pieces = plan.world_size // _num_shards(plan, tensor)
     length = tensor.layout.partition.padded_numel // plan.world_size
-    first = piece - piece % num_pieces
-    return list(_parts(tensor, keys, first * length, (first + num_pieces) * length, first * length))
+    first = piece - piece % tensor.num_pieces
+    return list(_parts(tensor, keys, first * length, (first + tensor.num_pieces) * length, first * length))
 
 
 def _parts(tensor: FlatTensor, keys: Mapping[str, str], start: int, stop: int, first: int) -> Iterator[Part]:

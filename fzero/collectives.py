@@ -26,12 +26,13 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, Self, TypeVar
+from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
@@ -258,7 +259,10 @@ def failed(label: Label | str, error: Exception) -> CollectiveError:
 # --- the axes of a mesh -------------------------------------------------------------------------------------------
 
 
-def along(everyone: Bound, mesh: Mesh, name: str) -> Bound:
+AnyRank = TypeVar("AnyRank", Bound, Real | Fake)
+
+
+def along(everyone: AnyRank, mesh: Mesh, name: str) -> AnyRank:
     """The ranks that differ from this one along the axis `name` of a mesh only; `everyone` are all of its ranks.
 
     *Collective* on a `Real` axis, where a process group is made the first time: every rank, for one axis after the other.
@@ -266,6 +270,8 @@ def along(everyone: Bound, mesh: Mesh, name: str) -> Bound:
     size, rank = mesh.axis_size(name), mesh.coordinate(everyone.rank)[name]
     if size == everyone.size:
         return replace(everyone, name=name, mesh=None)
+    if isinstance(everyone, Fake):
+        return replace(everyone, name=name, size=size, rank=rank, mesh=None)
     ranks = tuple(map(everyone.global_rank, mesh.peers(everyone.rank, name)))
     if isinstance(everyone, Lockstep):
         return replace(everyone, name=name, size=size, rank=rank, mesh=None, ranks=ranks)
@@ -281,10 +287,23 @@ def _part_of(whole: dist.ProcessGroup | None, ranks: tuple[int, ...], descriptio
     if ranks not in parts:
         # Only its own ranks make it, for `whole` need not be all of the job.
         try:
-            parts[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+            with _name_of_group(f"{whole.group_name} {description} {ranks}"):
+                parts[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
         except RuntimeError as error:
             raise failed(f"group {description!r} of ranks {list(ranks)}", error) from error
     return parts[ranks]
+
+
+@contextmanager
+def _name_of_group(name: str) -> Iterator[None]:
+    """Names the group that is made inside.
+
+    The name by which ranks find each other else tells how many groups a process has, which not all need have as many of: one
+    that was outside of an earlier job has fewer.
+    """
+    module: Any = dist.distributed_c10d
+    with patch.object(module, "_process_group_name", lambda ranks, use_hashed_name: name):
+        yield
 
 
 def observed(axis: Bound, observe: Callable[[Sent], None]) -> Bound:
@@ -355,6 +374,9 @@ def shutdown() -> None:
 
     After an error on this rank alone it tells the others, whose collectives fail then.
     """
+    for pending in _ABANDONED:
+        if isinstance(pending.works, Future):
+            pending.works.cancel()  # what is not started yet must not be, in a group that is joined later
     _ABANDONED.clear()  # a collective under way would keep the connections open
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -480,8 +502,10 @@ def start_all_reduce(
         after: the collective that writes `full_P`; it is ended first, without holding up the caller.
     """
     _tell(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)
-    if isinstance(axis, Real) and axis.size == 2 and full_P.numel() and not then:
-        # Two summands have one order: the same bits.
+    is_at_once = after is None or full_P.is_cuda
+    if isinstance(axis, Real) and axis.size == 2 and full_P.numel() and not then and is_at_once:
+        # Two summands have one order: the same bits. gloo tells collectives of a group by their number, so that one which a
+        # thread of its own started later could meet another one on the other rank.
         return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis, after=after), lambda: full_P)
     silent = replace(axis, observe=None)
     shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
@@ -523,7 +547,9 @@ def _nothing(label: Label, finish: Callable[[], Tensor], after: Pending | None) 
 
 def _start(
     label: Label, collective: Callable[..., Any], *tensors: Tensor, axis: Real, after: Pending | None = None
-) -> list[dist.Work] | Future[list[dist.Work]]:
+) -> list[dist.Work]:
+    """Starts a collective of torch.distributed: at once, or on CUDA on a stream of its own that waits for another."""
+
     def start() -> list[dist.Work]:
         try:
             if after is not None:
@@ -536,8 +562,6 @@ def _start(
 
     if after is None:
         return start()
-    if not tensors[0].is_cuda:
-        return _STARTER.submit(start)
     stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):  # which waits for `after` in place of the compute
         return start()
@@ -555,6 +579,7 @@ def _swap(
         if after is not None:
             after.wait()
         return _post(received, sent, axis)
+    group = axis.group or dist.group.WORLD  # now: by the time of a late start there may be another default group
     transfers: list[tuple[Callable[..., Any], int, Tensor]]
     transfers = [(dist.irecv, rank, x) for rank, x in received.items()]
     transfers += [(dist.isend, rank, x) for rank, x in sent.items()]
@@ -565,7 +590,7 @@ def _swap(
         works = []
         while transfers:  # emptied, so that nothing here keeps the tensors alive
             transfer, rank, x = transfers.pop(0)
-            works.append(transfer(x, axis.global_rank(rank), group=axis.group))
+            works.append(transfer(x, axis.global_rank(rank), group=group))
         return [work for work in works if work is not None]
 
     return _STARTER.submit(start)
@@ -589,7 +614,7 @@ def _tell(axis: Bound, collective: str, label: Label, num_elements: int, tensor:
 
 @dataclass(frozen=True, slots=True)
 class InGraph:
-    """A rank on an axis, by what a graph can hold: numbers and the name of the group.
+    """A rank on an axis, by what a graph can hold: numbers, the name of the axis and that of the group.
 
     The collectives below are traced into a graph and never run as they stand. On gloo they are all-to-alls, and a sum in
     rank order; on NCCL the named ones.
@@ -599,13 +624,16 @@ class InGraph:
     rank: int
     group_name: str
     is_nccl: bool
+    name: str = "data"
 
     @classmethod
-    def of(cls, axis: Real | Fake, device: torch.device) -> Self:
+    def of(cls, axis: Real | Fake, device: torch.device, *, name: str | None = None) -> Self:
+        """That of an axis, which may go by another name."""
+        name = name or axis.name
         if isinstance(axis, Fake):
-            return cls(axis.size, axis.rank, axis.name, axis.backend == "nccl")
+            return cls(axis.size, axis.rank, name, axis.backend == "nccl", name)
         group = axis.group or (dist.group.WORLD if axis.size > 1 else None)
-        return cls(axis.size, axis.rank, "" if group is None else group.group_name, device.type == "cuda")
+        return cls(axis.size, axis.rank, "" if group is None else group.group_name, device.type == "cuda", name)
 
     def all_gather(self, shard_S: Tensor) -> Tensor:
         """The shards of all ranks joined in rank order, S → P. *Collective:* sends (W-1)/W · P."""
@@ -641,30 +669,11 @@ class InGraph:
         rows = _wait(_ops.all_gather_into_tensor(x.reshape(-1), self.size, self.group_name))
         return rows.view(self.size, *x.shape)
 
-    def each(self, function: Callable[..., T]) -> Callable[..., T]:
-        """`function` on this rank."""
-        return function
-
-    def drawing(self) -> AbstractContextManager[Any]:
-        """Around what draws random numbers."""
-        return nullcontext()
-
-    def in_turn(self, function: Callable[..., None], *args: Any) -> None:
-        """`function`, which writes into its arguments, on this rank."""
-        function(*args)
-
-    def own(self, full_P: Tensor) -> Tensor:
-        """This rank's shard of a whole flat tensor, a view: P → S."""
-        numel = full_P.numel() // self.size
-        return full_P[self.rank * numel : (self.rank + 1) * numel]
-
-    def write_own(self, full_P: Tensor, shard_S: Tensor) -> None:
-        """Writes this rank's shard of a whole flat tensor."""
-        self.own(full_P).copy_(shard_S)
-
-    def place(self, numel: int) -> int:
-        """Where this rank's shard of so many elements begins."""
-        return self.rank * numel
+    def all_to_all(self, rows_WN: Tensor) -> Tensor:
+        """Row r of every rank, in rank order, on rank r. *Collective:* sends (W-1) · N."""
+        if self.size == 1 or not rows_WN.numel():
+            return rows_WN
+        return self._all_to_all(rows_WN.reshape(-1)).view(rows_WN.shape)
 
     def _all_to_all(self, x: Tensor) -> Tensor:
         numels = [x.numel() // self.size] * self.size

@@ -13,7 +13,8 @@
 5. `Backend` schedules the captured aten graph on its way to be run: gathers move to their first use and are repeated for
    the backward, reductions start when their input is there, new state is written as soon as nobody reads the old.
 
-Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard, W ranks, A micro-steps.
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards (on one axis as many as ranks), W
+ranks, A micro-steps.
 """
 
 from __future__ import annotations
@@ -47,20 +48,23 @@ from fzero.graph_backends import Backend as TorchBackend
 from fzero.graph_backends import OnPaper, aot_eager, inductor, on_paper
 from fzero.graph_remat import BACKWARD, CheckpointError, rematerialise
 from fzero.graph_schedule import CompileError, PassOptions, copy_of, run_passes
-from fzero.graph_sent import Along, labelled, sent_in
+from fzero.graph_sent import labelled, sent_in
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
+from fzero.mesh_in_graph import MeshInGraph, Through
 from fzero.plan import BufferPlan, Plan
 from fzero.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.sent import Sent
 from fzero.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
 from fzero.state import TrainState
-from fzero.timeline import Machine, Timeline, make_timeline
+from fzero.timeline import Along, Machine, Timeline, make_timeline
 from fzero.transforms import Transform, unless
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
 
 BackendName = Literal["inductor", "aot_eager"]
+Wires = Mapping[str, Mapping[str, Any]]
+"""What the wires of reductions remember, by flat buffer and axis: tensors, which a graph writes."""
 
 _STATE = re.compile(r"L\['\w+'\](?:\[\d+\])?\['([^']*)'\]")  # a tensor of a dict: of a flat buffer, if its key is one
 
@@ -85,7 +89,7 @@ class Backend:
     Attributes:
         units: the unit of each flat buffer, by its key.
         checkpoint: the modules that the backward runs again (`fzero.graph_remat`).
-        axis: of exchanges, on gloo.
+        axes: of exchanges, on gloo.
         stacked: whether the graph is of all ranks at once, and so must not draw random numbers.
         graphs: the aten graphs in the order in which they run, by capture; mutated inputs are `copy_`'d to.
         num_captured: how often something was captured, also where a cache spared the passes.
@@ -95,7 +99,7 @@ class Backend:
     options: PassOptions
     units: Mapping[str, str] = field(default_factory=dict)
     checkpoint: dict[str, str] = field(default_factory=dict)
-    axis: InGraph | None = None
+    axes: tuple[InGraph, ...] = ()
     stacked: bool = False
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
@@ -108,7 +112,7 @@ class Backend:
             self.options,
             units=[self.unit_of(source) for source in found],
             checkpoint=self.checkpoint,
-            axis=self.axis,
+            axes=self.axes,
             observe=self._keep,
         )
         return backend(module, inputs)
@@ -146,12 +150,14 @@ class Flat(NamedTuple):
     padded_numel: int
     shard_numel: int
     trainable: bool
-    is_gathered: bool
-    """Whether the model's parameters are brought together for it."""
+    num_param_axes: int
+    """Of the axes over which the finest shards lie, how many the model's parameters are brought together along."""
     sums_whole: bool
     """Whether every rank gets all of the reduced gradient."""
     collects_whole: bool
     """Whether micro-steps add up all of the gradient on each rank."""
+    sums_late: bool
+    """Whether they add up what is summed along the further axes at the end."""
     updates_shard: bool
     joins: bool
     """Whether updated shards are joined."""
@@ -160,9 +166,10 @@ class Flat(NamedTuple):
     grad_dtype: torch.dtype
 
     @classmethod
-    def of(cls, buffer: BufferPlan, axis: Real | Fake) -> Self:
-        layout, row, is_shared = buffer.layout, buffer.row, axis.size > 1
+    def of(cls, buffer: BufferPlan, plan: Plan) -> Self:
+        layout, row, is_shared = buffer.layout, buffer.row, plan.world_size > 1
         updates_shard = isinstance(row.optimizer, Sharded)
+        collects_whole = buffer.grads.local_shape(plan.mesh)[0] == buffer.padded_numel
         return cls(
             buffer.key,
             layout.names,
@@ -171,11 +178,12 @@ class Flat(NamedTuple):
             buffer.padded_numel,
             buffer.shard_numel,
             buffer.trainable,
-            is_shared and isinstance(row.params, Sharded),
+            len(row.params.axes) if isinstance(row.params, Sharded) else 0,
             isinstance(row.grads, Replicated),
-            not (is_shared and isinstance(row.grads, Sharded)),
+            collects_whole,
+            bool(plan.further_axes) and not collects_whole,
             updates_shard,
-            is_shared and updates_shard and isinstance(row.params, Replicated),
+            updates_shard and buffer.params.local_shape(plan.mesh)[0] != buffer.shard_numel,
             buffer.has_master,
             # Where nothing is sent, gradients are in the dtype in which they are kept.
             torch_dtype(buffer.dtypes.reduce if is_shared else buffer.dtypes.grad),
@@ -233,11 +241,9 @@ class Captured(NamedTuple):
         """What it sends, collective by collective."""
         return sent_in(self.graph, self.axes)
 
-    def timeline(
-        self, machine: Machine | None = None, *, world_size: int | None = None, title: str = "one step"
-    ) -> Timeline:
+    def timeline(self, machine: Machine | None = None, *, title: str = "one step") -> Timeline:
         """The graph in time, in the order in which it stands."""
-        return make_timeline(self.graph, machine, world_size=world_size, title=title)
+        return make_timeline(self.graph, machine, axes=self.axes, title=title)
 
 
 class CompiledStep:
@@ -271,10 +277,10 @@ class CompiledStep:
         units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
         modules = {str(id(model.get_submodule(name))): name for name in checkpoint}
         self._axis, self._device = axis, device
-        in_graph = InGraph.of(axis, device)
-        self._graph = stacked or in_graph
-        self.axes: dict[str, Along] = {in_graph.group_name: axis}  # by the name of its group
-        exchanges = None if stacked or in_graph.is_nccl else in_graph
+        self._graph = MeshInGraph.of(axis, plan, device) if stacked is None else MeshInGraph.of_all(stacked, plan)
+        self._ranks = self._graph.ranks
+        self.axes = self._graph.by_group
+        exchanges = tuple(along for along in self.axes.values() if not along.is_nccl)
         self.backend = Backend(backend or "aot_eager", pass_options(plan), units, modules, exchanges, bool(stacked))
         self._is_captured = backend is not None
         if stacked is not None:
@@ -286,8 +292,8 @@ class CompiledStep:
             for listed in (module.named_parameters, module.named_buffers):
                 slots.update(key for key, _ in listed(name, recurse=False, remove_duplicate=False))
         self._aliases = {alias: owner for alias, owner in plan.aliases.items() if alias in slots}
-        self._num_micro_steps, self._stage = plan.num_micro_steps, plan.stage
-        self._flats = tuple(Flat.of(buffer, axis) for buffer in plan.flat_buffers)
+        self._num_micro_steps, self._stage, self._wiring = plan.num_micro_steps, plan.stage, plan.wiring
+        self._flats = tuple(Flat.of(buffer, plan) for buffer in plan.flat_buffers)
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
         reduces_by_sum = not rules.measures.is_mean
@@ -296,7 +302,8 @@ class CompiledStep:
         self._micro = self._compile(self._micro_step, self.backend)
         self._end = self._compile(self._update, self.backend)
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-        self._graph_of: dict[Callable[..., Any], torch.fx.Graph] = {}
+        self._graph_of: dict[Callable[..., Any], torch.fx.Graph] = {}  # the last that a function ran as
+        self._sent_by: dict[Callable[..., Any], list[Sent]] = {}
         self._observers = (axis.observe,) if isinstance(axis, Real) and axis.observe is not None else ()
 
     def _compile(self, function: Callable[..., Any], backend: TorchBackend) -> Callable[..., Any]:
@@ -306,13 +313,19 @@ class CompiledStep:
         return torch.compile(function, fullgraph=True, dynamic=False, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload,no-any-return]
 
     def __call__(
-        self, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: Sequence[Any], number: Tensor
+        self,
+        state: TrainState[Tensor],
+        buffers: dict[str, Tensor],
+        wires: Wires,
+        micro_batches: Sequence[Any],
+        number: Tensor,
     ) -> tuple[Outcome, bool]:
         """Makes one step of `state`, in place, and of the module `buffers`; tells whether losses are sums. *Collective.*
 
         Args:
             state: donated.
             buffers: the module's, which are written.
+            wires: what they remember, which is written.
             micro_batches: A batches.
             number: of this pass (1,), float64; must be the same on all ranks.
         """
@@ -320,16 +333,19 @@ class CompiledStep:
         buffers = _shielded(buffers)
         if len(micro_batches) == 1:
             made: tuple[Outcome, bool] = self._run(
-                self._whole, *flat, buffers, state.loss_scale, micro_batches[0], number
+                self._whole, *flat, buffers, wires, state.loss_scale, micro_batches[0], number
             )
             return made
         for grads in state.grads.values():
             grads.zero_()
         told = []
         for batch in micro_batches:
-            rows, is_sum = self._run(self._micro, state.params, state.grads, buffers, state.loss_scale, batch, number)
+            rows, is_sum = self._run(
+                self._micro, state.params, state.grads, buffers, wires, state.loss_scale, batch, number
+            )
             told.append(rows)
-        return self._run(self._end, *flat, buffers, state.loss_scale, torch.stack(told, rows.dim() - 2), is_sum), is_sum
+        told_A = torch.stack(told, rows.dim() - 2)
+        return self._run(self._end, *flat, buffers, wires, state.loss_scale, told_A, is_sum), is_sum
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a captured function, and tells how long it took to capture it."""
@@ -345,6 +361,7 @@ class CompiledStep:
             )
         if len(self.backend.graphs) > num_graphs:
             self._graph_of[function] = self.backend.graphs[-1]
+            self._sent_by.pop(function, None)
         if self._is_captured:
             self._tell(function)
         return result
@@ -367,8 +384,8 @@ class CompiledStep:
         def of_a_rank(params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Tensor:
             return self._forward(self._cut(params), buffers, batch)[0]
 
-        with self._graph.drawing():
-            self._graph.each(of_a_rank)(params, buffers, batch)
+        with self._ranks.drawing():
+            self._ranks.each(of_a_rank)(params, buffers, batch)
 
     def trace(self, state: TrainState[Tensor], micro_batches: Sequence[Any]) -> list[Captured]:
         """The graphs that a step would run, one after the other, captured on tensors of a `FakeTensorMode`. Runs nothing.
@@ -380,7 +397,7 @@ class CompiledStep:
         number = torch.empty((1,), dtype=torch.float64, device=self._device)
         if len(micro_batches) == 1:
             whole = self._compile(self._whole_step, on_paper)
-            return [self._captured(whole, *flat, buffers, state.loss_scale, micro_batches[0], number)]
+            return [self._captured(whole, *flat, buffers, state.wires, state.loss_scale, micro_batches[0], number)]
         sums: list[bool] = []
 
         @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # it is called in the capture
@@ -394,11 +411,11 @@ class CompiledStep:
 
         micro, update = self._compile(micro_step, on_paper), self._compile(self._update, on_paper)
         graphs = [
-            self._captured(micro, state.params, state.grads, buffers, state.loss_scale, batch, number)
+            self._captured(micro, state.params, state.grads, buffers, state.wires, state.loss_scale, batch, number)
             for batch in micro_batches
         ]
-        told = number.new_empty(len(micro_batches), self._graph.size, 3)
-        return [*graphs, self._captured(update, *flat, buffers, state.loss_scale, told, sums[-1])]
+        told = number.new_empty(len(micro_batches), self._graph.num_ranks, 3)
+        return [*graphs, self._captured(update, *flat, buffers, state.wires, state.loss_scale, told, sums[-1])]
 
     def _captured(self, function: Callable[..., Any], *arguments: Any) -> Captured:
         try:
@@ -420,6 +437,7 @@ class CompiledStep:
         grads: dict[str, Tensor],
         optimizer: dict[str, Any],
         buffers: dict[str, Tensor],
+        wires: Wires,
         loss_scale: LossScale[Tensor],
         batch: Any,
         number: Tensor,
@@ -433,24 +451,27 @@ class CompiledStep:
             grads: dict[str, Tensor],
             optimizer: dict[str, Any],
             buffers: dict[str, Tensor],
+            wires: Wires,
             loss_scale: LossScale[Tensor],
             row: Tensor,
             gradients: dict[str, Tensor],
         ) -> Outcome:
             told, reduced = self._told(row)[None], {}
             for flat, grad_P in self._flattened(gradients):
-                grad_P = _times(grad_P, self._share(is_sum), flat.reduce_dtype)
-                reduced[flat.key] = self._reduce_into(grads, flat, grad_P)
+                grad = self._reduce(_times(grad_P, self._share(is_sum), flat.reduce_dtype), flat, wires)
+                grad = self._sum_late(grad, flat, wires) if flat.sums_late else grad
+                reduced[flat.key] = self._keep(grads, flat, grad)
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
-        finished = self._graph.each(finish)
-        return finished(params, master, grads, optimizer, buffers, loss_scale, row, gradients), is_sum
+        finished = self._ranks.each(finish)
+        return finished(params, master, grads, optimizer, buffers, wires, loss_scale, row, gradients), is_sum
 
     def _micro_step(
         self,
         params: dict[str, Tensor],
         grads: dict[str, Tensor],
         buffers: dict[str, Tensor],
+        wires: Wires,
         loss_scale: LossScale[Tensor],
         batch: Any,
         number: Tensor,
@@ -458,7 +479,7 @@ class CompiledStep:
         """Adds the gradients of one micro-batch to `grads`; reduces what a rank does not keep whole."""
         row, gradients, is_sum = self._value_and_grad(params, _bare(buffers), loss_scale, batch, number)
 
-        def add(grads: dict[str, Tensor], row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
+        def add(grads: dict[str, Tensor], wires: Wires, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
             share = self._share(is_sum)
             for flat, grad in self._flattened(gradients):
                 kept = grads[flat.key]
@@ -466,10 +487,10 @@ class CompiledStep:
                     wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
                     kept.copy_(kept.to(wide).add(grad.to(wide), alpha=share))
                 else:
-                    kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat))
+                    kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat, wires))
             return self._told(row)
 
-        return self._graph.each(add)(grads, row, gradients), is_sum
+        return self._ranks.each(add)(grads, wires, row, gradients), is_sum
 
     def _update(
         self,
@@ -478,21 +499,28 @@ class CompiledStep:
         grads: dict[str, Tensor],
         optimizer: dict[str, Any],
         buffers: dict[str, Tensor],
+        wires: Wires,
         loss_scale: LossScale[Tensor],
         told: Tensor,
         is_sum: bool,
     ) -> Outcome:
         """Measures and updates, when all micro-steps are made."""
 
-        def finish(grads: dict[str, Tensor], *state: Any) -> Outcome:
+        def finish(grads: dict[str, Tensor], wires: Wires, *state: Any) -> Outcome:
             params, master, optimizer, buffers, loss_scale, told = state
-            reduced = {
-                flat.key: self._reduce_into(grads, flat, grads[flat.key]) if flat.collects_whole else grads[flat.key]
-                for flat in self._trained
-            }
+            reduced = {}
+            for flat in self._trained:
+                grad = grads[flat.key]
+                if flat.collects_whole:
+                    grad = self._keep(grads, flat, self._reduce(grad, flat, wires))
+                elif flat.sums_late:
+                    grad = self._keep(grads, flat, self._sum_late(grad, flat, wires))
+                reduced[flat.key] = grad
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
-        return self._graph.each(finish)(grads, params, master, _bare(optimizer), _bare(buffers), loss_scale, told)
+        return self._ranks.each(finish)(
+            grads, wires, params, master, _bare(optimizer), _bare(buffers), loss_scale, told
+        )
 
     # --- its parts: on one rank --------------------------------------------------------------------------------------
 
@@ -541,7 +569,7 @@ class CompiledStep:
         number: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor], bool]:
         """What a rank tells (3,), its gradients by name, and whether losses are sums. Not differentiated are collectives."""
-        tensors = {name: tensor.detach() for name, tensor in self._graph.each(self._cut)(params).items()}
+        tensors = {name: tensor.detach() for name, tensor in self._ranks.each(self._cut)(params).items()}
         leaves = {name: tensors[name].requires_grad_() for flat in self._trained for name in flat.names}
         found: list[bool] = []
 
@@ -557,8 +585,8 @@ class CompiledStep:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
             return loss, row
 
-        with self._graph.drawing():
-            loss, row = self._graph.each(forward)(tensors, buffers, batch, number, loss_scale.scale)
+        with self._ranks.drawing():
+            loss, row = self._ranks.each(forward)(tensors, buffers, batch, number, loss_scale.scale)
         with torch.fx.traceback.annotate(BACKWARD):
             # Of simulated ranks there is a loss each, and no gradient of one rank's in another's parameters.
             grads = torch.autograd.grad(
@@ -575,11 +603,10 @@ class CompiledStep:
         """The parameters by name, of what is gathered."""
         tensors: dict[str, Tensor] = {}
         for flat in self._flats:
-            param = params[flat.key]
-            if flat.is_gathered:
-                with labelled("gather", flat.key):
-                    param = self._graph.all_gather(param)
-            parts = torch.split(param, list(flat.numels))
+            wires = self._wiring.gather if flat.trainable else self._wiring.frozen
+            with labelled("gather", flat.key):
+                param_P = self._graph.all_gather(params[flat.key], self._graph.axes[: flat.num_param_axes], wires)
+            parts = torch.split(param_P, list(flat.numels))
             tensors |= {name: part.view(shape) for name, shape, part in zip(flat.names, flat.shapes, parts)}
         return tensors
 
@@ -615,20 +642,30 @@ class CompiledStep:
             pieces = [grads[name].reshape(-1) for name in flat.names]
             yield flat, torch.cat([*pieces, pieces[0].new_zeros(flat.numels[-1])])
 
-    def _reduce(self, grad_P: Tensor, flat: Flat) -> Tensor:
-        """The sum over ranks: whole (P) in stage 0, this rank's shard (S) otherwise."""
-        grad_P = grad_P.to(flat.reduce_dtype)
+    def _reduce(self, grad_P: Tensor, flat: Flat, wires: Wires) -> Tensor:
+        """The sum over ranks: whole (P) in stage 0, this rank's shard (S) otherwise, of ranks along `axes` if it `sums_late`."""
+        grad_P, through = grad_P.to(flat.reduce_dtype), self._through(flat, wires)
         with labelled("reduce", flat.key):
-            return self._graph.all_reduce(grad_P) if flat.sums_whole else self._graph.reduce_scatter(grad_P)
+            if flat.sums_whole:
+                return self._graph.all_reduce(grad_P, through)
+            grad_S = self._graph.reduce_scatter(grad_P, through)
+            return grad_S if flat.sums_late else self._graph.sum_further(grad_S, through)
 
-    def _reduce_into(self, grads: dict[str, Tensor], flat: Flat, grad_P: Tensor) -> Tensor:
-        """The same, in the dtype in which gradients are kept; writes it to `grads`, too."""
-        reduced = self._reduce(grad_P, flat).to(flat.grad_dtype)
-        kept = grads[flat.key]
+    def _sum_late(self, grad_S: Tensor, flat: Flat, wires: Wires) -> Tensor:
+        """The sum along the further axes of what micro-steps have added up."""
+        with labelled("reduce", flat.key):
+            return self._graph.sum_further(grad_S.to(flat.reduce_dtype), self._through(flat, wires))
+
+    def _through(self, flat: Flat, wires: Wires) -> Through:
+        return Through(self._wiring.reduce, wires.get(flat.key, {}))
+
+    def _keep(self, grads: dict[str, Tensor], flat: Flat, reduced: Tensor) -> Tensor:
+        """Writes a reduced gradient to `grads`; returns it in the dtype in which it is kept."""
+        reduced, kept = reduced.to(flat.grad_dtype), grads[flat.key]
         if flat.sums_whole or kept.numel() == flat.shard_numel:
             kept.copy_(reduced)
         else:
-            self._graph.write_own(kept, reduced)
+            self._ranks.write_own(kept, reduced)
         return reduced
 
     def _update_flat(
@@ -642,10 +679,10 @@ class CompiledStep:
         factor: Tensor | None,
     ) -> None:
         param, rules = params[flat.key], self._rules
-        share = self._graph.own(param).clone() if flat.joins else param
+        share = self._ranks.own(param, flat.shard_numel).clone() if flat.joins else param
         place = 0
         if rules.places is not None:
-            place = rules.places[flat.key] + (self._graph.place(flat.shard_numel) if flat.updates_shard else 0)
+            place = rules.places[flat.key] + (self._ranks.place(flat.shard_numel) if flat.updates_shard else 0)
 
         def update(
             skip: Tensor, grad: Tensor, kept: Tensor, state: Any, factor: Tensor | None, out: Tensor | None, place: int
@@ -657,34 +694,33 @@ class CompiledStep:
             )
 
         kept, out = (master[flat.key], share) if flat.has_master else (share, None)
-        self._graph.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, place)
+        self._ranks.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, place)
         if flat.joins:
             with labelled("join", flat.key):
-                joined = self._graph.all_gather(share)
+                joined = self._graph.all_gather(share, self._graph.axes[flat.num_param_axes :])
             param.copy_(joined)
 
     def _norm(self, reduced: dict[str, Tensor]) -> Tensor:
         measures, graph = self._rules.measures, self._graph
         parts = []
-        for rank in range(graph.size) if self._stage == 0 else [graph.rank]:
+        for shard in range(graph.num_shards if self._stage == 0 else 1):
             shards = []
             for flat in self._trained:
-                if flat.shard_numel:
-                    grad, start = reduced[flat.key], rank * flat.shard_numel
-                    is_whole = grad.numel() != flat.shard_numel
-                    shards.append(grad[start : start + flat.shard_numel] if is_whole else grad)
+                if flat.shard_numel:  # all shards are there in stage 0, and elsewhere this rank's
+                    start = shard * flat.shard_numel
+                    shards.append(reduced[flat.key][start : start + flat.shard_numel])
             parts.append(measures.norm_part(shards, self._device))
         if self._stage == 0:
             return measures.norm(torch.stack(parts))
         with labelled("norm"):
-            rows = graph.stack(parts[0])
+            rows = graph.stack_shards(parts[0])
         return measures.norm(rows)
 
     def _agree(self, buffers: dict[str, Tensor]) -> None:
         """Makes module buffers equal on all ranks, as the eager step does; here all of them, changed or not."""
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in buffers.items():
-            if self._graph.size > 1 and tensor.numel():
+            if self._graph.num_ranks > 1 and tensor.numel():
                 by_dtype.setdefault(tensor.dtype, []).append(name)
         for names in by_dtype.values():
             with labelled("buffers"):
@@ -703,8 +739,10 @@ class CompiledStep:
 
     def _tell(self, function: Callable[..., Any]) -> None:
         """Tells the observers what a call sent, by the graph that ran."""
-        for sent in sent_in(self._graph_of[function], self.axes) if self._observers else ():
-            for observe in self._observers:
+        if self._observers and function not in self._sent_by:
+            self._sent_by[function] = sent_in(self._graph_of[function], self.axes)
+        for observe in self._observers:
+            for sent in self._sent_by[function]:
                 observe(sent)
 
 

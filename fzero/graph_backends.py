@@ -47,7 +47,7 @@ def aot_eager(
     *,
     units: Sequence[str | None] = (),
     checkpoint: Mapping[str, str] | None = None,
-    axis: InGraph | None = None,
+    axes: Sequence[InGraph] = (),
     observe: Callable[[Graph], None] | None = None,
 ) -> Backend:
     """A backend that runs the scheduled graph without generating code.
@@ -56,7 +56,7 @@ def aot_eager(
         options: what the schedule may cost.
         units: the unit of each argument of the graph, by position; None where it is no flat buffer with a unit.
         checkpoint: the modules that the backward runs again, as for `rematerialise`.
-        axis: on which exchanges send nothing to their own rank (gloo); None leaves them as they are.
+        axes: along which exchanges send nothing to their own rank (gloo).
         observe: called with the scheduled graph, for `make_timeline` or a test; read it at once, for it may change later.
     """
 
@@ -65,8 +65,7 @@ def aot_eager(
         graph = run_passes(graph, options, units=_by_placeholder(graph, units))
         if observe is not None:
             observe(graph)
-        if axis is not None:
-            send_to_others(graph, axis)
+        send_to_others(graph, axes)
         boxed: Callable[..., Any] = make_boxed_func(GraphModule(module, graph).forward)
         return boxed
 
@@ -113,14 +112,14 @@ def inductor(
     *,
     units: Sequence[str | None] = (),
     checkpoint: Mapping[str, str] | None = None,
-    axis: InGraph | None = None,
+    axes: Sequence[InGraph] = (),
     observe: Callable[[Graph], None] | None = None,
 ) -> Backend:
     """Inductor, with the passes among its own; arguments as for `aot_eager`."""
     from torch._inductor.compile_fx import compile_fx
 
     patches = {
-        "post_grad_custom_post_pass": InductorPass(options, units, checkpoint, axis, observe),
+        "post_grad_custom_post_pass": InductorPass(options, units, checkpoint, axes, observe),
         "fallback_random": True,  # the numbers of the eager step
         "reorder_for_locality": False,  # it moves the gradients of weights to the end, and their reductions with them
     }
@@ -140,19 +139,18 @@ class InductorPass(CustomGraphPass):
         options: PassOptions,
         units: Sequence[str | None] = (),
         checkpoint: Mapping[str, str] | None = None,
-        axis: InGraph | None = None,
+        axes: Sequence[InGraph] = (),
         observe: Callable[[Graph], None] | None = None,
     ) -> None:
         self.options, self.units, self.checkpoint = options, tuple(units), dict(checkpoint or {})
-        self.axis, self.observe = axis, observe
+        self.axes, self.observe = tuple(axes), observe
 
     def __call__(self, graph: Graph) -> None:
         rematerialise_in_place(graph, self.checkpoint)
         run_passes_in_place(graph, self.options, units=_by_placeholder(graph, self.units))
         if self.observe is not None:
             self.observe(graph)
-        if self.axis is not None:
-            send_to_others(graph, self.axis)
+        send_to_others(graph, self.axes)
         realize_numbers(graph)
         pin_order(graph)
 
@@ -165,7 +163,7 @@ class InductorPass(CustomGraphPass):
             return None
         passes = (graph_analysis, graph_buckets, graph_exchange, graph_products, graph_schedule, graph_stays)
         files = tuple(str(module.__file__) for module in passes)
-        return get_hash_for_files((*files, __file__), repr((self.options, self.units, self.axis)))
+        return get_hash_for_files((*files, __file__), repr((self.options, self.units, self.axes)))
 
 
 def _by_placeholder(graph: Graph, units: Sequence[str | None]) -> dict[str, str]:

@@ -14,6 +14,7 @@ knows the rank. The function changes the graph that it is given.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -26,12 +27,14 @@ _ALL_TO_ALL = c10d.all_to_all_single.default
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
-def send_to_others(graph: Graph, axis: InGraph) -> None:
-    """Takes out of every exchange of equal parts on `axis` what this rank would send to itself."""
-    rank = axis.rank
+def send_to_others(graph: Graph, axes: Iterable[InGraph]) -> None:
+    """Takes out of every exchange of equal parts along one of `axes` what this rank would send to itself."""
+    by_group = {axis.group_name: axis for axis in axes}
     for start in list(graph.nodes):
-        if [user.target for user in start.users] != [WAIT] or start.args[-1] != axis.group_name:
+        axis = by_group.get(start.args[-1]) if [user.target for user in start.users] == [WAIT] else None
+        if axis is None:
             continue
+        rank = axis.rank
         if start.target is ALL_REDUCE and axis.size == 2 and start.args[1] == "sum" and start.meta["val"].dim() == 1:
             _swap(graph, start, rank)
         if start.target is not _ALL_TO_ALL:

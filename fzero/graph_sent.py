@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol, get_args
+from typing import get_args
 
 import torch.fx.traceback
 from torch.fx import Graph, Node
@@ -18,19 +18,9 @@ from torch.fx import Graph, Node
 from fzero.graph_analysis import GATHERS, contents_of, is_collective
 from fzero.graph_remat import is_again, is_backward
 from fzero.sent import Label, Phase, Purpose, Sent
-from fzero.timeline import kind_of, sent_by
+from fzero.timeline import Along, group_of, kind_of, sent_by
 
 _UPDATE: tuple[Purpose, ...] = ("join", "norm", "buffers")
-
-
-class Along(Protocol):
-    """The axis of a group, by what a graph does not tell."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def size(self) -> int: ...
 
 
 def labelled(purpose: Purpose, buffer: str = "") -> AbstractContextManager[None]:
@@ -44,7 +34,7 @@ def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[Sent]:
 
     Args:
         graph: a training step's, before or after the passes.
-        axes: the axis of each group, by the name by which the graph calls it.
+        axes: the axis of each group, by the name by which the graph calls it; any other group goes by that name.
     """
     found: list[Sent] = []
     phase: Phase = "forward" if any(map(is_backward, graph.nodes)) else "update"
@@ -63,18 +53,19 @@ def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[Sent]:
 
 def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[Sent]:
     """A record for each flat buffer that a collective moves."""
-    group = next(arg for arg in reversed(node.args) if isinstance(arg, str))
-    axis = axes[group]
-    nbytes, itemsize = sent_by(node, axis.size), node.all_input_nodes[0].meta["val"].element_size()
+    group = group_of(node)
+    # A group that is none of the step's is a model's own.
+    name, size = (axes[group].name, axes[group].size) if group in axes else (group, None)
+    nbytes, itemsize = sent_by(node, size), node.all_input_nodes[0].meta["val"].element_size()
     contents = contents_of(node)
-    total = sum(numel for _, numel in contents)
+    total, is_joined = sum(numel for _, numel in contents) or 1, len(contents) > 1
     records = []
     for text, numel in contents:
         purpose, _, buffer = text.partition(" ")
         assert purpose in get_args(Purpose), text
         label = Label(purpose, buffer, _phase_of(purpose, phase))  # type: ignore[arg-type]
         share = nbytes * numel // total
-        records.append(Sent(kind_of(node), axis.name, label, share // itemsize, share, is_joined=len(contents) > 1))
+        records.append(Sent(kind_of(node), name, label, share // itemsize, share, is_joined))
     return records
 
 

@@ -93,6 +93,16 @@ def is_several(mesh: Mesh) -> bool:
     return mesh.axis_size(DATA) != mesh.size
 
 
+def told(mesh: Mesh) -> str:
+    """How many ranks there are, and how they stand.
+
+    >>> told(Mesh.of(node=2, data=4)), told(Mesh.of(data=4))
+    ('8 ranks, node 2 × data 4', '4 ranks')
+    """
+    axes = " × ".join(f"{name} {size}" for name, size in mesh.axes)
+    return f"{mesh.size} ranks" + (f", {axes}" if is_several(mesh) else "")
+
+
 def num_ranks(mesh: Mesh, axes: tuple[str, ...]) -> int:
     """How many ranks there are along `axes`."""
     return math.prod(map(mesh.axis_size, axes))

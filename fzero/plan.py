@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fzero.config import Config, ConfigError, ZeroOptimization
 from fzero.config_optimizers import Optimizer, with_overrides
 from fzero.matrix_transforms import is_cut
-from fzero.meshes import DATA, is_several, mesh_of, num_ranks, shard_axes, sum_order
+from fzero.meshes import DATA, is_several, mesh_of, num_ranks, shard_axes, sum_order, told
 from fzero.pieces import Pieces
 from fzero.precision import Dtypes, widened
 from fzero.transforms import Transform, check_elementwise
@@ -781,10 +781,7 @@ def _nbytes(specs: Any, mesh: Mesh) -> int:
 
 def _report(plan: Plan) -> Group:
     """The units as a table, and in words what a rank holds and sends."""
-    title = f"ZeRO stage {plan.stage} on {plan.world_size} ranks"
-    if is_several(plan.mesh):
-        title += f", {' × '.join(f'{name} {size}' for name, size in plan.mesh.axes)}"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=f"ZeRO stage {plan.stage} on {told(plan.mesh)}", title_justify="left")
     table.add_column("unit")
     table.add_column("flat buffer")
     for column in ("parameters", "elements", "padding", "on a rank"):

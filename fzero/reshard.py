@@ -1,4 +1,4 @@
-"""How does a training state move to another stage, number of ranks or layout between two steps?
+"""How does a training state move to another stage, number of ranks, mesh or layout between two steps?
 
     state = fzero.reshard(state, old, new)    # old and new are steps of one model
 
@@ -28,7 +28,7 @@ from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import MismatchError, TrainStep
-from sharding import Sharded
+from sharding import Mesh, Sharded
 from sharding.views import torch_dtype
 
 Numbers = dict[str, float | int]
@@ -137,14 +137,14 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
 
 
 class _Message(NamedTuple):
-    """What one process sends another in a round: `is_shared` tells what goes to all from what goes to one.
+    """What one process sends another in a round, of tensors of which the new ranks hold `num_shards` different parts.
 
-    They are separate, so that what goes to all is packed once, and not once for each.
+    They are separate, so that what goes to several processes is packed once, and not once for each.
     """
 
     process: int
     dtype: str
-    is_shared: bool
+    num_shards: int
 
 
 class _Span(NamedTuple):
@@ -176,10 +176,10 @@ def _run(
             if move.source_rank == move.target_rank:
                 target.of(targets).copy_(source.of(sources))
             elif move.source_rank == axis.rank:
-                message = _Message(move.target_rank, flow.dtype, flow.reach != "owner")
+                message = _Message(move.target_rank, flow.dtype, flow.target.num_shards)
                 sent.setdefault(message, []).append(source)
             else:
-                message = _Message(move.source_rank, flow.dtype, flow.reach != "owner")
+                message = _Message(move.source_rank, flow.dtype, flow.target.num_shards)
                 received.setdefault(message, []).append(target)
     packed: dict[tuple[str, tuple[_Span, ...]], Tensor] = {}
     outgoing, incoming = [], []
@@ -320,7 +320,7 @@ class _Told(NamedTuple):
 def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _Told:
     """Finds what is wrong on this process alone, and does not raise it, for the others would wait."""
     old_rank, new_rank = (None if isinstance(step._ranks, Fake) else step._ranks.rank for step in (old, new))
-    plans = [(p.stage, p.world_size, p.flat_buffers, p.optimizer, p.buffers) for p in (old.plan, new.plan)]
+    plans = [(p.stage, p.mesh, p.flat_buffers, p.optimizer, p.buffers) for p in (old.plan, new.plan)]
     numbers, problem = None, None
     try:
         _check_devices(old, new)
@@ -353,7 +353,7 @@ def _check_told(everyone: Sequence[_Told]) -> None:
 def _check_state(state: TrainState[Tensor], step: TrainStep) -> None:
     """Raises unless every tensor has the shape and dtype of this step."""
     specs = step.specs
-    expected, found = _told_shapes(specs, step.world_size), _told_shapes(state, step.world_size)
+    expected, found = _told_shapes(specs, step.plan.mesh), _told_shapes(state, step.plan.mesh)
     for name in (*expected, *found):
         if expected.get(name) != found.get(name):
             raise ValueError(
@@ -362,11 +362,11 @@ def _check_state(state: TrainState[Tensor], step: TrainStep) -> None:
             )
 
 
-def _told_shapes(tree: TrainState[Any], world_size: int) -> dict[str, str]:
+def _told_shapes(tree: TrainState[Any], mesh: Mesh) -> dict[str, str]:
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
     return {
         accessor.codify("state"): f"{str(leaf.dtype).removeprefix('torch.')} of shape "
-        f"{tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf.local_shape(world_size)}"
+        f"{tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf.local_shape(mesh)}"
         for accessor, leaf in zip(accessors, leaves, strict=True)
     }
 

@@ -1,29 +1,31 @@
-"""Which elements of a training state go where, when the stage, the number of ranks or the layout changes?
+"""Which elements of a training state go where, when the stage, the number of ranks, the mesh or the layout changes?
 
 1. A state holds flat tensors: parameters, master and what the optimizer keeps, each cut by the layout of its flat buffer.
-2. A new tensor is filled from the old ones that hold the same quantity of the same parameters: a *flow*. Its moves are
-   those of `sharding.plan_transfer`, shard to shard, and a whole tensor counts as the shards it consists of.
-3. A process that holds what it needs copies it. What it lacks comes once, from the rank whose shard it is in; where every
-   old rank holds it all, so the sending is spread over them, too.
+2. Every flat tensor counts as W *pieces*, however many ranks hold each. Ranks stand in the order of the finest shards
+   that a mesh could have (`Plan.ranks`), so that what a rank holds are neighbours: its own piece, those of all ranks, or
+   those of the ranks with which it shares a shard.
+3. A new tensor is filled from the old ones that hold the same quantity of the same parameters: a *flow*. Its moves are
+   those of `sharding.plan_transfer`, piece to piece.
+4. A process that holds what it needs copies it. What it lacks comes once, from the rank whose own piece it is in: so the
+   sending is spread evenly over all that hold the same.
 
 The plan is a value and holds integers and names only; `fzero.reshard` runs it. Shape letters: P padded = W·S, S elements
-of a shard, W ranks.
+of a piece, W ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import optree
 import torch
 
 from fzero.matrix_transforms import AdafactorState
-from fzero.meshes import is_several
+from fzero.meshes import num_ranks, told
 from fzero.pieces import grids_of
-from fzero.plan import BufferPlan, Plan
-from sharding import FlatLayout, Move, Replicated, Sharded, Spec, TensorSpec, plan_transfer
+from fzero.plan import ALIGNMENT, BufferPlan, Plan
+from sharding import FlatLayout, Move, Sharded, TensorSpec, plan_transfer
 from sharding.dtypes import itemsize
 from sharding.transfer import merged
 from sharding.views import torch_dtype
@@ -39,21 +41,33 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class FlatTensor:
-    """A flat tensor of a state: its name, what of which parameters it holds, its dtype, and how it is divided."""
+    """A flat tensor of a state, and what of it the ranks hold.
+
+    Attributes:
+        name: of the tensor.
+        layout: of W pieces.
+        dtype: of its elements.
+        num_shards: how many different parts of it the ranks hold, each W / `num_shards` neighbouring pieces.
+    """
 
     name: str
     layout: FlatLayout
     dtype: str
-    spec: Spec
+    num_shards: int
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every rank holds all of it."""
-        return isinstance(self.spec, Replicated)
+    def num_pieces(self) -> int:
+        """Of a shard; as many ranks hold it."""
+        return self.layout.world_size // self.num_shards
 
-    def start(self, rank: int) -> int:
-        """Where the shard of `rank` starts in the tensor that a holder of it has."""
-        return rank * self.layout.partition.shard_numel if self.is_whole else 0
+    def start(self, piece: int) -> int:
+        """Where a piece starts in the shard that it is in."""
+        return piece % self.num_pieces * self.layout.partition.shard_numel
+
+    def holders(self, piece: int) -> range:
+        """The ranks that hold a piece, by their own ones."""
+        first = piece - piece % self.num_pieces
+        return range(first, first + self.num_pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +76,23 @@ class Flow:
 
     Attributes:
         source, target: the two.
-        moves: from old shards to new ones.
-        reach: which new ranks take the elements of a shard: its `"owner"`, `"all"`, or all `"others"` (which is for
-            parameters beside a sharded master: the owner makes its own from that).
+        moves: from old pieces to new ones.
+        master: where parameters are made of a master that is divided further: a rank makes those that it has the master of.
     """
 
     source: FlatTensor
     target: FlatTensor
     moves: tuple[Move, ...]
-    reach: Literal["owner", "all", "others"]
+    master: FlatTensor | None = None
 
     @property
     def dtype(self) -> str:
         """In which the elements travel: the narrower of the two."""
         return min(self.source.dtype, self.target.dtype, key=itemsize)
+
+    def takes(self, holder: int, piece: int) -> bool:
+        """Whether a new rank that holds a piece gets it from the old ones."""
+        return self.master is None or holder not in self.master.holders(piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +112,21 @@ class ReshardPlan:
         places: the rank of every process in the old job and in the new one.
         rounds: what moves, in order.
         numbers: each 0-d tensor of the new optimizer state, with the old ones that it is taken from, which must be equal.
+        senders, receivers: the process of each old piece and of each new one.
     """
 
     title: str
     places: tuple[Place, ...]
     rounds: tuple[Round, ...] = field(repr=False)
     numbers: dict[str, tuple[str, ...]] = field(repr=False)
-    _senders: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _receivers: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    senders: tuple[int, ...] = field(repr=False)
+    receivers: tuple[int, ...] = field(repr=False)
+    _sends: dict[int, int] = field(init=False, repr=False, compare=False)
+    _receives: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        processes = range(len(self.places))
-        for job, attribute in (("old", "_senders"), ("new", "_receivers")):
-            by_rank = {getattr(self.places[process], job): process for process in processes}
-            ranks = sorted(rank for rank in by_rank if rank is not None)
-            object.__setattr__(self, attribute, tuple(by_rank[rank] for rank in ranks))
+        for pieces, attribute in ((self.senders, "_sends"), (self.receivers, "_receives")):
+            object.__setattr__(self, attribute, {process: piece for piece, process in enumerate(pieces)})
 
     def moves(self, flow: Flow, process: int | None = None) -> Iterator[Move]:
         """The moves of a flow between processes, whose starts and stops count elements of the tensors that these hold.
@@ -123,20 +140,19 @@ class ReshardPlan:
 
     def _moves(self, flow: Flow, process: int | None) -> Iterator[Move]:
         for move in flow.moves:
-            owner, sender = self._receivers[move.target_rank], self._senders[move.source_rank]
+            sender = self.senders[move.source_rank]
             source_start = flow.source.start(move.source_rank) + move.source_start
             target_start = flow.target.start(move.target_rank) + move.target_start
-            if flow.reach == "owner":
-                reached: Iterable[int] = (owner,)
-            elif process is None or process == sender:
-                reached = self._receivers
-            else:  # it can only receive
-                reached = (process,) if self.places[process].new is not None else ()
-            for receiver in reached:
-                if flow.reach == "others" and receiver == owner:
+            sources, targets = flow.source.holders(move.source_rank), flow.target.holders(move.target_rank)
+            reached: Iterable[int] = targets
+            if process not in (None, sender):  # it can only receive
+                own = self._receives.get(process, -1)
+                reached = (own,) if own in targets else ()
+            for target in reached:
+                if not flow.takes(target, move.target_rank):
                     continue
-                has_it = flow.source.is_whole and self.places[receiver].old is not None
-                source = receiver if has_it else sender
+                receiver = self.receivers[target]
+                source = receiver if self._sends.get(receiver, -1) in sources else sender
                 if process in (None, source, receiver):
                     yield Move(source, source_start, source_start + move.numel, receiver, target_start)
 
@@ -175,8 +191,8 @@ def plan_reshard(
 ) -> ReshardPlan:
     """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no tensor.
 
-    Stage, world size, units, order, parameter groups, wires and dtypes may differ, but no master or optimizer state may become
-    narrower. A master comes from the old master, or else from the parameters, which then are the master.
+    Stage, mesh, world size, units, order, parameter groups, wires and dtypes may differ, but no master or optimizer state
+    may become narrower. A master comes from the old master, or else from the parameters, which then are the master.
 
     Args:
         old, new: `step.plan` of two steps, or what `fzero.plan` gives: plans of one model.
@@ -184,7 +200,7 @@ def plan_reshard(
         rng: what else each rank has for itself, `step.specs.rng`: a rank of the new job gets that of the same rank.
 
     Raises:
-        ValueError: a plan has several axes; the models differ in a name or a shape, in what is frozen, or in what the
+        ValueError: the models differ in a name or a shape, in what is frozen, or in what the
             optimizer keeps; something would become narrower; or a rank of either job has no process, or several.
 
     >>> from fzero.plan import plan
@@ -198,8 +214,6 @@ def plan_reshard(
           0         0         0              512               64              800
           1         1         1               64              512              352
     """
-    _check_one_axis("old", old)
-    _check_one_axis("new", new)
     _check_same("parameter", _shapes_of(old), _shapes_of(new))
     _check_same("module buffer", *({n: spec.shape for n, spec in p.buffers.items()} for p in (old, new)))
     if places is None:
@@ -223,8 +237,13 @@ def plan_reshard(
     own = {f"state.rng[{kind!r}]": spec for kind, spec in (rng or {}).items()} | kept_wires(old, new)
     rest = [*_module_buffers(old, new), *(_own(name, spec, old, new) for name, spec in own.items())]
     rounds.append(Round("module buffers and random states", tuple(rest)))
-    title = f"ZeRO stage {old.stage} on {old.world_size} ranks -> stage {new.stage} on {new.world_size} ranks"
-    return ReshardPlan(title, tuple(places), tuple(rounds), counted)
+    processes = range(len(places))
+    senders = {places[process].old: process for process in processes}
+    receivers = {places[process].new: process for process in processes}
+    return ReshardPlan(
+        f"ZeRO stage {old.stage} on {told(old.mesh)} -> stage {new.stage} on {told(new.mesh)}", tuple(places), tuple(rounds),
+        counted,         tuple(senders[rank] for rank in old.ranks), tuple(receivers[rank] for rank in new.ranks),
+    )  # fmt: skip
 
 
 # --- flows -------------------------------------------------------------------------------------------------------
@@ -234,16 +253,14 @@ def _flows_between(old: Plan, source: BufferPlan, new: Plan, target: BufferPlan)
     """What goes from one flat buffer to another."""
     old_tensors, new_tensors = tensors_of(old, source), tensors_of(new, target)
     for quantity, tensor in new_tensors.items():
-        reach: Literal["owner", "all", "others"] = "all" if tensor.is_whole else "owner"
-        if quantity == "params" and target.has_master:
-            if not tensor.is_whole or new_tensors["master"].is_whole:
-                continue  # made of the rank's own master
-            reach = "others"
+        master = new_tensors["master"] if quantity == "params" and target.has_master else None
+        if master is not None and master.num_shards == tensor.num_shards:
+            continue  # all made of the rank's own master
         wanted = quantity_for(quantity, source.dtypes.param, target, has_master=source.has_master)
         known = old_tensors.get(wanted)
         if known is None:
             continue  # the parameters that both buffers hold have no element
-        flow = _flow(known, tensor, reach)
+        flow = _flow(known, tensor, master)
         if flow.moves:
             yield flow
 
@@ -257,22 +274,28 @@ def quantity_for(quantity: str, param_dtype: str, target: BufferPlan, *, has_mas
     return "master" if has_master else "params"
 
 
-def _flow(source: FlatTensor, target: FlatTensor, reach: Literal["owner", "all", "others"]) -> Flow:
+def _flow(source: FlatTensor, target: FlatTensor, master: FlatTensor | None = None) -> Flow:
     known = set(source.layout.names)
     shared = [name for name in target.layout.names if name in known]
-    return Flow(source, target, plan_transfer(source.layout, target.layout, names=shared), reach)
+    return Flow(source, target, plan_transfer(source.layout, target.layout, names=shared), master)
 
 
 def tensors_of(plan: Plan, buffer: BufferPlan) -> dict[str, FlatTensor]:
     """The flat tensors of one buffer that outlive a step, by quantity. (Gradients do not.)"""
-    layout, row = buffer.layout, buffer.row
-    tensors = {"params": FlatTensor(f"state.params[{buffer.key!r}]", layout, buffer.dtypes.param, row.params)}
+    layout = FlatLayout(buffer.layout.names, buffer.layout.shapes, plan.world_size, multiple_of=ALIGNMENT)
+    assert layout.partition.padded_numel == buffer.padded_numel
+
+    def tensor(name: str, entries: FlatLayout, spec: TensorSpec) -> FlatTensor:
+        axes = spec.spec.axes if isinstance(spec.spec, Sharded) else ()
+        return FlatTensor(name, entries, spec.dtype, num_ranks(plan.mesh, axes))
+
+    tensors = {"params": tensor(f"state.params[{buffer.key!r}]", layout, buffer.params)}
     if buffer.has_master:
-        tensors["master"] = FlatTensor(f"state.master[{buffer.key!r}]", layout, buffer.dtypes.master, row.optimizer)
+        tensors["master"] = tensor(f"state.master[{buffer.key!r}]", layout, buffer.master)
     for path, (name, spec) in optimizer_leaves(plan, buffer).items():
         if spec.shape != ():
             entries = layout if _is_by_element(spec, buffer) else _entries_layout(plan, buffer, path)
-            tensors[path] = FlatTensor(name, entries, spec.dtype, spec.spec)
+            tensors[path] = tensor(name, entries, spec)
     return tensors
 
 
@@ -311,10 +334,9 @@ def _entries_layout(plan: Plan, buffer: BufferPlan, path: str) -> FlatLayout:
 
 def buffers_of(plan: Plan) -> dict[str, FlatTensor]:
     """The module's own buffers, which every rank has."""
+    layouts = {name: FlatLayout((name,), (spec.shape,), plan.world_size) for name, spec in plan.buffers.items()}
     return {
-        name: FlatTensor(
-            f"state.buffers[{name!r}]", FlatLayout((name,), (spec.shape,), plan.world_size), spec.dtype, Replicated()
-        )
+        name: FlatTensor(f"state.buffers[{name!r}]", layouts[name], spec.dtype, 1)
         for name, spec in plan.buffers.items()
     }
 
@@ -322,7 +344,7 @@ def buffers_of(plan: Plan) -> dict[str, FlatTensor]:
 def _module_buffers(old: Plan, new: Plan) -> Iterator[Flow]:
     before = buffers_of(old)
     for name, tensor in buffers_of(new).items():
-        yield _flow(before[name], tensor, "all")
+        yield _flow(before[name], tensor)
 
 
 def wires_of(plan: Plan) -> dict[str, tuple[TensorSpec, str]]:
@@ -347,14 +369,14 @@ def kept_wires(old: Plan, new: Plan) -> dict[str, TensorSpec]:
 
 
 def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
-    """What each rank has for itself: one shard of all of them, of which the ranks that stay keep theirs."""
+    """What each rank has for itself: one piece of all of them, of which the ranks that stay keep theirs."""
 
     def tensor(plan: Plan) -> FlatTensor:
-        names = tuple(f"rank {rank}" for rank in range(plan.world_size))
+        names = tuple(f"rank {rank}" for rank in plan.ranks)
         layout = FlatLayout(names, (spec.shape,) * plan.world_size, plan.world_size)
-        return FlatTensor(name, layout, spec.dtype, Sharded("data"))
+        return FlatTensor(name, layout, spec.dtype, plan.world_size)
 
-    return _flow(tensor(old), tensor(new), "owner")
+    return _flow(tensor(old), tensor(new))
 
 
 # --- checks ------------------------------------------------------------------------------------------------------
@@ -419,14 +441,6 @@ def kept_of(plan: Plan, buffer: BufferPlan, names: Sequence[str]) -> dict[str, s
 
     leaves = optimizer_leaves(plan, buffer).items()
     return {path: spec.dtype for path, (_, spec) in leaves if spec.shape == () or has_entries(path)}
-
-
-def _check_one_axis(job: str, plan: Plan) -> None:
-    if is_several(plan.mesh):
-        raise ValueError(
-            f"reshard: the {job} step must be on one axis, got {plan.mesh}; start the new step from the weights, "
-            f"init(old.gather(state))"
-        )
 
 
 def _check_present(job: str, ranks: Sequence[int | None], world_size: int) -> None:

@@ -183,7 +183,7 @@ class VmapRanks(LockstepRanks):
     ) -> None:
         super().__init__(recipe, world_size, mesh=mesh)
         self._may_change, self._is_captured, self._is_in_turn = may_change, compile is not None, False
-        self._stacked = Stacked(world_size)
+        self._stacked = Stacked(self.plan.mesh, self.plan.axes)
         self._step, self._made, self._knobs = self._make(compile)
         self._looked_at = compile is None
 
@@ -233,11 +233,13 @@ class VmapRanks(LockstepRanks):
         step = self._step
         state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+        wires = optree.tree_map(torch.clone, state.wires)
         step._turn_knobs(self._knobs, int(state.step[0]))
         number = torch.zeros(self.world_size, 1, dtype=torch.float64)
         self._stacked.random = drawn = None if self._is_captured else RandomByRank(state.rng["cpu"])
         with _quietly():
-            outcome_W, is_sum = self._made(state, buffers, [step._batches.cast(b) for b in micro_batches], number)
+            batches = [step._batches.cast(b) for b in micro_batches]
+            outcome_W, is_sum = self._made(state, buffers, wires, batches, number)
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
             states = unstacked(state, self.world_size)
@@ -245,7 +247,7 @@ class VmapRanks(LockstepRanks):
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
-        return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng, state.wires), metrics
+        return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng, wires), metrics
 
 
 def simulate(
@@ -262,7 +264,7 @@ def simulate(
         step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.Fake("data", W)` it checks batch sizes
             for as many. It is not changed.
         world_size: number of ranks W; None takes those of `mesh`, or the step's own.
-        mesh: how they stand along several axes, in lockstep; None takes the step's own where it has as many ranks.
+        mesh: how they stand along several axes; None takes the step's own where it has as many ranks.
         by: `"vmap"` runs all ranks at once: fast, to rounding; raises for what `torch.vmap` cannot do. `"lockstep"` runs them
             in turn: any model, the bits of as many processes. None takes vmap where that can be and lockstep elsewhere,
             which a warning tells.

@@ -1,7 +1,7 @@
 """Ranks as a dimension: what `InGraph` does for one rank, for all of them at once.
 
-`each(function)` is `torch.vmap` over the leading dimension of ranks. Inside it a tensor is one rank's, and a collective is
-an operation on that dimension: sums are made in rank order, as real ranks make them.
+`Stacked.each(function)` is `torch.vmap` over the leading dimension of ranks. Inside it a tensor is one rank's, and a
+collective of a `StackedAxis` is an operation on that dimension: sums are made in rank order, as real ranks make them.
 
 Random numbers are each rank's own: an operator that draws some is run for one rank after the other, on that rank's
 random state.
@@ -9,16 +9,21 @@ random state.
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharding import reference
+from fzero.collectives import EVERYONE
+from sharding import Mesh
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -32,7 +37,7 @@ class _OverRanks(torch.autograd.Function):
     """A collective inside of `torch.vmap`: a function of what all ranks hold."""
 
     @staticmethod
-    def forward(x: Tensor, name: str) -> Tensor:
+    def forward(x: Tensor, name: str, size: int, stride: int) -> Tensor:
         raise AssertionError(f"{name}: of a tensor that is no rank's own")
 
     @staticmethod
@@ -40,18 +45,59 @@ class _OverRanks(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, name: str) -> tuple[Tensor, int | None]:
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, name: str, size: int, stride: int
+    ) -> tuple[Tensor, int | None]:
         assert in_dims[0] is not None
-        return _COLLECTIVES[name](x.movedim(in_dims[0], 0))
+        x_W = x.movedim(in_dims[0], 0)
+        return _COLLECTIVES[name](x_W.reshape(x_W.shape[0] // (size * stride), size, stride, *x_W.shape[1:]))
+
+
+def _all_gather(x_ARBS: Tensor) -> tuple[Tensor, int | None]:
+    return _to_all(x_ARBS.movedim(1, 2).flatten(2, 3), x_ARBS.shape[1])
+
+
+def _reduce_scatter(x_ARBP: Tensor) -> tuple[Tensor, int | None]:
+    majors, num_ranks, minors, numel = x_ARBP.shape
+    shards_ABRS = _in_order(x_ARBP).reshape(majors, minors, num_ranks, numel // num_ranks)
+    return shards_ABRS.movedim(2, 1).flatten(0, 2), 0
+
+
+def _all_reduce(x_ARBP: Tensor) -> tuple[Tensor, int | None]:
+    total_ABP = _in_order(x_ARBP)
+    return total_ABP.unsqueeze(1).expand_as(x_ARBP).flatten(0, 2).clone(), 0  # each rank may write into its own
+
+
+def _stack(x_ARB: Tensor) -> tuple[Tensor, int | None]:
+    return _to_all(x_ARB.movedim(1, 2), x_ARB.shape[1])
+
+
+def _in_order(x_ARBP: Tensor) -> Tensor:
+    """The sum over the ranks along the axis, in rank order."""
+    return functools.reduce(operator.add, x_ARBP.unbind(1))
+
+
+def _to_all(x_AB: Tensor, num_ranks: int) -> tuple[Tensor, int | None]:
+    """What ranks along the axis have in common."""
+    if x_AB.shape[:2] == (1, 1):
+        return x_AB[0, 0].clone(), None
+    return x_AB.unsqueeze(1).expand(-1, num_ranks, *x_AB.shape[1:]).flatten(0, 2), 0
+
+
+def _all_to_all(x_ARBRN: Tensor) -> tuple[Tensor, int | None]:
+    return x_ARBRN.transpose(1, 3).flatten(0, 2), 0
 
 
 _COLLECTIVES: dict[str, Callable[[Tensor], tuple[Tensor, int | None]]] = {
-    "all_gather": lambda x_WS: (reference.all_gather(x_WS)[0], None),
-    "reduce_scatter": lambda x_WP: (reference.reduce_scatter(x_WP, "sum"), 0),
-    "all_reduce": lambda x_WP: (reference.all_reduce(x_WP, "sum").clone(), 0),  # each rank may write into its own
-    "stack": lambda x_W: (x_W.clone(), None),
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "stack": _stack,
 }
-"""What each rank gets, and in which dimension the ranks are; None where all get the same."""
+"""What each rank gets, and in which dimension the ranks are; None where all get the same.
+
+Ranks are three dimensions of a tensor: A along axes before the one meant, R along that, B along axes after it."""
 
 
 class _InTurn(torch.autograd.Function):
@@ -79,42 +125,38 @@ class _InTurn(torch.autograd.Function):
         return anchor.new_empty(0), None
 
 
-def over_ranks(x: Tensor, name: str) -> Tensor:
-    """A collective of what all ranks hold, inside of `torch.vmap`.
+def over_ranks(x: Tensor, name: str, size: int, stride: int) -> Tensor:
+    """A collective of what all ranks hold, inside of `torch.vmap`: of those `stride` apart, of which there are `size`.
 
     A capture must take it as it is (`torch._dynamo.allow_in_graph`): it would trace `forward`, not the rule for `vmap`.
     """
-    result: Tensor = _OverRanks.apply(x, name)  # type: ignore[no-untyped-call]
+    result: Tensor = _OverRanks.apply(x, name, size, stride)  # type: ignore[no-untyped-call]
     return result
 
 
-class Stacked:
-    """All `size` ranks of an axis, for a step's functions; see `fzero.collectives.InGraph`."""
+@dataclass(frozen=True, slots=True)
+class StackedAxis:
+    """The collectives along one axis for all ranks at once, as `fzero.collectives.InGraph` has them for one.
 
-    rank = 0
+    Args:
+        size: ranks along it.
+        stride: from one of them to the next.
+        name: the mesh axis.
+    """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.random: RandomByRank | None = None
-        self._index: Tensor | None = None
+    size: int
+    stride: int = 1
+    name: str = EVERYONE
 
-    def each(self, function: Callable[..., T]) -> Callable[..., T]:
-        """`function` on every rank: of stacked tensors, and giving stacked tensors."""
+    @classmethod
+    def of(cls, mesh: Mesh, name: str) -> Self:
+        """Along an axis of a mesh.
 
-        def on_ranks(*args: Any) -> T:
-            def one(index: Tensor, *own: Any) -> T:
-                self._index = index
-                result = function(*own)
-                self._index = None  # a graph would return what is left here
-                return result
-
-            ranks = torch.arange(self.size)
-            in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, args)
-            on_all = torch.vmap(one, in_dims=(0, *in_dims), randomness="different")
-            result: T = on_all(ranks, *args)
-            return result
-
-        return on_ranks
+        >>> StackedAxis.of(Mesh.of(node=2, data=4), "node")
+        StackedAxis(size=2, stride=4, name='node')
+        """
+        after = mesh.names[mesh.names.index(name) + 1 :]
+        return cls(mesh.axis_size(name), math.prod(map(mesh.axis_size, after)), name)
 
     def all_gather(self, shard_S: Tensor) -> Tensor:
         return self._collective("all_gather", shard_S)
@@ -125,17 +167,63 @@ class Stacked:
     def all_reduce(self, full_P: Tensor) -> Tensor:
         return self._collective("all_reduce", full_P)
 
+    def all_to_all(self, rows_WN: Tensor) -> Tensor:
+        return self._collective("all_to_all", rows_WN)
+
     def stack(self, x: Tensor) -> Tensor:
-        return self._collective("stack", x)
+        return self._collective("stack", x) if self.size > 1 else x[None]
 
-    def own(self, full_P: Tensor) -> Tensor:
-        assert self._index is not None
-        return full_P.view(self.size, -1).index_select(0, self._index.view(1)).view(-1)
+    def index(self, ranks_W: Tensor) -> Tensor:
+        """Where each of the ranks stands along it."""
+        return ranks_W // self.stride % self.size
 
-    def write_own(self, full_P: Tensor, shard_S: Tensor) -> None:
-        assert self._index is not None
-        is_own = torch.arange(self.size)[:, None].eq(self._index)
-        full_P.copy_(torch.where(is_own, shard_S, full_P.view(self.size, -1)).view(-1))
+    def _collective(self, name: str, x: Tensor) -> Tensor:
+        return over_ranks(x, name, self.size, self.stride) if self.size > 1 else x
+
+
+class Stacked:
+    """All ranks of a mesh, for a step's functions; see `fzero.mesh_in_graph.OneRank`.
+
+    Args:
+        mesh: of the ranks.
+        axes: over which the finest shards lie, major first.
+    """
+
+    def __init__(self, mesh: Mesh, axes: Sequence[str]) -> None:
+        self.size, self._axes = mesh.size, tuple(StackedAxis.of(mesh, name) for name in axes)
+        self.random: RandomByRank | None = None
+        self._shard: Tensor | None = None
+
+    def each(self, function: Callable[..., T]) -> Callable[..., T]:
+        """`function` on every rank: of stacked tensors, and giving stacked tensors."""
+
+        def on_ranks(*args: Any) -> T:
+            def one(shard: Tensor, *own: Any) -> T:
+                self._shard = shard
+                result = function(*own)
+                self._shard = None  # a graph would return what is left here
+                return result
+
+            ranks, shards = torch.arange(self.size), torch.zeros(self.size, dtype=torch.int64)
+            for axis in self._axes:
+                shards = shards * axis.size + axis.index(ranks)
+            in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, args)
+            on_all = torch.vmap(one, in_dims=(0, *in_dims), randomness="different")
+            result: T = on_all(shards, *args)
+            return result
+
+        return on_ranks
+
+    def own(self, flat: Tensor, numel: int) -> Tensor:
+        """Each rank's shard of a flat tensor that holds it and others in order, a copy."""
+        rows = flat.view(-1, numel)
+        return rows.index_select(0, self._row(rows).view(1)).view(-1)
+
+    def write_own(self, flat: Tensor, shard_S: Tensor) -> None:
+        """Writes each rank's shard of such a tensor."""
+        rows = flat.view(-1, shard_S.numel())
+        is_own = torch.arange(rows.shape[0])[:, None].eq(self._row(rows))
+        flat.copy_(torch.where(is_own, shard_S, rows).view(-1))
 
     def drawing(self) -> AbstractContextManager[Any]:
         """Around what draws random numbers: of each rank's own where there is a state of them."""
@@ -157,14 +245,16 @@ class Stacked:
             function(*pytree.tree_unflatten([own.get(place, leaf) for place, leaf in enumerate(leaves)], treespec))
 
         with torch.no_grad():
-            _InTurn.apply(self._index, on_a_rank, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+            _InTurn.apply(self._shard, on_a_rank, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
 
     def place(self, numel: int) -> Any:
-        assert self._index is not None
-        return self._index * numel
+        """Where each rank's shard of so many elements begins."""
+        assert self._shard is not None
+        return self._shard * numel
 
-    def _collective(self, name: str, x: Tensor) -> Tensor:
-        return over_ranks(x, name)
+    def _row(self, rows: Tensor) -> Tensor:
+        assert self._shard is not None
+        return self._shard % rows.shape[0]
 
 
 class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]

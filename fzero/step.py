@@ -39,7 +39,7 @@ from fzero.eager import Pass, Scratch, may_start_early, own_shard
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
-from fzero.meshes import is_several
+from fzero.meshes import told
 from fzero.pieces import Pieces
 from fzero.plan import BufferPlan, OwnTransform, ParamGroup
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
@@ -101,8 +101,8 @@ def make_train_step(
             output if it is a scalar, its `.loss`, or its first item.
         mesh: the ranks: a `sharding.Mesh`, whose axis `"data"` the state is sharded over, as the stage says, while ranks
             along its other axes hold the same (`Mesh.of(node=2, data=4)`: hybrid sharding); or a bound axis. None is one
-            axis, or what `mics_shard_size` or `zero_hpz_partition_size` mean. With a `fzero.Fake` axis there are none:
-            `plan`, `specs`, `trace` and `explain` tell what a job of so many would do.
+            axis, or what `mics_shard_size` or `zero_hpz_partition_size` mean. With a `fzero.Fake` axis (`Fake.of` a mesh) there
+            are none: `plan`, `specs`, `trace` and `explain` tell what a job of so many would do.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
             first that matches counts. `"params"` may be a function of name and parameter. A group's `lr` scales the
@@ -198,7 +198,7 @@ class TrainStep:
         if not isinstance(axis, Fake):
             _check_same(axis, recipe.fingerprint(self.plan))
         self._bound = None if isinstance(axis, Fake) else BoundMesh.of(axis, self.plan)
-        self._shard = self.plan.mesh.shard_of(axis.rank, Sharded(*self.plan.axes))  # of the finest ones
+        self._shard = self.plan.shard_of(axis.rank)  # of the finest ones
         self._compiled: CompiledStep | None = None
         self._blocks: CompiledBlocks | None = None
         if recipe.compile == "step":
@@ -224,15 +224,12 @@ class TrainStep:
         """The step as one graph, and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
-        if is_several(self.plan.mesh):
+        wiring = self.plan.wiring
+        # A graph would keep what is decoded from the forward to the backward.
+        if stacked is None and (wiring.gather or wiring.frozen):
             raise ConfigError(
-                f"compile: must be None or 'block' on a mesh of several axes, for the graph of a whole step has one, got "
-                f"'step', trace or explain on {self.plan.mesh}; drop it, or make the step on one axis"
-            )
-        if self.plan.wiring:
-            raise ConfigError(
-                f"compile: must be None or 'block' where gathers or reductions go through wires, got 'step', trace, explain or a "
-                f"simulation by vmap with {self.plan.wiring}; drop it, or leave the wires out"
+                f"compile: must be None or 'block' where parameters are gathered through a wire, got 'step', trace or explain "
+                f"with {wiring}; drop it, or leave out gather_wire (zero_quantized_weights, zero_quantized_nontrainable_weights)"
             )
         if self._checkpointing.names and self._checkpointing.moves is not None:
             raise ConfigError(
@@ -264,7 +261,7 @@ class TrainStep:
         )  # fmt: skip
         axis = self._ranks
         if isinstance(axis, Lockstep):
-            axis = Fake(axis.name, axis.size, axis.rank, "gloo")  # of what is never run
+            axis = Fake(axis.name, axis.size, axis.rank, "gloo", axis.mesh)  # of what is never run
         compiled = CompiledStep(
             self._model, self.plan, axis, self.device, rules,
             loss_fn=self._loss_fn, autocast=self._autocast, backend=backend,
@@ -560,14 +557,15 @@ class TrainStep:
         self._num_passes += 1
         self._turn_knobs(self._knobs, int(state.step))
         batches = [self._batches.cast(batch) for batch in micro_batches]
+        wires = optree.tree_map(torch.clone, state.wires)
         with _random_state(state.rng, self.device) as rng:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            outcome, is_sum = compiled(state, buffers, batches, number)
+            outcome, is_sum = compiled(state, buffers, wires, batches, number)
         self._check_outcome(outcome, state, is_sum=is_sum)
         metrics = Metrics(
             outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
         )
-        return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng, state.wires), metrics
+        return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng, wires), metrics
 
     def _turn_knobs(self, knobs: _Knobs, num_updates: int) -> None:
         """Writes what the graph reads about the update after `num_updates` others."""
@@ -804,22 +802,18 @@ class TrainStep:
         Raises:
             ValueError: no batch is given, and no graph has run; and what `trace` raises.
         """
-        title = f"stage {self.plan.stage} on {self.world_size} ranks"
+        title = f"stage {self.plan.stage} on {told(self.plan.mesh)}"
         if batch is None:
-            graphs = self._compiled.backend.graphs if self._compiled is not None else []
-            if not graphs:
+            if self._compiled is None or not self._compiled.backend.graphs:
                 raise ValueError(
                     "explain: needs a batch where no graph of the whole step has run, got none; pass one, explain(batch), or "
                     "make the step with compile='step' and call the step once"
                 )
-            graph = max(graphs, key=lambda graph: len(graph.nodes))
-            return make_timeline(graph, machine, world_size=self.world_size, title=title)
+            graph = max(self._compiled.backend.graphs, key=lambda graph: len(graph.nodes))
+            return make_timeline(graph, machine, axes=self._compiled.axes, title=title)
         captured = self.trace(batch)
         different = {id(c.graph): c for c in captured}  # micro-steps share one
-        timelines = {
-            key: c.scheduled().timeline(machine, world_size=self.world_size, title=title)
-            for key, c in different.items()
-        }
+        timelines = {key: c.scheduled().timeline(machine, title=title) for key, c in different.items()}
         return joined([timelines[id(c.graph)] for c in captured])
 
     def observed(self, observe: Callable[[Sent], None]) -> Self:

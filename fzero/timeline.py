@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import io
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -66,14 +66,25 @@ class Machine:
                 )
 
 
+class Along(Protocol):
+    """The ranks that take part in a collective, by what a graph does not tell: the mesh axis, and how many there are."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+
 class Span(NamedTuple):
-    """One node in its lane, in seconds from the beginning of the step; `nbytes` is what a rank sends."""
+    """One node in its lane, in seconds from the beginning of the step; `nbytes` is what a rank sends along an `axis`."""
 
     lane: Literal["compute", "wait", "collective"]
     label: str
     begin: float
     end: float
     nbytes: int = 0
+    axis: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,15 @@ class Timeline:
         return sum(span.nbytes for span in self.spans)
 
     @property
+    def sent_by_axis(self) -> dict[str, int]:
+        """The same by the axis of the mesh that it crosses; `"everyone"` is all ranks of a mesh of several axes."""
+        sent: Counter[str] = Counter()
+        for span in self.spans:
+            if span.lane == "collective":
+                sent[span.axis] += span.nbytes
+        return dict(sent)
+
+    @property
     def num_collectives(self) -> int:
         return sum(span.lane == "collective" for span in self.spans)
 
@@ -139,19 +159,25 @@ class Timeline:
 
 
 def make_timeline(
-    graph: Graph, machine: Machine | None = None, *, world_size: int | None = None, title: str = "one step"
+    graph: Graph,
+    machine: Machine | None = None,
+    *,
+    axes: Mapping[str, Along] | None = None,
+    title: str = "one step",
 ) -> Timeline:
     """The timeline of a graph in the order in which it stands.
 
     Args:
         graph: a training step's, as `run_passes` returns it.
         machine: the rates.
-        world_size: the ranks; None reads them from the collectives that tell (an all-reduce does not).
+        axes: of the groups, by the names by which the graph calls them; of one that is not there the collectives tell
+            themselves, and an all-reduce is taken for one of as many ranks as others have.
         title: what the table and the picture are called.
     """
     machine = Machine() if machine is None else machine
     analysis = analyse(graph)
-    world_size = world_size or max(filter(None, map(_num_ranks, graph.nodes)), default=None)
+    axes = axes or {}
+    most = max(filter(None, map(_num_ranks, graph.nodes)), default=None)
     labels: dict[Node, str] = {}
     for gather in analysis.gathers:
         labels |= {node: f"gather {gather.unit}" for node in gather.issue if is_collective(node)}
@@ -162,11 +188,12 @@ def make_timeline(
     for node in graph.nodes:
         times.append(now)
         if is_collective(node):
-            nbytes = sent_by(node, world_size)
+            along = axes.get(group_of(node))
+            axis, nbytes = ("data", sent_by(node, most)) if along is None else (along.name, sent_by(node, along.size))
             begin = max(now, free)
             free = begin + machine.latency + nbytes / machine.network
             ends[node] = free
-            spans.append(Span("collective", labels.get(node, kind_of(node)), begin, free, nbytes))
+            spans.append(Span("collective", labels.get(node, kind_of(node)), begin, free, nbytes, axis))
         elif node.target is WAIT:
             end = max(now, ends.get(start_of(node), now))
             if end > now:
@@ -188,13 +215,18 @@ def kind_of(node: Node) -> str:
     return name
 
 
-def sent_by(node: Node, world_size: int | None = None) -> int:
+def group_of(node: Node) -> str:
+    """The name of the group of ranks that take part in a collective."""
+    return next(arg for arg in reversed(node.args) if isinstance(arg, str))
+
+
+def sent_by(node: Node, num_ranks: int | None = None) -> int:
     """Bytes that one rank sends in the collective that `node` starts, by the fewest that it can be done with.
 
     Args:
-        world_size: the ranks of a collective that does not tell (an all-reduce); None takes them for very many.
+        num_ranks: of a collective that does not tell (an all-reduce); None takes them for very many.
     """
-    num_ranks = _num_ranks(node) or world_size
+    num_ranks = _num_ranks(node) or num_ranks
     whole = max(nbytes_of(node), sum(map(nbytes_of, node.all_input_nodes)))
     if node.target is ALL_REDUCE:
         whole *= 2
@@ -242,21 +274,27 @@ def _seconds(node: Node, machine: Machine) -> float:
 def _report(timeline: Timeline) -> Group:
     table = Table(title=timeline.title, title_justify="left")
     table.add_column("collective")
+    is_mesh = len(timeline.sent_by_axis) > 1
+    if is_mesh:
+        table.add_column("along")
     for column in ("calls", "MB sent", "ms"):
         table.add_column(column, justify="right")
-    calls: Counter[str] = Counter()
-    nbytes: defaultdict[str, int] = defaultdict(int)
-    seconds: defaultdict[str, float] = defaultdict(float)
+    calls: Counter[tuple[str, ...]] = Counter()
+    nbytes: defaultdict[tuple[str, ...], int] = defaultdict(int)
+    seconds: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for span in timeline.spans:
         if span.lane == "collective":
-            calls[span.label] += 1
-            nbytes[span.label] += span.nbytes
-            seconds[span.label] += span.end - span.begin
-    for label, count in calls.items():
-        table.add_row(label, str(count), f"{nbytes[label] / 1e6:,.3f}", f"{seconds[label] * 1e3:,.3f}")
+            row: tuple[str, ...] = (span.label, span.axis) if is_mesh else (span.label,)
+            calls[row] += 1
+            nbytes[row] += span.nbytes
+            seconds[row] += span.end - span.begin
+    for row, count in calls.items():
+        table.add_row(*row, str(count), f"{nbytes[row] / 1e6:,.3f}", f"{seconds[row] * 1e3:,.3f}")
     live = timeline.liveness
+    by_axis = [f"{sent / 1e6:,.3f} MB along {axis}" for axis, sent in timeline.sent_by_axis.items()]
     return Group(
         table,
+        *([f"a rank sends {', '.join(by_axis)}"] if is_mesh else []),
         f"a step takes {timeline.seconds * 1e3:,.3f} ms, of which compute waits {timeline.waiting * 1e3:,.3f} ms; "
         f"{timeline.hidden:.0%} of the communication is hidden",
         f"alive at the most: {live.peak / 1e6:,.3f} MB besides arguments of {live.arguments / 1e6:,.3f} MB, "

@@ -28,10 +28,12 @@ from torch import Tensor
 
 from fzero import collectives
 from fzero.codecs import Codec
-from fzero.collectives import GATHER, OTHER, REDUCE, Axis, Pending, Sim
+from fzero.collectives import GATHER, OTHER, REDUCE, Bound, Pending, Sim
 from fzero.sent import Label
 
 State = Any
+Axis = Any
+"""A `fzero.collectives.Axis`; in a captured step what stands for one (`fzero.mesh_in_graph.AxisInGraph`)."""
 
 
 class Sending(NamedTuple):
@@ -284,8 +286,9 @@ def _copied(pending: Pending, out: Tensor | None, dtype: torch.dtype) -> Pending
 def _start_all_gather(shard: Tensor, axis: Axis, full: Tensor | None, label: Label) -> Pending:
     """Starts to join what all ranks have, along the last dimension."""
     if isinstance(axis, Sim):
-        whole = collectives.all_gather(shard, axis)
-        return Pending(label, (), lambda: whole)
+        return ended(collectives.all_gather(shard, axis), None).pending
+    if not isinstance(axis, Bound):  # of a graph
+        return ended(axis.all_gather(shard), None).pending
     full = shard.new_empty(shard.numel() * axis.size) if full is None else full
     return collectives.start_all_gather(shard, full, axis, label=label)
 
@@ -293,8 +296,9 @@ def _start_all_gather(shard: Tensor, axis: Axis, full: Tensor | None, label: Lab
 def _start_all_to_all(rows: Tensor, axis: Axis, after: Pending | None, label: Label) -> Pending:
     """Starts to send row r of (…, W, N) to rank r."""
     if isinstance(axis, Sim):
-        arrived = collectives.all_to_all(rows, axis)
-        return Pending(label, (), lambda: arrived)
+        return ended(collectives.all_to_all(rows, axis), None).pending
+    if not isinstance(axis, Bound):
+        return ended(axis.all_to_all(rows.contiguous()), None).pending
     return collectives.start_all_to_all(rows.contiguous(), axis, after=after, label=label)
 
 

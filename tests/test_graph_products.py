@@ -132,7 +132,7 @@ def test_an_exchange_sends_nothing_to_its_own_rank_and_gives_the_same(size: int,
         graph = make_fx(step)(*(mode.from_tensor(x) for x in args[0])).graph
     graphs = [copy_of(graph) for _ in range(size)]
     for rank, own in enumerate(graphs):
-        send_to_others(own, InGraph(size, rank, GROUP, is_nccl=False))
+        send_to_others(own, [InGraph(size, rank, GROUP, is_nccl=False)])
         exchanges = [node for node in own.nodes if node.target is EXCHANGE]
         num_sums = int(size == 2)
         assert len(exchanges) == 2 + num_sums and all(node.args[2][rank] == 0 for node in exchanges)

@@ -1,4 +1,4 @@
-"""The laws of moving a training state to another stage, number of ranks or layout."""
+"""The laws of moving a training state to another stage, number of ranks, mesh or layout."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from training import ADAMW, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
 from fzero import collectives
-from fzero.eager import own_shard
 from fzero.pieces import grids_of
 from fzero.plan import BufferPlan
 from fzero.state import TrainState
-from sharding import Sharded
-from sharding.views import flatten, torch_dtype
+from sharding import Mesh, Sharded, TensorSpec
+from sharding.views import flatten, take_shard, torch_dtype
 
 # --- steps, and the states that they would cut of one whole state -------------------------------------------------
 
@@ -68,6 +67,8 @@ class Setting:
     groups: int = 0
     threshold: int = 0
     round_robin: bool = False
+    mesh: Mesh | None = None
+    is_hpz: bool = False
 
 
 @cache
@@ -76,22 +77,37 @@ def step_of(setting: Setting) -> fzero.TrainStep:
         "stage3_param_persistence_threshold": setting.threshold,
         "round_robin_gradients": setting.round_robin,
     }
+    if setting.is_hpz and setting.mesh is not None and setting.stage == 3:
+        zero["zero_hpz_partition_size"] = setting.mesh.axis_size("data")
     cfg = config(setting.stage, optimizer=OPTIMIZERS[setting.optimizer], **zero) | PRECISIONS[setting.precision]
     units = UNITS[setting.units]
     return fzero.make_train_step(
         make(Normed),
         cfg,
-        mesh=fzero.Fake("data", setting.world_size),
+        mesh=fzero.Fake("data", setting.world_size, mesh=setting.mesh),
         units=units and [f"odd.{name}" for name in units],
         param_groups=GROUPS[setting.groups] if setting.optimizer == "AdamW" else [],
     )
 
 
+MESHES = (
+    *(Mesh.of(data=size) for size in range(1, 6)),
+    *(Mesh.of(node=2, data=2), Mesh.of(node=2, data=3), Mesh.of(node=3, data=2), Mesh.of(node=3, data=1)),
+    *(Mesh.of(data=2, node=2), Mesh.of(pod=2, node=2, data=2), Mesh.of(pod=2, data=2, node=2)),
+)
+
+
 def settings(optimizer: str, *, precisions: tuple[str, ...] = ("float32",)) -> st.SearchStrategy[Setting]:
+    return st.sampled_from(MESHES).flatmap(lambda mesh: _settings_on(mesh, optimizer, precisions))
+
+
+def _settings_on(mesh: Mesh, optimizer: str, precisions: tuple[str, ...]) -> st.SearchStrategy[Setting]:
     return st.builds(
         Setting,
         stage=st.integers(0, 3),
-        world_size=st.integers(1, 5),
+        world_size=st.just(mesh.size),
+        mesh=st.just(mesh),
+        is_hpz=st.booleans() if mesh.axis_size("data") not in (1, mesh.size) else st.just(False),
         optimizer=st.just(optimizer),
         precision=st.sampled_from(precisions),
         units=st.integers(0, len(UNITS) - 1),
@@ -116,20 +132,22 @@ def whole(quantity: str, name: str, shape: tuple[int, ...]) -> Tensor:
 
 def state_of(step: fzero.TrainStep, rank: int) -> TrainState[Tensor]:
     """What a rank holds of the state whose every quantity is `whole`; written without regard to `fzero.reshard`."""
-    specs = step.specs
-    state = optree.tree_map(
-        lambda spec: torch.zeros(spec.local_shape(step.world_size), dtype=torch_dtype(spec.dtype)), specs
-    )
+    specs, mesh = step.specs, step.plan.mesh
+    state = optree.tree_map(lambda spec: torch.zeros(spec.local_shape(mesh), dtype=torch_dtype(spec.dtype)), specs)
+
+    def held(flat: Tensor, spec: TensorSpec) -> Tensor:
+        """What the rank holds of a whole buffer."""
+        if not isinstance(spec.spec, Sharded):
+            return flat
+        return take_shard(flat, spec.partition(mesh), mesh.shard_of(rank, spec.spec))
+
     for buffer in step.plan.flat_buffers:
         value = _cut("value", buffer) if buffer.trainable else _cut("value", buffer) % 128  # nothing remembers more
-        is_cut = isinstance(buffer.row.params, Sharded)
-        param = value.to(torch_dtype(buffer.dtypes.param))
-        state.params[buffer.key].copy_(own_shard(param, buffer, rank) if is_cut else param)
+        state.params[buffer.key].copy_(held(value.to(torch_dtype(buffer.dtypes.param)), buffer.params))
         if not buffer.trainable:
             continue
-        is_cut = isinstance(buffer.row.optimizer, Sharded)
         if buffer.has_master:
-            state.master[buffer.key].copy_(own_shard(value, buffer, rank) if is_cut else value)
+            state.master[buffer.key].copy_(held(value, buffer.master))
         accessors, leaves, _ = optree.tree_flatten_with_accessor(state.optimizer[buffer.key])
         for accessor, leaf in zip(accessors, leaves, strict=True):
             path = accessor.codify("")
@@ -138,8 +156,7 @@ def state_of(step: fzero.TrainStep, rank: int) -> TrainState[Tensor]:
             elif path in (".row_var", ".col_var"):
                 leaf.copy_(_statistics(path, buffer))
             else:
-                flat = _cut(path, buffer)
-                leaf.copy_(own_shard(flat, buffer, rank) if is_cut else flat)
+                leaf.copy_(held(_cut(path, buffer), buffer.master))
     for name, tensor in state.buffers.items():
         tensor.copy_(whole("buffer", name, tuple(tensor.shape)))
     for kind, tensor in step._first_rng(rank).items():
@@ -212,14 +229,21 @@ def test_the_states_given_stay_as_they_were_and_share_no_memory_with_the_new_one
 
 def held_by(step: fzero.TrainStep, rank: int) -> Iterator[tuple[str, str, int]]:
     """Every element that a rank holds after a step: quantity, parameter, place in it."""
+    mesh = step.plan.mesh
     for buffer in step.plan.flat_buffers:
         layout = buffer.layout
-        mine = {(f.name, i) for f in layout.fragments(rank) for i in range(f.start, f.stop)}
-        all_ = {(name, i) for name in layout.names for i in range(layout.bounds(name)[1] - layout.bounds(name)[0])}
-        yield from (("params", *x) for x in (mine if isinstance(buffer.row.params, Sharded) else all_))
+        places = [(name, i) for name in layout.names for i in range(layout.bounds(name)[1] - layout.bounds(name)[0])]
+
+        def held(spec: TensorSpec) -> list[tuple[str, int]]:
+            if not isinstance(spec.spec, Sharded):
+                return places  # noqa: B023
+            start, stop = spec.partition(mesh).bounds(mesh.shard_of(rank, spec.spec))
+            return places[start:stop]  # noqa: B023
+
+        yield from (("params", *x) for x in held(buffer.params))
         if buffer.trainable:
             for quantity in ("exp_avg", "exp_avg_sq", *(["master"] if buffer.has_master else [])):
-                yield from ((quantity, *x) for x in (mine if isinstance(buffer.row.optimizer, Sharded) else all_))
+                yield from ((quantity, *x) for x in held(buffer.master))
 
 
 def planned(plan: fzero.ReshardPlan, process: int | None = None) -> Iterator[tuple[Any, Any]]:
@@ -298,6 +322,34 @@ def test_what_every_old_rank_holds_is_sent_by_all_of_them_in_equal_parts() -> No
     assert max(sent) - min(sent[:4]) < 4 * 12 * 32 * 4 * len(old.flat_buffers)  # what the alignment of shards makes
 
 
+@pytest.mark.parametrize("zero", [{}, {"zero_hpz_partition_size": 2}], ids=["hybrid", "hpZ"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_hold_the_same_send_it_in_equal_parts(stage: int, zero: dict[str, Any]) -> None:
+    model = Plain(width=64)
+    old = fzero.plan(model, config(stage, **(zero if stage == 3 else {})), mesh=Mesh.of(node=3, data=2))
+    new = fzero.plan(model, config(0), world_size=12)
+    sent = fzero.plan_reshard(old, new).sent_nbytes
+    state = 12 * sum(param.numel() for param in model.parameters())
+    parts = {"parameters": 1 / 3, "moments": 2 / 3}  # of the state; what each of the first six ranks has of it
+    is_fine = stage == 3 and zero
+    held = {"parameters": 1 if stage == 1 else 1 / 2, "moments": 1 / 6 if is_fine else 1 / 2}
+    lacked = sum(parts[name] * (6 * (1 - held[name]) + 6) for name in parts)
+    assert sum(sent) == pytest.approx(state * lacked) and sent[6:] == (0,) * 6
+    assert max(sent) - min(sent[:6]) < 12 * 12 * 32 * 6 * len(old.flat_buffers)  # what the alignment of shards makes
+
+
+def test_a_mesh_of_as_many_ranks_sends_what_lies_elsewhere_and_no_more() -> None:
+    """To finer shards nothing, for each holds what it keeps of it."""
+    model = Plain(width=64)
+    mesh = Mesh.of(node=2, data=2)
+    hybrid, hpz = (fzero.plan(model, config(3, **zero), mesh=mesh) for zero in ({}, {"zero_hpz_partition_size": 2}))
+    assert fzero.plan_reshard(hybrid, hpz).sent_nbytes == (0,) * 4
+    sent = fzero.plan_reshard(hpz, hybrid).sent_nbytes
+    assert sum(sent) == 8 * sum(param.numel() for param in model.parameters()), "moments, of the other half of a shard"
+    assert max(sent) - min(sent) <= 8 * hpz.padding
+    assert "ZeRO stage 3 on 4 ranks, node 2 × data 2 -> stage 3 on 4 ranks" in str(fzero.plan_reshard(hybrid, hpz))
+
+
 def test_numbers_of_a_larger_plan_do_not_grow_with_its_elements() -> None:
     plans = [
         fzero.plan(nn.Linear(10_000, 10_000, device="meta"), config(stage), world_size=w)
@@ -371,20 +423,25 @@ class Job:
     processes: tuple[int, ...]
     cfg: tuple[tuple[str, Any], ...] = ()
     units: tuple[str, ...] | None = None
+    mesh: Mesh | None = None
+    hpz: int | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return config(self.stage, **({"zero_hpz_partition_size": self.hpz} if self.hpz else {})) | dict(self.cfg)
 
 
 def bind(job: Job, sent: list[fzero.Sent] | None = None, model: Any = Lively, **options: Any) -> fzero.TrainStep:
     """The job's step, on this process. Every process makes the group."""
     groups = dist.new_group(sorted(job.processes))
-    axis: fzero.Real | fzero.Fake = fzero.Fake("data", len(job.processes))
+    axis: fzero.Real | fzero.Fake = fzero.Fake("data", len(job.processes), mesh=job.mesh)
     if dist.get_rank() in job.processes:
         observe = None if sent is None else sent.append
         rank = sorted(job.processes).index(dist.get_rank())
         group = groups if len(job.processes) > 1 else None
-        axis = fzero.Real("data", len(job.processes), rank, group, observe)
-    cfg = config(job.stage) | dict(job.cfg)
+        axis = fzero.Real("data", len(job.processes), rank, group, observe, job.mesh)
     units = None if job.units is None else list(job.units)
-    return fzero.make_train_step(make(model), cfg, mesh=axis, units=units, **options)
+    return fzero.make_train_step(make(model), job.config, mesh=axis, units=units, **options)
 
 
 def _batch(step: fzero.TrainStep, data: Any, index: int) -> Any:
@@ -412,6 +469,7 @@ def _train_through(jobs: list[Job], num_steps: int = 3, model: Any = Lively, dat
     return curve, state, None if state is None else old.gather(state)
 
 
+SQUARE = Mesh.of(node=2, data=2)
 EVERYONE = {w: tuple(range(w)) for w in (1, 2, 3, 4)}
 
 
@@ -461,11 +519,17 @@ JOBS = [
     [Job(2, (0, 1)), Job(3, (2, 3))],
     [Job(3, (0, 1, 2)), Job(0, (1, 2), units=("blocks.0", "norm")), Job(1, (0, 1, 2, 3))],
     [Job(3, (0, 1, 2)), Job(1, (0, 1), IN_BF16), Job(2, (1, 2), IN_FP16), Job(3, (0, 1), units=("blocks",))],
+    [Job(3, (0, 1, 2, 3), IN_BF16, mesh=SQUARE), Job(3, (0, 1, 2, 3), IN_BF16, hpz=2), Job(2, (1, 2, 3), IN_BF16)],
+    [Job(1, (0, 2), mesh=Mesh.of(node=2, data=1)), Job(3, (0, 1, 2, 3), hpz=2), Job(0, (0, 1, 2, 3), mesh=SQUARE)],
 ]
 
 
 @pytest.mark.parametrize(
-    "jobs", JOBS, ids=lambda jobs: "-".join(f"{j.stage}on{''.join(map(str, j.processes))}" for j in jobs)
+    "jobs",
+    JOBS,
+    ids=lambda jobs: "-".join(
+        f"{j.stage}on{''.join(map(str, j.processes))}{'mesh' * (j.mesh is not None or j.hpz is not None)}" for j in jobs
+    ),
 )
 def test_on_other_processes_the_state_is_the_one_made_of_all_old_states(ranks: RankPool, jobs: list[Job]) -> None:
     """The oracle is the move in one process, of which other laws tell what it does, and training from there."""
@@ -483,7 +547,7 @@ def test_on_other_processes_the_state_is_the_one_made_of_all_old_states(ranks: R
 def _on_paper(job: Job) -> fzero.TrainStep:
     units = None if job.units is None else list(job.units)
     return fzero.make_train_step(
-        make(Lively), config(job.stage) | dict(job.cfg), mesh=fzero.Fake("data", len(job.processes)), units=units
+        make(Lively), job.config, mesh=fzero.Fake("data", len(job.processes), mesh=job.mesh), units=units
     )
 
 
@@ -520,8 +584,9 @@ def _sent(jobs: list[Job]) -> tuple[Any, list[fzero.Sent], int]:
         [Job(3, (0, 1)), Job(0, (0, 1, 2))],
         [Job(0, (0, 1, 2)), Job(3, (1, 2))],
         [Job(2, (0, 1, 2), (("bf16", {"enabled": True}),)), Job(1, (0, 1), (("bf16", {"enabled": True}),))],
+        [Job(3, (0, 1, 2, 3), hpz=2), Job(2, (0, 1, 2, 3), mesh=SQUARE)],
     ],
-    ids=["1to3", "3to0", "0to3", "bf16"],
+    ids=["1to3", "3to0", "0to3", "bf16", "hpZ to hybrid"],
 )
 def test_a_process_sends_the_bytes_of_the_plan_in_few_messages(ranks: RankPool, jobs: list[Job]) -> None:
     world_size = 1 + max(process for job in jobs for process in job.processes)
@@ -589,6 +654,7 @@ def _peak(jobs: list[Job]) -> tuple[int, int, int]:
         [Job(0, (0,)), Job(1, (0, 1, 2, 3))],
         [Job(3, (0,)), Job(1, (1, 2, 3))],
         [Job(1, (0, 1, 2)), Job(0, (0, 3))],
+        [Job(3, (0, 1, 2, 3), hpz=2), Job(3, (0, 1, 2, 3), mesh=SQUARE)],
     ],
     ids=lambda jobs: "-".join(f"{j.stage}on{len(j.processes)}" for j in jobs),
 )
