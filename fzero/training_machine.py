@@ -7,6 +7,7 @@ the model, the job and the rules, and shows the shortest run that breaks a law.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -39,6 +40,9 @@ from fzero.transforms import Transform, leaf_names, same_bits
 from sharding import Partial, Replicated, Sharded, TensorSpec
 from sharding.testing import models
 from sharding.views import torch_dtype, unflatten
+
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""Where checkpoints are written: a disk that is waited for each time takes longer than all the rest."""
 
 NUM_RULES = 8
 """Most rules of one run."""
@@ -223,7 +227,7 @@ class TrainingMachine(RuleBasedStateMachine):
         kept = ("initial_scale_power", "window", "hysteresis", "consecutive")
         job = self._fitting(replace(other, **{field: getattr(self.job, field) for field in kept}))
         old, step, before = self.job, self.step_of(job), copied(self.state)
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory(dir=MEMORY) as folder:
             save(self.state, folder, step=self.step)
             tell("saving leaves the state as it was", changed(before, self.state))
             state = load(folder, step=step).state
