@@ -192,7 +192,7 @@ class _Through(NamedTuple):
         sending = wire.start_reduce_scatter(full, axis, state, out_S=out, after=after, label=label)
         if axis.name in self.before:
             self.after[axis.name] = sending.state
-        return sending.pending
+        return sending.pending if out is None else _into(out, sending.pending)
 
     def start_sum(self, full: Tensor, axes: Sequence[Bound], after: Pending | None, label: Label) -> Pending:
         """Starts to sum along one axis after the other, in place. What has been added up is gathered as it is."""
@@ -204,6 +204,16 @@ class _Through(NamedTuple):
         if then:
             reduction = self.start_sum(own, then, reduction, label)
         return collectives.start_all_gather(own, full, first, after=reduction, label=label)
+
+
+def _into(out: Tensor, pending: Pending) -> Pending:
+    """The same collective, with its result in `out`, where a wire may have left it elsewhere."""
+
+    def finish() -> Tensor:
+        result = pending.finish()
+        return result if result.data_ptr() == out.data_ptr() else out.copy_(result)
+
+    return Pending(pending.label, pending.works, finish)
 
 
 def _plus(pending: Pending, x: Tensor) -> Pending:

@@ -72,7 +72,8 @@ def cast(dtype: str) -> Codec:
 
     def bound(x: Tensor) -> Tensor:
         info = torch.finfo(narrow)
-        return x.double().abs() * (info.eps / 2) + info.smallest_normal * info.eps / 2
+        near = x.double().abs() * (info.eps / 2) + info.smallest_normal * info.eps / 2
+        return torch.where(x.double().abs() > info.max, torch.inf, near)
 
     return Codec(f"cast({dtype})", lambda numel: numel * itemsize(dtype), encode, decode, bound)
 
@@ -92,7 +93,7 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
     >>> eighth.decode(eighth.encode(torch.tensor([127.0, -3.2, 0.0, 50.7, 1.0, 0.5])), 6, torch.float32)
     tensor([127.0000,  -3.0000,   0.0000,  51.0000,   1.0000,   0.5039])
     """
-    if bits not in (4, 8):
+    if isinstance(bits, float) or bits not in (4, 8):
         raise ValueError(f"quantize: bits must be 4 or 8, got {bits!r}; pass one of these")
     if isinstance(block, bool) or not isinstance(block, int) or block < 2 or block % 2:
         raise ValueError(f"quantize: block must be an even number of elements, got {block!r}; 256 say")

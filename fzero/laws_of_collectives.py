@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fzero.collectives import CollectiveError, Lockstep
+from fzero.collectives import REDUCE, CollectiveError, Lockstep, Pending
 from fzero.laws import Law
 from fzero.lockstep import Hub, StuckError
 from fzero.sent import Sent
@@ -141,7 +141,7 @@ class Declared(NamedTuple):
     max_error: float
 
 
-def _run(declared: Declared, example: Rounds) -> _Run:
+def _run(declared: Declared, example: Rounds, *, is_late: bool = False) -> _Run:
     wire, hub = declared.wire, _Counter(example.world_size)
     sent: list[list[Sent]] = [[] for _ in range(example.world_size)]
     shards, fulls = example.shards, example.fulls
@@ -155,7 +155,7 @@ def _run(declared: Declared, example: Rounds) -> _Run:
         for index in range(example.num_rounds):
             shard, full = _Given.of(shards[index, rank]), _Given.of(fulls[index, rank])
             gathered, of_gather = wire.gather(shard.x, axis, of_gather)
-            added, of_reduce = wire.reduce_scatter(full.x, axis, of_reduce)
+            added, of_reduce = _reduce(wire, full.x, axis, of_reduce, is_late=is_late)
             full_P, gather_state, sum_S, reduce_state = _copy((gathered, of_gather, added, of_reduce))
             is_unchanged = shard.is_unchanged, full.is_unchanged
             found.append(_Round(full_P, gather_state, sum_S, reduce_state, is_unchanged))
@@ -163,6 +163,16 @@ def _run(declared: Declared, example: Rounds) -> _Run:
 
     by_rank = hub.run(on_rank)
     return _Run(first, by_rank, sent, hub.sent_nbytes, hub.num_left)
+
+
+def _reduce(wire: Wire, full_P: Tensor, axis: Lockstep, state: Any, *, is_late: bool) -> tuple[Tensor, Any]:
+    """A reduction as a step makes it: at once, or of what an earlier collective has still to write."""
+    if not is_late:
+        return wire.reduce_scatter(full_P, axis, state)
+    written = torch.full_like(full_P, torch.nan)
+    after = Pending(REDUCE, (), lambda: written.copy_(full_P))
+    out_S = full_P.new_empty(full_P.numel() // axis.size)
+    return wire.start_reduce_scatter(written, axis, state, out_S=out_S, after=after).wait()
 
 
 def _copy(tree: Any) -> Any:
@@ -295,6 +305,22 @@ def _sends_more(declared: Declared, example: Rounds) -> str | None:
     return None
 
 
+def _plans_otherwise(declared: Declared, example: Rounds) -> str | None:
+    itemsize, numel = torch_dtype(example.dtype).itemsize, example.shard_numel
+    planned = 2 * (example.world_size - 1) * declared.wire.nbytes(numel, itemsize) * example.num_rounds
+    sent = {sum(one.nbytes for one in of_rank) for of_rank in _run(declared, example).sent}
+    return f"ranks send {sorted(sent)} bytes and nbytes tells of {planned}" if numel and sent != {planned} else None
+
+
+def _reads_early(declared: Declared, example: Rounds) -> str | None:
+    at_once, late = _run(declared, example), _run(declared, example, is_late=True)
+    for rank, rounds_ in enumerate(zip(at_once.rounds, late.rounds, strict=True)):
+        for one, other in zip(*rounds_, strict=True):
+            if not same_bits(one.sum, other.sum):
+                return f"reduce_scatter on rank {rank} gives {other.sum.tolist()} for {one.sum.tolist()}"
+    return None
+
+
 def _is_far(found: Tensor, expected: Tensor, bound: float) -> str | None:
     if torch.equal(found, expected):
         return None
@@ -367,6 +393,18 @@ COLLECTIVE_LAWS: tuple[Law[Declared, Rounds], ...] = tuple(
             "Send through fzero.collectives, which tells; send fewer bits",
             rounds() | rounds(LARGE, LARGE + 9),
             _sends_more,
+        ),
+        (
+            "each function must send nbytes to every other rank",
+            "Let nbytes be the bytes of one encoded shard",
+            rounds(),
+            _plans_otherwise,
+        ),
+        (
+            "start_reduce_scatter must read its summand when `after` has ended",
+            "Wait for `after` before you read, or pass it on",
+            rounds(),
+            _reads_early,
         ),
     )
 )

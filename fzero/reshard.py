@@ -320,7 +320,7 @@ class _Told(NamedTuple):
 def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _Told:
     """Finds what is wrong on this process alone, and does not raise it, for the others would wait."""
     old_rank, new_rank = (None if isinstance(step._ranks, Fake) else step._ranks.rank for step in (old, new))
-    plans = [(p.stage, p.mesh, p.flat_buffers, p.optimizer, p.buffers) for p in (old.plan, new.plan)]
+    plans = [(p.stage, p.mesh, p.flat_buffers, p.optimizer, p.buffers, str(p.wiring)) for p in (old.plan, new.plan)]
     numbers, problem = None, None
     try:
         _check_devices(old, new)

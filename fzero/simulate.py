@@ -274,14 +274,22 @@ def simulate(
         A step on stacked tensors, with `init`, `gather`, `evaluate`, `plan` and `specs`. Its metrics are those of every
         rank.
     """
+    if not isinstance(step, TrainStep):
+        raise ValueError(f"simulate: step must be of make_train_step, got {type(step).__name__}; pass that")
     if world_size is None:
         world_size = step.world_size if mesh is None else mesh.size
-    if world_size < 1:
-        raise ValueError(f"simulate: world_size must be positive, got {world_size}; say how many ranks are meant")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(
+            f"simulate: world_size must be a positive integer, got {world_size!r}; say how many ranks are meant"
+        )
     if mesh is None and step.world_size == world_size:
         mesh = step.plan.mesh
     if by not in (None, "vmap", "lockstep"):
         raise ValueError(f"simulate: by must be 'vmap', 'lockstep' or None, got {by!r}; pass one of these")
+    if compile not in (None, "inductor", "aot_eager"):
+        raise ValueError(
+            f"simulate: compile must be 'inductor', 'aot_eager' or None, got {compile!r}; pass one of these"
+        )
     if by == "lockstep":
         if compile is not None:
             raise ValueError(f"simulate: compile must be None in lockstep, got {compile!r}; pass by='vmap'")

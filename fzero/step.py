@@ -545,7 +545,7 @@ class TrainStep:
             wires = _chosen(metrics.overflow, state.wires, wires)
         if self._cfg.scales_loss:  # what was lost is of a scaled loss
             ratio = loss_scale.scale / state.loss_scale.scale
-            wires = optree.tree_map(lambda x: x * ratio.to(x.dtype) if x.is_floating_point() else x, wires)
+            wires = optree.tree_map(lambda x: _times_each(x, ratio) if x.is_floating_point() else x, wires)
         return state._replace(
             step=num_updates, optimizer=optimizer, buffers=buffers, loss_scale=loss_scale, rng=rng, wires=wires
         )
@@ -975,6 +975,11 @@ def _portable(tensor: Tensor) -> Tensor:
     dtype = torch.float32 if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
     copy = tensor.detach().to("cpu", dtype)
     return copy.clone() if copy.data_ptr() == tensor.data_ptr() or copy._base is not None else copy
+
+
+def _times_each(x: Tensor, factor: Tensor) -> Tensor:
+    """A tensor times a number; of simulated ranks each with its own."""
+    return x * factor.to(x.dtype).reshape(factor.shape + (1,) * (x.dim() - factor.dim()))
 
 
 def _chosen(skip: Tensor, before: dict[str, T], after: dict[str, T]) -> dict[str, T]:

@@ -64,7 +64,7 @@ class Wire(NamedTuple):
         start_gather: this rank's shard (S), the axis and the state → the shards of all ranks in rank order (P), and the new
             state. `full_P` may take the result.
         start_reduce_scatter: this rank's summand (P), … → this rank's shard of the sum (S), and the new state. `out_S` may
-            take the result; `after` is the collective that writes the summand, to be ended first.
+            take the result; `after` is the collective that writes the summand, and must be ended before that is read.
         lossy: the numbers that arrive where these are sent, (…, N) → (…, N).
     """
 
@@ -122,6 +122,8 @@ _EXACT = Wire(
 
 def coded(codec: Codec) -> Wire:
     """What `codec` makes of the numbers. *Collective:* each function sends `(W-1) · codec.nbytes(S)` bytes."""
+    if not isinstance(codec, Codec):
+        raise ValueError(f"coded: codec must be a Codec, got {codec!r}; pass quantize(8), say")
 
     def lossy(x: Tensor) -> Tensor:
         return codec.decode(codec.encode(x), x.shape[-1], x.dtype)
@@ -174,8 +176,9 @@ def error_feedback(wire: Wire, *, decay: float = 0.0) -> Wire:
         wire: without a state of its own.
         decay: the share of the old error that stays beside the new one: error ← decay · error + (1 - decay) · lost.
     """
-    if not 0 <= decay < 1:
-        raise ValueError(f"error_feedback: decay must be in [0, 1), got {decay}; 0 keeps the last round's error only")
+    _check_wire("error_feedback", wire)
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+        raise ValueError(f"error_feedback: decay must be in [0, 1), got {decay!r}; 0 keeps the last round's error only")
 
     def corrected(x: Tensor, error: Tensor, parts: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """What is sent in place of `x`, in the error's dtype, and the new error."""
@@ -217,6 +220,15 @@ def error_feedback(wire: Wire, *, decay: float = 0.0) -> Wire:
     return Wire(
         f"error_feedback({wire.name}, {decay})", wire.nbytes, init, start_gather, start_reduce_scatter, wire.lossy
     )
+
+
+def _check_wire(field: str, wire: Wire) -> None:
+    if not isinstance(wire, Wire):
+        raise ValueError(f"{field}: wire must be a Wire, got {wire!r}; pass coded(quantize(4)), say")
+    if wire.init(torch.empty(2, device="meta")) is not None:
+        raise ValueError(
+            f"{field}: wire must be without a state of its own, got {wire.name}; pass what is inside of it"
+        )
 
 
 class Restarted(NamedTuple):

@@ -731,6 +731,10 @@ def _reshard_wrongly(case: str) -> None:
     elif case == "steps":
         other = fzero.make_train_step(make(Lively), config(2), mesh=fzero.Fake("data", 2))
         fzero.reshard(state, old, new if rank == 0 else other)
+    elif case == "wires":
+        fake, wire = fzero.Fake("data", 2), fzero.coded(fzero.quantize(8))
+        other = fzero.make_train_step(make(Lively), Job(3, (0, 1)).config, mesh=fake, reduce_wire=wire)
+        fzero.reshard(state, old, new if rank == 0 else other)
     elif case == "nobody":
         fzero.reshard(state, old, fzero.make_train_step(make(Lively), config(2), mesh=fzero.Fake("data", 2)))
 
@@ -741,6 +745,7 @@ def _reshard_wrongly(case: str) -> None:
         ("none", "on process 1: state: must be this process' part"),
         ("state", "on process 1: state.master"),
         ("steps", "processes [1] have other plans"),
+        ("wires", "processes [1] have other plans"),
         ("nobody", "each of the 2 ranks of the new job"),
     ],
 )

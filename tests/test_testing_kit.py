@@ -442,7 +442,9 @@ def keeping_its_own(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any
     return full_P, state
 
 
-ENDS, GIVEN, FORM, SAME, JOINS, ADDS, LOSES, STATE, AGAIN, SENDS = (law.sentence for law in COLLECTIVE_LAWS)
+ENDS, GIVEN, FORM, SAME, JOINS, ADDS, LOSES, STATE, AGAIN, SENDS, PLANS, LATE = (
+    law.sentence for law in COLLECTIVE_LAWS
+)
 BROKEN_COLLECTIVES: dict[str, tuple[Wire, float, str, str]] = {
     "wrong order": (gathering(lambda full, _, axis: parts(full, axis).flip(0).reshape(-1)), 0, JOINS, "gather gives"),
     "no own part": (gathering(without_own_part), 0, SAME, "rank 0 gathers"),
@@ -461,6 +463,8 @@ BROKEN_COLLECTIVES: dict[str, tuple[Wire, float, str, str]] = {
     "state grows": (gather_by(growing), 0, STATE, r"init gives \[\] and gather"),
     "noise in the state": (gather_by(drawing)._replace(init=torch.zeros_like), 0, AGAIN, "two runs give"),
     "sends all": (reduce_by(sending_all), 0, SENDS, "bytes, the exact collectives"),
+    "another plan": (EXACT._replace(nbytes=lambda numel, itemsize: 1), 0, PLANS, "nbytes tells of"),
+    "at once": (reducing(lambda total, *_: total), 0, LATE, r"gives \[nan"),
     "silent": (gather_by(silent), 0, SENDS, "tells axis.observe of"),
 }
 

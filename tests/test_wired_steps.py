@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import optree
 import pytest
@@ -445,9 +445,10 @@ def test_an_error_in_the_middle_leaves_what_wires_remember() -> None:
     assert_same(state.wires, before)
 
 
-def test_what_was_lost_follows_the_loss_scale() -> None:
+@pytest.mark.parametrize("by", ["lockstep", "vmap"])
+def test_what_was_lost_follows_the_loss_scale(by: Literal["lockstep", "vmap"]) -> None:
     keys = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1, "hysteresis": 1}}
-    in_turn = simulated(2, ONE, Plain, options={"reduce_wire": FEEDBACK}, **keys)
+    in_turn = fzero.simulate(simulated(2, ONE, Plain, options={"reduce_wire": FEEDBACK}, **keys).steps[0], by=by)
     fixed = simulated(2, ONE, Plain, options={"reduce_wire": FEEDBACK}, fp16={"enabled": True, "loss_scale": 64})
     data = [tuple(x.half() for x in for_ranks(vectors(index), 3)) for index in range(2)]
     state, other = in_turn.init(), fixed.init()
@@ -456,7 +457,23 @@ def test_what_was_lost_follows_the_loss_scale() -> None:
         other, _ = fixed(other, batch)
     assert state.loss_scale.scale.tolist() == [128.0] * 3
     for one, scaled in zip(optree.tree_leaves(other.wires), optree.tree_leaves(state.wires), strict=True):
-        assert one.any() and torch.equal(2 * one, scaled)
+        assert one.any()
+        if by == "lockstep":
+            assert torch.equal(2 * one, scaled)
+        else:  # batched products in fp16 round otherwise, and what rounds to another code of 4 bits is lost otherwise
+            assert scaled.shape == one.shape and 1 < scaled.norm() / one.norm() < 3
+
+
+def test_a_wire_may_leave_its_result_anywhere() -> None:
+    def add(full: Tensor, axis: Any, state: Any, *, after: Any = None, **_: Any) -> fzero.Sending:
+        if after is not None:
+            after.wait()
+        return fzero.ended(fzero.exact().reduce_scatter(full, axis, state)[0], state)
+
+    elsewhere = fzero.exact()._replace(name="elsewhere", start_reduce_scatter=add)
+    for mode, mesh in (("hybrid 0", ONE), ("hybrid 2", SQUARE), ("hpz 3", SQUARE)):
+        found = [run(simulated(mode, mesh, options={"reduce_wire": wire}), tokens) for wire in (None, elsewhere)]
+        assert_same(*[state.params for _, state in found])
 
 
 # --- the state ---------------------------------------------------------------------------------------------------
