@@ -11,10 +11,13 @@ from fzero.codecs import Codec, cast, quantize
 from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
 from fzero.comm import Comm, CommRow, plan_comm, trace_comm
 from fzero.config import Config, ConfigError, ConfigWarning
+from fzero.file_store import StoreError
+from fzero.file_tensors import FileTensor
 from fzero.graph_schedule import CompileError
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
+from fzero.place import place
 from fzero.plan import Plan, plan
 from fzero.precision import Precision, widened
 from fzero.reshard import reshard, reshard_all
@@ -30,6 +33,7 @@ from fzero.torch_optimizers import torch_optimizer
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
 from fzero.wires import Sending, Wire, coded, ended, error_feedback, exact, restarted
+from sharding import Placement
 
 __all__ = [
     "Codec",
@@ -42,6 +46,7 @@ __all__ = [
     "ConfigWarning",
     "Event",
     "Fake",
+    "FileTensor",
     "Label",
     "LockstepRanks",
     "LossScale",
@@ -51,6 +56,7 @@ __all__ = [
     "MismatchError",
     "Pieces",
     "Place",
+    "Placement",
     "Plan",
     "Precision",
     "Real",
@@ -59,6 +65,7 @@ __all__ = [
     "Sending",
     "Sent",
     "Sim",
+    "StoreError",
     "Timeline",
     "TrainState",
     "TrainStep",
@@ -84,6 +91,7 @@ __all__ = [
     "make_train_step",
     "muon",
     "optimizer_update",
+    "place",
     "plan",
     "plan_comm",
     "plan_reshard",

@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.config_optimizers",
         "fzero.config_schedulers",
         "fzero.config_precision",
+        "fzero.config_offload",
         "fzero.config_conflicts",
         "fzero.schedule",
         "fzero.state",
@@ -47,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.config_table",
         "fzero.meshes",
         "fzero.wiring",
+        "fzero.placements",
         "fzero.plan",
         "fzero.batches",
         "fzero.reshard_plan",
@@ -70,12 +72,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "fzero.file_store",
             "fzero.stream",
             "fzero.movers",
+            "fzero.file_tensors",
+            "fzero.offload",
         ),
         *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked", "fzero.mesh_in_graph"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
-    ("fzero.recipe", "fzero.step", "fzero.simulate", "fzero.comm", "fzero.reshard"),
+    ("fzero.recipe", "fzero.step", "fzero.simulate", "fzero.comm", "fzero.place", "fzero.reshard"),
     ("fzero",),
     # what the tests of users may call
     (
