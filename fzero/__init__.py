@@ -7,6 +7,8 @@ for batch in loader:
     state, metrics = step(state, batch)
 """
 
+from fzero.checkpoint import Loaded, Saving, load, save, start_save
+from fzero.checkpoint_files import CheckpointError
 from fzero.codecs import Codec, cast, quantize
 from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
 from fzero.comm import Comm, CommRow, plan_comm, trace_comm
@@ -32,10 +34,12 @@ from fzero.timeline import Machine, Timeline
 from fzero.torch_optimizers import torch_optimizer
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
+from fzero.weights import export, load_weights
 from fzero.wires import Sending, Wire, coded, ended, error_feedback, exact, restarted
 from sharding import Placement
 
 __all__ = [
+    "CheckpointError",
     "Codec",
     "CollectiveError",
     "Comm",
@@ -48,6 +52,7 @@ __all__ = [
     "Fake",
     "FileTensor",
     "Label",
+    "Loaded",
     "LockstepRanks",
     "LossScale",
     "LossScaling",
@@ -61,6 +66,7 @@ __all__ = [
     "Precision",
     "Real",
     "ReshardPlan",
+    "Saving",
     "ScheduleError",
     "Sending",
     "Sent",
@@ -84,10 +90,13 @@ __all__ = [
     "ended",
     "error_feedback",
     "exact",
+    "export",
     "gather",
     "join",
     "lamb",
     "lion",
+    "load",
+    "load_weights",
     "make_train_step",
     "muon",
     "optimizer_update",
@@ -100,6 +109,7 @@ __all__ = [
     "reshard",
     "reshard_all",
     "restarted",
+    "save",
     "scale",
     "sgd",
     "shard",
@@ -107,6 +117,7 @@ __all__ = [
     "simulate",
     "specs_of",
     "stacked",
+    "start_save",
     "torch_optimizer",
     "trace_comm",
     "unless",

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 Purpose = Literal[
     "gather", "reduce", "join", "told", "norm", "optimizer", "momentum", "buffers", "agree", "negotiate", "overflow",
-    "init", "compare", "reshard", "files", "other",
+    "init", "compare", "reshard", "files", "save", "other",
 ]  # fmt: skip
 Phase = Literal["", "forward", "turn", "backward", "update"]
 
@@ -31,6 +31,7 @@ PURPOSES: dict[Purpose, str] = {
     "compare": "compare what the ranks were given",
     "reshard": "reshard",
     "files": "whether the files of all ranks are whole",
+    "save": "save or load",
     "other": "collective",
 }
 """What an error message calls each: parameters are gathered, gradients reduced and updated shards joined."""

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # integers and names only, no torch
     (
         *("sharding.checks", "sharding.dtypes", "sharding.partition", "sharding.order", "sharding.layout"),
-        *("sharding.specs", "sharding.buckets", "sharding.transfer", "sharding"),
+        *("sharding.specs", "sharding.buckets", "sharding.boxes", "sharding.transfer", "sharding"),
     ),
     # tensors cut and joined by a layout; collectives on stacked ranks; what property tests try
     ("sharding.views", "sharding.reference", "sharding.toy_models", "sharding.testing"),
@@ -52,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.plan",
         "fzero.batches",
         "fzero.reshard_plan",
+        "fzero.checkpoint_plan",
         "fzero.graph_analysis",
         "fzero.graph_stays",
         "fzero.graph_buckets",
@@ -68,6 +69,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *(
             "fzero.host_buffers",
             "fzero.claims",
+            "fzero.checkpoint_files",
+            "fzero.safetensors_files",
+            "fzero.checkpoint_format",
             "fzero.direct_files",
             "fzero.file_store",
             "fzero.stream",
@@ -79,7 +83,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
-    ("fzero.recipe", "fzero.step", "fzero.simulate", "fzero.comm", "fzero.place", "fzero.reshard"),
+    (
+        "fzero.recipe",
+        "fzero.step",
+        "fzero.simulate",
+        "fzero.comm",
+        "fzero.place",
+        "fzero.reshard",
+        "fzero.checkpoint",
+        "fzero.weights",
+    ),
     ("fzero",),
     # what the tests of users may call
     (
@@ -153,12 +166,20 @@ def test_modules_of_integers_do_not_import_torch() -> None:
             assert not any(module.partition(".")[0] == "torch" for module in imported_modules(path)), path
 
 
-def test_torch_distributed_is_named_behind_one_door_only() -> None:
+def users_of(*, module: str, but: str) -> set[str]:
+    """The modules that name something of a module of torch, but of a part of it."""
+
     def uses(path: Path) -> bool:
         names = {f"{module}.{name}" if name else module for module, name in imports(path)} | attributes(path)
-        return any(f"{name}.".startswith("torch.distributed.") for name in names)
+        return any(f"{name}.".startswith(module) and not f"{name}.".startswith(but) for name in names)
 
-    assert {name_of(path) for path in files("fzero", "sharding", "examples") if uses(path)} == {"fzero.collectives"}
+    return {name_of(path) for path in files("fzero", "sharding", "examples") if uses(path)}
+
+
+def test_torch_distributed_is_named_behind_one_door_only_and_its_files_behind_another() -> None:
+    checkpoints = "torch.distributed.checkpoint."
+    assert users_of(module="torch.distributed.", but=checkpoints) == {"fzero.collectives"}
+    assert users_of(module=checkpoints, but="-") == {"fzero.checkpoint_format"}
 
 
 @pytest.mark.parametrize("path", files("examples", "benchmarks"), ids=name_of)

@@ -299,6 +299,15 @@ def test_real_ranks_reshard_and_place_from_files_into_files(ranks: RankPool, tmp
     assert ranks(2, _reshard_bits, str(tmp_path)) == ranks(2, _reshard_bits, None)
 
 
+def test_a_state_in_files_is_saved_and_loaded_into_files(tmp_path: Path) -> None:
+    step = on(2, step_of(2, "bfloat16", **nvme(tmp_path / "files")))
+    state, _ = train(step, step.init(), 0, 1)
+    fzero.save(state, tmp_path / "saved", step=step)
+    loaded = fzero.load(tmp_path / "saved", step=step).state
+    state, _ = train(step, state, 1, 1)
+    assert differing(train(step, loaded, 1, 1)[0], state) == []
+
+
 # --- faults ------------------------------------------------------------------------------------------------------
 
 
