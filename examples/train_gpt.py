@@ -4,6 +4,7 @@
     make demo ARGS="--stage 1 --ranks 3"        another stage, another number of ranks
     make demo ARGS="--dtype bf16"               parameters in bf16 beside an fp32 master
     make demo ARGS="--wires zero++"             fewer bits on the way, shown beside the same run with all of them
+    make demo ARGS="--offload nvme"             optimizer state in files, under --out; the same numbers
     make demo ARGS="--save out/saved"           saves there now and then, and goes on from there when it is started again
     make demo ARGS="--config my.json"           what this file says, a DeepSpeed configuration say
     torchrun --nproc-per-node 2 examples/train_gpt.py --stage 2
@@ -58,6 +59,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, choices=STAGES, help="how much is divided among the ranks (default 3)")
     parser.add_argument("--dtype", choices=DTYPES, help="what the model computes with (default fp32)")
     parser.add_argument("--wires", choices=WIRES, help="what is sent in few bits; trains twice, first with all of them")
+    parser.add_argument(
+        "--offload", choices=("host", "nvme"), help="where optimizer state lives, in place of the device"
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a configuration, in place of stage and dtype")
     parser.add_argument("--ranks", type=int, default=2, help="number of processes")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
@@ -68,15 +72,18 @@ def parse_options() -> argparse.Namespace:
         "--save", type=Path, metavar="DIR", help="save there every 100 steps, and go on from what is there"
     )
     options = parser.parse_args()
-    if options.config and (options.stage is not None or options.dtype or options.wires):
-        parser.error("--config FILE says the stage, the dtype and the wires; leave out --stage, --dtype and --wires")
+    if options.config and (options.stage is not None or options.dtype or options.wires or options.offload):
+        parser.error(
+            "--config FILE says the stage, the dtype, the wires and what is offloaded; leave out --stage, --dtype, --wires and "
+            "--offload"
+        )
     return options
 
 
-def config(stage: int, dtype: str, **wires: Any) -> fzero.Config:
+def config(stage: int, dtype: str, **keys: Any) -> fzero.Config:
     optimizer = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
     # By default stage 3 keeps parameters below 100,000 elements whole on every rank. This model has few others.
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **wires}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **keys}
     settings = {"train_micro_batch_size_per_gpu": BATCH_SIZE, "optimizer": optimizer, "zero_optimization": zero}
     return fzero.Config.load(settings | DTYPES[dtype])  # a file with this JSON would do as well
 
@@ -97,9 +104,14 @@ def train(options: argparse.Namespace) -> None:
         configs, schedule = {"": fzero.Config.load(options.config)}, None
     else:
         stage, dtype = 3 if options.stage is None else options.stage, options.dtype or "fp32"
-        configs, schedule = {"": config(stage, dtype)}, smaller_at_the_end
+        offload: dict[str, Any] = {}
+        if options.offload:
+            # Files that a run left which was killed are in nobody's way.
+            files = {"nvme_path": str(options.out / "files"), "leftover": "clean"} if options.offload == "nvme" else {}
+            offload = {"offload_optimizer": {"device": {"host": "cpu"}.get(options.offload, "nvme"), **files}}
+        configs, schedule = {"": config(stage, dtype, **offload)}, smaller_at_the_end
         if options.wires:
-            configs = {"exact": configs[""], options.wires: config(stage, dtype, **WIRES[options.wires])}
+            configs = {"exact": configs[""], options.wires: config(stage, dtype, **offload, **WIRES[options.wires])}
     training_text, held_out_text = read_text()
     results: dict[str, dict[str, Any]] = {}
     for name, cfg in configs.items():
@@ -124,6 +136,7 @@ def train(options: argparse.Namespace) -> None:
             "gzip_bits_per_byte": gzip_bits_per_byte(scored),  # of the very bytes that the model was scored on
             "num_bytes_scored": len(scored),
             "state_nbytes": sum(x.nbytes for x in optree.tree_leaves(held)),
+            "nbytes_by_memory": step.plan.bytes_by_memory,
             "sent_nbytes_per_step": sum(step.plan.sent_nbytes_per_step.values()),
             "world_size": step.world_size,
         }

@@ -13,10 +13,13 @@ from fzero.codecs import Codec, cast, quantize
 from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
 from fzero.comm import Comm, CommRow, plan_comm, trace_comm
 from fzero.config import Config, ConfigError, ConfigWarning
+from fzero.file_store import StoreError
+from fzero.file_tensors import FileTensor
 from fzero.graph_schedule import CompileError
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
+from fzero.place import place
 from fzero.plan import Plan, plan
 from fzero.precision import Precision, widened
 from fzero.reshard import reshard, reshard_all
@@ -33,6 +36,7 @@ from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_eleme
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
 from fzero.weights import export, load_weights
 from fzero.wires import Sending, Wire, coded, ended, error_feedback, exact, restarted
+from sharding import Placement
 
 __all__ = [
     "CheckpointError",
@@ -46,6 +50,7 @@ __all__ = [
     "ConfigWarning",
     "Event",
     "Fake",
+    "FileTensor",
     "Label",
     "Loaded",
     "LockstepRanks",
@@ -56,6 +61,7 @@ __all__ = [
     "MismatchError",
     "Pieces",
     "Place",
+    "Placement",
     "Plan",
     "Precision",
     "Real",
@@ -65,6 +71,7 @@ __all__ = [
     "Sending",
     "Sent",
     "Sim",
+    "StoreError",
     "Timeline",
     "TrainState",
     "TrainStep",
@@ -93,6 +100,7 @@ __all__ = [
     "make_train_step",
     "muon",
     "optimizer_update",
+    "place",
     "plan",
     "plan_comm",
     "plan_reshard",

@@ -46,6 +46,7 @@ from fzero.checkpoint_plan import (
     wires_told,
 )
 from fzero.collectives import Bound
+from fzero.place import place
 from fzero.reshard import AnyStep, blank, by_name, chosen_numbers, narrow, numbers_of, rescale
 from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
@@ -171,7 +172,8 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
     axis = step._mesh.everyone
     path = of_rank_0(axis, lambda: files.find(Path(dir)))
-    return together(axis, lambda: _load(path, step))
+    own = together(axis, lambda: _load(path, step))
+    return own._replace(state=place(own.state, step))
 
 
 # --- saving ------------------------------------------------------------------------------------------------------

@@ -98,6 +98,14 @@ def claim(folder: Path, leftover: Literal["refuse", "clean"], files: str) -> Non
         fresh.rename(marker)
 
 
+def is_mine(folder: Path) -> bool:
+    """Whether this process has claimed the folder, and not released it."""
+    try:
+        return _read(folder / MARKER) == Owner.this_process()
+    except OSError:
+        return False
+
+
 def release(folder: Path, files: str) -> None:
     """Removes a run's files, its marker, and the folder if nothing else is in it. What has gone already is no error."""
     for path in (*folder.glob(files), folder / MARKER):

@@ -176,6 +176,11 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
             f"trace_comm: the step must be of ranks that are there, got one on {step._ranks}; use plan_comm(step, batch), or "
             f"trace_comm(fzero.simulate(step), state, batch)"
         )
+    if not all(isinstance(x, Tensor) for x in optree.tree_leaves(state)):
+        raise ValueError(
+            "trace_comm: the state must be in memory, for the step runs on a copy, got one with tensors in files; trace a step "
+            "without them (fzero.place(state, step)): it sends the same, but for a few bytes that tell of failures"
+        )
     log: list[Sent] = []
     twin = step.observed(log.append)
     # An iterator gives its micro-batches once.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -27,6 +28,7 @@ from fzero.config_conflicts import conflicts
 from fzero.config_fields import Beta, Block, Count, Dtype, Elements, Number, Rate, block_of, number, said
 from fzero.config_files import ConfigError as ConfigError  # users know it from here
 from fzero.config_files import read
+from fzero.config_offload import AIO, OffloadOptimizer, if_somewhere
 from fzero.config_optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
 from fzero.config_precision import BF16, FP16, DataTypes, TorchAutocast
 from fzero.config_schedulers import SCHEDULERS, AnyScheduler, TorchScheduler
@@ -105,6 +107,12 @@ class ZeroOptimization(Block):
     in fp32; here in every stage, in DeepSpeed in stage 3. What has been added up is sent as it is."""
     zeropp_loco_param: LoCo | None = None
     """LoCo: what a reduction in 4 bits lost is added to what the next one sends. None is without."""
+    offload_optimizer: Annotated[OffloadOptimizer | None, AfterValidator(if_somewhere)] = None
+    """Where masters and optimizer state live, in any stage; None is on the device. (`cpu_offload: true` is the older way to
+    write `device: cpu`.)"""
+    sub_group_size: Count | None = None
+    """Elements of a flat buffer that are updated at a time where its state lives elsewhere, rounded up to a multiple of 2048
+    (32768 with checksums). None is 1048576. DeepSpeed's default of 1000000000 takes flat buffers as a whole."""
 
 
 class ActivationCheckpointing(Block):
@@ -185,6 +193,8 @@ class Config(Block):
     """What is divided among the ranks, and how."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     """Which units keep only their inputs for the backward."""
+    aio: AIO = AIO()
+    """How the files of `offload_optimizer` are read and written."""
     _notes: tuple[Note, ...] = PrivateAttr(())
 
     @model_validator(mode="after")

@@ -96,6 +96,22 @@ RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
             lambda v: v[_STAGE] or not v["zero_optimization.round_robin_gradients"], "nothing is divided in stage 0"
         ),
     ),
+    (
+        "aio.* zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.buffer_count "
+        "zero_optimization.offload_optimizer.pipeline_* zero_optimization.offload_optimizer.checksums "
+        "zero_optimization.offload_optimizer.leftover",
+        _unless(
+            lambda v: v.get("zero_optimization.offload_optimizer.device") == "nvme",
+            "no state is in files, unless make_train_step(placements=...) says so",
+        ),
+    ),
+    (
+        "zero_optimization.sub_group_size",
+        _unless(
+            lambda v: v.get("zero_optimization.offload_optimizer.device"),
+            "no state lives off the device, unless make_train_step(placements=...) says so",
+        ),
+    ),
     (f"fp16.loss_scale {_SCALE}", _unless(_scales_loss, "no loss is scaled: fp16 is off")),
     (
         _SCALE,

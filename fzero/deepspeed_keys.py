@@ -25,7 +25,9 @@ ACCEPTED = {
     "disable_allgather": "DeepSpeed reads it and does nothing with it",
     "seq_parallel_communication_data_type": "there is no sequence parallelism, and asking for it is an error",
     "use_data_before_expert_parallelism": "there is no expert parallelism, and asking for it is an error",
-    "aio": "it is for offload to NVMe, and asking for that is an error",
+    "aio.thread_count": "DeepSpeed reads intra_op_parallelism instead",
+    "aio.single_submit": "a call to the system moves one block",
+    "aio.overlap_events": "blocks always move beside each other",
     "zero_allow_untested_optimizer": "it allows nothing more: every optimizer that is taken works in every stage",
     "zero_force_ds_cpu_optimizer": "there is one kind of optimizer",
     "zero_optimization.contiguous_gradients": "gradients are always written into flat buffers",
@@ -34,7 +36,6 @@ ACCEPTED = {
     "zero_optimization.allgather_partitions": "updated shards are always joined by all-gathers",
     "zero_optimization.allgather_size": "DeepSpeed reads allgather_bucket_size instead",
     "zero_optimization.overlap_comm": "collectives always run beside the compute",
-    "zero_optimization.sub_group_size": "the update goes unit by unit",
     "zero_optimization.load_from_fp32_weights": "a state keeps its master; a new one is made from the weights given",
     "zero_optimization.elastic_checkpoint": "the layout does not depend on it",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "step.gather gives the weights whenever you ask",
@@ -50,6 +51,8 @@ ACCEPTED = {
     "zero_optimization.enable_sanity_checks": "the checks are always on",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon's momentum is part of the state, where that is placed",
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed ignores it too",
+    "zero_optimization.offload_optimizer.fast_init": "init writes the state sub-group by sub-group in any case",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "it is for super_offload, which is refused",
     "bf16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
     "bfloat16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
     "activation_checkpointing.synchronize_checkpoint_boundary": "nothing has to wait for the device there",
@@ -78,13 +81,14 @@ TYPES = {
         zero_optimization.memory_efficient_linear zero_optimization.override_module_apply
         zero_optimization.pipeline_loading_checkpoint zero_optimization.log_trace_cache_warnings
         zero_optimization.enable_sanity_checks zero_optimization.save_muon_momentum_buffer_in_memory
+        zero_optimization.offload_optimizer.fast_init aio.single_submit aio.overlap_events
         optimizer.params.torch_adam optimizer.params.set_grad_none""",
-    "a whole number": """zero_optimization.allgather_size zero_optimization.sub_group_size
+    "a whole number": """zero_optimization.allgather_size aio.thread_count
         zero_optimization.stage3_module_granularity_threshold""",
     "a whole number or null": "vocabulary_size activation_checkpointing.number_checkpoints",
     "a number or null": "steps_per_print",
     "a text or null": "log_level seq_parallel_communication_data_type",
-    "an object": "aio timers zero_optimization.leaf_module",
+    "an object": "timers zero_optimization.leaf_module",
 }
 """Accepted keys by what their value must be; of any other, its value says nothing to fzero."""
 
@@ -123,8 +127,9 @@ REFUSED = {
     **dict.fromkeys(("compression_training", "weight_quantization", "quantize_training", "sparse_attention"), _REMOVE),
     **dict.fromkeys(("tensor_parallel", "expert_parallel", "sequence_parallel_size", "data_parallel_size"), _REMOVE),
     "zero_optimization.offload_param": _REMOVE,
-    "zero_optimization.offload_optimizer": _REMOVE,
-    "zero_optimization.cpu_offload": "it is offload_optimizer with device 'cpu'; remove it to run without",
+    "zero_optimization.cpu_offload": "it must be true, which is offload_optimizer with device 'cpu', or false",
+    "zero_optimization.offload_optimizer.super_offload": _REMOVE,
+    "aio.use_gds": "files are read and written through host memory; remove it",
     "zero_optimization.cpu_offload_param": "it is offload_param with device 'cpu'; remove it to run without",
     "zero_optimization.cpu_offload_params": "it is offload_param with device 'cpu'; remove it to run without",
     "zero_optimization.zenflow": _REMOVE,
@@ -149,7 +154,6 @@ OFF: dict[str, Any] = {
     "zero_optimization.ignore_unused_parameters": True,
     "zero_optimization.stage3_model_persistence_threshold": 2**63 - 1,
     "zero_optimization.offload_param.device": "none",
-    "zero_optimization.offload_optimizer.device": "none",
     "optimizer.params.bias_correction": True,
     "checkpoint.tag_validation": "WARN",
     "checkpoint.checkpoint_serialization": True,
@@ -166,7 +170,6 @@ _TECHNIQUES = (
 
 SWITCHES: dict[str, tuple[str, Any]] = {
     "zero_optimization.offload_param": ("device", "none"),
-    "zero_optimization.offload_optimizer": ("device", "none"),
     "zero_optimization.zenflow": ("topk_ratio", 0.1),
     "compile": ("deepcompile", False),
     "tensor_parallel": ("autotp_size", 0),
@@ -188,7 +191,6 @@ _COMPRESSION = """
 """
 
 INNER = {
-    "aio": "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds",
     "amp": "enabled *",
     "autotuning": """enabled fast metric metric_path start_profile_step end_profile_step tuner_type
         tuner_early_stopping tuner_num_trials mp_size num_tuning_micro_batch_sizes max_train_batch_size
@@ -245,8 +247,6 @@ INNER = {
     "wandb": "enabled group team project",
     "weight_quantization": "enabled num_bits q_type q_groups quantized_initialization.* post_init_quant.*",
     "zero_optimization.leaf_module": "classes names name_suffixes",
-    "zero_optimization.offload_optimizer": f"""{_OFFLOAD} pipeline_read pipeline_write fast_init ratio super_offload
-        cpuadam_cores_perc""",
     "zero_optimization.offload_param": f"{_OFFLOAD} buffer_size max_in_cpu",
     "zero_optimization.zenflow": """topk_ratio select_strategy select_interval update_interval overlap_step offload
         auto_ratio full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch""",

@@ -107,7 +107,7 @@ class FileStore:
             raise ValueError(
                 f"FileStore: num_threads and block_nbytes must be at least 1, got {num_threads} and {block_nbytes}"
             )
-        self.folder = Path(path) / f"fzero-rank{rank}"
+        self.folder = folder_of(path, rank)
         self.grain = CHECKED if checksums else SECTOR
         self.block_nbytes = _up(block_nbytes, self.grain)
         self._cause: BaseException | None = None
@@ -256,6 +256,11 @@ class FileStore:
         """Raises a StoreError if the store is broken or closed."""
         if self._cause is not None:
             raise StoreError(f"{self.folder}: cannot be used any more since: {self._cause}") from self._cause
+
+
+def folder_of(path: str | Path, rank: int) -> Path:
+    """The folder of a rank's files."""
+    return Path(path) / f"fzero-rank{rank}"
 
 
 def _up(nbytes: int, grain: int) -> int:

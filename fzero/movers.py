@@ -3,6 +3,7 @@
 `FileMover`: the state lives in a `FileStore`, and the update runs on the CPU, in buffers of a pool that is made once.
 `DeviceMover`: it lives in host memory, and the update runs on a device. On CUDA copies in and copies out have streams of their
 own, so that they run beside each other and beside the update; pin the host tensors, for others are copied while the host waits.
+`Resident`: it is where the update runs, or is copied while the host waits. `ByName`: each tensor has a mover of these.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fzero.file_store import FileStore
 from fzero.host_buffers import Pool
-from fzero.stream import SubGroup
+from fzero.stream import Mover, SubGroup
 
 
 class FileMover:
@@ -162,6 +163,97 @@ class DeviceMover:
             raise RuntimeError(
                 f"DeviceMover: part of the state was updated and part was not, since: {self._cause}; go on from a checkpoint"
             ) from self._cause
+
+
+class Resident:
+    """Gives sub-groups as views where the update runs on their device, and as copies elsewhere.
+
+    Args:
+        tensors: flat, by name.
+        device: where the update runs.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
+        self.tensors, self.device = tensors, torch.device(device)
+        self._here: dict[SubGroup, list[Tensor]] = {}
+
+    def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
+        """See `Mover`."""
+
+    def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
+        """See `Mover`."""
+        parts = [self._part(name, sub_group).to(self.device) for name in sub_group.names]
+        self._here[sub_group] = parts
+        return lambda: parts
+
+    def put(self, sub_group: SubGroup) -> Callable[[], object]:
+        """See `Mover`."""
+        for name, part in zip(sub_group.names, self._here.pop(sub_group), strict=True):
+            own = self._part(name, sub_group)
+            if own.device != part.device:
+                own.copy_(part)
+        return lambda: None
+
+    def fence(self) -> None:
+        """See `Mover`."""
+
+    def fail(self, cause: BaseException) -> None:
+        """See `Mover`: memory stays as it is, part old and part new."""
+
+    def _part(self, name: str, group: SubGroup) -> Tensor:
+        return self.tensors[name][group.start : group.stop]
+
+
+class ByName:
+    """Moves each tensor of a sub-group with the mover that has it.
+
+    Args:
+        mover_of: of each name.
+    """
+
+    def __init__(self, mover_of: Mapping[str, Mover]) -> None:
+        self._mover_of = mover_of
+        self._movers = list({id(mover): mover for mover in mover_of.values()}.values())
+
+    def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
+        """See `Mover`."""
+        parts = [self._parts(group) for group in sub_groups]
+        for mover in self._movers:
+            mover.check([part for of_group in parts for owner, part in of_group if owner is mover], num_alive)
+
+    def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
+        """See `Mover`."""
+        waits = [(part.names, mover.fetch(part)) for mover, part in self._parts(sub_group)]
+
+        def finish() -> list[Tensor]:
+            found = {name: x for names, wait in waits for name, x in zip(names, wait(), strict=True)}
+            return [found[name] for name in sub_group.names]
+
+        return finish
+
+    def put(self, sub_group: SubGroup) -> Callable[[], object]:
+        """See `Mover`."""
+        waits = [mover.put(part) for mover, part in self._parts(sub_group)]
+        return lambda: [wait() for wait in waits]
+
+    def fence(self) -> None:
+        """See `Mover`."""
+        for mover in self._movers:
+            mover.fence()
+
+    def fail(self, cause: BaseException) -> None:
+        """See `Mover`."""
+        for mover in self._movers:
+            mover.fail(cause)
+
+    def _parts(self, group: SubGroup) -> list[tuple[Mover, SubGroup]]:
+        """What each mover has of a sub-group."""
+        parts = []
+        for mover in self._movers:
+            names = tuple(name for name in group.names if self._mover_of[name] is mover)
+            if names:
+                parts.append((mover, SubGroup(names, group.start, group.stop)))
+        return parts
 
 
 def _on(stream: Any) -> Any:

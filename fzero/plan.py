@@ -32,8 +32,9 @@ from fzero.config_optimizers import Optimizer, with_overrides
 from fzero.matrix_transforms import is_cut
 from fzero.meshes import DATA, is_several, mesh_of, num_ranks, shard_axes, sum_order, told
 from fzero.pieces import Pieces
+from fzero.placements import Chooser, GivenPlacements, Streaming
 from fzero.precision import Dtypes, widened
-from fzero.transforms import Transform, check_elementwise
+from fzero.transforms import Transform, check_elementwise, leaf_names
 from fzero.wires import Wire
 from fzero.wiring import GivenWire, Wiring, state_like, wiring_of
 from sharding import (
@@ -49,6 +50,7 @@ from sharding import (
     round_robin,
 )
 from sharding.dtypes import itemsize
+from sharding.specs import DEVICE, Placement
 from sharding.views import dtype_name, torch_dtype
 
 ALIGNMENT = 32
@@ -99,6 +101,8 @@ class BufferPlan:
     group: int = 0
     way: str = ""
     """Which of its optimizer's ways the parameters go (`OptimizerBlock.kind_of`)."""
+    placement: Placement = DEVICE
+    """Where the master lives, if there is one."""
 
     @property
     def padded_numel(self) -> int:
@@ -121,7 +125,7 @@ class BufferPlan:
     @property
     def master(self) -> TensorSpec:
         """What the optimizer updates; in stages 1 and 2 without a copy of its own, a shard of `params`."""
-        return self._spec(self.row.optimizer, self.dtypes.master)
+        return replace(self._spec(self.row.optimizer, self.dtypes.master), placement=self.placement)
 
     @property
     def grads(self) -> TensorSpec:
@@ -183,6 +187,7 @@ class Plan:
         max_reducing: most elements of full gradients that wait for their reduction, besides those of one unit.
         max_reuse_distance, gather_bucket, reduce_bucket: for the compiled step (`PassOptions`); None where it chooses itself.
         wiring: through which wires parameters are gathered and gradients are reduced.
+        streaming: how state that lives off the device moves.
     """
 
     stage: int
@@ -200,6 +205,7 @@ class Plan:
     gather_bucket: int | None = None
     reduce_bucket: int | None = None
     wiring: Wiring = field(default_factory=Wiring, repr=False, compare=False)
+    streaming: Streaming = field(default_factory=Streaming, repr=False, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -249,6 +255,29 @@ class Plan:
             "optimizer": sum(_nbytes(self.optimizer[b.key], self.mesh) for b in trainable),
         }
         return held | ({"wires": _nbytes(self.wires, self.mesh)} if self.wires else {})
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """Of every master and every tensor of the optimizer's state that is as long, by `quantity/key/leaf`."""
+        found = {f"master/{b.key}": b.placement for b in self.flat_buffers if b.has_master}
+        for buffer in self.flat_buffers:
+            for leaf, spec in _long_leaves(self.optimizer, buffer) if buffer.trainable else ():
+                found[f"optimizer/{buffer.key}/{leaf}"] = spec.placement
+        return found
+
+    @property
+    def bytes_by_memory(self) -> dict[str, dict[str, int]]:
+        """`bytes_per_rank`, by the kind of memory: `device`, `host` and `nvme`; what holds nothing is left out."""
+        held: dict[str, Counter[str]] = {"device": Counter(self.bytes_per_rank), "host": Counter(), "nvme": Counter()}
+        for buffer in (buffer for buffer in self.flat_buffers if buffer.trainable):
+            away = [("master", buffer.master)] if buffer.has_master else []
+            away += [("optimizer", spec) for _, spec in _long_leaves(self.optimizer, buffer)]
+            for name, spec in away:
+                nbytes = spec.local_nbytes(self.mesh)
+                held["device"][name] -= nbytes
+                held[spec.placement.kind][name] += nbytes
+        parts = {kind: {n: nbytes for n, nbytes in of_kind.items() if nbytes} for kind, of_kind in held.items()}
+        return {kind: of_kind for kind, of_kind in parts.items() if of_kind}
 
     @property
     def wires(self) -> dict[str, dict[str, Any]]:
@@ -376,6 +405,7 @@ def plan(
     transform: OwnTransform | None = None,
     gather_wire: GivenWire = None,
     reduce_wire: GivenWire = None,
+    placements: GivenPlacements = None,
 ) -> Plan:
     """The plan of `model` under `cfg` on `world_size` ranks; reads shapes only, so the model may be on `meta`.
 
@@ -388,7 +418,7 @@ def plan(
             repeated blocks.
         param_groups: parameters with hyper-parameters of their own; see `ParamGroup`. The first that matches counts.
         transform: in place of the configuration's optimizer; see `make_train_step`.
-        gather_wire, reduce_wire: see `make_train_step`.
+        gather_wire, reduce_wire, placements: see `make_train_step`.
 
     Raises:
         ConfigError, ValueError: the configuration does not fit, or a name in `units` matches nothing.
@@ -426,13 +456,15 @@ def plan(
     two_units = 2 * max(sum(b.padded_numel for b in u.buffers) for u in unit_plans)
     max_reducing = min(zero.reduce_bucket_size or BUCKET, two_units)
     precision = cfg.precision
+    optimizer = _place_optimizers([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
+    unit_plans, optimizer = _placed(unit_plans, optimizer, cfg, placements, mesh)
     return Plan(
         stage=zero.stage,
         mesh=mesh,
         axes=shard_axes(mesh, zero),
         units=unit_plans,
         aliases=aliases,
-        optimizer=_place_optimizers([b for u in unit_plans for b in u.buffers if b.trainable], optimizers),
+        optimizer=optimizer,
         buffers={
             n: TensorSpec(tuple(t.shape), precision.buffer_dtype_of(dtype_name(t.dtype)))
             for n, t in model.named_buffers()
@@ -446,6 +478,7 @@ def plan(
         # Full gradients that no rank keeps must not gather in a bucket, either.
         reduce_bucket=max_reducing if zero.reduce_bucket_size and zero.stage >= 2 else zero.reduce_bucket_size,
         wiring=wiring_of(zero, mesh, gather_wire, reduce_wire),
+        streaming=Streaming.of(zero.offload_optimizer, cfg.aio, zero.sub_group_size),
     )
 
 
@@ -642,6 +675,42 @@ def _place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimi
     return specs
 
 
+def _placed(
+    units: tuple[UnitPlan, ...], optimizer: dict[str, Any], cfg: Config, given: GivenPlacements, mesh: Mesh
+) -> tuple[tuple[UnitPlan, ...], dict[str, Any]]:
+    """The units and the specs of the optimizer's state, with the placements that were asked for."""
+    trained = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
+    chooser = Chooser(cfg, given, {b.key: b.master.local_shape(mesh)[0] for b in trained})
+    masters = {b.key: chooser.of("master", b.key, "") for b in trained if b.has_master}
+    names, placed = [f"master/{key}" for key in masters], dict(optimizer)
+    for buffer in trained:
+        leaves, treespec = optree.tree_flatten(optimizer[buffer.key])
+        at = {leaf: chooser.of("optimizer", buffer.key, leaf) for leaf, _ in _long_leaves(optimizer, buffer)}
+        names += [f"optimizer/{buffer.key}/{leaf}" for leaf in at]
+        of_leaves = zip(leaves, _short_names(optimizer[buffer.key]), strict=True)
+        placed[buffer.key] = treespec.unflatten([replace(x, placement=at.get(n, x.placement)) for x, n in of_leaves])
+    chooser.check_all_used(names)
+    return tuple(
+        replace(unit, buffers=tuple(replace(b, placement=masters.get(b.key, DEVICE)) for b in unit.buffers))
+        for unit in units
+    ), placed
+
+
+def _long_leaves(optimizer: Mapping[str, Any], buffer: BufferPlan) -> list[tuple[str, TensorSpec]]:
+    """The tensors of a buffer's optimizer state that have an element for each of its own, by name."""
+    state = optimizer[buffer.key]
+    return [
+        (name, spec)
+        for name, spec in zip(_short_names(state), optree.tree_leaves(state), strict=True)
+        if spec.shape == (buffer.padded_numel,)
+    ]
+
+
+def _short_names(state: Any) -> list[str]:
+    """`exp_avg` of `state.exp_avg`, and `[1].exp_avg` of a chain's second."""
+    return [name.removeprefix("state").removeprefix(".") for name in leaf_names(state)]
+
+
 def _owners(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
     """The parameters by their first names; and every further name of a tied parameter or buffer, with the first one."""
     first: dict[int, str] = {}
@@ -807,12 +876,23 @@ def _report(plan: Plan) -> Group:
         f"dtypes: {'; '.join(dtypes)}" + (f"; module buffers {buffers}" if buffers else ""),
         f"a rank holds: {held}",
         *(
+            f"of these {_MEMORIES[kind]}: " + ", ".join(f"{name} {_human(nbytes)}" for name, nbytes in parts.items())
+            for kind, parts in plan.bytes_by_memory.items()
+            if kind != "device"
+        ),
+        *(
             f"elements that a rank sends{along} in a step: "
             + (", ".join(f"{numel:,} in {name}" for name, numel in sent.items() if numel) or "none")
             for along, sent in lines.items()
         ),
         *(_wires(plan) if plan.wiring else ()),
     )
+
+
+_MEMORIES = {
+    "host": "in host memory (where the model is on the CPU, the same memory)",
+    "nvme": "in files",
+}
 
 
 def _wires(plan: Plan) -> Iterator[str]:

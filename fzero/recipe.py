@@ -19,9 +19,10 @@ from torch import nn
 from fzero import lr_schedules
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.config import Config, ConfigError
-from fzero.config_optimizers import Optimizer
+from fzero.config_optimizers import Optimizer, TorchOptimizer
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, Measure
+from fzero.placements import GivenPlacements
 from fzero.plan import Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
 from fzero.wiring import GivenWire
 from sharding import Mesh
@@ -39,6 +40,7 @@ class Recipe:
     transform: OwnTransform | None = None
     gather_wire: GivenWire = None
     reduce_wire: GivenWire = None
+    placements: GivenPlacements = None
     donate: bool = True
     lr_schedule: Schedule | None = None
     schedule: Literal["learned", "negotiated"] = "learned"
@@ -61,7 +63,38 @@ class Recipe:
         return plan(
             self.model, self.cfg, world_size=world_size, mesh=mesh, units=self.units, param_groups=self.param_groups,
             transform=self.transform, gather_wire=self.gather_wire, reduce_wire=self.reduce_wire,
+            placements=self.placements,
         )  # fmt: skip
+
+    def check_placements(self, the_plan: Plan) -> None:
+        """Raises a ConfigError where a step cannot do what the placements of its plan ask for."""
+        kinds = {"nvme"} if self.device.type == "cpu" else {"nvme", "host"}  # on the CPU, host memory is the device's
+        away = {name: p.kind for name, p in the_plan.placements.items() if p.kind in kinds}
+        if not away:
+            return
+        name, kind = next(iter(away.items()))
+        if self.compile == "step":
+            raise ConfigError(
+                f"compile: must be None or 'block' where state streams from other memory, got 'step' with {name} on {kind!r}; "
+                f"drop it, or leave the state on the device"
+            )
+        if not self.donate and "nvme" in away.values():
+            raise ConfigError(
+                f"donate: must be True where state is in files, of which there is one generation, got False with {name} on "
+                f"'nvme'; drop it, or leave the state in memory"
+            )
+        for buffer in (buffer for buffer in the_plan.flat_buffers if buffer.trainable):
+            optimizer = self.optimizers[buffer.group]
+            is_ours = not isinstance(optimizer, TorchOptimizer) and optimizer.is_elementwise(buffer.way)
+            moved = [
+                n for n in away if f"optimizer/{buffer.key}" == n.rpartition("/")[0] or n == f"master/{buffer.key}"
+            ]
+            if moved and not is_ours:
+                raise ConfigError(
+                    f"optimizer.type: must be elementwise and of fzero's own (AdamW, Adam, SGD, Adagrad, Lion, or a transform) "
+                    f"where state streams, got {getattr(optimizer, 'type', optimizer)!r} with {moved[0]} on "
+                    f"{away[moved[0]]!r}; choose another, or leave this state on the device (placements=)"
+                )
 
     @property
     def device(self) -> torch.device:
@@ -186,6 +219,7 @@ class Recipe:
                 "checkpoint": ", ".join(self.checkpointing.names),
                 "compile": f"{self.compile} with {self.compile_backend}",
                 "wires": str(the_plan.wiring),
+                "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.kind != "device"),
             },
             "torch": {"version": torch.__version__},
         }

@@ -22,13 +22,16 @@ from torch import Tensor
 from fzero import collectives
 from fzero.collectives import Fake, Real
 from fzero.eager import own_shard
+from fzero.file_store import StoreError
 from fzero.loss_scaling import LossScale
+from fzero.offload import files_of
+from fzero.place import place as put
 from fzero.reshard_plan import Place, ReshardPlan, Round, kept_wires, plan_reshard
 from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import MismatchError, TrainStep
-from sharding import Mesh, Sharded
+from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import torch_dtype
 
 Numbers = dict[str, float | int]
@@ -46,6 +49,8 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     gradients are zeros: a step collects them anew. The loss scale stays where both steps scale dynamically, else it is the
     new step's first. What the wires of reductions remember stays where the same ranks send the same flat buffers through the
     same wires, whatever the stage, and starts anew otherwise, which a warning tells. The state given is left as it is.
+    Where the two steps place state differently, it ends where `new` wants it: what goes to files is in memory first, all of this
+    process' part; what comes from files is read where it is sent.
 
     *Collective:* every process of the default group, whichever of the two jobs it is in. Sends `plan_reshard(…).sent_nbytes`,
     unit by unit, each in one message for every pair of processes, dtype and kind (shards, or what all hold), and the 0-d
@@ -87,6 +92,7 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     if made is not None and place.new is not None:
         narrow(made, new, place.new)
         rescale(made, numbers)
+        made = put(made, new)
     return made
 
 
@@ -97,11 +103,13 @@ def _reshard_simulated(state: TrainState[Tensor] | None, old: AnyStep, new: AnyS
             f"{type(old).__name__} and {type(new).__name__}; simulate the other step, too"
         )
     made: TrainState[Tensor] = stacked(reshard_all(unstacked(state, old.world_size), old.steps[0], new.steps[0]))
-    return made
+    return put(made, new) if new.steps[0]._offload.has_files else made
 
 
 def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: TrainStep) -> list[TrainState[Tensor]]:
     """`reshard` in one process: of the states of all ranks of `old` the states of all ranks of `new`. Sends nothing.
+
+    The new states are on the device, wherever `new` wants them; `fzero.place` brings them there.
 
     Args:
         states: in rank order.
@@ -202,10 +210,11 @@ def _run(
 # --- states ------------------------------------------------------------------------------------------------------
 
 
-def by_name(state: TrainState[Tensor]) -> dict[str, Tensor]:
-    """The tensors of a state as flat views, by the names that the plan uses."""
+def by_name(state: TrainState[Any]) -> dict[str, Any]:
+    """The tensors of a state as flat views, by the names that the plan uses; those in files are read where they are cut."""
     accessors, tensors, _ = optree.tree_flatten_with_accessor(state)
-    return {accessor.codify("state"): x.reshape(-1) for accessor, x in zip(accessors, tensors, strict=True)}
+    named = zip(accessors, tensors, strict=True)
+    return {accessor.codify("state"): x.reshape(-1) if isinstance(x, Tensor) else x for accessor, x in named}
 
 
 def numbers_of(state: TrainState[Tensor]) -> Numbers:
@@ -331,8 +340,9 @@ def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _
             )
         if state is not None:
             _check_state(state, old)
+            files_of(state)
             numbers = numbers_of(state) if old_rank == 0 else None
-    except ValueError as error:
+    except (ValueError, StoreError) as error:
         problem = str(error)
     return _Told(old_rank, new_rank, zlib.crc32(repr(plans).encode()), numbers, problem)
 
@@ -366,7 +376,7 @@ def _told_shapes(tree: TrainState[Any], mesh: Mesh) -> dict[str, str]:
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
     return {
         accessor.codify("state"): f"{str(leaf.dtype).removeprefix('torch.')} of shape "
-        f"{tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf.local_shape(mesh)}"
+        f"{leaf.local_shape(mesh) if isinstance(leaf, TensorSpec) else tuple(leaf.shape)}"
         for accessor, leaf in zip(accessors, leaves, strict=True)
     }
 

@@ -315,7 +315,8 @@ def optimizer_leaves(plan: Plan, buffer: BufferPlan) -> dict[str, tuple[str, Ten
 
 def _is_by_element(spec: TensorSpec, buffer: BufferPlan) -> bool:
     """Whether a tensor of the optimizer state has an element for each of the master."""
-    return replace(spec, dtype=buffer.master.dtype) == buffer.master
+    master = buffer.master
+    return replace(spec, dtype=master.dtype, placement=master.placement) == master
 
 
 def _entries_layout(plan: Plan, buffer: BufferPlan, path: str) -> FlatLayout:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 Purpose = Literal[
     "gather", "reduce", "join", "told", "norm", "optimizer", "momentum", "buffers", "agree", "negotiate", "overflow",
-    "init", "compare", "reshard", "save", "other",
+    "init", "compare", "reshard", "files", "save", "other",
 ]  # fmt: skip
 Phase = Literal["", "forward", "turn", "backward", "update"]
 
@@ -30,6 +30,7 @@ PURPOSES: dict[Purpose, str] = {
     "init": "init",
     "compare": "compare what the ranks were given",
     "reshard": "reshard",
+    "files": "whether the files of all ranks are whole",
     "save": "save or load",
     "other": "collective",
 }

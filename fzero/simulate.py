@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -26,9 +27,9 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero.batches import map_tensors
 from fzero.collectives import CollectiveError, Fake, Lockstep
 from fzero.config import ConfigError
+from fzero.file_tensors import FileTensor, FileTensors
 from fzero.graph_schedule import CompileError
 from fzero.initialise import InitFn
 from fzero.lockstep import Hub, StuckError
@@ -49,20 +50,31 @@ BackendName = Literal["inductor", "aot_eager"]
 
 def stacked(trees: Sequence[Any]) -> Any:
     """One tree of stacked tensors from the ranks' trees, in rank order."""
-    return optree.tree_map(
-        lambda *xs: torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0], *trees, none_is_leaf=True
-    )
+
+    def one(*xs: Any) -> Any:
+        if isinstance(xs[0], FileTensor):
+            return FileTensors(xs)
+        return torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0]
+
+    return optree.tree_map(one, *trees, none_is_leaf=True)
 
 
 def unstacked(tree: Any, world_size: int) -> list[Any]:
     """The ranks' trees from a tree of stacked tensors. They share its memory; what is no tensor is every rank's."""
     for x in optree.tree_leaves(tree):
-        if isinstance(x, Tensor) and (not x.ndim or x.shape[0] != world_size):
+        if isinstance(x, Tensor | FileTensors) and (not x.ndim or x.shape[0] != world_size):
             raise ValueError(
                 f"simulate: every tensor must have a leading dimension of {world_size} ranks, got shape {tuple(x.shape)}; "
                 f"give each rank its part, for example rearrange(x, '(rank b) ... -> rank b ...', rank={world_size})"
             )
-    return [map_tensors(lambda x, rank=rank: x[rank].data, tree) for rank in range(world_size)]
+
+    def of_rank(x: Any, rank: int) -> Any:
+        if isinstance(x, FileTensors):
+            return x[rank]
+        return x[rank].data if isinstance(x, Tensor) else x
+
+    tree = dict(tree) if isinstance(tree, Mapping) else tree  # whose leaves a tree walk finds
+    return [optree.tree_map(partial(of_rank, rank=rank), tree, none_is_leaf=True) for rank in range(world_size)]
 
 
 class LockstepRanks:
@@ -247,7 +259,7 @@ class VmapRanks(LockstepRanks):
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
-        return step._next(state, metrics, state.optimizer, outcome_W.loss_scale, buffers, rng, wires), metrics
+        return step._next(state, metrics, outcome_W.loss_scale, buffers, rng, wires), metrics
 
 
 def simulate(
@@ -358,7 +370,9 @@ def _twin(model: nn.Module) -> nn.Module:
 def _restacked(state: TrainState[Tensor], states: Sequence[TrainState[Tensor]]) -> TrainState[Tensor]:
     """The ranks' states stacked, without a copy of what was written in the memory of `state`."""
 
-    def one(old_W: Tensor, *new: Tensor) -> Tensor:
+    def one(old_W: Tensor | FileTensors, *new: Any) -> Any:
+        if isinstance(old_W, FileTensors):
+            return FileTensors(new)
         is_same = all(x.data_ptr() == old.data_ptr() and x.shape == old.shape for x, old in zip(new, old_W))
         return old_W if is_same else torch.stack(new)
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
@@ -36,11 +37,14 @@ from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Pending, R
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import TorchOptimizer
 from fzero.eager import Pass, Scratch, may_start_early, own_shard
+from fzero.file_tensors import Files, in_memory
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
 from fzero.meshes import told
+from fzero.offload import Offload, Update, agree
 from fzero.pieces import Pieces
+from fzero.placements import GivenPlacements
 from fzero.plan import BufferPlan, OwnTransform, ParamGroup
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
 from fzero.recipe import Recipe
@@ -78,6 +82,7 @@ def make_train_step(
     transform: OwnTransform | None = None,
     gather_wire: GivenWire = None,
     reduce_wire: GivenWire = None,
+    placements: GivenPlacements = None,
     donate: bool = True,
     lr_schedule: Schedule | None = None,
     schedule: Literal["learned", "negotiated"] = "learned",
@@ -113,7 +118,11 @@ def make_train_step(
             (`fzero.coded(fzero.quantize(8))`, say): a `Wire` without a state. None is as the configuration says, or exactly.
         reduce_wire: how gradients travel: a `Wire` for all axes of the mesh, or wires by axis, through which they are added up
             along one axis after the other. What it remembers is in `state.wires`. What has been added up travels as it is.
-        donate: the step may write into the state it is given, which must not be used again. False works on a copy.
+        placements: where masters and tensors of the optimizer's state live, in place of what the configuration says: by
+            pattern, `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and
+            leaf (`fzero.placements`). The state then streams through each update, with the same bits on the CPU.
+        donate: the step may write into the state it is given, which must not be used again. False works on a copy, which
+            there is none of state in files.
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's.
         schedule: `"learned"` fixes the order of collectives in the first step. `"negotiated"` agrees on it in every
             step: for models whose units run in an order that depends on data. Slower, nothing starts early.
@@ -138,8 +147,8 @@ def make_train_step(
     """
     recipe = Recipe(
         model=model, cfg=Config.load(cfg), loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
-        gather_wire=gather_wire, reduce_wire=reduce_wire, donate=donate, lr_schedule=lr_schedule, schedule=schedule,
-        checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
+        gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, donate=donate, lr_schedule=lr_schedule,
+        schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else _bind(mesh, recipe.device))
 
@@ -197,6 +206,8 @@ class TrainStep:
         self._stored_names = recipe.stored_names
         if not isinstance(axis, Fake):
             _check_same(axis, recipe.fingerprint(self.plan))
+        recipe.check_placements(self.plan)
+        self._offload = Offload(self.plan, self.device)
         self._bound = None if isinstance(axis, Fake) else BoundMesh.of(axis, self.plan)
         self._shard = self.plan.shard_of(axis.rank)  # of the finest ones
         self._compiled: CompiledStep | None = None
@@ -301,16 +312,17 @@ class TrainStep:
         Raises:
             ValueError: a name or shape that does not fit, or a module on `meta` that nothing initialises.
         """
-        rank = self._mesh.everyone.rank
+        everyone = self._mesh.everyone
         if params is not None:
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
             initialise.check_names(self._model, params)
+        files = self._offload.make_files(everyone)
         state: dict[str, dict[str, Any]] = {"params": {}, "master": {}, "grads": {}, "optimizer": {}}
         for unit in self.plan.units:
             names = [name for buffer in unit.buffers for name in buffer.layout.names]
             values = self._first_values(names, params, init_fn)
             for buffer in unit.buffers:
-                for part, tensors in self._init_buffer(buffer, values).items():
+                for part, tensors in self._init_buffer(buffer, values, files).items():
                     state[part][buffer.key] = tensors
             del values  # before the next unit's are made
         found = self._first_values(list(self.plan.buffers), params, init_fn)
@@ -318,7 +330,9 @@ class TrainStep:
             name: self._from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), name)
             for name, spec in self.plan.buffers.items()
         }
-        rng = self._first_rng(rank)
+        if files is not None:
+            agree(files, everyone)
+        rng = self._first_rng(everyone.rank)
         num_updates = torch.zeros((), dtype=torch.int64, device=self.device if self._cfg.skips_overflow else "cpu")
         loss_scale = self._scaling.init(self.device)
         return TrainState(
@@ -339,7 +353,7 @@ class TrainStep:
         """The random state with which a rank starts."""
         return {kind: _generator(kind, self.recipe.seed * 1_000_003 + rank).get_state() for kind in self.specs.rng}
 
-    def _init_buffer(self, buffer: BufferPlan, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _init_buffer(self, buffer: BufferPlan, values: Mapping[str, Tensor], files: Files | None) -> dict[str, Any]:
         """What this rank holds of one flat buffer, from the whole values of its parameters."""
         dtype = torch_dtype(buffer.dtypes.master)
         flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
@@ -347,11 +361,11 @@ class TrainStep:
         parts: dict[str, Any] = {"params": self._cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)}
         if buffer.trainable:
             master = self._cut(flat_P, buffer.master)
-            parts["optimizer"] = self._transform_of(buffer, 0).init(master)
+            updated, parts["optimizer"] = self._offload.init(buffer, files, master, self._transform_of(buffer, 0))
             shape, dtype = buffer.grads.local_shape(self.plan.mesh), torch_dtype(buffer.dtypes.grad)
             parts["grads"] = torch.zeros(shape, dtype=dtype, device=self.device)
             if buffer.has_master:
-                parts["master"] = master
+                parts["master"] = updated
         return parts
 
     def _first_values(
@@ -400,6 +414,7 @@ class TrainStep:
         """The whole weights, one flat buffer after the other; the master's where there is one. *Collective.*"""
         for buffer in self.plan.flat_buffers:
             flat = state.master.get(buffer.key, state.params[buffer.key])
+            flat = in_memory(flat).to(self.device)
             if flat.numel() != buffer.padded_numel:
                 spec = buffer.row.optimizer if buffer.key in state.master else buffer.row.params
                 flat = self._mesh.all_gather(flat, self._mesh.axes_of(spec))
@@ -455,13 +470,18 @@ class TrainStep:
             raise CheckpointError(told[0])
 
     def _check_state(self, state: TrainState[Tensor]) -> None:
+        """Raises unless every tensor has this step's shape and dtype, and is in a file or not as it says."""
+        self._check_shapes(state)
+        self._offload.check(self._expected[1], optree.tree_leaves(state), self._expected[3])
+
+    def _check_shapes(self, state: TrainState[Tensor]) -> None:
         """Raises unless every tensor has this step's shape and dtype: another step's may be divided otherwise."""
         _ = self._mesh  # which raises where no ranks are there
         if self._expected is None:
             accessors, specs, treespec = optree.tree_flatten_with_accessor(self.specs)
             shapes = [(s.local_shape(self.plan.mesh), torch_dtype(s.dtype)) for s in specs]
-            self._expected = treespec, [accessor.codify("state") for accessor in accessors], shapes
-        treespec, names, shapes = self._expected
+            self._expected = treespec, [accessor.codify("state") for accessor in accessors], shapes, specs
+        treespec, names, shapes, _ = self._expected
         leaves, found = optree.tree_flatten(state)
         if found != treespec:
             theirs = [accessor.codify("state") for accessor in optree.tree_accessors(state)]
@@ -519,17 +539,16 @@ class TrainStep:
             moved |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
         buffers = self._agree(buffers, moved, has_news=self._has_news(told_AW3[..., 2]))
         metrics, factor = self._measure(told_AW3[..., :2], state, is_sum=is_sum, num_updates=before_it)
-        optimizer = self._update(state, factor, metrics.overflow, num_updates=before_it)
+        state = self._update(state, factor, metrics.overflow, num_updates=before_it)
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
-        return self._next(state, metrics, optimizer, loss_scale, buffers, rng, wires), metrics
+        return self._next(state, metrics, loss_scale, buffers, rng, wires), metrics
 
     def _next(
         self,
         state: TrainState[Tensor],
         metrics: Metrics,
-        optimizer: dict[str, Any],
         loss_scale: LossScale[Tensor],
         buffers: dict[str, Tensor],
         rng: dict[str, Tensor],
@@ -546,9 +565,7 @@ class TrainStep:
         if self._cfg.scales_loss:  # what was lost is of a scaled loss
             ratio = loss_scale.scale / state.loss_scale.scale
             wires = optree.tree_map(lambda x: _times_each(x, ratio) if x.is_floating_point() else x, wires)
-        return state._replace(
-            step=num_updates, optimizer=optimizer, buffers=buffers, loss_scale=loss_scale, rng=rng, wires=wires
-        )
+        return state._replace(step=num_updates, buffers=buffers, loss_scale=loss_scale, rng=rng, wires=wires)
 
     def _call_compiled(
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
@@ -565,7 +582,7 @@ class TrainStep:
         metrics = Metrics(
             outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
         )
-        return self._next(state, metrics, state.optimizer, outcome.loss_scale, buffers, rng, wires), metrics
+        return self._next(state, metrics, outcome.loss_scale, buffers, rng, wires), metrics
 
     def _turn_knobs(self, knobs: _Knobs, num_updates: int) -> None:
         """Writes what the graph reads about the update after `num_updates` others."""
@@ -850,9 +867,10 @@ class TrainStep:
         return dict(zip(order.values(), order, strict=True)).get(found)
 
     def _transform_of(
-        self, buffer: BufferPlan, num_updates: int, *, skip: Tensor | None = None, **how: Any
+        self, buffer: BufferPlan, num_updates: int, *, start: int = 0, skip: Tensor | None = None, **how: Any
     ) -> Transform:
-        """The transform of a flat buffer for the update after `num_updates` others; `how` is for `widened`."""
+        """The transform of a flat buffer, from element `start` of what this rank updates on, for the update after
+        `num_updates` others; `how` is for `widened`."""
         optimizer, pieces = self._optimizers[buffer.group], Pieces.whole(buffer.layout)
         if isinstance(buffer.row.optimizer, Sharded):
             pieces = Pieces(buffer.layout, (self._shard,), stack=self._stack, join=self._join)
@@ -867,7 +885,7 @@ class TrainStep:
         if skip is not None:
             transform = unless(skip, transform)
         if self._cfg.precision.stochastic_rounding:
-            how["rounding"] = stochastic(num_updates, self._place(buffer))
+            how["rounding"] = stochastic(num_updates, self._place(buffer) + start)
         return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
 
     def _place(self, buffer: BufferPlan) -> int:
@@ -883,11 +901,13 @@ class TrainStep:
 
     def _update(
         self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor, *, num_updates: int
-    ) -> dict[str, Any]:
+    ) -> TrainState[Tensor]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
         skip, mesh = overflow if self._cfg.skips_overflow else None, self._mesh
         optimizer: dict[str, Any] = {}
-        joins: list[Pending] = []
+        away: list[Update] = []
+        joins: list[Callable[[], Pending]] = []
+        pending: list[Pending] = []
         for buffer in self.plan.flat_buffers:
             if not buffer.trainable:
                 continue
@@ -896,16 +916,43 @@ class TrainStep:
             if isinstance(buffer.row.optimizer, Sharded):
                 share, grad = own_shard(param, buffer, mesh.shard), own_shard(grad, buffer, mesh.shard)
             master = state.master.get(buffer.key, share)
-            transform = self._transform_of(
-                buffer, num_updates, skip=skip, factor=factor, out=share if buffer.has_master else None
-            )
-            _, _, optimizer[buffer.key] = transform.update(grad, master, state.optimizer[buffer.key])
+            optimizer[buffer.key] = state.optimizer[buffer.key]
+            is_away = self._offload.is_away(buffer)
+            if is_away:
+                at = self._transforms_of(buffer, num_updates, skip, factor, share if buffer.has_master else None)
+                away.append(Update(buffer, grad, master, optimizer[buffer.key], at))
+            else:
+                transform = self._transform_of(
+                    buffer, num_updates, skip=skip, factor=factor, out=share if buffer.has_master else None
+                )
+                _, _, optimizer[buffer.key] = transform.update(grad, master, optimizer[buffer.key])
             if share is not param:
-                axes = mesh.axes[len(mesh.axes_of(buffer.row.params)) :]
-                joins.append(mesh.start_all_gather(share, param, axes, label=Label("join", buffer.key, "update")))
-        for pending in joins:
-            pending.wait()
-        return optimizer
+                axes, label = mesh.axes[len(mesh.axes_of(buffer.row.params)) :], Label("join", buffer.key, "update")
+                join = partial(mesh.start_all_gather, share, param, axes, label=label)
+                if is_away:
+                    joins.append(join)  # when it has been updated, after those that are here
+                else:
+                    pending.append(join())
+        state = state._replace(optimizer=optimizer)
+        if away:
+            state = self._offload.step(state, away, mesh.everyone, skip)
+            pending += [join() for join in joins]
+        for joined_ in pending:
+            joined_.wait()
+        return state
+
+    def _transforms_of(
+        self, buffer: BufferPlan, num_updates: int, skip: Tensor | None, factor: Tensor | None, out: Tensor | None
+    ) -> Callable[[int, int], Transform]:
+        """The transform of elements [start, stop) of what this rank updates of a flat buffer that lives elsewhere."""
+        device = self._offload.runs_on(buffer)
+        skip, factor = (None if x is None else x.to(device) for x in (skip, factor))
+
+        def at(start: int, stop: int) -> Transform:
+            part = None if out is None else out[start:stop]
+            return self._transform_of(buffer, num_updates, start=start, skip=skip, factor=factor, out=part)
+
+        return at
 
     def _has_news(self, news: Tensor) -> bool:
         """Whether any rank saw a buffer move that never did before; reading that would wait for a CUDA device."""

@@ -8,6 +8,7 @@ the model, the job and the rules, and shows the shortest run that breaks a law.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -21,6 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor, nn
 
 from fzero.checkpoint import load, save
+from fzero.file_tensors import FileTensors, in_memory
+from fzero.place import place
 from fzero.plain import (
     Job,
     Numbers,
@@ -105,7 +108,7 @@ steps = st.lists(seeds, max_size=2)
 
 
 class TrainingMachine(RuleBasedStateMachine):
-    """Trains, overflows, changes stage, world size, layout, precision and batch, and begins anew, in any order.
+    """Trains, overflows, changes stage, world size, placement, layout, precision and batch, and begins anew, in any order.
 
         class TestTraining(TrainingMachine.TestCase): ...            # of pytest or unittest
 
@@ -124,11 +127,14 @@ class TrainingMachine(RuleBasedStateMachine):
         compares: `"numbers"` compares to rounding what a step computes, in fp32 to 2⁻¹⁸ of the gradient's norm: a sum of BLAS
             may depend on where a matrix is. `"bits"` asks for the same bits, but where gradients are clipped or parameters
             tied: for models of so few elements that a sum has one order, and transforms that make much of little (a sign).
-        job, model, step, state: what is being trained; the state is stacked (`fzero.simulate`).
+        job, model, step, state: what is being trained; the state is stacked (`fzero.simulate`), and in memory when
+            a rule begins.
+        held: the state in memory, wherever it is.
         plain: the oracle.
     """
 
     transform: OwnTransform | None = None
+    folder: tempfile.TemporaryDirectory[str] | None = None  # of the files of this run
     lr: float = 0.05
     compares: Literal["bits", "numbers"] = "numbers"
 
@@ -151,6 +157,12 @@ class TrainingMachine(RuleBasedStateMachine):
         generator = torch.Generator().manual_seed(seed)
         features: Any = self.model.features
         return torch.randn(num_samples, features, generator=generator)
+
+    def teardown(self) -> None:
+        """Ends a run: its files go."""
+        self.state: Any = None
+        if self.folder is not None:
+            self.folder.cleanup()
 
     # --- rules ---------------------------------------------------------------------------------------------------
 
@@ -203,6 +215,15 @@ class TrainingMachine(RuleBasedStateMachine):
     def change_world_size(self, world_size: int, then: list[int]) -> None:
         self.move(replace(self.job, world_size=world_size))
         self.train(then)
+
+    @rule(placement=st.sampled_from(("host", "nvme")), stage=st.integers(0, 3), then=steps)
+    def train_elsewhere(self, placement: Literal["host", "nvme"], stage: int, then: list[int]) -> None:
+        """The state moves to host memory or files, trains there, changes its stage on the way back, and goes on."""
+        self._place(placement)
+        self.train(then)
+        self.every_law_holds()
+        self.move(replace(self.job, stage=stage, placement="host"))
+        self._place("device")
 
     @rule(other=st.runner().flatmap(lambda machine: machine.jobs()), then=steps)
     def change_all(self, other: Job, then: list[int]) -> None:
@@ -262,6 +283,10 @@ class TrainingMachine(RuleBasedStateMachine):
             return f"is {found} and its spec says {expected}" if found != expected else None
 
         tell("every tensor is as the specs say", *self._faults(fault))
+        specs = optree.tree_leaves(self.step.specs)
+        for spec, x in zip(specs, optree.tree_leaves(self.state), strict=True):
+            told = f"{spec} is {x!r}" if isinstance(x, FileTensors) != (spec.placement.kind == "nvme") else None
+            tell("every tensor lives where the specs say", told)
 
     def all_ranks_agree_on_what_they_all_hold(self) -> None:
         def fault(spec: TensorSpec, x_W: Tensor) -> str | None:
@@ -301,6 +326,10 @@ class TrainingMachine(RuleBasedStateMachine):
     def step_of(self, job: Job) -> LockstepRanks:
         """The step of a job."""
         cfg = job.config | {"optimizer": self.optimizer.config}
+        if job.placement != "device":
+            device = "cpu" if job.placement == "host" else "nvme"
+            self.folder = self.folder or tempfile.TemporaryDirectory(prefix="fzero-machine-")
+            cfg["zero_optimization"]["offload_optimizer"] = {"device": device, "nvme_path": self.folder.name}
         step = make_train_step(
             self.model, cfg, units=job.units, transform=type(self).transform, donate=job.memory == "donated"
         )
@@ -314,23 +343,37 @@ class TrainingMachine(RuleBasedStateMachine):
         assert state is not None
         self.job, self.step, self.state = job, new, state
 
+    def _place(self, placement: Literal["device", "host", "nvme"]) -> None:
+        self.job = self._fitting(replace(self.job, placement=placement))
+        self.step, before = self.step_of(self.job), copied(self.state)
+        self.state = place(self.state, self.step)
+        tell("a state that moves stays as it was", changed(before, self.state))
+
+    @property
+    def held(self) -> TrainState[Tensor]:
+        """The state in memory, wherever it lives."""
+        found: TrainState[Tensor] = in_memory(self.state)
+        return found
+
     def weights(self) -> Numbers:
         """What is updated of every parameter, or what the model computes with where it is frozen."""
         found: Numbers = {}
+        state = self.held
         specs = self.step.specs
         for buffer in self.step.plan.flat_buffers:
             part = "master" if buffer.has_master else "params"
-            flat_W, spec = getattr(self.state, part)[buffer.key], getattr(specs, part)[buffer.key]
+            flat_W, spec = getattr(state, part)[buffer.key], getattr(specs, part)[buffer.key]
             found |= unflatten(whole(flat_W, spec), buffer.layout)
         return found
 
     def optimizer_state(self) -> dict[str, Numbers]:
         """The optimizer's tensors of every trained parameter."""
         found: dict[str, Numbers] = {}
+        state = self.held
         for buffer in self.step.plan.flat_buffers:
             if not buffer.trainable:
                 continue
-            tree, specs = self.state.optimizer[buffer.key], self.step.specs.optimizer[buffer.key]
+            tree, specs = state.optimizer[buffer.key], self.step.specs.optimizer[buffer.key]
             for leaf, x_W, spec in zip(leaf_names(tree), optree.tree_leaves(tree), optree.tree_leaves(specs)):
                 is_flat = spec.shape == (buffer.padded_numel,)
                 views = unflatten(whole(x_W, spec), buffer.layout) if is_flat else {}
@@ -352,7 +395,9 @@ class TrainingMachine(RuleBasedStateMachine):
         # In fp16 a sum of two parts of a gradient may overflow, and the sum of their shares not.
         is_tied = len(names) < sum(1 for _ in self.model.named_parameters(remove_duplicate=False))
         precision = "bfloat16" if is_tied and job.precision == "float16" else job.precision
-        return replace(job, units=units or None, precision=precision)
+        # There is one generation of files.
+        placement = "host" if job.memory == "kept" and job.placement == "nvme" else job.placement
+        return replace(job, units=units or None, precision=precision, placement=placement)
 
     def _batch(self, seed: int) -> Any:
         batch = self.make_batch(self.job.world_size * self.job.num_samples, seed)
@@ -405,14 +450,14 @@ class TrainingMachine(RuleBasedStateMachine):
 
     def _faults(self, fault: Callable[[TensorSpec, Tensor], str | None]) -> Iterator[str | None]:
         """What is wrong with tensors of the state, but for the random generators, which are each rank's own."""
-        specs, state = (tree._replace(rng={}) for tree in (self.step.specs, self.state))
+        specs, state = (tree._replace(rng={}) for tree in (self.step.specs, self.held))
         tell("the state is as the specs say", None if _names(specs) == _names(state) else f"it has {_names(state)}")
         for name, spec, x_W in zip(_names(specs), optree.tree_leaves(specs), optree.tree_leaves(state)):
             found = fault(spec, x_W)
             yield f"{name} {found}" if found else None
 
     def _flat_tensors(self) -> Iterator[tuple[str, BufferPlan, TensorSpec, Tensor]]:
-        specs, state = self.step.specs, self.state
+        specs, state = self.step.specs, self.held
         for buffer in self.step.plan.flat_buffers:
             for part in ("params", "master", "grads", "optimizer"):
                 if buffer.key in getattr(specs, part):
@@ -448,14 +493,14 @@ def whole(x_W: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def copied(state: TrainState[Tensor]) -> TrainState[Tensor]:
-    copy: TrainState[Tensor] = optree.tree_map(torch.clone, state)
+    copy: TrainState[Tensor] = optree.tree_map(torch.clone, in_memory(state))
     return copy
 
 
 def changed(before: TrainState[Tensor], after: TrainState[Tensor], *, but: tuple[str, ...] = ()) -> str | None:
     """The first tensor that has other bits, those of some fields left out."""
     nothing: dict[str, Any] = {field: {} for field in but}
-    before, after = before._replace(**nothing), after._replace(**nothing)
+    before, after = in_memory(before)._replace(**nothing), in_memory(after)._replace(**nothing)
     for name, x, y in zip(_names(before), optree.tree_leaves(before), optree.tree_leaves(after), strict=True):
         if not same_bits(x, y):
             return f"{name} changed"

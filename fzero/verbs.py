@@ -143,6 +143,10 @@ def _map(
 
     def one(path: tuple[Any, ...], x: Tensor, spec: TensorSpec) -> Tensor:
         name = ".".join(map(str, path)) or "the tensor"
+        if not isinstance(x, Tensor):
+            raise ValueError(
+                f"{name}: must be a tensor in memory, got {x!r}; bring a state in files there with fzero.place(state, step)"
+            )
         if not isinstance(spec.spec, Replicated) and spec.spec.axes != (axis.name,):
             raise ValueError(
                 f"{name}: its spec {spec.spec!r} must name the axis in use, got {axis.name!r}; bind that axis"

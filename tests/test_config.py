@@ -66,6 +66,8 @@ def test_an_empty_configuration_means_the_defaults() -> None:
         "zero_quantized_nontrainable_weights": False,
         "zero_quantized_gradients": False,
         "zeropp_loco_param": None,
+        "offload_optimizer": None,
+        "sub_group_size": None,
     }
 
 
@@ -256,7 +258,6 @@ ON: dict[str, Any] = {
     "tensor_parallel": {"autotp_size": 2},
     "weight_quantization": {},
     "zero_optimization.offload_param": {"device": "cpu"},
-    "zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"},
     "zero_optimization.zenflow": {},
 }
 """Values that ask for something."""
@@ -322,7 +323,9 @@ def test_an_older_key_and_its_block_exclude_each_other() -> None:
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         says = f"zero_optimization.{old}: stands beside {new!r}, which is the same; remove one of them"
         assert refusal(zero(**{old: False, new: {"device": "none"}})) == says
-        assert new in refusal(zero(**{old: True}))
+    assert "offload_param" in refusal(zero(cpu_offload_param=True))
+    assert Config.load(zero(cpu_offload=True)) == Config.load(zero(offload_optimizer={"device": "cpu"}))
+    assert "zero_optimization.cpu_offload: " in refusal(zero(cpu_offload=2))
 
 
 SWITCHED_OFF = {
@@ -357,7 +360,6 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
         "optimizer.params.torch_adam": "accepted",
         "zero_optimization.overlap_comm": "accepted",
         "zero_optimization.contiguous_gradients": "accepted",
-        "zero_optimization.offload_optimizer": "off",
         "zero_optimization.reduce_bucket_size": "auto",
         "steps_per_print": "accepted",
     }
@@ -368,7 +370,9 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
     "source",
     [
         {"managed_gradient_accumulation": False},
-        zero(offload_optimizer={"device": "cpu"}),
+        zero(offload_param={"device": "cpu"}),
+        zero(offload_optimizer={"device": "cpu", "super_offload": True}),
+        {"aio": {"use_gds": True}},
         zero(ignore_unused_parameters=False),
         optimizer("Adam", bias_correction=False),
         optimizer("Adam", amsgrad=True),
@@ -416,6 +420,26 @@ def test_quantized_collectives_are_read_and_told_where_they_are_of_no_use() -> N
         "zero_optimization.zero_quantized_weights": "it is for stage 3, and the stage is 2",
         "zero_optimization.zeropp_loco_param.err_beta": "no gradient is quantized",
     }
+
+
+def test_offload_is_read_and_its_keys_are_told_where_they_are_of_no_use() -> None:
+    nvme = {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 4, "fast_init": True}
+    cfg = Config.load(zero(stage=2, offload_optimizer=nvme, sub_group_size=1e9) | {"aio": {"queue_depth": 16}})
+    assert cfg.zero_optimization.offload_optimizer.nvme_path == "/nvme" and not cfg.conflicts
+    assert (cfg.zero_optimization.sub_group_size, cfg.aio.queue_depth) == (10**9, 16)
+    assert Config.load(cfg.model_dump()) == cfg
+    told = Config.load(zero(offload_optimizer={"device": "cpu", "buffer_count": 4}) | {"aio": {"block_size": 4096}})
+    assert {note.key for note in told.conflicts} == {
+        "zero_optimization.offload_optimizer.buffer_count", "aio.block_size"
+    }  # fmt: skip
+    (note,) = Config.load(zero(stage=2, sub_group_size=1e9)).conflicts
+    assert note.reason.startswith("no state lives off the device")
+    for wrong, says in (
+        ({"device": "nvme"}, "nvme_path is required"),
+        ({"device": "cpu", "ratio": 1.5}, "ratio: must be less than or equal to 1"),
+        ({"device": "disk"}, "offload_optimizer.device: must be 'none', 'cpu' or 'nvme'"),
+    ):
+        assert says in refusal(zero(offload_optimizer=wrong))
 
 
 def test_gradients_are_not_added_up_in_stage_3() -> None:
@@ -698,9 +722,9 @@ def test_what_two_keys_do_wrong_together_is_told_by_the_name_of_one() -> None:
 
 
 def test_a_misspelt_key_in_a_block_that_is_refused_is_told_beside_the_refusal() -> None:
-    lines = refusal(zero(offload_optimizer={"device": "cpu", "pin_memry": True})).splitlines()
+    lines = refusal(zero(offload_param={"device": "cpu", "pin_memry": True})).splitlines()
     assert [line.partition(":")[0].removeprefix("zero_optimization.") for line in lines] == [
-        "offload_optimizer.pin_memry", "offload_optimizer",
+        "offload_param.pin_memry", "offload_param",
     ]  # fmt: skip
     assert "did you mean 'pin_memory'?" in lines[0]
 
@@ -911,8 +935,8 @@ AS_PEOPLE_HAVE_THEM = (ZERO_2_OFFLOAD, ZERO_3_AUTO, CHAT, BERT, MEGATRON)
 
 
 def test_configurations_as_people_have_them_load_or_say_which_keys_do_not() -> None:
+    assert Config.load(ZERO_2_OFFLOAD).zero_optimization.offload_optimizer.device == "cpu"
     asks_for = {
-        "zero_optimization.offload_optimizer": ZERO_2_OFFLOAD,
         "sparse_attention": BERT,
         "curriculum_learning": MEGATRON,
     }

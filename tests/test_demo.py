@@ -47,6 +47,18 @@ def test_the_demo_learns_and_leaves_its_picture_and_its_numbers(tmp_path, exampl
     assert not processes_of(tmp_path)
 
 
+def test_the_demo_learns_with_its_optimizer_state_in_files_which_go_at_the_end(tmp_path):
+    run = subprocess.run(
+        [*COMMAND, tmp_path, "--steps", "10", "--offload", "nvme"], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "demo.json").read_text())
+    assert "in files: optimizer" in run.stdout and result["nbytes_by_memory"]["nvme"]["optimizer"] > 0
+    losses = result["training_bits_per_byte"]
+    assert len(losses) == 10 and losses[-1] < losses[0]
+    assert not list(tmp_path.rglob("*.flat"))
+
+
 def test_the_demo_goes_on_from_what_it_saved(tmp_path):
     losses = []
     for steps in ("4", "6"):

@@ -64,7 +64,7 @@ def skipping_an_update_on_rank_1() -> Any:
         if self.rank != 1:
             return update(self, state, *args, **kwargs)
         own = state._replace(params=optree.tree_map(torch.clone, state.params))
-        return update(self, own, *args, **kwargs)
+        return update(self, own, *args, **kwargs)._replace(params=state.params)
 
     return patch.object(TrainStep, "_update", broken)
 
@@ -102,6 +102,22 @@ def misplacing_a_weight() -> Any:
         return state
 
     return _resharding(change)
+
+
+def moving_without_the_last_update() -> Any:
+    """What comes back from elsewhere is what went there."""
+    kept: list[Any] = []
+
+    def broken(state: Any, step: Any) -> Any:
+        before, now = training_machine.copied(state), fzero.place(state, step)
+        if any(p.kind == "nvme" for p in step.plan.placements.values()):
+            kept[:] = [before]
+        elif kept and optree.tree_structure(kept[0]) == optree.tree_structure(now):
+            same = [x.shape == y.shape for x, y in zip(*map(optree.tree_leaves, (kept[0], now)), strict=True)]
+            now = now._replace(optimizer=kept.pop().optimizer) if all(same) else now
+        return now
+
+    return patch.object(training_machine, "place", broken)
 
 
 def loading_without_momentum() -> Any:
@@ -193,6 +209,7 @@ def counting_what_is_skipped() -> Any:
 
 NUMBERS, AGREE, PADDING = "the numbers are those", "all ranks agree", "padding is zero"
 COUNTS, ENDS, METRICS = "an overflow makes no update, and the loss scale", "a step ends as", "metrics are those"
+MOVED = "a state that moves stays as it was"
 SKIPPED, KEPT = "a skipped step changes nothing", "a step that donates nothing"
 BROKEN: dict[Callable[[], Any], str] = {
     skipping_an_update_on_rank_1: f"{AGREE}|{NUMBERS}",
@@ -200,6 +217,7 @@ BROKEN: dict[Callable[[], Any], str] = {
     losing_momentum: NUMBERS,
     loading_without_momentum: f"{NUMBERS}|{METRICS}",
     misplacing_a_weight: f"{NUMBERS}|{PADDING}|{METRICS}",
+    moving_without_the_last_update: f"{MOVED}|{NUMBERS}",
     forgetting_the_count: COUNTS,
     keeping_the_scale: COUNTS,
     missing_rank_1: f"{NUMBERS}|{METRICS}",

@@ -1,0 +1,160 @@
+"""What does an update cost per parameter, by where its state lives? Beside the bare kernel, a copy of memory, and fio.
+
+    python benchmarks/offload.py                          a table and out/offload/offload.json
+    python benchmarks/offload.py --path /mnt/nvme --millions 64 --rounds 9
+
+One rank trains a model whose forward and backward are next to nothing, with AdamW in fp32; a step's update is the step less
+one that updates nothing. All contenders take turns in rounds: `ns` is the median of the rounds, per parameter, so that another
+load on the machine hits all of them. `fio` reads and writes as many bytes at the same time (apt-get install -y fio), `copy`
+copies the three tensors that an update reads and writes, `kernel` is PyTorch's fused AdamW on whole tensors, and CPUAdam is
+DeepSpeed's where that is installed. On a CPU, host memory is where the state is on the device: the update is the same.
+"""
+
+import argparse
+import importlib
+import json
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import fzero
+
+WIDTH = 1024
+Contender = Callable[[], float]
+"""Does its work once, and returns the seconds that it took."""
+
+
+class Light(nn.Module):
+    """Weights whose gradient is the number one."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((block.weight.sum() * x.mean() for block in self.blocks), torch.zeros(()))
+
+
+def timed(work: Callable[[], Any]) -> Contender:
+    def run() -> float:
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    return run
+
+
+def step_of(num_blocks: int, zero: dict[str, Any], transform: fzero.Transform | None = None) -> Contender:
+    """A step of training, the first of which has run."""
+    cfg = {"optimizer": {"type": "AdamW"}, "gradient_clipping": 0.0, "zero_optimization": {"stage": 2, **zero}}
+    with torch.device("meta"):
+        model = Light(num_blocks)
+    step = fzero.make_train_step(model, cfg, transform=transform)
+    held = [step.init()]
+    batch = torch.ones(1)
+
+    def run() -> None:
+        held[0], _ = step(held[0], batch)
+
+    run()
+    return timed(run)
+
+
+def kernel_of(numel: int, deepspeed: Any = None) -> Contender:
+    """The bare update of one flat tensor."""
+    param, grad = torch.zeros(numel), torch.ones(numel)
+    if deepspeed is not None:
+        weights = nn.Parameter(param)
+        weights.grad = grad
+        return timed(deepspeed.ops.adam.DeepSpeedCPUAdam([weights], adamw_mode=True).step)
+    transform, state = fzero.adamw(1e-3), [fzero.adamw(1e-3).init(param)]
+
+    def run() -> None:
+        _, _, state[0] = transform.update(grad, param, state[0])
+
+    return timed(run)
+
+
+def fio_of(folder: Path, numel: int, args: argparse.Namespace) -> Contender:
+    """Reads and writes the two moments, at the same time, by blocks of as many bytes as the steps."""
+
+    def run() -> float:
+        command = [
+            "fio", "--name=fzero", f"--directory={folder}", "--rw=rw", f"--bs={args.block}", f"--size={16 * numel}",
+            "--direct=1", "--ioengine=io_uring", f"--iodepth={args.depth}", "--overwrite=1", "--output-format=json",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        (job,) = json.loads(done.stdout)["jobs"]
+        return job["job_runtime"] / 1e3
+
+    return run
+
+
+def contenders(folder: Path, args: argparse.Namespace, console: Console) -> dict[str, Contender]:
+    num_blocks = max(args.millions * 1_000_000 // WIDTH**2, 1)
+    numel = num_blocks * WIDTH**2
+    nothing = fzero.Transform(lambda param: None, lambda grad, param, state: (grad, param, state), lambda spec: None)
+    files = {"device": "nvme", "nvme_path": str(folder)}
+    three = torch.zeros(3, numel), torch.zeros(3, numel)
+    made = {
+        "nothing": step_of(num_blocks, {}, nothing),
+        "device": step_of(num_blocks, {}),
+        "host": step_of(num_blocks, {"offload_optimizer": {"device": "cpu"}}),
+        "nvme": step_of(num_blocks, {"offload_optimizer": files, "sub_group_size": args.sub_group}),
+        "kernel": kernel_of(numel),
+        "copy": timed(lambda: three[1].copy_(three[0])),
+    }
+    if shutil.which("fio"):
+        made["fio"] = fio_of(folder, numel, args)
+    else:
+        console.print("fio is not installed, and left out")
+    try:
+        made["CPUAdam"] = kernel_of(numel, importlib.import_module("deepspeed"))
+    except ImportError:
+        console.print("DeepSpeed is not installed, and its CPUAdam left out")
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times updates of state that lives in memory and in files.")
+    parser.add_argument("--path", type=Path, help="a folder on the disk to measure (default: the temporary one)")
+    parser.add_argument("--millions", type=int, default=32, help="of parameters")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sub-group", type=int, default=1 << 20, help="elements of a sub-group")
+    parser.add_argument("--block", type=int, default=1 << 20, help="bytes of one call to the system")
+    parser.add_argument("--depth", type=int, default=8, help="blocks that move at once")
+    parser.add_argument("--out", type=Path, default=Path("out/offload"))
+    args = parser.parse_args()
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(dir=args.path) as folder:
+        made = contenders(Path(folder), args, console)
+        rounds: list[dict[str, float]] = [{name: run() for name, run in made.items()} for _ in range(args.rounds)]
+        del made
+    numel = max(args.millions * 1_000_000 // WIDTH**2, 1) * WIDTH**2
+    table = Table(title=f"AdamW in fp32, {numel / 1e6:.1f}M parameters", title_justify="left")
+    for column in ("", "ns per parameter", "of the kernel"):
+        table.add_column(column, justify="right" if column else "left")
+    found = {}
+    for name in (name for name in rounds[0] if name != "nothing"):
+        in_step = name in ("device", "host", "nvme")
+        times = [times[name] - (times["nothing"] if in_step else 0.0) for times in rounds]
+        shares = [value / times["kernel"] for value, times in zip(times, rounds, strict=True)]
+        found[name] = {"ns": statistics.median(times) / numel * 1e9, "of_kernel": statistics.median(shares)}
+        table.add_row(name, f"{found[name]['ns']:.2f}", f"{found[name]['of_kernel']:.2f}")
+    console.print(table)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "offload.json").write_text(json.dumps({"args": vars(args), "found": found}, default=str, indent=1))
+
+
+if __name__ == "__main__":
+    main()

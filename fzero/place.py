@@ -1,0 +1,60 @@
+"""How does a live state move between the device, host memory and files?
+
+    away = fzero.make_train_step(model, cfg, placements={"optimizer/*": Placement("nvme", path="/fast")})
+    state = fzero.place(state, away)    # and back: fzero.place(state, step)
+
+Nothing is sent, and no bit changes: two steps that differ in placements alone go on from each other's states. For another stage,
+number of ranks or layout there is `fzero.reshard`, which ends with this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fzero.offload import agree, files_of
+from fzero.simulate import LockstepRanks, stacked, unstacked
+from fzero.state import TrainState
+from fzero.step import TrainStep
+
+
+def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState[Any]:
+    """The state with every tensor where `step` wants it, and the same bits.
+
+    What moves is a tensor at a time, in sub-groups where it goes to files or comes from them. What is there already is the same
+    tensor in both states; so go on with one of them. Files of the old state are removed when nothing holds it any more; until
+    then both are on the disk.
+
+    *Collective* if state goes to files or comes from them: every rank; sends a few bytes.
+
+    Args:
+        state: of a step with the same model, stage, ranks and dtypes.
+        step: with other placements.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype than in the step: `reshard` changes these.
+        StoreError, MemoryError: files cannot be made, read or written (on every rank); the state given is as it was.
+    """
+    if isinstance(step, LockstepRanks):
+        ranks, states = step, unstacked(state, step.world_size)
+        placed: TrainState[Any] = stacked(ranks._run(lambda rank: place(states[rank], ranks.steps[rank])))
+        return placed
+    step._check_shapes(state)
+    offload, everyone = step._offload, step._mesh.everyone
+    old = files_of((state.master, state.optimizer))
+    files = old if offload.is_served_by(old) else offload.make_files(everyone)
+    master, optimizer = dict(state.master), dict(state.optimizer)
+    error: Exception | None = None
+    try:
+        for buffer in step.plan.flat_buffers:
+            if buffer.trainable:
+                updated = master.get(buffer.key, state.params[buffer.key])
+                updated, optimizer[buffer.key] = offload.move(buffer, files, updated, optimizer[buffer.key])
+                if buffer.has_master:
+                    master[buffer.key] = updated
+    except Exception as raised:
+        error = raised
+    if old is not None or files is not None:
+        agree(files, everyone, error=error)
+    elif error is not None:
+        raise error
+    return state._replace(master=master, optimizer=optimizer)

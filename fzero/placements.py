@@ -1,0 +1,159 @@
+"""In which memory does each tensor of the model state live, and how does state stream from there and back?
+
+A placement is given for the master (`"master"`) of a flat buffer, and for each tensor of the optimizer's state (`"optimizer"`)
+that is as long as it; parameters, gradients and counters stay on the device. It follows from the configuration
+(`offload_optimizer`), or is given directly, tensor by tensor. It stands beside the tensor's spec in the plan; what a step does
+about it is in `fzero.offload`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fzero.config import Config, ConfigError
+from fzero.config_offload import AIO, OffloadOptimizer
+from sharding.specs import DEVICE, Placement
+
+GivenPlacements = Callable[[str, str, str], Placement | None] | Mapping[str, Placement] | None
+"""A function of quantity (`"master"` or `"optimizer"`), key of the flat buffer and leaf (`"exp_avg"`, `""` for the master), where
+None is as the configuration says; or placements by pattern of `quantity/key/leaf` (`"optimizer/*/exp_avg"`, `"master/*"`), of
+which the first that matches counts. None is as the configuration says everywhere."""
+
+SUB_GROUP = 1 << 20
+"""Elements of a sub-group where the configuration names none."""
+
+GRAIN, CHECKED_GRAIN = 1 << 11, 1 << 15
+"""Elements of which sub-groups are multiples, without and with checksums: 4096 and 65536 bytes of 16-bit numbers, or more."""
+
+MOST_THREADS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How state moves between where it lives and where it is updated. Counts of elements, buffers, sub-groups and threads.
+
+    Attributes:
+        sub_group_numel: elements of a flat tensor that are updated at a time.
+        read_ahead, write_behind: sub-groups that are read before, and written after, the one that is updated.
+        num_buffers: most tensors of sub-groups that are in host memory; None is as many as that needs.
+        num_threads, block_nbytes: blocks of a file that move at once, and their bytes.
+        checksums: whether what is read is compared with what was written.
+        leftover: what to do with files of a run that was killed.
+    """
+
+    sub_group_numel: int = SUB_GROUP
+    read_ahead: int = 1
+    write_behind: int = 1
+    num_buffers: int | None = None
+    num_threads: int = 8
+    block_nbytes: int = 1 << 20
+    checksums: bool = False
+    leftover: Literal["refuse", "clean"] = "refuse"
+
+    @classmethod
+    def of(cls, offload: OffloadOptimizer | None, aio: AIO, sub_group_size: int | None) -> Streaming:
+        """What the keys of a configuration come to.
+
+        >>> Streaming.of(None, AIO(), 5000).sub_group_numel
+        6144
+        """
+        offload = offload or OffloadOptimizer()
+        grain = CHECKED_GRAIN if offload.checksums else GRAIN
+        return cls(
+            sub_group_numel=-(-(sub_group_size or SUB_GROUP) // grain) * grain,
+            read_ahead=int(offload.pipeline_read),
+            write_behind=int(offload.pipeline_write),
+            num_buffers=offload.buffer_count,
+            num_threads=min(aio.queue_depth * aio.intra_op_parallelism, MOST_THREADS),
+            block_nbytes=aio.block_size,
+            checksums=offload.checksums,
+            leftover=offload.leftover,
+        )
+
+    def ahead(self, num_tensors: int) -> dict[str, int]:
+        """`read_ahead` and `write_behind` for sub-groups of at most so many tensors in files, as the buffers allow.
+
+        >>> Streaming(num_buffers=5).ahead(2)
+        {'read_ahead': 1, 'write_behind': 0}
+        """
+        most = 1 + self.read_ahead + self.write_behind
+        if self.num_buffers is not None and num_tensors:
+            most = min(most, self.num_buffers // num_tensors)
+        if most < 1:
+            raise ConfigError(
+                f"zero_optimization.offload_optimizer.buffer_count: must hold the tensors of one sub-group, which are "
+                f"{num_tensors} in files, got {self.num_buffers}; raise it, or leave it out"
+            )
+        read_ahead = min(self.read_ahead, most - 1)
+        return {"read_ahead": read_ahead, "write_behind": min(self.write_behind, most - 1 - read_ahead)}
+
+
+@dataclass(slots=True)
+class Chooser:
+    """Chooses the placement of one tensor after the other.
+
+    Args:
+        cfg: says where what is not given lives.
+        given: see `GivenPlacements`.
+        shares: elements that a rank updates of each flat buffer that is trained, in order.
+    """
+
+    cfg: Config
+    given: GivenPlacements
+    shares: Mapping[str, int]
+    _matched: set[str] = field(default_factory=set)
+    _moved: frozenset[str] = field(init=False)
+    _offload: OffloadOptimizer | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        moved, done = set(), 0
+        self._offload = self.cfg.zero_optimization.offload_optimizer
+        wanted = self._offload.ratio * sum(self.shares.values()) if self._offload else 0
+        for key, numel in self.shares.items():
+            if done < wanted:
+                moved.add(key)
+                done += numel
+        self._moved = frozenset(moved)
+
+    def of(self, quantity: Literal["master", "optimizer"], key: str, leaf: str) -> Placement:
+        """Where a tensor lives.
+
+        Raises:
+            ConfigError: what was given is no placement.
+        """
+        name, found = f"{quantity}/{key}/{leaf}".rstrip("/"), None
+        if isinstance(self.given, Mapping):
+            # "optimizer/*" also of a key with slashes in it, and "master/*/" is not asked for.
+            pattern = next((pattern for pattern in self.given if fnmatch.fnmatchcase(name, pattern)), None)
+            if pattern is not None:
+                self._matched.add(pattern)
+                found = self.given[pattern]
+        elif self.given is not None:
+            found = self.given(quantity, key, leaf)
+        if found is None:
+            return self._configured(key)
+        if not isinstance(found, Placement):
+            raise ConfigError(
+                f"placements: must give a sharding.Placement for {name!r}, or None for what the configuration says, got {found!r}"
+            )
+        return found
+
+    def _configured(self, key: str) -> Placement:
+        offload = self._offload
+        if offload is None or key not in self._moved:
+            return DEVICE
+        if offload.device == "cpu":
+            return Placement("host", pinned=offload.pin_memory)
+        return Placement("nvme", path=offload.nvme_path)
+
+    def check_all_used(self, names: list[str]) -> None:
+        """Raises a ConfigError if a pattern matched nothing of what was asked for."""
+        unused: Any = [p for p in self.given if p not in self._matched] if isinstance(self.given, Mapping) else []
+        if unused:
+            raise ConfigError(
+                f"placements: {unused[0]!r} must be the first to match a master or a tensor of the optimizer's state, and "
+                f"matches none; names look like {', '.join(names[:3]) or 'none, for nothing is trained beside parameters'}"
+            )
