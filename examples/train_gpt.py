@@ -5,7 +5,7 @@
     make demo ARGS="--dtype bf16"               parameters in bf16 beside an fp32 master
     make demo ARGS="--wires zero++"             fewer bits on the way, shown beside the same run with all of them
     make demo ARGS="--config my.json"           what this file says, a DeepSpeed configuration say
-    torchrun --nproc-per-node 2 examples/train_gpt.py --stage 2
+    fzero --num_procs 2 examples/train_gpt.py --stage 2    started as any script is, on one machine or on many
 
 `train` is what every rank runs: describe the model without memory, plan who holds what, `learn` (fill in this rank's part,
 call `state, metrics = step(state, batch)`), `score`. `report` and `draw` tell what happened, `launch` starts the ranks.
@@ -301,6 +301,6 @@ def launch(num_ranks: int) -> int:
 
 if __name__ == "__main__":
     options = parse_options()
-    if "RANK" not in os.environ:
+    if fzero.launched() is None:
         raise SystemExit(launch(options.ranks))
-    train(options)  # one of the ranks, started by `launch` or by torchrun
+    train(options)  # one of the ranks, started by `launch`, or by fzero, torchrun, mpirun or srun

@@ -12,6 +12,7 @@ from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
 from fzero.comm import Comm, CommRow, plan_comm, trace_comm
 from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.graph_schedule import CompileError
+from fzero.launched import Launched, launched
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
@@ -43,6 +44,7 @@ __all__ = [
     "Event",
     "Fake",
     "Label",
+    "Launched",
     "LockstepRanks",
     "LossScale",
     "LossScaling",
@@ -80,6 +82,7 @@ __all__ = [
     "gather",
     "join",
     "lamb",
+    "launched",
     "lion",
     "make_train_step",
     "muon",

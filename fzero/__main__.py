@@ -1,4 +1,4 @@
-"""The command line: `fzero config FILE`, or `python -m fzero config FILE`."""
+"""The command line: `fzero train.py …` starts a script, `fzero config FILE` shows a configuration; so does `python -m fzero`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import warnings
 
 from rich.console import Console
 
-from fzero import Config, ConfigError, ConfigWarning
+from fzero import Config, ConfigError, ConfigWarning, launch
 from fzero.config_table import reference, table
 
+HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes (fzero run --help)
+       fzero config [FILE]                   what a configuration comes to (fzero config --help)
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; 1 when a configuration is wrong."""
-    parser = argparse.ArgumentParser(prog="fzero", description="ZeRO as pure functions on PyTorch")
-    commands = parser.add_subparsers(dest="command", required=True)
-    config = commands.add_parser("config", help="what a configuration comes to")
-    config.add_argument("file", nargs="?", help="a JSON or Hjson file with DeepSpeed's keys")
-    config.add_argument("--reference", action="store_true", help="print the reference of all keys, as Markdown")
+ZeRO as pure functions on PyTorch"""
+
+
+def config(arguments: list[str]) -> int:
+    """What a configuration comes to; 1 when it is wrong."""
+    parser = argparse.ArgumentParser(prog="fzero config", description="what a configuration comes to")
+    parser.add_argument("file", nargs="?", help="a JSON or Hjson file with DeepSpeed's keys")
+    parser.add_argument("--reference", action="store_true", help="print the reference of all keys, as Markdown")
     given = parser.parse_args(arguments)
     if given.reference:
         print(reference(), end="")
         return 0
     if given.file is None:
-        config.error("give a FILE, or --reference")
+        parser.error("give a FILE, or --reference")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConfigWarning)  # the table tells them
@@ -34,6 +37,19 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+COMMANDS = {"config": config, "run": launch.main}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; what does not begin with the name of one is a script to start, or a flag of `run`."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or words[0] in ("-h", "--help"):
+        print(HELP)
+        return 0 if words else 2
+    command = COMMANDS.get(words[0])
+    return launch.main(words) if command is None else command(words[1:])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # tensors cut and joined by a layout; collectives on stacked ranks; what property tests try
     ("sharding.views", "sharding.reference", "sharding.toy_models", "sharding.testing"),
     # the only door to torch.distributed; what is sent
-    ("fzero.codecs", "fzero.sent", "fzero.lockstep", "fzero.collectives", "fzero.wires"),
+    ("fzero.launched", "fzero.codecs", "fzero.sent", "fzero.lockstep", "fzero.collectives", "fzero.wires"),
     # pure
     (
         "fzero.transforms",
@@ -82,8 +82,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("fzero.laws", "fzero.laws_of_orders", "fzero.laws_of_transforms", "fzero.laws_of_collectives"),
         *("fzero.plain", "fzero.training_machine", "fzero.testing"),
     ),
-    # the command line
-    ("fzero.__main__",),
+    # starting ranks, and the command line
+    (
+        *("fzero.hosts", "fzero.launch_environment", "fzero.agent", "fzero.launchers"),
+        *("fzero.preflight", "fzero.supervise", "fzero.launch", "fzero.__main__"),
+    ),
 )
 """From the lowest up. A module imports modules of lower layers, and those to its left in its own."""
 
@@ -149,12 +152,15 @@ def test_modules_of_integers_do_not_import_torch() -> None:
             assert not any(module.partition(".")[0] == "torch" for module in imported_modules(path)), path
 
 
-def test_torch_distributed_is_named_behind_one_door_only() -> None:
+def test_torch_distributed_is_named_behind_one_door_only_and_where_ranks_are_started() -> None:
     def uses(path: Path) -> bool:
         names = {f"{module}.{name}" if name else module for module, name in imports(path)} | attributes(path)
         return any(f"{name}.".startswith("torch.distributed.") for name in names)
 
-    assert {name_of(path) for path in files("fzero", "sharding", "examples") if uses(path)} == {"fzero.collectives"}
+    assert {name_of(path) for path in files("fzero", "sharding", "examples") if uses(path)} == {
+        "fzero.agent",
+        "fzero.collectives",
+    }
 
 
 @pytest.mark.parametrize("path", files("examples", "benchmarks"), ids=name_of)
