@@ -11,6 +11,7 @@ from fzero.codecs import Codec, cast, quantize
 from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
 from fzero.comm import Comm, CommRow, plan_comm, trace_comm
 from fzero.config import Config, ConfigError, ConfigWarning
+from fzero.elasticity import ElasticBatch, elastic_batch
 from fzero.graph_schedule import CompileError
 from fzero.launched import Launched, launched
 from fzero.loss_scaling import LossScale, LossScaling
@@ -41,6 +42,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "ConfigWarning",
+    "ElasticBatch",
     "Event",
     "Fake",
     "Label",
@@ -76,6 +78,7 @@ __all__ = [
     "chain",
     "check_elementwise",
     "coded",
+    "elastic_batch",
     "ended",
     "error_feedback",
     "exact",

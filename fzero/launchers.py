@@ -29,6 +29,7 @@ class Command:
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
+    ends_with_its_input: bool = False
 
     def __str__(self) -> str:
         return " ".join(
@@ -84,7 +85,7 @@ def ssh_words(job: Job) -> tuple[str, ...]:
 def ssh(job: Job) -> tuple[Command, ...]:
     """One connection to each host."""
     return tuple(
-        Command((*ssh_words(job), *job.launcher_args, name, job.agent(number)), hosts=(name,))
+        Command((*ssh_words(job), *job.launcher_args, name, job.agent(number)), {}, (name,), True)
         for number, name in enumerate(job.names)
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,13 +30,16 @@ class Supervised:
     def __init__(self, commands: Sequence[Command]) -> None:
         self.failures: list[Failure] = []
         self.commands = commands
+        # pdsh, mpirun and srun hold the leash of what they started, and would not notice that we are killed.
+        self.ends_with_us = ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()
         self.processes: list[subprocess.Popen[str]] = []
         self.readers: list[threading.Thread] = []
 
     def start(self) -> None:
         for command in self.commands:
+            ends_with_us = () if command.ends_with_its_input else self.ends_with_us
             process = subprocess.Popen(
-                command.words,
+                (*ends_with_us, *command.words),
                 env=os.environ | {**command.environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -81,7 +85,7 @@ class Supervised:
             assert process.stdin is not None
             with suppress(BrokenPipeError):
                 process.stdin.close()
-            if process.poll() is None and len(command.hosts) > 1:  # ssh ends when the agent at its other end has
+            if process.poll() is None and not command.ends_with_its_input:
                 _signal(process, signal.SIGTERM)
         self._until_ended(SECONDS_TO_END + 5)
         for process in self.processes:

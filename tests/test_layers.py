@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.wiring",
         "fzero.plan",
         "fzero.batches",
+        "fzero.elasticity",
         "fzero.reshard_plan",
         "fzero.graph_analysis",
         "fzero.graph_stays",
