@@ -24,7 +24,7 @@ demo: env  ## train a byte-level GPT with ZeRO-3 on two processes; ARGS="--stage
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: env lint  ## every test, on one to four real processes
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 nightly: env  ## the property tests, with ten times the examples
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m property $(ARGS)

@@ -4,6 +4,7 @@
     make demo ARGS="--stage 1 --ranks 3"        another stage, another number of ranks
     make demo ARGS="--dtype bf16"               parameters in bf16 beside an fp32 master
     make demo ARGS="--wires zero++"             fewer bits on the way, shown beside the same run with all of them
+    make demo ARGS="--save out/saved"           saves there now and then, and goes on from there when it is started again
     make demo ARGS="--config my.json"           what this file says, a DeepSpeed configuration say
     fzero --num_procs 2 examples/train_gpt.py --stage 2    started as any script is, on one machine or on many
 
@@ -63,6 +64,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--size", default="small", choices=SIZES, help="size of the model")
     parser.add_argument("--seed", type=int, default=0, help="decides the weights, the batches and the sample")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of the picture and the numbers")
+    parser.add_argument(
+        "--save", type=Path, metavar="DIR", help="save there every 100 steps, and go on from what is there"
+    )
     options = parser.parse_args()
     if options.config and (options.stage is not None or options.dtype or options.wires):
         parser.error("--config FILE says the stage, the dtype and the wires; leave out --stage, --dtype and --wires")
@@ -104,7 +108,8 @@ def train(options: argparse.Namespace) -> None:
         console.print(step.plan)
         if not results:
             console.print(f"{len(training_text):,} bytes of Python to learn from; one file in twenty is held out")
-        state, losses = learn(console, step, cfg, options, training_text, stop)
+        folder = options.save and options.save / name
+        state, losses = learn(console, step, cfg, options, training_text, folder, stop)
         where = {"rank": step.rank, "world_size": step.world_size}
         batches, scored = scoring_batches(held_out_text, context=size.context, batch_size=SCORING_BATCH_SIZE, **where)
         scores = score(console, step, state, batches, stop)
@@ -134,10 +139,16 @@ def learn(
     cfg: fzero.Config,
     options: argparse.Namespace,
     text: torch.Tensor,
+    folder: Path | None,
     stop: threading.Event,
 ) -> tuple[fzero.TrainState[torch.Tensor], list[float]]:
     """The state after so many steps, and the bits per byte of each."""
     state, losses, context = step.init(), [], SIZES[options.size].context
+    if folder and (folder / "latest").exists():
+        state, losses, path = fzero.load(folder, step=step)
+        console.print(f"goes on from {path}")
+    saving: fzero.Saving | None = None
+    num_before = len(losses)
     micro_batch, num_micro_steps = cfg.batch_sizes(step.world_size)[1:]
     batch_size = (micro_batch or BATCH_SIZE) * num_micro_steps
     live = console.is_terminal  # a line that changes; a log gets a new line now and then
@@ -149,11 +160,17 @@ def learn(
             batch = random_batch(text, context=context, batch_size=batch_size, **where)
             state, metrics = step(state, batch)
             losses.append(metrics.loss.item() * BITS)
-            pace = (time.perf_counter() - started) / len(losses)
+            if folder and len(losses) % 100 == 0:  # written while the next steps run
+                saving = fzero.start_save(state, folder, step=step, client=list(losses), keep=2, after=saving)
+            pace = (time.perf_counter() - started) / (len(losses) - num_before)
             line = describe(losses, options.steps, pace, num_tokens=batch_size * context * step.world_size)
             progress.update(task, completed=len(losses), description=line)
             if not live and len(losses) % max(1, options.steps // 10) == 0:
                 console.print(line)
+    if saving:
+        saving.wait()
+    if folder and len(losses) > num_before and len(losses) % 100:
+        fzero.save(state, folder, step=step, client=losses, keep=2)
     return state, losses
 
 

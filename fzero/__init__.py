@@ -7,6 +7,8 @@ for batch in loader:
     state, metrics = step(state, batch)
 """
 
+from fzero.checkpoint import Loaded, Saving, load, save, start_save
+from fzero.checkpoint_files import CheckpointError
 from fzero.codecs import Codec, cast, quantize
 from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
 from fzero.comm import Comm, CommRow, plan_comm, trace_comm
@@ -31,9 +33,11 @@ from fzero.timeline import Machine, Timeline
 from fzero.torch_optimizers import torch_optimizer
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
+from fzero.weights import export, load_weights
 from fzero.wires import Sending, Wire, coded, ended, error_feedback, exact, restarted
 
 __all__ = [
+    "CheckpointError",
     "Codec",
     "CollectiveError",
     "Comm",
@@ -47,6 +51,7 @@ __all__ = [
     "Fake",
     "Label",
     "Launched",
+    "Loaded",
     "LockstepRanks",
     "LossScale",
     "LossScaling",
@@ -59,6 +64,7 @@ __all__ = [
     "Precision",
     "Real",
     "ReshardPlan",
+    "Saving",
     "ScheduleError",
     "Sending",
     "Sent",
@@ -82,11 +88,14 @@ __all__ = [
     "ended",
     "error_feedback",
     "exact",
+    "export",
     "gather",
     "join",
     "lamb",
     "launched",
     "lion",
+    "load",
+    "load_weights",
     "make_train_step",
     "muon",
     "optimizer_update",
@@ -98,6 +107,7 @@ __all__ = [
     "reshard",
     "reshard_all",
     "restarted",
+    "save",
     "scale",
     "sgd",
     "shard",
@@ -105,6 +115,7 @@ __all__ = [
     "simulate",
     "specs_of",
     "stacked",
+    "start_save",
     "torch_optimizer",
     "trace_comm",
     "unless",

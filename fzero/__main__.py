@@ -1,4 +1,4 @@
-"""The command line: `fzero train.py …` starts a script, `fzero config FILE` shows a configuration; so does `python -m fzero`."""
+"""The command line: `fzero train.py …`, `fzero config FILE`, `fzero export DIR OUT`; or `python -m fzero …`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import warnings
 
 from rich.console import Console
 
-from fzero import Config, ConfigError, ConfigWarning, launch
+from fzero import CheckpointError, Config, ConfigError, ConfigWarning, export, launch
 from fzero.config_table import reference, table
 
 HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes (fzero run --help)
-       fzero config [FILE]                   what a configuration comes to (fzero config --help)
+       fzero config FILE                     what a configuration comes to (fzero config --help)
+       fzero export DIR OUT                  the weights of a checkpoint as safetensors files (fzero export --help)
 
 ZeRO as pure functions on PyTorch"""
 
 
-def config(arguments: list[str]) -> int:
+def show_config(arguments: list[str]) -> int:
     """What a configuration comes to; 1 when it is wrong."""
     parser = argparse.ArgumentParser(prog="fzero config", description="what a configuration comes to")
     parser.add_argument("file", nargs="?", help="a JSON or Hjson file with DeepSpeed's keys")
@@ -39,7 +40,25 @@ def config(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"config": config, "run": launch.main}
+def export_weights(arguments: list[str]) -> int:
+    """Writes the weights of a checkpoint as safetensors files; 1 when that cannot be."""
+    what = "the weights of a checkpoint as safetensors files, for from_pretrained"
+    parser = argparse.ArgumentParser(prog="fzero export", description=what)
+    parser.add_argument("dir", help="a folder that fzero.save wrote to, or one checkpoint in it")
+    parser.add_argument("out", help="the folder to write to")
+    dtypes = ("bfloat16", "float16", "float32")
+    parser.add_argument("--dtype", choices=dtypes, help="of the parameters (default 16 bits)")
+    parser.add_argument("--max-file-nbytes", type=int, default=5 * 10**9, help="bytes of one file (default 5e9)")
+    given = parser.parse_args(arguments)
+    try:
+        export(given.dir, given.out, dtype=given.dtype, max_file_nbytes=given.max_file_nbytes)
+    except (CheckpointError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+COMMANDS = {"config": show_config, "export": export_weights, "run": launch.main}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -381,6 +381,9 @@ def shutdown() -> None:
 
     After an error on this rank alone it tells the others, whose collectives fail then.
     """
+    for pending in _ABANDONED:
+        if isinstance(pending.works, Future):
+            pending.works.cancel()  # what is not started yet must not be, in a group that is joined later
     _ABANDONED.clear()  # a collective under way would keep the connections open
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -583,6 +586,7 @@ def _swap(
         if after is not None:
             after.wait()
         return _post(received, sent, axis)
+    group = axis.group or dist.group.WORLD  # now: by the time of a late start there may be another default group
     transfers: list[tuple[Callable[..., Any], int, Tensor]]
     transfers = [(dist.irecv, rank, x) for rank, x in received.items()]
     transfers += [(dist.isend, rank, x) for rank, x in sent.items()]
@@ -593,7 +597,7 @@ def _swap(
         works = []
         while transfers:  # emptied, so that nothing here keeps the tensors alive
             transfer, rank, x = transfers.pop(0)
-            works.append(transfer(x, axis.global_rank(rank), group=axis.group))
+            works.append(transfer(x, axis.global_rank(rank), group=group))
         return [work for work in works if work is not None]
 
     return _STARTER.submit(start)

@@ -18,6 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+import sharding
 from sharding.layout import FlatLayout
 
 CHUNK = 2**18
@@ -156,18 +157,9 @@ def boxes(start: int, stop: int, num_rows: int, num_columns: int) -> Iterator[Bo
     [Box(start=2, matrices=1, rows=1, columns=1), Box(start=3, matrices=1, rows=1, columns=3),
      Box(start=6, matrices=1, rows=2, columns=3), Box(start=12, matrices=1, rows=1, columns=1)]
     """
-    matrix = num_rows * num_columns
-    while start < stop:
-        row, column = divmod(start % matrix, num_columns)
-        num_whole = (stop - start) // num_columns if column == 0 else 0
-        if row == column == 0 and stop - start >= matrix:
-            box = Box(start, (stop - start) // matrix, num_rows, num_columns)
-        elif num_whole:
-            box = Box(start, 1, min(num_whole, num_rows - row), num_columns)
-        else:
-            box = Box(start, 1, 1, min(stop - start, num_columns - column))
-        yield box
-        start += box.numel
+    shape = (-(-stop // (num_rows * num_columns)), num_rows, num_columns)
+    for box in sharding.boxes(start, stop, shape):
+        yield Box(box.start, *box.sizes)
 
 
 @dataclass(frozen=True, slots=True)

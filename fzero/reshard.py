@@ -78,14 +78,15 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     plan = plan_reshard(old.plan, new.plan, places=places, rng=_rng_specs(old, new))
     numbers = next(told.numbers for told in everyone if told.numbers is not None)
     place = places[axis.rank]
-    made = None if place.new is None else _blank(old, new, place.new, _chosen_numbers(plan, numbers))
-    sources = {} if state is None else _by_name(state)
-    targets = {} if made is None else _by_name(made)
+    chosen = chosen_numbers(plan.numbers, numbers)
+    made = None if place.new is None else blank(new, place.new, chosen, keeps_scale=_keep_scale(old, new))
+    sources = {} if state is None else by_name(state)
+    targets = {} if made is None else by_name(made)
     for round_ in plan.rounds:
         _run(round_, plan, sources, targets, axis, new.device)
     if made is not None and place.new is not None:
-        _narrow(made, new, place.new)
-        _rescale(made, numbers)
+        narrow(made, new, place.new)
+        rescale(made, numbers)
     return made
 
 
@@ -119,16 +120,16 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
     for state in states:
         _check_state(state, old)
     plan = plan_reshard(old.plan, new.plan, rng=_rng_specs(old, new))
-    numbers = _chosen_numbers(plan, _numbers_of(states[0]))
-    made = [_blank(old, new, rank, numbers) for rank in range(new.world_size)]
-    sources, targets = [_by_name(state) for state in states], [_by_name(state) for state in made]
+    numbers = chosen_numbers(plan.numbers, numbers_of(states[0]))
+    made = [blank(new, rank, numbers, keeps_scale=_keep_scale(old, new)) for rank in range(new.world_size)]
+    sources, targets = [by_name(state) for state in states], [by_name(state) for state in made]
     for flow in (flow for round_ in plan.rounds for flow in round_.flows):
         for move in plan.moves(flow):
             source = sources[move.source_rank][flow.source.name][move.source_start : move.source_stop]
             targets[move.target_rank][flow.target.name][move.target_start : move.target_stop].copy_(source)
     for rank, state in enumerate(made):
-        _narrow(state, new, rank)
-        _rescale(state, numbers)
+        narrow(state, new, rank)
+        rescale(state, numbers)
     return made
 
 
@@ -201,13 +202,13 @@ def _run(
 # --- states ------------------------------------------------------------------------------------------------------
 
 
-def _by_name(state: TrainState[Tensor]) -> dict[str, Tensor]:
+def by_name(state: TrainState[Tensor]) -> dict[str, Tensor]:
     """The tensors of a state as flat views, by the names that the plan uses."""
     accessors, tensors, _ = optree.tree_flatten_with_accessor(state)
     return {accessor.codify("state"): x.reshape(-1) for accessor, x in zip(accessors, tensors, strict=True)}
 
 
-def _numbers_of(state: TrainState[Tensor]) -> Numbers:
+def numbers_of(state: TrainState[Tensor]) -> Numbers:
     """The 0-d tensors of a state that the step made; a module's own buffers move as tensors."""
     parts = state._replace(params={}, master={}, grads={}, buffers={}, rng={}, wires={})
     accessors, tensors, _ = optree.tree_flatten_with_accessor(parts)
@@ -215,10 +216,10 @@ def _numbers_of(state: TrainState[Tensor]) -> Numbers:
     return {accessor.codify("state"): x.item() for accessor, x in named if x.ndim == 0}
 
 
-def _chosen_numbers(plan: ReshardPlan, numbers: Numbers) -> Numbers:
-    """The 0-d tensors of the new state, for what there are old ones."""
+def chosen_numbers(sources_of: Mapping[str, Sequence[str]], numbers: Numbers) -> Numbers:
+    """The 0-d tensors of the new state, for what there are old ones; those of the optimizer from equal ones."""
     chosen = {name: number for name, number in numbers.items() if not name.startswith("state.optimizer")}
-    for name, sources in plan.numbers.items():
+    for name, sources in sources_of.items():
         found = {repr(numbers[source]): source for source in sources}  # a NaN is equal to itself only in words
         if len(found) > 1:
             told = ", ".join(f"{source} is {number}" for number, source in found.items())
@@ -230,7 +231,11 @@ def _chosen_numbers(plan: ReshardPlan, numbers: Numbers) -> Numbers:
     return chosen
 
 
-def _blank(old: TrainStep, new: TrainStep, rank: int, numbers: Numbers) -> TrainState[Tensor]:
+def _keep_scale(old: TrainStep, new: TrainStep) -> bool:
+    return new._scaling.dynamic and old._scaling.dynamic
+
+
+def blank(new: TrainStep, rank: int, numbers: Numbers, *, keeps_scale: bool) -> TrainState[Tensor]:
     """A state of `new` for one rank with the numbers given, its own random state, and flat tensors yet to be filled.
 
     Padding is zero, in the optimizer state what `init` makes it.
@@ -244,15 +249,8 @@ def _blank(old: TrainStep, new: TrainStep, rank: int, numbers: Numbers) -> Train
 
     specs = new.specs
     params, master = zeros(specs.params), zeros(specs.master)
-    optimizer = {}
-    for buffer in new.plan.flat_buffers:
-        if buffer.trainable:
-            param = params[buffer.key]
-            is_cut = isinstance(buffer.row.optimizer, Sharded)
-            share = own_shard(param, buffer, new.plan.shard_of(rank)) if is_cut else param
-            optimizer[buffer.key] = new._transform_of(buffer, 0).init(master.get(buffer.key, share))
     loss_scale = new._scaling.init(new.device)
-    if new._scaling.dynamic and old._scaling.dynamic:
+    if keeps_scale:
         values = (numbers[f"state.loss_scale.{field}"] for field in LossScale._fields)
         loss_scale = LossScale(*(x.fill_(value) for x, value in zip(loss_scale, values, strict=True)))
     step = torch.zeros((), dtype=torch.int64, device=new.device if new._cfg.skips_overflow else "cpu")
@@ -261,19 +259,33 @@ def _blank(old: TrainStep, new: TrainStep, rank: int, numbers: Numbers) -> Train
         params=params,
         master=master,
         grads=zeros(specs.grads),
-        optimizer=optimizer,
+        optimizer=first_optimizer(new, rank, params, master),
         buffers=zeros(specs.buffers),
         loss_scale=loss_scale,
         rng=new._first_rng(rank),
         wires=new._first_wires(),
     )
-    for name, x in _by_name(state).items():
+    for name, x in by_name(state).items():
         if name.startswith("state.optimizer") and name in numbers:
             x.fill_(numbers[name])
     return state
 
 
-def _narrow(state: TrainState[Tensor], new: TrainStep, rank: int) -> None:
+def first_optimizer(
+    new: TrainStep, rank: int, params: Mapping[str, Tensor], master: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The optimizer state of a rank as `init` makes it, for parameters and masters that there are."""
+    optimizer = {}
+    for buffer in new.plan.flat_buffers:
+        if buffer.trainable:
+            param = params[buffer.key]
+            is_cut = isinstance(buffer.row.optimizer, Sharded)
+            share = own_shard(param, buffer, new.plan.shard_of(rank)) if is_cut else param
+            optimizer[buffer.key] = new._transform_of(buffer, 0).init(master.get(buffer.key, share))
+    return optimizer
+
+
+def narrow(state: TrainState[Tensor], new: TrainStep, rank: int) -> None:
     """Writes what a rank holds of the masters into its parameters, in their dtype."""
     for buffer in new.plan.flat_buffers:
         if buffer.has_master:
@@ -282,7 +294,7 @@ def _narrow(state: TrainState[Tensor], new: TrainStep, rank: int) -> None:
             (param if is_whole else own_shard(param, buffer, new.plan.shard_of(rank))).copy_(master)
 
 
-def _rescale(state: TrainState[Tensor], numbers: Numbers) -> None:
+def rescale(state: TrainState[Tensor], numbers: Numbers) -> None:
     """Makes what the wires remember that of a loss with the new scale."""
     ratio = state.loss_scale.scale / numbers["state.loss_scale.scale"]
     for x in optree.tree_leaves(state.wires):
@@ -319,7 +331,7 @@ def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _
             )
         if state is not None:
             _check_state(state, old)
-            numbers = _numbers_of(state) if old_rank == 0 else None
+            numbers = numbers_of(state) if old_rank == 0 else None
     except ValueError as error:
         problem = str(error)
     return _Told(old_rank, new_rank, zlib.crc32(repr(plans).encode()), numbers, problem)

@@ -231,8 +231,8 @@ def plan_reshard(
             for source in sources:
                 _check_same_kind(old, source, new, buffer)
                 flows += _flows_between(old, source, new, buffer)
-            for path, name in _numbers_of(new, buffer).items():
-                counted[name] = tuple(_numbers_of(old, source)[path] for source in sources)
+            for path, name in numbers_of(new, buffer).items():
+                counted[name] = tuple(numbers_of(old, source)[path] for source in sources)
         rounds.append(Round(unit.name, tuple(flows)))
     own = {f"state.rng[{kind!r}]": spec for kind, spec in (rng or {}).items()} | kept_wires(old, new)
     rest = [*_module_buffers(old, new), *(_own(name, spec, old, new) for name, spec in own.items())]
@@ -251,12 +251,13 @@ def plan_reshard(
 
 def _flows_between(old: Plan, source: BufferPlan, new: Plan, target: BufferPlan) -> Iterator[Flow]:
     """What goes from one flat buffer to another."""
-    old_tensors, new_tensors = _tensors_of(old, source), _tensors_of(new, target)
+    old_tensors, new_tensors = tensors_of(old, source), tensors_of(new, target)
     for quantity, tensor in new_tensors.items():
         master = new_tensors["master"] if quantity == "params" and target.has_master else None
         if master is not None and master.num_shards == tensor.num_shards:
             continue  # all made of the rank's own master
-        known = old_tensors.get(_quantity_for(quantity, source, target))
+        wanted = quantity_for(quantity, source.dtypes.param, target, has_master=source.has_master)
+        known = old_tensors.get(wanted)
         if known is None:
             continue  # the parameters that both buffers hold have no element
         flow = _flow(known, tensor, master)
@@ -264,13 +265,13 @@ def _flows_between(old: Plan, source: BufferPlan, new: Plan, target: BufferPlan)
             yield flow
 
 
-def _quantity_for(quantity: str, source: BufferPlan, target: BufferPlan) -> str:
-    """Which old quantity a new one is made of."""
+def quantity_for(quantity: str, param_dtype: str, target: BufferPlan, *, has_master: bool) -> str:
+    """Which old quantity a new one is made of, from parameters of `param_dtype` that may have a master."""
     if quantity not in ("params", "master"):
         return quantity
-    if quantity == "params" and target.has_master and source.dtypes.param == target.dtypes.param:
+    if quantity == "params" and target.has_master and param_dtype == target.dtypes.param:
         return "params"  # already rounded, and perhaps whole
-    return "master" if source.has_master else "params"
+    return "master" if has_master else "params"
 
 
 def _flow(source: FlatTensor, target: FlatTensor, master: FlatTensor | None = None) -> Flow:
@@ -279,7 +280,7 @@ def _flow(source: FlatTensor, target: FlatTensor, master: FlatTensor | None = No
     return Flow(source, target, plan_transfer(source.layout, target.layout, names=shared), master)
 
 
-def _tensors_of(plan: Plan, buffer: BufferPlan) -> dict[str, FlatTensor]:
+def tensors_of(plan: Plan, buffer: BufferPlan) -> dict[str, FlatTensor]:
     """The flat tensors of one buffer that outlive a step, by quantity. (Gradients do not.)"""
     layout = FlatLayout(buffer.layout.names, buffer.layout.shapes, plan.world_size, multiple_of=ALIGNMENT)
     assert layout.partition.padded_numel == buffer.padded_numel
@@ -291,19 +292,19 @@ def _tensors_of(plan: Plan, buffer: BufferPlan) -> dict[str, FlatTensor]:
     tensors = {"params": tensor(f"state.params[{buffer.key!r}]", layout, buffer.params)}
     if buffer.has_master:
         tensors["master"] = tensor(f"state.master[{buffer.key!r}]", layout, buffer.master)
-    for path, (name, spec) in _optimizer_leaves(plan, buffer).items():
+    for path, (name, spec) in optimizer_leaves(plan, buffer).items():
         if spec.shape != ():
             entries = layout if _is_by_element(spec, buffer) else _entries_layout(plan, buffer, path)
             tensors[path] = tensor(name, entries, spec)
     return tensors
 
 
-def _numbers_of(plan: Plan, buffer: BufferPlan) -> dict[str, str]:
+def numbers_of(plan: Plan, buffer: BufferPlan) -> dict[str, str]:
     """The names of the 0-d tensors of the optimizer state, by path."""
-    return {path: name for path, (name, spec) in _optimizer_leaves(plan, buffer).items() if spec.shape == ()}
+    return {path: name for path, (name, spec) in optimizer_leaves(plan, buffer).items() if spec.shape == ()}
 
 
-def _optimizer_leaves(plan: Plan, buffer: BufferPlan) -> dict[str, tuple[str, TensorSpec]]:
+def optimizer_leaves(plan: Plan, buffer: BufferPlan) -> dict[str, tuple[str, TensorSpec]]:
     """The tensors of the optimizer state: their names in the whole state and specs, by path in their own."""
     if not buffer.trainable:
         return {}
@@ -322,7 +323,7 @@ def _entries_layout(plan: Plan, buffer: BufferPlan, path: str) -> FlatLayout:
     if not isinstance(plan.optimizer[buffer.key], AdafactorState):
         raise ValueError(
             f"plan_reshard: the optimizer state of {buffer.key!r} must have tensors with an entry for each element, or one "
-            f"number, and state{path} has shape {_optimizer_leaves(plan, buffer)[path][1].shape}; start the new step from the "
+            f"number, and state{path} has shape {optimizer_leaves(plan, buffer)[path][1].shape}; start the new step from the "
             f"weights, init(old.gather(state))"
         )
     grids = {buffer.layout.names[index]: grid for index, grid in grids_of(buffer.layout).items()}
@@ -331,33 +332,40 @@ def _entries_layout(plan: Plan, buffer: BufferPlan, path: str) -> FlatLayout:
     return FlatLayout(tuple(grids), shapes, plan.world_size)
 
 
-def _module_buffers(old: Plan, new: Plan) -> Iterator[Flow]:
-    def tensor(plan: Plan, name: str) -> FlatTensor:
-        spec = plan.buffers[name]
-        layout = FlatLayout((name,), (spec.shape,), plan.world_size)
-        return FlatTensor(f"state.buffers[{name!r}]", layout, spec.dtype, 1)
+def buffers_of(plan: Plan) -> dict[str, FlatTensor]:
+    """The module's own buffers, which every rank has."""
+    layouts = {name: FlatLayout((name,), (spec.shape,), plan.world_size) for name, spec in plan.buffers.items()}
+    return {
+        name: FlatTensor(f"state.buffers[{name!r}]", layouts[name], spec.dtype, 1)
+        for name, spec in plan.buffers.items()
+    }
 
-    for name in new.buffers:
-        yield _flow(tensor(old, name), tensor(new, name))
+
+def _module_buffers(old: Plan, new: Plan) -> Iterator[Flow]:
+    before = buffers_of(old)
+    for name, tensor in buffers_of(new).items():
+        yield _flow(before[name], tensor)
+
+
+def wires_of(plan: Plan) -> dict[str, tuple[TensorSpec, str]]:
+    """What the wires of reductions remember, by its name in the whole state: the spec, and what is sent by whom through what.
+
+    Where the latter is the same in another step, whatever its stage, a rank may go on with what it remembers.
+    """
+    found: dict[str, tuple[TensorSpec, str]] = {}
+    for buffer in plan.flat_buffers:
+        for axis, specs in plan.wires.get(buffer.key, {}).items():
+            told = repr((plan.mesh.axes, buffer.layout, plan.wiring.reduce[axis].name))
+            accessors, leaves, _ = optree.tree_flatten_with_accessor(specs)
+            for accessor, spec in zip(accessors, leaves, strict=True):
+                found[accessor.codify(f"state.wires[{buffer.key!r}][{axis!r}]")] = spec, f"{told} {spec}"
+    return found
 
 
 def kept_wires(old: Plan, new: Plan) -> dict[str, TensorSpec]:
-    """The tensors that the wires of reductions remember and keep: where the same is sent by the same ranks, whatever the stage.
-
-    By their names in the whole state. Others start anew.
-    """
-    layouts = {buffer.key: buffer.layout for buffer in old.flat_buffers}
-    kept: dict[str, TensorSpec] = {}
-    for buffer in new.flat_buffers:
-        before, after = old.wires.get(buffer.key, {}), new.wires.get(buffer.key, {})
-        if old.mesh != new.mesh or layouts.get(buffer.key) != buffer.layout:
-            continue
-        for axis, specs in after.items():
-            if before.get(axis) == specs and old.wiring.reduce[axis].name == new.wiring.reduce[axis].name:
-                accessors, leaves, _ = optree.tree_flatten_with_accessor(specs)
-                names = [accessor.codify(f"state.wires[{buffer.key!r}][{axis!r}]") for accessor in accessors]
-                kept |= dict(zip(names, leaves, strict=True))
-    return kept
+    """The tensors that the wires of reductions remember and keep, by their names in the whole state. Others start anew."""
+    before = wires_of(old)
+    return {name: spec for name, (spec, told) in wires_of(new).items() if before.get(name, ("", ""))[1] == told}
 
 
 def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
@@ -406,7 +414,7 @@ def _check_same_kind(old: Plan, source: BufferPlan, new: Plan, target: BufferPla
     if not target.trainable:
         return
     kinds = [type(p.optimizer[b.key]).__name__ for p, b in ((old, source), (new, target))]
-    kept = [_kept(p, b, shared) for p, b in ((old, source), (new, target))]
+    kept = [kept_of(p, b, shared) for p, b in ((old, source), (new, target))]
     if kinds[0] != kinds[1] or kept[0].keys() != kept[1].keys():
         theirs = [f"{kind}({', '.join(path[1:] for path in paths)})" for kind, paths in zip(kinds, kept, strict=True)]
         raise ValueError(
@@ -423,15 +431,15 @@ def _check_same_kind(old: Plan, source: BufferPlan, new: Plan, target: BufferPla
             )
 
 
-def _kept(plan: Plan, buffer: BufferPlan, names: Sequence[str]) -> dict[str, str]:
+def kept_of(plan: Plan, buffer: BufferPlan, names: Sequence[str]) -> dict[str, str]:
     """What the optimizer keeps of some parameters of a buffer, numbers included: the dtypes, by path."""
-    tensors = _tensors_of(plan, buffer)
+    tensors = tensors_of(plan, buffer)
 
     def has_entries(path: str) -> bool:
         layout = tensors[path].layout
         return any(start < stop for start, stop in (layout.bounds(n) for n in names if n in layout.names))
 
-    leaves = _optimizer_leaves(plan, buffer).items()
+    leaves = optimizer_leaves(plan, buffer).items()
     return {path: spec.dtype for path, (_, spec) in leaves if spec.shape == () or has_entries(path)}
 
 

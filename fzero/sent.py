@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 Purpose = Literal[
     "gather", "reduce", "join", "told", "norm", "optimizer", "momentum", "buffers", "agree", "negotiate", "overflow",
-    "init", "compare", "reshard", "other",
+    "init", "compare", "reshard", "save", "other",
 ]  # fmt: skip
 Phase = Literal["", "forward", "turn", "backward", "update"]
 
@@ -30,6 +30,7 @@ PURPOSES: dict[Purpose, str] = {
     "init": "init",
     "compare": "compare what the ranks were given",
     "reshard": "reshard",
+    "save": "save or load",
     "other": "collective",
 }
 """What an error message calls each: parameters are gathered, gradients reduced and updated shards joined."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import optree
@@ -124,6 +125,11 @@ class LockstepRanks:
         """The full state dict, as `TrainStep.gather`."""
         states = unstacked(state, self.world_size)
         return self._run(lambda rank: self.steps[rank].gather(states[rank], to="rank0"))[0]
+
+    def save_16bit_model(self, state: TrainState[Tensor], out: str | Path, **how: Any) -> None:
+        """The weights as safetensors files, as `TrainStep.save_16bit_model`."""
+        states = unstacked(state, self.world_size)
+        self._run(lambda rank: self.steps[rank].save_16bit_model(states[rank], out, **how))
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
         """The first parameter whose gradient is not finite, as `TrainStep.first_overflow`."""

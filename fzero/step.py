@@ -17,7 +17,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
-from itertools import accumulate
+from itertools import accumulate, chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 import optree
@@ -28,6 +29,8 @@ from fzero import collectives, initialise
 from fzero.batches import Batches, without_memory
 from fzero.binding import bound
 from fzero.bound_mesh import BoundMesh
+from fzero.checkpoint_files import CheckpointError
+from fzero.checkpoint_plan import Stored
 from fzero.checkpointing import Choice
 from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Pending, Real
 from fzero.config import Config, ConfigError
@@ -41,6 +44,7 @@ from fzero.pieces import Pieces
 from fzero.plan import BufferPlan, OwnTransform, ParamGroup
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
 from fzero.recipe import Recipe
+from fzero.safetensors_files import Export, exported_dtype
 from fzero.schedule import Event, early
 from fzero.sent import Label, Sent
 from fzero.state import Metrics, TrainState
@@ -384,17 +388,71 @@ class TrainStep:
         self._check_state(state)
         full: dict[str, Tensor] = {}
         keep = to == "all" or self.rank == 0
+        for views in self._whole_weights(state):
+            if keep:
+                full |= {name: _portable(view) for name, view in views.items()}
+        if not keep:
+            return {}
+        full |= {name: _portable(tensor) for name, tensor in state.buffers.items()}
+        return {key: full[name] for key, name in self._stored_names.items()}
+
+    def _whole_weights(self, state: TrainState[Tensor]) -> Iterator[dict[str, Tensor]]:
+        """The whole weights, one flat buffer after the other; the master's where there is one. *Collective.*"""
         for buffer in self.plan.flat_buffers:
             flat = state.master.get(buffer.key, state.params[buffer.key])
             if flat.numel() != buffer.padded_numel:
                 spec = buffer.row.optimizer if buffer.key in state.master else buffer.row.params
                 flat = self._mesh.all_gather(flat, self._mesh.axes_of(spec))
-            if keep:
-                full |= {name: _portable(view) for name, view in unflatten(flat, buffer.layout).items()}
-        if not keep:
-            return {}
-        full |= {name: _portable(tensor) for name, tensor in state.buffers.items()}
-        return {key: full[name] for key, name in self._stored_names.items()}
+            yield unflatten(flat, buffer.layout)
+
+    def save_16bit_model(
+        self,
+        state: TrainState[Tensor],
+        out: str | Path,
+        *,
+        dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+        max_file_nbytes: int = 5 * 10**9,
+    ) -> None:
+        """Writes the weights as safetensors files, named and indexed as `from_pretrained` of transformers expects them.
+
+        Of a tied weight the first name is stored, and the others are in the files' metadata. Files that were exported to `out`
+        before are replaced when the new ones are whole.
+
+        *Collective:* every rank, which all send what `gather` sends. Rank 0 writes, and holds one unit at a time.
+
+        Args:
+            out: a folder, which is made.
+            dtype: of the parameters; None is the model's own where that has 16 bits, else bfloat16. Module buffers keep theirs.
+            max_file_nbytes: of one file, where no tensor is larger.
+
+        Raises:
+            CheckpointError: told on every rank: a file cannot be written.
+            ValueError: a dtype that safetensors does not have.
+        """
+        self._check_state(state)
+        keys = {name: key for key, name in reversed(self._stored_names.items())}
+        aliases = {key: keys[name] for key, name in self._stored_names.items() if keys[name] != key}
+        stored = {n: Stored(spec.shape, spec.dtype) for n, spec in self.plan.buffers.items()} | {
+            name: Stored(shape, exported_dtype(buffer.dtypes.param, dtype))
+            for buffer in self.plan.flat_buffers
+            for name, shape in zip(buffer.layout.names, buffer.layout.shapes)
+        }
+        exported = Export(Path(out), {key: stored[name] for name, key in keys.items()}, max_file_nbytes, aliases)
+        problem = None
+        views = self._whole_weights(state)
+        try:
+            if self.rank == 0:
+                with exported:
+                    for tensors in chain(views, (state.buffers,)):
+                        for name in tensors.keys() & keys.keys():
+                            exported.write(keys[name], tensors[name])
+        except OSError as error:
+            problem = f"save_16bit_model: {out} must be a folder that can be written to, got {error}; make space, or pass another"
+        for _ in views:  # the other ranks gather with rank 0, whatever happened there
+            pass
+        told = collectives.exchange(problem, self._mesh.everyone, label=Label("save"))
+        if told[0]:
+            raise CheckpointError(told[0])
 
     def _check_state(self, state: TrainState[Tensor]) -> None:
         """Raises unless every tensor has this step's shape and dtype: another step's may be divided otherwise."""

@@ -7,8 +7,10 @@ the model, the job and the rules, and shows the shortest run that breaks a law.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor, nn
 
+from fzero.checkpoint import load, save
 from fzero.plain import (
     Job,
     Numbers,
@@ -37,6 +40,9 @@ from fzero.transforms import Transform, leaf_names, same_bits
 from sharding import Partial, Replicated, Sharded, TensorSpec
 from sharding.testing import models
 from sharding.views import torch_dtype, unflatten
+
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""Where checkpoints are written: a disk that is waited for each time takes longer than all the rest."""
 
 NUM_RULES = 8
 """Most rules of one run."""
@@ -213,6 +219,22 @@ class TrainingMachine(RuleBasedStateMachine):
         self.plain.compute_in(self.job.precision)
         if not (old.dynamic and self.job.scaling.dynamic):
             self.plain.loss_scale = PlainLossScale(self.job.scaling)
+        self.train(then)
+
+    @rule(other=st.runner().flatmap(lambda machine: machine.jobs()), then=steps)
+    def save_and_load(self, other: Job, then: list[int]) -> None:
+        """On other ranks, in another stage, layout and precision; the loss scale stays where it is dynamic before and after."""
+        kept = ("initial_scale_power", "window", "hysteresis", "consecutive")
+        job = self._fitting(replace(other, **{field: getattr(self.job, field) for field in kept}))
+        old, step, before = self.job, self.step_of(job), copied(self.state)
+        with TemporaryDirectory(dir=MEMORY) as folder:
+            save(self.state, folder, step=self.step)
+            tell("saving leaves the state as it was", changed(before, self.state))
+            state = load(folder, step=step).state
+        self.job, self.step, self.state = job, step, state
+        self.plain.compute_in(job.precision)
+        if not (old.scaling.dynamic and job.scaling.dynamic):
+            self.plain.loss_scale = PlainLossScale(job.scaling)
         self.train(then)
 
     @rule(then=steps)

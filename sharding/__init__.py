@@ -6,6 +6,7 @@ does not load torch. The modules that cut tensors (`sharding.views`), simulate c
 generate test inputs (`sharding.testing`) are imported by name.
 """
 
+from sharding.boxes import Box, boxes
 from sharding.buckets import plan_buckets
 from sharding.dtypes import itemsize
 from sharding.layout import FlatLayout, Fragment
@@ -25,6 +26,7 @@ from sharding.transfer import Move, plan_transfer
 
 __all__ = [
     "DEVICE",
+    "Box",
     "FlatLayout",
     "Fragment",
     "Mesh",
@@ -38,6 +40,7 @@ __all__ = [
     "Sharded",
     "Spec",
     "TensorSpec",
+    "boxes",
     "declaration",
     "itemsize",
     "plan_buckets",

@@ -136,7 +136,22 @@ class FlatLayout:
         >>> FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2).fragments(1)
         (Fragment(name='w', start=5, stop=6, offset=0), Fragment(name='b', start=0, stop=3, offset=1))
         """
-        return tuple(self._iterate_fragments(rank))
+        return tuple(self.within(*self.partition.bounds(rank)))
+
+    def within(self, start: int, stop: int) -> Iterator[Fragment]:
+        """The parts of parameters in elements [start, stop) of the buffer, in order; their offsets count from `start`.
+
+        >>> list(FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2).within(4, 7))
+        [Fragment(name='w', start=4, stop=6, offset=0), Fragment(name='b', start=0, stop=1, offset=2)]
+        """
+        # Of several parameters at one offset only the last can have elements, so the search lands on it.
+        for place in range(max(bisect_right(self.offsets, start) - 1, 0), len(self.names)):
+            offset, numel = self.offsets[place], self.numels[place]
+            if offset >= stop:
+                return
+            first, last = max(start - offset, 0), min(stop - offset, numel)
+            if first < last:
+                yield Fragment(self.names[place], first, last, offset + first - start)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise unless `shapes` has exactly the parameters of this layout, in any order, each with its shape.
@@ -165,14 +180,3 @@ class FlatLayout:
             known = ", ".join(map(repr, self.names[:8])) + (", ..." if len(self.names) > 8 else "")
             raise ValueError(f"FlatLayout: unknown parameter {name!r}; the layout holds {known or 'none'}")
         return self._places[name]
-
-    def _iterate_fragments(self, rank: int) -> Iterator[Fragment]:
-        shard_start, shard_stop = self.partition.bounds(rank)
-        # Of several parameters at one offset only the last can have elements, so the search lands on it.
-        for place in range(max(bisect_right(self.offsets, shard_start) - 1, 0), len(self.names)):
-            offset, numel = self.offsets[place], self.numels[place]
-            if offset >= shard_stop:
-                return
-            start, stop = max(shard_start - offset, 0), min(shard_stop - offset, numel)
-            if start < stop:
-                yield Fragment(self.names[place], start, stop, offset + start - shard_start)

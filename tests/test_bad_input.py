@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from training import GLOBAL_BATCH, Plain, adamw, config, make, part, train, train_plainly, vectors
 
 import fzero
-from fzero import CollectiveError, ConfigError, MismatchError, ScheduleError
+from fzero import CollectiveError, ConfigError, MismatchError, ScheduleError, collectives
 from sharding import Mesh
 
 SECONDS = 20  # to tell an error on all ranks; the pool's own timeout, which a rank that waits in vain meets, is 120
@@ -25,6 +25,7 @@ SECONDS = 20  # to tell an error on all ranks; the pool's own timeout, which a r
 
 def errors_of(ranks: RankPool, world_size: int, function: Callable[..., Any], *args: Any) -> list[Exception | None]:
     """What each rank raised."""
+    ranks(world_size, int)  # they have joined
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         ranks(world_size, function, *args)
@@ -407,6 +408,26 @@ def test_ranks_that_raise_at_different_places_and_go_on_are_told(ranks: RankPool
     errors = errors_of(ranks, 3, _raises_elsewhere, 0)
     assert_all_raise(errors, CollectiveError, "the ranks are in different steps|the collective failed")
     assert any("the ranks are in different steps" in str(error) for error in errors)
+
+
+def _leaves_a_late_start() -> None:
+    """Rank 0 raises when a gather waits for its turn to be started."""
+    axis = fzero.join()
+    if axis.rank == 0:
+        collectives._STARTER.submit(time.sleep, 1)
+        collectives.abandon([collectives.start_all_gather(torch.full((4,), -1.0), torch.empty(8), axis)])
+    raise ZeroDivisionError("as planned")
+
+
+def _gathers() -> list[float]:
+    axis = fzero.join()
+    gathered: list[float] = collectives.all_gather(torch.full((4,), float(axis.rank)), axis).tolist()
+    return gathered
+
+
+def test_what_a_job_did_not_start_any_more_does_not_reach_the_group_that_is_joined_next(ranks: RankPool) -> None:
+    assert_all_raise(errors_of(ranks, 2, _leaves_a_late_start), ZeroDivisionError, "as planned")
+    assert ranks(2, _gathers) == [[0.0] * 4 + [1.0] * 4] * 2
 
 
 # --- units that run on some ranks only ---------------------------------------------------------------------------

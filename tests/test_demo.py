@@ -47,6 +47,17 @@ def test_the_demo_learns_and_leaves_its_picture_and_its_numbers(tmp_path, exampl
     assert not processes_of(tmp_path)
 
 
+def test_the_demo_goes_on_from_what_it_saved(tmp_path):
+    losses = []
+    for steps in ("4", "6"):
+        command = [*COMMAND, str(tmp_path), "--steps", steps, "--save", str(tmp_path / "folder")]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr
+        losses.append(json.loads((tmp_path / "demo.json").read_text())["training_bits_per_byte"])
+    assert f"goes on from {tmp_path / 'folder' / 'step-4'}" in run.stdout
+    assert len(losses[1]) == 6 and losses[1][:4] == losses[0] and losses[1][4] < losses[0][2]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_demo_learns_in_16_bits_and_keeps_what_the_paper_says(tmp_path, examples, dtype):
     run = subprocess.run(

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # integers and names only, no torch
     (
         *("sharding.checks", "sharding.dtypes", "sharding.partition", "sharding.order", "sharding.layout"),
-        *("sharding.specs", "sharding.buckets", "sharding.transfer", "sharding"),
+        *("sharding.specs", "sharding.buckets", "sharding.boxes", "sharding.transfer", "sharding"),
     ),
     # tensors cut and joined by a layout; collectives on stacked ranks; what property tests try
     ("sharding.views", "sharding.reference", "sharding.toy_models", "sharding.testing"),
@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.batches",
         "fzero.elasticity",
         "fzero.reshard_plan",
+        "fzero.checkpoint_plan",
         "fzero.graph_analysis",
         "fzero.graph_stays",
         "fzero.graph_buckets",
@@ -67,6 +68,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *(
             "fzero.host_buffers",
             "fzero.claims",
+            "fzero.checkpoint_files",
+            "fzero.safetensors_files",
+            "fzero.checkpoint_format",
             "fzero.direct_files",
             "fzero.file_store",
             "fzero.stream",
@@ -76,7 +80,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
-    ("fzero.recipe", "fzero.step", "fzero.simulate", "fzero.comm", "fzero.reshard"),
+    (
+        "fzero.recipe",
+        "fzero.step",
+        "fzero.simulate",
+        "fzero.comm",
+        "fzero.reshard",
+        "fzero.checkpoint",
+        "fzero.weights",
+    ),
     ("fzero",),
     # what the tests of users may call
     (
@@ -153,15 +165,23 @@ def test_modules_of_integers_do_not_import_torch() -> None:
             assert not any(module.partition(".")[0] == "torch" for module in imported_modules(path)), path
 
 
-def test_torch_distributed_is_named_behind_one_door_only_and_where_ranks_are_started() -> None:
+def users_of(*, module: str, but: str) -> set[str]:
+    """The modules that name something of a module of torch, but of a part of it."""
+
     def uses(path: Path) -> bool:
         names = {f"{module}.{name}" if name else module for module, name in imports(path)} | attributes(path)
-        return any(f"{name}.".startswith("torch.distributed.") for name in names)
+        return any(f"{name}.".startswith(module) and not f"{name}.".startswith(but) for name in names)
 
-    assert {name_of(path) for path in files("fzero", "sharding", "examples") if uses(path)} == {
+    return {name_of(path) for path in files("fzero", "sharding", "examples") if uses(path)}
+
+
+def test_torch_distributed_is_named_behind_one_door_only_and_its_files_behind_another() -> None:
+    checkpoints = "torch.distributed.checkpoint."
+    assert users_of(module="torch.distributed.", but=checkpoints) == {
         "fzero.agent",
         "fzero.collectives",
-    }
+    }  # agent starts ranks
+    assert users_of(module=checkpoints, but="-") == {"fzero.checkpoint_format"}
 
 
 @pytest.mark.parametrize("path", files("examples", "benchmarks"), ids=name_of)

@@ -104,6 +104,15 @@ def misplacing_a_weight() -> Any:
     return _resharding(change)
 
 
+def loading_without_momentum() -> Any:
+    def broken(folder: Any, step: Any) -> Any:
+        loaded = fzero.load(folder, step=step)
+        optimizer = optree.tree_map(lambda x: x if x.ndim == 1 else x * 0, loaded.state.optimizer)
+        return loaded._replace(state=loaded.state._replace(optimizer=optimizer))
+
+    return patch.object(training_machine, "load", broken)
+
+
 def forgetting_the_count() -> Any:
     return _resharding(lambda state, old, new: state._replace(step=state.step * 0))
 
@@ -189,7 +198,8 @@ BROKEN: dict[Callable[[], Any], str] = {
     skipping_an_update_on_rank_1: f"{AGREE}|{NUMBERS}",
     leaking_padding: PADDING,
     losing_momentum: NUMBERS,
-    misplacing_a_weight: f"{NUMBERS}|{PADDING}",
+    loading_without_momentum: f"{NUMBERS}|{METRICS}",
+    misplacing_a_weight: f"{NUMBERS}|{PADDING}|{METRICS}",
     forgetting_the_count: COUNTS,
     keeping_the_scale: COUNTS,
     missing_rank_1: f"{NUMBERS}|{METRICS}",
@@ -266,7 +276,7 @@ def test_a_machine_takes_models_and_batches_of_ones_own() -> None:
 def test_a_further_capability_is_a_further_rule() -> None:
     class Storing(TrainingMachine):
         @rule(world_size=st.integers(1, 4))
-        def save_and_load(self, world_size: int) -> None:
+        def store_and_restore(self, world_size: int) -> None:
             leaves, structure = optree.tree_flatten(self.state)
             memory, job = io.BytesIO(), self.job
             torch.save(leaves, memory)

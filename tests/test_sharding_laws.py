@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import find, given, settings
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sharding import (
     FlatLayout,
     NearEqualSplit,
+    boxes,
     declaration,
     plan_buckets,
     plan_transfer,
@@ -138,6 +139,23 @@ def test_fragments_name_every_element_of_a_shard_that_is_not_padding(layout):
 
 
 @law
+@given(st.lists(st.integers(0, 4), max_size=5).map(tuple), st.data())
+def test_boxes_cover_a_run_of_a_flattened_tensor_once_in_order_and_are_few(shape, data):
+    stop = data.draw(st.integers(0, math.prod(shape)))
+    start = data.draw(st.integers(0, stop))
+    elements, found = list(range(math.prod(shape))), []
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    cut = list(boxes(start, stop, shape))
+    for box in cut:
+        ranges = [range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
+        assert all(r.stop <= size for r, size in zip(ranges, shape, strict=True))
+        inside = [sum(i * s for i, s in zip(index, strides, strict=True)) for index in product(*ranges)]
+        assert inside[0] == box.start and len(inside) == box.numel
+        found += [elements[i] for i in inside]
+    assert found == list(range(start, stop))
+    assert len(cut) <= max(2 * len(shape) - 1, 1)
+
+
 @given(layouts(min_parameters=0))
 def test_bounds_and_shapes_of_a_layout_are_those_of_its_parameters(layout):
     buffer = buffer_of(layout)

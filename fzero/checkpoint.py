@@ -1,0 +1,459 @@
+"""How is a training state saved, and loaded by a job of another size, stage or layout?
+
+    fzero.save(state, "checkpoints", step=step, client={"samples": 4096}, keep=3)
+    state, client, _ = fzero.load("checkpoints", step=step)
+
+Every rank writes a file with the parts of the state that are its own, and nothing is gathered (`fzero.checkpoint_plan` says which
+parts, `fzero.checkpoint_format` how they become files). Rank 0 then adds what the files hold, and makes the whole visible at once
+(`fzero.checkpoint_files`). The ranks tell each other through files that they are done, so that a save needs no collective while
+the next steps run: `start_save` copies this rank's parts and returns.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fzero import checkpoint_files as files
+from fzero import collectives
+from fzero.checkpoint_files import CheckpointError
+from fzero.checkpoint_plan import (
+    Part,
+    Slice,
+    Stored,
+    check_names,
+    check_told,
+    nbytes_of,
+    numbers_by_name,
+    own_specs,
+    parts_of_own,
+    parts_to_load,
+    parts_to_save,
+    sources_of_numbers,
+    stored_by,
+    told_of,
+    wires_told,
+)
+from fzero.collectives import Bound
+from fzero.reshard import AnyStep, blank, by_name, chosen_numbers, narrow, numbers_of, rescale
+from fzero.sent import Label
+from fzero.simulate import LockstepRanks, stacked, unstacked
+from fzero.state import TrainState
+from fzero.step import TrainStep
+
+if TYPE_CHECKING:
+    from fzero.checkpoint_format import Fragment  # PyTorch takes a second to import what it imports
+
+T = TypeVar("T")
+
+FEW_BYTES = 1 << 20
+"""Of the files of rank 0 beside the tensors, but for what grows with the model."""
+
+GRACE = 60.0
+"""Seconds for which an asynchronous save waits for other ranks when the program has come to its end."""
+
+
+class Loaded(NamedTuple):
+    """What `load` gives."""
+
+    state: TrainState[Tensor]
+    """Of the step that it was loaded for, this rank's part."""
+    client: Any
+    """What `save` was given as `client`."""
+    path: Path
+    """The checkpoint that it was loaded from."""
+
+
+def save(
+    state: TrainState[Tensor],
+    dir: str | Path,
+    *,
+    step: AnyStep,
+    client: Any = None,
+    keep: int | None = None,
+) -> Path:
+    """Saves a training state as a new checkpoint in `dir`, and returns when it is on the disk and is what `latest` names.
+
+    A job that is killed meanwhile, at any moment, leaves what `latest` named before. Each element is written once, by one of the
+    ranks that hold it; nothing is gathered. The files are those of torch.distributed.checkpoint, with the parameters as
+    `model.<name>`, which any job can load: `dcp.load({"model": tensors}, checkpoint_id=path)`.
+
+    *Collective:* every rank of the step; sends some numbers. All ranks must see the same `dir`.
+
+    Args:
+        state: of this step. It is left as it is. Simulated steps (`simulate`) have simulated states.
+        dir: a folder of checkpoints, which is made.
+        step: the step that `state` is of.
+        client: what else belongs to it: numbers, strings, lists, dicts and tensors, as where the data is. Rank 0's is saved.
+        keep: how many checkpoints stay in `dir`, those saved last; None is all. One more is there while it is written.
+
+    Returns:
+        The checkpoint's own folder, `dir/step-<updates>`, which `load` takes as well.
+
+    Raises:
+        CheckpointError: told on every rank: the disk is too small (before anything is written), a file cannot be written, or
+            another save to `dir` is under way.
+        ValueError: the state is not one of `step`, or `client` holds something else.
+        CollectiveError: another rank died or did not come.
+    """
+    if isinstance(step, LockstepRanks):
+        states = unstacked(state, step.world_size)
+        return step._run(lambda rank: save(states[rank], dir, step=step.steps[rank], client=client, keep=keep))[0]
+    return _started(state, Path(dir), step, client, keep, copies=False).wait()
+
+
+def start_save(
+    state: TrainState[Tensor],
+    dir: str | Path,
+    *,
+    step: TrainStep,
+    client: Any = None,
+    keep: int | None = None,
+    after: Saving | None = None,
+) -> Saving:
+    """Starts to save a training state, and returns when this rank's part of it is copied to host memory.
+
+    The state may then be given to the next step, whose collectives are not disturbed. The checkpoint is visible when all ranks
+    have written theirs, whether or not anyone waits for it.
+
+        saving = None
+        for batch in loader:
+            state, metrics = step(state, batch)
+            if is_time:
+                saving = fzero.start_save(state, "checkpoints", step=step, after=saving)
+        saving.wait()
+
+    *Collective*, arguments and errors as for `save`; but what goes wrong while it is written is told by `wait`.
+
+    Args:
+        after: an earlier one, which is waited for first, so that its errors are told and one copy at a time is held.
+    """
+    if isinstance(step, LockstepRanks):
+        raise ValueError("start_save: step must be of real ranks, got a simulated one; call save")
+    if after is not None:
+        after.wait()
+    return _started(state, Path(dir), step, client, keep, copies=True)
+
+
+def load(dir: str | Path, *, step: AnyStep) -> Loaded:
+    """The state of `step` that continues where the one saved in `dir` stands, this rank's part.
+
+    Ranks, stage, mesh, units, parameter groups and dtypes may be others than those that saved, by the rules of `reshard`: every
+    element is the same, but that neither masters nor optimizer state may become narrower. On as many ranks with the same
+    configuration training goes on bit for bit. A rank continues the random state of the same rank, a further one starts as in
+    `init`; gradients are zeros.
+
+    *Collective:* every rank of the step; sends some numbers. Each rank reads what it holds, and checks the bytes that it reads.
+
+    Args:
+        dir: a folder that was saved to, whose `latest` is taken, or one checkpoint of it (`dir/step-500`).
+        step: to continue with, of the same model.
+
+    Raises:
+        CheckpointError: told on every rank: there is no checkpoint, it was not written to its end, is of a newer format, or
+            holds other bytes than were written (names file and tensor).
+        ValueError: told on every rank: the model or the optimizer is another, or something would become narrower.
+        CollectiveError: another rank died or did not come.
+    """
+    if isinstance(step, LockstepRanks):
+        loaded = step._run(lambda rank: load(dir, step=step.steps[rank]))
+        return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
+    axis = step._mesh.everyone
+    path = of_rank_0(axis, lambda: files.find(Path(dir)))
+    return together(axis, lambda: _load(path, step))
+
+
+# --- saving ------------------------------------------------------------------------------------------------------
+
+
+class Saving:
+    """A checkpoint that is being written; made by `start_save`.
+
+    Attributes:
+        is_written: whether this rank has written its part, or failed to; the rest may take longer.
+    """
+
+    def __init__(self, writer: _Writer, axis: Bound, fragments: list[Fragment]) -> None:
+        self._writer, self._axis, self._fragments = writer, axis, fragments
+        self._is_written, self._given_up = threading.Event(), threading.Event()
+        self._problem: Exception | None = None
+        self._name: str | None = None
+        self._outcome: Path | CheckpointError | None = None
+        self._thread = threading.Thread(target=self._run, name="fzero save")
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        return self._is_written.is_set()
+
+    def wait(self) -> Path:
+        """Returns the checkpoint's folder when it is on the disk and is what `latest` names. *Collective:* sends some numbers.
+
+        Raises:
+            CheckpointError: told on every rank; what was written is removed.
+            CollectiveError: another rank died or did not come.
+        """
+        if self._outcome is None:
+            self._outcome = self._end()
+        if isinstance(self._outcome, CheckpointError):
+            raise self._outcome
+        return self._outcome
+
+    def _end(self) -> Path | CheckpointError:
+        self._is_written.wait()
+        try:
+            problems = collectives.exchange(_told(self._problem), self._axis, label=Label("save"))
+        except BaseException:
+            self._given_up.set()
+            raise
+        if not any(problems):  # all parts are there, so that rank 0 comes to an end
+            self._thread.join()
+            problems = collectives.exchange(_told(self._problem), self._axis, label=Label("save"))
+        if any(problems):
+            self._given_up.set()
+            self._thread.join()
+            if self._axis.rank == 0:
+                shutil.rmtree(self._writer.folder, ignore_errors=True)
+            rank = next(rank for rank, problem in enumerate(problems) if problem)
+            return CheckpointError(f"{problems[rank]} (on rank {rank})")
+        name: str = collectives.exchange(self._name, self._axis, label=Label("save"))[0]
+        return self._writer.path / name
+
+    def _run(self) -> None:
+        self._try(lambda: self._writer.write(self._fragments))
+        self._fragments = []
+        self._is_written.set()
+        if self._axis.rank == 0 and self._problem is None and self._all_are_there():
+            self._name = self._try(self._writer.publish)
+
+    def _try(self, function: Callable[[], T]) -> T | None:
+        try:
+            return function()
+        except Exception as error:
+            self._problem = error
+            if isinstance(error, OSError | RuntimeError) and not isinstance(error, CheckpointError):
+                self._problem = CheckpointError(
+                    f"save: {self._writer.folder} must be a folder that all ranks can write to, got {error}; make space on the "
+                    f"disk, or save to a folder that all ranks see"
+                )
+        return None
+
+    def _all_are_there(self) -> bool:
+        """Waits for the parts of all ranks; False when there is no use in it."""
+        ends, pause = float("inf"), 0.001
+        while not all(self._writer.part(rank).exists() for rank in range(self._axis.size)):
+            if not threading.main_thread().is_alive():
+                ends = min(ends, time.monotonic() + GRACE)
+            if self._given_up.wait(pause) or time.monotonic() > ends:
+                return False
+            pause = min(2 * pause, 0.5)
+        return True
+
+
+class _Writer(NamedTuple):
+    """What writes one checkpoint, without a collective."""
+
+    folder: Path
+    """Where it is written."""
+    path: Path
+    """The folder of checkpoints."""
+    step: TrainStep
+    client: bytes
+    keep: int | None
+    num_updates: int
+    numbers: dict[str, float | int]
+
+    def part(self, rank: int) -> Path:
+        return self.folder / f"part-{rank}.json"
+
+    def write(self, fragments: Iterable[Fragment]) -> None:
+        """Writes this rank's part."""
+        from fzero.checkpoint_format import write
+
+        slices = write(self.folder, self.step.rank, fragments)
+        files.write_whole(self.part(self.step.rank), json.dumps(slices).encode())
+
+    def publish(self) -> str:
+        """Adds what all parts hold, and makes the checkpoint visible."""
+        from fzero.checkpoint_format import write_metadata
+
+        plan, folder = self.step.plan, self.folder
+        parts = [self.part(rank) for rank in range(plan.world_size)]
+        slices = [Slice.of(values) for part in parts for values in json.loads(part.read_bytes())]
+        write_metadata(folder, slices, *stored_by(plan, aliases_of(self.step)))
+        contents = {
+            "numbers": numbers_by_name(plan, self.numbers),
+            "optimizer": told_of(plan),
+            "wires": wires_told(plan),
+            "names": self.step.recipe.stored_names,
+            "slices": slices,
+        }
+        files.write_whole(folder / files.CONTENTS, json.dumps(contents).encode())
+        files.write_whole(folder / files.CLIENT, self.client)
+        for part in parts:
+            part.unlink()
+        before = files.whole_ones(self.path)
+        manifest = {
+            "fzero": version("fzero"),
+            "torch": torch.__version__,
+            "serial": 1 + max((files.read_manifest(other)["serial"] for other in before), default=0),
+            "step": self.num_updates,
+            "stage": plan.stage,
+            "mesh": plan.mesh.axes,
+            "scales_dynamically": self.step._scaling.dynamic,
+        }
+        files.write_manifest(folder, manifest)
+        published = files.publish(folder, self.path, self.num_updates)
+        if self.keep is not None:
+            files.keep_last(self.path, self.keep)
+        return published.name
+
+
+def _started(
+    state: TrainState[Tensor], path: Path, step: TrainStep, client: Any, keep: int | None, *, copies: bool
+) -> Saving:
+    """Makes the folder to write to, and starts to write: from copies, or from the state itself."""
+    axis = step._mesh.everyone
+
+    def prepare() -> list[Part]:
+        step._check_state(state)
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep: must be at least 1, or None for all, got {keep}; pass how many checkpoints stay")
+        return list(parts_to_save(step.plan, axis.rank, own_specs(step.plan, step.specs.rng)))
+
+    parts = together(axis, prepare)
+    nbytes = dict(enumerate(collectives.exchange(nbytes_of(parts), axis, label=Label("save"))))
+    content = of_rank_0(axis, lambda: _content(client))
+
+    def begin() -> Path:
+        files.check_space(path, nbytes | {0: nbytes[0] + len(content) + FEW_BYTES})
+        return files.begin(path, int(state.step))
+
+    folder = of_rank_0(axis, begin)
+    tensors = by_name(state)
+    fragments = [(part, span(tensors[part.tensor], part)) for part in parts]
+    if copies:
+        fragments = [(part, flat.to("cpu", copy=True)) for part, flat in fragments]
+    writer = _Writer(folder, path, step, content, keep, int(state.step), numbers_of(state))
+    return Saving(writer, axis, fragments)
+
+
+def _content(client: Any) -> bytes:
+    """The bytes of a user's value, which must come back without running code."""
+    content = io.BytesIO()
+    try:
+        torch.save(client, content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"client: must hold numbers, strings, lists, dicts and tensors, got {type(client).__name__} which torch cannot store "
+            f"safely: {error}; leave out what is no such thing"
+        ) from error
+    return content.getvalue()
+
+
+# --- loading -----------------------------------------------------------------------------------------------------
+
+
+def _load(path: Path, step: TrainStep) -> Loaded:
+    from fzero.checkpoint_format import Files
+
+    manifest = files.read_manifest(path)
+    files.check_beside(path, manifest)
+    contents, plan, rank = json.loads((path / files.CONTENTS).read_bytes()), step.plan, step.rank
+    found = Files(path, map(Slice.of, contents["slices"]))
+    check_names(plan, aliases_of(step), found.stored)
+    check_told(plan, contents["optimizer"])
+    numbers = chosen_numbers(sources_of_numbers(plan), contents["numbers"])
+    keeps_scale = manifest["scales_dynamically"] and step._scaling.dynamic
+    wanted: dict[str, list[Part]] = {}
+    for quantity, parts in parts_to_load(plan, rank, found.stored):
+        wanted.setdefault(quantity, []).extend(parts)
+    state = blank(step, rank, numbers, keeps_scale=keeps_scale)
+    wanted["own"] = parts_of_own(rank, _kept_own(step, contents["wires"]), found.stored)
+    read_into(state, wanted.values(), found)
+    narrow(state, step, rank)
+    rescale(state, numbers)
+    return Loaded(state, torch.load(path / files.CLIENT, weights_only=True), path)
+
+
+def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[Part]], found: Source) -> None:
+    """Reads parts of a state, group by group."""
+    tensors = by_name(state)
+    for parts in groups:
+        found.read((part, span(tensors[part.tensor], part)) for part in parts)
+
+
+def span(tensor: Tensor, part: Part) -> Tensor:
+    """The elements of a part in the flat tensor that holds them: to be written to a file, or to be read into."""
+    return tensor[part.offset : part.offset + part.stop - part.start]
+
+
+class Source(Protocol):
+    """What tensors are read from, a range at a time."""
+
+    @property
+    def stored(self) -> Mapping[str, Stored]: ...
+
+    def read(self, fragments: Iterable[Fragment]) -> None:
+        """Fills each flat tensor with the elements of its part, cast to its dtype."""
+
+
+def aliases_of(step: TrainStep) -> dict[str, str]:
+    """The further names of parameters and module buffers: of tied ones, and those that `state_dict` gives them."""
+    return step.plan.aliases | {key: name for key, name in step.recipe.stored_names.items() if key != name}
+
+
+def _kept_own(step: TrainStep, wires: Mapping[str, str]) -> dict[str, Any]:
+    """What this rank has for itself and may go on with."""
+    own, now = own_specs(step.plan, step.specs.rng), wires_told(step.plan)
+    forgotten = [name for name in now if wires.get(name) != now[name]]
+    if wires and forgotten:
+        warnings.warn(
+            f"load: what reductions lost so far is forgotten where ranks, flat buffers or wires change: now {step.plan.wiring} "
+            f"on {step.world_size} ranks",
+            stacklevel=4,
+        )
+    return {name: spec for name, spec in own.items() if name not in forgotten}
+
+
+# --- agreement ---------------------------------------------------------------------------------------------------
+
+
+def together(axis: Bound, function: Callable[[], T]) -> T:
+    """What `function` returns; what it raises on any rank is raised on all. *Collective:* sends some numbers."""
+    values: list[T] = []
+    problem: Exception | None = None
+    try:
+        values.append(function())
+    except (CheckpointError, ValueError, OSError) as error:
+        problem = error
+    everyone = collectives.exchange((_told(problem), isinstance(problem, ValueError)), axis, label=Label("save"))
+    for rank, (told, is_value) in enumerate(everyone):
+        if told:
+            kind = ValueError if is_value else CheckpointError
+            raise kind(told if len(everyone) == 1 else f"{told} (on rank {rank})") from problem
+    return values[0]
+
+
+def of_rank_0(axis: Bound, function: Callable[[], T]) -> T:
+    """What `function` returns, or raises, on rank 0, where alone it is called. *Collective:* sends it."""
+    value = together(axis, lambda: function() if axis.rank == 0 else None)
+    found: T = collectives.exchange(value, axis, label=Label("save"))[0]
+    return found
+
+
+def _told(problem: Exception | None) -> str | None:
+    return None if problem is None else str(problem) or repr(problem)
