@@ -148,9 +148,10 @@ def end_sessions(leaders: set[int]) -> None:
 
 
 def launch_config(work: Work, log_dir: str) -> LaunchConfig:
-    """torchrun's description of the host's part. Ranks follow the order of hosts, unless their number may change."""
+    """torchrun's description of the host's part. Ranks follow the order of hosts, unless they may start again."""
     num_nodes = len(work.hosts)
-    keeps_order = num_nodes > 1 and work.min_nodes is None
+    # torchrun's static rendezvous keeps the order, and cannot bring agents of several hosts together a second time.
+    keeps_order = num_nodes > 1 and work.min_nodes is None and work.max_restarts == 0
     prefix = f"[{work.host.name} rank ${{rank}}] " if num_nodes > 1 else "[rank ${rank}] "
     return LaunchConfig(
         min_nodes=work.min_nodes or num_nodes,

@@ -48,8 +48,10 @@ def main(scenario: str, folder: Path) -> None:
             "\n".join(f"{k}={v}" for k, v in os.environ.items())
         ) and None
     if scenario == "fails once":
-        if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            raise SystemExit(3)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if rank == 1:
+                raise SystemExit(3)
+            time.sleep(SECONDS)
         return None
     # Something that a rank has started, as loaders of data are.
     sleeper = [sys.executable, "-c", f"import time; time.sleep({SECONDS})", str(folder)]

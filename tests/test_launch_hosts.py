@@ -154,6 +154,14 @@ def test_a_host_that_dies_ends_the_job_on_the_others(hosts, tmp_path):
 
 
 @needs("ssh")
+def test_with_restarts_the_ranks_of_all_hosts_come_back(hosts, tmp_path):
+    job = hosts.start(tmp_path, "fails once", "ssh", "--no_ssh_check", "--max_restarts=1")
+    output, errors = job.communicate(timeout=90)
+    assert job.returncode == 0, errors
+    assert all(output.count(f"rank {rank} of 2 says hello") == 2 for rank in range(2))
+
+
+@needs("ssh")
 def test_a_signal_ends_the_ranks_of_all_hosts(hosts, tmp_path):
     job = hosts.start(tmp_path, "tells signals", "ssh", "--no_ssh_check")
     wait_for(*(tmp_path / f"ready.{rank}" for rank in range(2)))
