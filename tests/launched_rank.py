@@ -48,8 +48,12 @@ def main(scenario: str, folder: Path) -> None:
             "\n".join(f"{k}={v}" for k, v in os.environ.items())
         ) and None
     if scenario == "fails once":
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        (folder / f"came.{rank}").touch()
+        if not (folder / "failed").exists():
+            while rank == 1 and not (folder / "came.0").exists():
+                time.sleep(0.05)
             if rank == 1:
+                (folder / "failed").touch()
                 raise SystemExit(3)
             time.sleep(SECONDS)
         return None
