@@ -7,7 +7,7 @@
     make demo ARGS="--offload nvme"             optimizer state in files, under --out; the same numbers
     make demo ARGS="--save out/saved"           saves there now and then, and goes on from there when it is started again
     make demo ARGS="--config my.json"           what this file says, a DeepSpeed configuration say
-    torchrun --nproc-per-node 2 examples/train_gpt.py --stage 2
+    fzero --num_procs 2 examples/train_gpt.py --stage 2    started as any script is, on one machine or on many
 
 `train` is what every rank runs: describe the model without memory, plan who holds what, `learn` (fill in this rank's part,
 call `state, metrics = step(state, batch)`), `score`. `report` and `draw` tell what happened, `launch` starts the ranks.
@@ -331,6 +331,6 @@ def launch(num_ranks: int) -> int:
 
 if __name__ == "__main__":
     options = parse_options()
-    if "RANK" not in os.environ:
+    if fzero.launched() is None:
         raise SystemExit(launch(options.ranks))
-    train(options)  # one of the ranks, started by `launch` or by torchrun
+    train(options)  # one of the ranks, started by `launch`, or by fzero, torchrun, mpirun or srun

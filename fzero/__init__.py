@@ -13,9 +13,11 @@ from fzero.codecs import Codec, cast, quantize
 from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
 from fzero.comm import Comm, CommRow, plan_comm, trace_comm
 from fzero.config import Config, ConfigError, ConfigWarning
+from fzero.elasticity import ElasticBatch, elastic_batch
 from fzero.file_store import StoreError
 from fzero.file_tensors import FileTensor
 from fzero.graph_schedule import CompileError
+from fzero.launched import Launched, launched
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
@@ -48,10 +50,12 @@ __all__ = [
     "Config",
     "ConfigError",
     "ConfigWarning",
+    "ElasticBatch",
     "Event",
     "Fake",
     "FileTensor",
     "Label",
+    "Launched",
     "Loaded",
     "LockstepRanks",
     "LossScale",
@@ -87,6 +91,7 @@ __all__ = [
     "chain",
     "check_elementwise",
     "coded",
+    "elastic_batch",
     "ended",
     "error_feedback",
     "exact",
@@ -94,6 +99,7 @@ __all__ = [
     "gather",
     "join",
     "lamb",
+    "launched",
     "lion",
     "load",
     "load_weights",

@@ -1,4 +1,4 @@
-"""The command line: `fzero config FILE`, `fzero export DIR OUT`; or `python -m fzero …`."""
+"""The command line: `fzero train.py …`, `fzero config FILE`, `fzero export DIR OUT`; or `python -m fzero …`."""
 
 from __future__ import annotations
 
@@ -8,39 +8,27 @@ import warnings
 
 from rich.console import Console
 
-from fzero import CheckpointError, Config, ConfigError, ConfigWarning, export
+from fzero import CheckpointError, Config, ConfigError, ConfigWarning, export, launch
 from fzero.config_table import reference, table
 
+HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes (fzero run --help)
+       fzero config FILE                     what a configuration comes to (fzero config --help)
+       fzero export DIR OUT                  the weights of a checkpoint as safetensors files (fzero export --help)
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; 1 when what it is given is wrong."""
-    parser = argparse.ArgumentParser(prog="fzero", description="ZeRO as pure functions on PyTorch")
-    commands = parser.add_subparsers(dest="command", required=True)
-    config = commands.add_parser("config", help="what a configuration comes to")
-    config.add_argument("file", nargs="?", help="a JSON or Hjson file with DeepSpeed's keys")
-    config.add_argument("--reference", action="store_true", help="print the reference of all keys, as Markdown")
-    exports = commands.add_parser(
-        "export", help="the weights of a checkpoint as safetensors files, for from_pretrained"
-    )
-    exports.add_argument("dir", help="a folder that fzero.save wrote to, or one checkpoint in it")
-    exports.add_argument("out", help="the folder to write to")
-    exports.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), help="of the parameters (default 16 bits)"
-    )
-    exports.add_argument("--max-file-nbytes", type=int, default=5 * 10**9, help="bytes of one file (default 5e9)")
+ZeRO as pure functions on PyTorch"""
+
+
+def show_config(arguments: list[str]) -> int:
+    """What a configuration comes to; 1 when it is wrong."""
+    parser = argparse.ArgumentParser(prog="fzero config", description="what a configuration comes to")
+    parser.add_argument("file", nargs="?", help="a JSON or Hjson file with DeepSpeed's keys")
+    parser.add_argument("--reference", action="store_true", help="print the reference of all keys, as Markdown")
     given = parser.parse_args(arguments)
-    if given.command == "export":
-        try:
-            export(given.dir, given.out, dtype=given.dtype, max_file_nbytes=given.max_file_nbytes)
-        except (CheckpointError, ValueError, OSError) as error:
-            print(error, file=sys.stderr)
-            return 1
-        return 0
     if given.reference:
         print(reference(), end="")
         return 0
     if given.file is None:
-        config.error("give a FILE, or --reference")
+        parser.error("give a FILE, or --reference")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConfigWarning)  # the table tells them
@@ -50,6 +38,37 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def export_weights(arguments: list[str]) -> int:
+    """Writes the weights of a checkpoint as safetensors files; 1 when that cannot be."""
+    what = "the weights of a checkpoint as safetensors files, for from_pretrained"
+    parser = argparse.ArgumentParser(prog="fzero export", description=what)
+    parser.add_argument("dir", help="a folder that fzero.save wrote to, or one checkpoint in it")
+    parser.add_argument("out", help="the folder to write to")
+    dtypes = ("bfloat16", "float16", "float32")
+    parser.add_argument("--dtype", choices=dtypes, help="of the parameters (default 16 bits)")
+    parser.add_argument("--max-file-nbytes", type=int, default=5 * 10**9, help="bytes of one file (default 5e9)")
+    given = parser.parse_args(arguments)
+    try:
+        export(given.dir, given.out, dtype=given.dtype, max_file_nbytes=given.max_file_nbytes)
+    except (CheckpointError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+COMMANDS = {"config": show_config, "export": export_weights, "run": launch.main}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; what does not begin with the name of one is a script to start, or a flag of `run`."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or words[0] in ("-h", "--help"):
+        print(HELP)
+        return 0 if words else 2
+    command = COMMANDS.get(words[0])
+    return launch.main(words) if command is None else command(words[1:])
 
 
 if __name__ == "__main__":

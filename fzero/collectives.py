@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 import pickle
 import sys
 import traceback
@@ -40,6 +39,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
+from fzero.launched import launched
 from fzero.lockstep import Hub
 from fzero.sent import Label, Sent
 from sharding import Mesh, reference
@@ -322,9 +322,9 @@ def observed(axis: Bound, observe: Callable[[Sent], None]) -> Bound:
 
 
 def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: timedelta = TIMEOUT) -> Real:
-    """This process' place on the axis `name`: the group torchrun describes, or the one already initialised, or none.
+    """This process' place on the axis `name`: in the job that started it, or the group already initialised, or alone.
 
-    *Collective:* every rank of the job, when torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR) is there.
+    *Collective:* every rank of the job, when `fzero.launched()` finds one: of torchrun, mpirun or srun.
 
     Args:
         device: CUDA picks NCCL and this rank's own GPU (LOCAL_RANK), anything else gloo.
@@ -332,12 +332,19 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
         timeout: how long a collective waits for a rank that does not come.
     """
     if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        me = launched()
+        if me is None:
             return Real(name)
         on_cuda = torch.device(device).type == "cuda"
         if on_cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout)
+            torch.cuda.set_device(me.local_rank)
+        # torchrun's agent may hold the store, which only env:// finds.
+        by_environment = me.by == "torchrun"
+        url = "env://" if by_environment else f"tcp://{me.master_addr}:{me.master_port}"
+        rank, world_size = (-1, -1) if by_environment else (me.rank, me.world_size)
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo", init_method=url, timeout=timeout, rank=rank, world_size=world_size
+        )
         atexit.register(_leave)
     return Real(name, dist.get_world_size(), dist.get_rank())
 

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # tensors cut and joined by a layout; collectives on stacked ranks; what property tests try
     ("sharding.views", "sharding.reference", "sharding.toy_models", "sharding.testing"),
     # the only door to torch.distributed; what is sent
-    ("fzero.codecs", "fzero.sent", "fzero.lockstep", "fzero.collectives", "fzero.wires"),
+    ("fzero.launched", "fzero.codecs", "fzero.sent", "fzero.lockstep", "fzero.collectives", "fzero.wires"),
     # pure
     (
         "fzero.transforms",
@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.placements",
         "fzero.plan",
         "fzero.batches",
+        "fzero.elasticity",
         "fzero.reshard_plan",
         "fzero.checkpoint_plan",
         "fzero.graph_analysis",
@@ -99,8 +100,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("fzero.laws", "fzero.laws_of_orders", "fzero.laws_of_transforms", "fzero.laws_of_collectives"),
         *("fzero.plain", "fzero.training_machine", "fzero.testing"),
     ),
-    # the command line
-    ("fzero.__main__",),
+    # starting ranks, and the command line
+    (
+        *("fzero.hosts", "fzero.launch_environment", "fzero.agent", "fzero.launchers"),
+        *("fzero.preflight", "fzero.supervise", "fzero.launch", "fzero.__main__"),
+    ),
 )
 """From the lowest up. A module imports modules of lower layers, and those to its left in its own."""
 
@@ -178,7 +182,10 @@ def users_of(*, module: str, but: str) -> set[str]:
 
 def test_torch_distributed_is_named_behind_one_door_only_and_its_files_behind_another() -> None:
     checkpoints = "torch.distributed.checkpoint."
-    assert users_of(module="torch.distributed.", but=checkpoints) == {"fzero.collectives"}
+    assert users_of(module="torch.distributed.", but=checkpoints) == {
+        "fzero.agent",
+        "fzero.collectives",
+    }  # agent starts ranks
     assert users_of(module=checkpoints, but="-") == {"fzero.checkpoint_format"}
 
 

@@ -1,0 +1,187 @@
+"""Which hosts does a job run on, and which slots of each? Hostfiles, filters and counts, as values.
+
+1. `parse_hostfile` reads lines of `host slots=N`; the order is kept, the first host has rank 0.
+2. `choose` keeps what --include, --exclude, --num_nodes and --num_gpus ask for, in DeepSpeed's grammar.
+3. `encode` and `decode` carry the result to the agents that start the ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+LINE = re.compile(r"^(?P<name>[^\s=]+)\s+slots=(?P<slots>\d+)(\s.*)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine and the slots (devices, one rank each) of it that a job uses.
+
+    >>> Host("node1", (0, 1, 3))
+    Host(name='node1', slots=(0, 1, 3))
+    >>> Host("node1", (1, 1))
+    Traceback (most recent call last):
+    ValueError: host 'node1': slots must be distinct and not negative, got (1, 1)
+    """
+
+    name: str
+    slots: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len({*self.slots}) < len(self.slots) or any(slot < 0 for slot in self.slots):
+            raise ValueError(f"host {self.name!r}: slots must be distinct and not negative, got {self.slots}")
+        if not self.name or self.name.startswith("-"):
+            raise ValueError(
+                f"host {self.name!r}: a name must not be empty, nor begin with '-': ssh would take it as an option"
+            )
+
+    @property
+    def takes_first_slots(self) -> bool:
+        """Whether local rank i has slot i, so that nothing needs to be hidden from the ranks."""
+        return self.slots == tuple(range(len(self.slots)))
+
+
+def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
+    """The hosts of a hostfile, in its order; `#` begins a comment.
+
+    >>> parse_hostfile("a slots=2  # two devices\\n\\n# b slots=8\\nc slots=1")
+    (Host(name='a', slots=(0, 1)), Host(name='c', slots=(0,)))
+    >>> parse_hostfile("a slots=2\\nb slots=two")
+    Traceback (most recent call last):
+    ValueError: hostfile, line 2: 'b slots=two' is not 'host slots=N'; write for example 'node1 slots=8'
+
+    Raises:
+        ValueError: a line that is none, a host named twice, no host at all; the message names the line.
+    """
+    found: dict[str, tuple[int, Host]] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = LINE.match(content)
+        if match is None:
+            raise ValueError(
+                f"{source}, line {number}: {content!r} is not 'host slots=N'; write for example 'node1 slots=8'"
+            )
+        name, slots = match["name"], int(match["slots"])
+        if name in found:
+            raise ValueError(
+                f"{source}, line {number}: host {name!r} is in line {found[name][0]} already; name it once"
+            )
+        if slots < 1:
+            raise ValueError(
+                f"{source}, line {number}: host {name!r} needs at least one slot; leave out the line otherwise"
+            )
+        try:
+            found[name] = number, Host(name, tuple(range(slots)))
+        except ValueError as error:
+            raise ValueError(f"{source}, line {number}: {error}") from None
+    if not found:
+        raise ValueError(f"{source}: names no host; write lines such as 'node1 slots=8'")
+    return tuple(host for _, host in found.values())
+
+
+def hostfile(hosts: Iterable[Host]) -> str:
+    """The text that `parse_hostfile` reads, for hosts that use their first slots.
+
+    >>> hostfile([Host("a", (0, 1))])
+    'a slots=2\\n'
+    """
+    return "".join(f"{host.name} slots={len(host.slots)}\n" for host in hosts)
+
+
+def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]:
+    """What `NODE[:slot,slot]@NODE…` names: slots by host, None for all of a host.
+
+    >>> parse_filter("a@b:0,2", option="--include")
+    {'a': None, 'b': (0, 2)}
+    """
+    named: dict[str, tuple[int, ...] | None] = {}
+    for part in text.split("@"):
+        name, colon, slots = part.strip().partition(":")
+        numbers = slots.split(",") if colon else []
+        if not name or not all(number.strip().isdecimal() for number in numbers):
+            raise ValueError(
+                f"{option} {text!r}: {part!r} is not 'host' or 'host:slot,slot'; write for example 'a@b:0,2'"
+            )
+        if name in named:
+            raise ValueError(f"{option} {text!r}: names host {name!r} twice; join its slots, as in '{name}:0,1'")
+        named[name] = tuple(sorted({int(number) for number in numbers})) if colon else None
+    return named
+
+
+def choose(
+    hosts: Sequence[Host],
+    *,
+    include: str = "",
+    exclude: str = "",
+    num_nodes: int | None = None,
+    slots_per_host: int | None = None,
+) -> tuple[Host, ...]:
+    """The hosts and slots that are left; hosts without a slot are dropped.
+
+    >>> cluster = parse_hostfile("a slots=4\\nb slots=4\\nc slots=4")
+    >>> choose(cluster, include="c:1,3@a")
+    (Host(name='a', slots=(0, 1, 2, 3)), Host(name='c', slots=(1, 3)))
+    >>> choose(cluster, exclude="a@b:0,1")
+    (Host(name='b', slots=(2, 3)), Host(name='c', slots=(0, 1, 2, 3)))
+    >>> choose(cluster, num_nodes=2, slots_per_host=1)
+    (Host(name='a', slots=(0,)), Host(name='b', slots=(0,)))
+
+    Args:
+        include: what alone is used; the order stays that of `hosts`.
+        exclude: what is not used; not together with `include`.
+        num_nodes: this many of the first hosts; not together with a filter.
+        slots_per_host: slots 0 to this of every host; not together with a filter.
+    """
+    filters = [f"--{name}" for name, text in (("include", include), ("exclude", exclude)) if text]
+    counts = [
+        f"--{name}" for name, count in (("num_nodes", num_nodes), ("num_gpus", slots_per_host)) if count is not None
+    ]
+    if len(filters) == 2 or (filters and counts):
+        raise ValueError(f"{' and '.join(filters + counts)} exclude each other: give one of them")
+    if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
+        raise ValueError(
+            f"--num_nodes {num_nodes}: must be from 1 to {len(hosts)}, the number of hosts in the hostfile"
+        )
+    if slots_per_host is not None:
+        if slots_per_host < 1:
+            raise ValueError(f"--num_gpus {slots_per_host}: must be at least 1")
+        hosts = [Host(host.name, tuple(range(slots_per_host))) for host in hosts]
+    if not filters:
+        return tuple(hosts[:num_nodes])
+    text = include or exclude
+    named = parse_filter(text, option=filters[0])
+    have = {host.name: host.slots for host in hosts}
+    for name, slots in named.items():
+        if name not in have:
+            raise ValueError(f"{filters[0]} {text!r}: there is no host {name!r}; there are {', '.join(have)}")
+        if missing := {*(slots or ())} - {*have[name]}:
+            raise ValueError(f"{filters[0]} {text!r}: host {name!r} has no slot {min(missing)}; it has {[*have[name]]}")
+    picked = {name: {*(have[name] if slots is None else slots)} for name, slots in named.items()}
+    kept = []
+    for host in hosts:
+        chosen = picked.get(host.name, set())
+        slots = tuple(slot for slot in host.slots if (slot in chosen) == bool(include))
+        if slots:
+            kept.append(Host(host.name, slots))
+    if not kept:
+        raise ValueError(f"{filters[0]} {text!r}: leaves no slot on any host")
+    return tuple(kept)
+
+
+def encode(hosts: Iterable[Host]) -> str:
+    """The hosts as one word without characters that a shell minds (DeepSpeed's `world_info`).
+
+    >>> encode([Host("localhost", (0, 1))])
+    'eyJsb2NhbGhvc3QiOiBbMCwgMV19'
+    """
+    return base64.urlsafe_b64encode(json.dumps({host.name: host.slots for host in hosts}).encode()).decode()
+
+
+def decode(word: str) -> tuple[Host, ...]:
+    """What `encode` made a word of."""
+    return tuple(Host(name, tuple(slots)) for name, slots in json.loads(base64.urlsafe_b64decode(word)).items())

@@ -1,0 +1,213 @@
+"""How is a training script started, on one machine or on many? `fzero [flags] script.py args…`, with DeepSpeed's flags.
+
+`choose_hosts` decides where, `work_of` what; then either this process is the agent of its own ranks (`fzero.agent`), or a
+launcher composes commands (`fzero.launchers`) that are printed (--dry_run) or run to their common end (`fzero.supervise`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from fzero import agent
+from fzero.agent import Work
+from fzero.hosts import Host, choose, parse_hostfile
+from fzero.launch_environment import forwarded, rank_defaults, read_env_files
+from fzero.launched import DEFAULT_PORT
+from fzero.launchers import HAVE_AGENTS, LAUNCHERS, PROGRAMS, Command, Job
+from fzero.preflight import check
+from fzero.supervise import supervise
+
+HOSTFILE = Path("/job/hostfile")
+
+
+class LaunchError(ValueError):
+    """What was asked for cannot be started; the message says why and what to do."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of `fzero run`, each with _ or - between its words."""
+    made = argparse.ArgumentParser(
+        prog="fzero run",
+        allow_abbrev=False,
+        description="Starts a script in one process for each device, on one machine or on many.",
+        usage="fzero [run] [flags] [-m] script.py [args of the script …]",
+    )
+
+    def add(name: str, *others: str, **how: object) -> None:
+        hyphens = [name.replace("_", "-")] if "_" in name else []
+        made.add_argument(*others, name, *hyphens, dest=name[2:], **how)  # type: ignore[arg-type]
+
+    add("--num_gpus", "--num_accelerators", type=int, metavar="N", help="ranks per host, on the first N devices")
+    add("--num_procs", type=int, metavar="N", help="the same, for machines without devices")
+    add(
+        "--master_port",
+        type=int,
+        metavar="P",
+        help=f"where rank 0 listens (free on one machine, {DEFAULT_PORT} on many)",
+    )
+    add("--module", "-m", action="store_true", help="the script is the name of a module")
+    add("--no_python", action="store_true", help="the script is a program of its own")
+    add("--enable_each_rank_log", metavar="DIR", help="keep what each rank writes in this folder")
+    add(
+        "--hostfile",
+        "-H",
+        type=Path,
+        metavar="FILE",
+        help=f"lines of 'host slots=N' (default {HOSTFILE}, if it is there)",
+    )
+    add("--include", "-i", default="", metavar="FILTER", help="only these: 'host:slot,slot@host'")
+    add("--exclude", "-e", default="", metavar="FILTER", help="all but these")
+    add("--num_nodes", type=int, metavar="N", help="only the first N hosts")
+    add("--nnodes", metavar="MIN:MAX", help="go on with as few hosts as MIN when some are lost")
+    add("--max_restarts", type=int, default=0, metavar="N", help="start the ranks again, N times, when one fails")
+    add("--master_addr", metavar="HOST", help="where rank 0 listens (default: the first host)")
+    add("--node_rank", type=int, metavar="K", help="with --no_ssh: which of the hosts this machine is")
+    add("--no_ssh", action="store_true", help="start the ranks of this host alone; start the others yourself")
+    add("--no_ssh_check", action="store_true", help="do not look at the hosts before the start")
+    add("--ssh_port", type=int, metavar="P")
+    add("--force_multi", action="store_true", help="use the launcher also for a single host")
+    add("--launcher", choices=LAUNCHERS, default="ssh")
+    add("--launcher_args", default="", metavar="ARGS", help="more arguments for ssh, pdsh, mpirun or srun, in one word")
+    add("--env_file", type=Path, metavar="FILE", help="lines of NAME=VALUE for every rank (default .deepspeed_env)")
+    add("--dry_run", action="store_true", help="print the commands and run nothing")
+    made.add_argument("script")
+    made.add_argument("args", nargs=argparse.REMAINDER)
+    return made
+
+
+def say(line: str) -> None:
+    """Tells the user something, beside the output of ranks."""
+    print(f"fzero: {line}", file=sys.stderr, flush=True)
+
+
+def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
+    """The hosts and slots of the job; this machine where there is no hostfile."""
+    slots_per_host: int | None = given.num_gpus if given.num_procs is None else given.num_procs
+    chosen = {"include": given.include, "exclude": given.exclude, "slots_per_host": slots_per_host}
+    path: Path = given.hostfile or HOSTFILE
+    if path.is_file():
+        return choose(parse_hostfile(path.read_text(), source=str(path)), num_nodes=given.num_nodes, **chosen)
+    if (given.num_nodes or 1) > 1:
+        raise LaunchError(
+            f"--num_nodes {given.num_nodes}: needs a hostfile, and there is none at {path}; give --hostfile"
+        )
+    if given.hostfile:
+        say(f"there is no hostfile {path}: running on this machine alone")
+    num_devices = torch.cuda.device_count()
+    if num_devices == 0 and slots_per_host is None and not given.include and not given.exclude:
+        say("no GPU is here: starting one rank; --num_procs N starts more")
+    found = max(num_devices, 1 if slots_per_host is None else slots_per_host)
+    if given.num_gpus is not None and 0 < num_devices < given.num_gpus:
+        raise LaunchError(
+            f"--num_gpus {given.num_gpus}: this machine has {num_devices}; --num_procs starts more ranks than that"
+        )
+    return choose([Host("localhost", tuple(range(found)))], **chosen)
+
+
+def program_of(given: argparse.Namespace) -> tuple[str, ...]:
+    """The command that every rank runs."""
+    if given.no_python and given.module:
+        raise LaunchError("--no_python and --module exclude each other: a module is run by python")
+    before = () if given.no_python else (sys.executable, "-u", *(("-m",) if given.module else ()))
+    return (*before, given.script, *given.args)
+
+
+def fewest_nodes(given: argparse.Namespace, num_hosts: int) -> int | None:
+    """The first number of `--nnodes MIN:MAX`, None where the number of hosts is fixed."""
+    if given.nnodes is None:
+        return None
+    smallest, colon, largest = given.nnodes.partition(":")
+    if not (colon and smallest.isdecimal() and largest.isdecimal() and 1 <= int(smallest) <= int(largest) == num_hosts):
+        raise LaunchError(f"--nnodes {given.nnodes}: must be MIN:MAX with MAX the number of hosts, {num_hosts}")
+    return int(smallest)
+
+
+def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: bool) -> Work:
+    """What the agents run; on this machine alone at a free port."""
+    if given.max_restarts < 0:
+        raise LaunchError(f"--max_restarts {given.max_restarts}: must be 0 or more")
+    if not 0 <= (given.node_rank or 0) < len(hosts):
+        raise LaunchError(
+            f"--node_rank {given.node_rank}: must be from 0 to {len(hosts) - 1}; there are {len(hosts)} hosts"
+        )
+    log_dir = given.enable_each_rank_log
+    return Work(
+        hosts=hosts,
+        node_rank=given.node_rank or 0,
+        program=program_of(given),
+        master_addr=given.master_addr or ("127.0.0.1" if is_local else hosts[0].name),
+        master_port=given.master_port or (0 if is_local else DEFAULT_PORT),
+        log_dir=log_dir and os.path.abspath(log_dir),
+        max_restarts=given.max_restarts,
+        min_nodes=fewest_nodes(given, len(hosts)),
+    )
+
+
+def commands_of(
+    given: argparse.Namespace, work: Work, environment: Mapping[str, str], from_file: Mapping[str, str]
+) -> tuple[Job, tuple[Command, ...]]:
+    """The job on many hosts, and what its launcher makes of it."""
+    variables = forwarded(environment, from_file)
+    if given.launcher not in HAVE_AGENTS:  # no agent on the hosts, which would know their cores
+        num_ranks = max(len(host.slots) for host in work.hosts)
+        num_cores = os.cpu_count() or 1
+        variables = rank_defaults({**environment, **from_file}, num_ranks=num_ranks, num_cores=num_cores) | variables
+    launcher_args = tuple(shlex.split(given.launcher_args))
+    port = () if given.ssh_port is None else ("-p", str(given.ssh_port))
+    if given.launcher == "ssh":
+        ssh_args, launcher_args = (*port, *launcher_args), ()
+    else:
+        ssh_args = (*port, *environment.get("PDSH_SSH_ARGS_APPEND", "").split())
+    job = Job(work, variables, os.getcwd(), launcher_args, ssh_args)
+    return job, LAUNCHERS[given.launcher](job)
+
+
+def start(given: argparse.Namespace) -> int:
+    """Does what the flags say; returns the exit code of the rank that failed first, or 0."""
+    hosts = choose_hosts(given)
+    from_file = read_env_files(given.env_file, os.environ)
+    is_many = len(hosts) > 1 or given.force_multi
+    if given.no_ssh and is_many and given.node_rank is None:
+        raise LaunchError("--no_ssh: starts one host, so give --node_rank, the number of this one in the hostfile")
+    work = work_of(given, hosts, is_local=not is_many)
+    if not is_many or given.no_ssh:
+        if given.dry_run:
+            print(shlex.join([sys.executable, "-u", "-m", "fzero.agent", *work.arguments()]))
+            return 0
+        os.environ.update(from_file)
+        return agent.run(work)
+    job, commands = commands_of(given, work, os.environ, from_file)
+    if given.dry_run:
+        print("\n".join(map(str, commands)))
+        return 0
+    if shutil.which(PROGRAMS[given.launcher]) is None:
+        program = PROGRAMS[given.launcher]
+        raise LaunchError(
+            f"--launcher {given.launcher}: there is no {program} here; install it, or use another launcher"
+        )
+    if given.launcher in HAVE_AGENTS and not given.no_ssh_check:
+        check(job)
+    return supervise(commands, num_needed=work.min_nodes)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs `fzero run` with these arguments."""
+    made = parser()
+    given = made.parse_args(arguments)
+
+    def refuse(error: Exception) -> NoReturn:
+        made.exit(2, f"fzero: {error}\n")
+
+    try:
+        return start(given)
+    except (ValueError, OSError) as error:
+        refuse(error)

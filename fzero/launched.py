@@ -1,0 +1,81 @@
+"""Which rank is this process, according to what started it? torchrun (and `fzero`), mpirun, MPICH's relatives or srun.
+
+Each of them says so in environment variables of its own; `launched` reads them into one value.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A rank's place in a job, and where rank 0 listens."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+    by: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"{self.by}: rank {self.rank} is not among {self.world_size} ranks; check the environment")
+
+
+VARIABLES = (  # who, then rank, world size, local rank; the first that has all of them counts
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+    # A shell that sbatch or salloc gives has SLURM_PROCID and SLURM_NTASKS, too; only srun's own ranks have a step.
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("mpirun (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+NODES = {"srun": "SLURM_STEP_NODELIST"}
+LOCAL_SIZES = {"mpirun (Open MPI)": "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun (MVAPICH)": "MV2_COMM_WORLD_LOCAL_SIZE"}
+
+
+def first_node(nodes: str) -> str:
+    """The first host of a list as Slurm writes it.
+
+    >>> first_node("gpu[007-009,12],login1"), first_node("a,b"), first_node("rack2-n[3]x")
+    ('gpu007', 'a', 'rack2-n3x')
+    """
+    match = re.match(r"^([^,\[]*)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
+    assert match is not None
+    return "".join(part or "" for part in match.groups())
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+    """This process' place in the job that started it, or None where nothing did.
+
+    >>> launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    ...           "MASTER_ADDR": "node1"})
+    Launched(rank=1, world_size=2, local_rank=0, master_addr='node1', master_port=29500, by='mpirun (Open MPI)')
+
+    Raises:
+        ValueError: several ranks on several hosts, and nothing says where rank 0 is.
+    """
+    for by, rank, world_size, local_rank in VARIABLES:
+        if rank not in environment or world_size not in environment:
+            continue
+        num_ranks = int(environment[world_size])
+        address = environment.get("MASTER_ADDR")
+        if address is None and by in NODES:
+            address = first_node(environment.get(NODES[by], ""))
+        if address is None and environment.get(LOCAL_SIZES.get(by, world_size)) == environment[world_size]:
+            address = "127.0.0.1"  # all ranks are on one host
+        if not address:
+            raise ValueError(
+                f"{by} started {num_ranks} ranks and MASTER_ADDR is not set: export it (with Open MPI by -x MASTER_ADDR=host), "
+                "with the host of rank 0"
+            )
+        port = int(environment.get("MASTER_PORT", DEFAULT_PORT))
+        return Launched(int(environment[rank]), num_ranks, int(environment.get(local_rank, 0)), address, port, by)
+    return None

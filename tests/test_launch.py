@@ -1,0 +1,338 @@
+"""The laws of starting ranks: hostfiles, filters and commands as values, and real jobs on one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fzero.agent import Work
+from fzero.hosts import Host, choose, decode, encode, hostfile, parse_hostfile
+from fzero.launch import main
+from fzero.launch_environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
+from fzero.launched import launched
+from fzero.launchers import LAUNCHERS, Job
+
+RANK = Path(__file__).parent / "launched_rank.py"
+
+names = st.text("abcdefgh0123.-", min_size=1, max_size=6).filter(lambda name: name[0] not in "-.")
+clusters = st.dictionaries(names, st.integers(1, 8), min_size=1, max_size=5).map(
+    lambda counts: tuple(Host(name, tuple(range(count))) for name, count in counts.items())
+)
+
+
+@st.composite
+def filtered(draw: st.DrawFn) -> tuple[tuple[Host, ...], dict[str, set[int]]]:
+    """A cluster and some slots of it."""
+    hosts = draw(clusters)
+    picked = draw(st.lists(st.sampled_from(hosts), min_size=1, unique=True))
+    return hosts, {host.name: draw(st.sets(st.sampled_from(host.slots), min_size=1)) for host in picked}
+
+
+def written(named: dict[str, set[int]]) -> str:
+    return "@".join(f"{name}:{','.join(map(str, slots))}" for name, slots in named.items())
+
+
+def used(hosts: tuple[Host, ...]) -> set[tuple[str, int]]:
+    return {(host.name, slot) for host in hosts for slot in host.slots}
+
+
+# --- hosts as values ---------------------------------------------------------------------------------------------
+
+
+@given(clusters, st.sampled_from(["", "# a comment\n", "\n   \n"]))
+def test_a_hostfile_is_read_as_it_was_written(hosts, between):
+    assert parse_hostfile(between + hostfile(hosts).replace("\n", f"  # here\n{between}")) == hosts
+
+
+@given(filtered())
+def test_what_is_included_and_what_is_excluded_are_all_and_nothing_twice(case):
+    hosts, named = case
+    included = choose(hosts, include=written(named))
+    asked = {(name, slot) for name, slots in named.items() for slot in slots}
+    assert used(included) == asked
+    if asked != used(hosts):
+        excluded = choose(hosts, exclude=written(named))
+        assert used(excluded) == used(hosts) - asked
+        order = [host.name for host in hosts]
+        assert [host.name for host in excluded] == [name for name in order if name in {host.name for host in excluded}]
+    else:
+        with pytest.raises(ValueError, match="leaves no slot"):
+            choose(hosts, exclude=written(named))
+
+
+@given(filtered())
+def test_an_agent_is_told_the_hosts_that_were_chosen(case):
+    hosts, named = case
+    chosen = choose(hosts, include=written(named))
+    assert decode(encode(chosen)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a slots=2\nb", "file, line 2: 'b' is not 'host slots=N'"),
+        ("a slots=2\n\na slots=1", "file, line 3: host 'a' is in line 1 already"),
+        ("a slots=0", "file, line 1: host 'a' needs at least one slot"),
+        ("-oProxyCommand=x slots=1", "file, line 1: "),
+        ("-x slots=1", "file, line 1: host '-x': a name must not"),
+        ("# nothing", "file: names no host"),
+    ],
+)
+def test_a_wrong_hostfile_is_told_with_its_line(text, told):
+    with pytest.raises(ValueError) as error:
+        parse_hostfile(text, source="file")
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"include": "a", "exclude": "b"}, "--include and --exclude exclude each other"),
+        ({"include": "a", "num_nodes": 1}, "--include and --num_nodes exclude each other"),
+        ({"include": "c"}, "there is no host 'c'; there are a, b"),
+        ({"exclude": "a:5"}, "host 'a' has no slot 5; it has [0, 1]"),
+        ({"include": "a:"}, "'a:' is not 'host' or 'host:slot,slot'"),
+        ({"include": "a@a:1"}, "names host 'a' twice"),
+        ({"num_nodes": 3}, "--num_nodes 3: must be from 1 to 2"),
+        ({"slots_per_host": 0}, "--num_gpus 0: must be at least 1"),
+    ],
+)
+def test_a_wrong_filter_is_told_with_what_is_there(how, told):
+    with pytest.raises(ValueError) as error:
+        choose(parse_hostfile("a slots=2\nb slots=2"), **how)
+    assert told in str(error.value)
+
+
+# --- environments ------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_line_of_an_environment_file_is_told():
+    with pytest.raises(ValueError, match="file, line 2: '1A=b' is not 'NAME=VALUE'"):
+        parse_env_file("A=b\n1A=b", source="file")
+
+
+def test_the_environment_file_here_wins_over_the_one_at_home(tmp_path, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here"
+    for folder, text in (home, "A=home\nB=home"), (here, "A=here"):
+        folder.mkdir()
+        (folder / ".deepspeed_env").write_text(text)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    assert read_env_files(None, {}) == {"A": "here", "B": "home"}
+    assert read_env_files(None, {"DS_ENV_FILE": "other"}) == {}
+    assert read_env_files(home / ".deepspeed_env", {}) == {"A": "home", "B": "home"}
+
+
+def test_what_is_set_wins_over_defaults_and_no_secret_is_forwarded():
+    mine = {"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "0", "HF_TOKEN": "secret", "NCCL_DEBUG": "INFO"}
+    defaults = rank_defaults(mine, num_ranks=2, num_cores=8)
+    assert defaults == {"MALLOC_MMAP_THRESHOLD_": ALLOCATOR["MALLOC_MMAP_THRESHOLD_"]}
+    assert "HF_TOKEN" not in forwarded(mine, {}) and forwarded(mine, {"NCCL_DEBUG": "WARN"})["NCCL_DEBUG"] == "WARN"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"},
+            (3, 4, 1, "a", 5),
+        ),
+        (
+            {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
+            | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+            (1, 2, 1, "127.0.0.1", 29500),  # all on one host: nothing needs to say which
+        ),
+        (
+            {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[07-10]"},
+            (5, 8, 1, "n07", 29500),
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # the shell that sbatch gives is no rank
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a"}, (1, 2, 0, "a", 29500)),
+    ],
+)
+def test_a_rank_finds_its_place_whoever_started_it(environment, expected):
+    found = launched(environment)
+    assert (
+        found and (found.rank, found.world_size, found.local_rank, found.master_addr, found.master_port)
+    ) == expected
+
+
+def test_ranks_of_several_hosts_must_be_told_where_the_first_is():
+    with pytest.raises(ValueError, match="MASTER_ADDR is not set"):
+        launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+
+
+# --- commands ----------------------------------------------------------------------------------------------------
+
+TWO = (Host("a", (0, 1)), Host("b", (0, 1)))
+
+
+def job(hosts: tuple[Host, ...] = TWO, **work: object) -> Job:
+    what = Work(hosts, 0, ("python", "-u", "train.py", "50%"), "a", 29500, **work)
+    return Job(what, {"NCCL_DEBUG": "A B"}, "/my work", ("--extra",), ("-p", "22"), python="python")
+
+
+def test_each_launcher_composes_the_command_that_its_manual_describes():
+    commands = {name: [str(command) for command in compose(job())] for name, compose in LAUNCHERS.items()}
+    agent = (
+        "'export NCCL_DEBUG='\"'\"'A B'\"'\"'; cd '\"'\"'/my work'\"'\"' && exec python -u -m fzero.agent "
+        "--world_info=eyJhIjogWzAsIDFdLCAiYiI6IFswLCAxXX0= --node_rank={} --master_addr=a --master_port=29500 "
+        "-- python -u train.py 50{}'"
+    )
+    ssh = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -p 22 --extra"
+    assert commands == {
+        "ssh": [f"{ssh} a {agent.format(0, '%')}", f"{ssh} b {agent.format(1, '%')}"],
+        "pdsh": [
+            "PDSH_RCMD_TYPE=ssh PDSH_SSH_ARGS_APPEND='-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -p 22' "
+            f"pdsh -N -S -f 1024 -w a,b --extra {agent.format('%n', '%%')}"
+        ],
+        "openmpi": [
+            "mpirun -n 4 --host a:2,b:2 --map-by slot --bind-to none --wdir '/my work' -x 'NCCL_DEBUG=A B' "
+            "-x MASTER_ADDR=a -x MASTER_PORT=29500 --extra python -u train.py 50%"
+        ],
+        "mvapich": [
+            "mpirun -np 4 -ppn 2 -hosts a,b -wdir '/my work' -genv NCCL_DEBUG 'A B' -genv MASTER_ADDR a "
+            "-genv MASTER_PORT 29500 --extra python -u train.py 50%"
+        ],
+        "slurm": [
+            "NCCL_DEBUG='A B' MASTER_ADDR=a MASTER_PORT=29500 srun --nodes=2 --ntasks=4 --ntasks-per-node=2 "
+            "--nodelist=a,b '--chdir=/my work' --export=ALL --kill-on-bad-exit=1 --label --extra python -u train.py 50%"
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("launcher", "refused", "told"),
+    [
+        ("openmpi", job((Host("a", (1,)), Host("b", (0,)))), "host 'a' is to use slots [1]"),
+        ("slurm", job((Host("a", (0,)), Host("b", (0, 1)))), "needs as many slots on every host, got {'a': 1, 'b': 2}"),
+        ("mvapich", job(max_restarts=2, log_dir="logs"), "leave out --max_restarts, --enable_each_rank_log"),
+    ],
+)
+def test_what_a_launcher_cannot_do_is_refused(launcher, refused, told):
+    with pytest.raises(ValueError) as error:
+        LAUNCHERS[launcher](refused)
+    assert told in str(error.value)
+
+
+def test_a_dry_run_prints_the_commands_of_the_hosts_that_are_left(tmp_path, capsys):
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\nc slots=4\n")
+    flags = ["--hostfile", str(tmp_path / "hosts"), "--launcher", "pdsh", "--dry_run"]
+    assert main([*flags, "--exclude", "b", "train.py"]) == 0
+    assert " -w a,c " in capsys.readouterr().out
+    assert main([*flags, "--num-nodes", "1", "--num_gpus=2", "train.py"]) == 0
+    assert "fzero.agent" in (local := capsys.readouterr().out) and "pdsh" not in local
+    assert main([*flags, "--num_nodes", "1", "--force_multi", "--master_addr", "m", "train.py"]) == 0
+    assert " -w a " in (forced := capsys.readouterr().out) and "--master_addr=m" in forced
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--num_nodes", "2"], "needs a hostfile"),
+        (["--module", "--no_python"], "exclude each other"),
+        (["--nnodes", "1:3"], "MAX the number of hosts, 1"),
+        (["--max_restarts", "-1"], "must be 0 or more"),
+        (["--node_rank", "1"], "there are 1 hosts"),
+        (["--env_file", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_started(flags, told, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*flags, "train.py"])
+    assert end.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_missing_hostfile_is_one_machine_and_a_line_that_says_so(capsys):
+    assert main(["--hostfile", "/nowhere/hosts", "--num_procs", "2", "--dry_run", "train.py"]) == 0
+    assert "there is no hostfile /nowhere/hosts: running on this machine alone" in capsys.readouterr().err
+
+
+# --- real jobs on one machine ------------------------------------------------------------------------------------
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every process of a job: those that were given its folder."""
+    return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]
+
+
+def assert_none_left(folder: Path, *, within: float = 0) -> None:
+    deadline = time.monotonic() + within
+    while (left := processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def fzero(folder: Path, scenario: str, *flags: str, **how: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "fzero", *flags, str(RANK), scenario, str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+
+
+def wait_for(*paths: Path, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"{[path.name for path in paths]} did not come"
+        time.sleep(0.05)
+
+
+def test_ranks_get_their_environment_a_prefix_and_logs_of_their_own(tmp_path):
+    logs = tmp_path / "logs"
+    (tmp_path / "env").write_text("FROM_FILE=a b")
+    flags = ["--num_procs", "2", "--enable_each_rank_log", str(logs), "--env_file", str(tmp_path / "env")]
+    module = ["run", *flags, "-m", "launched_rank", "environment", str(tmp_path)]
+    where = {"PYTHONPATH": f"{RANK.parent}:{os.environ.get('PYTHONPATH', '')}"}
+    run = subprocess.run(
+        [sys.executable, "-m", "fzero", *module], env=os.environ | where, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    for rank in range(2):
+        assert f"[rank {rank}] rank {rank} of 2 says hello\n" in run.stdout
+        (log,) = logs.glob(f"*/attempt_0/{rank}/stdout.log")
+        assert log.read_text() == f"rank {rank} of 2 says hello\n"
+        given = (tmp_path / f"environment.{rank}").read_text().splitlines()
+        assert f"RANK={rank}" in given and "FROM_FILE=a b" in given
+        assert any(line.startswith("MALLOC_TRIM_THRESHOLD_=") for line in given)
+    assert_none_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "code", "how"), [("exits", 7, "ended with code 7"), ("is killed", 137, "SIGKILL")]
+)
+def test_a_rank_that_fails_ends_the_job_with_its_code_and_one_message(tmp_path, scenario, code, how):
+    job = fzero(tmp_path, scenario, "--num_procs", "2")
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == code
+    assert errors.count("fzero: rank 1 on localhost") == 1 and how in errors and errors.count("fzero:") == 1
+    assert errors.endswith("its last lines:\n    the reason is told here\n")
+    assert_none_left(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_is_passed_on_and_nothing_is_left(tmp_path, number):
+    job = fzero(tmp_path, "tells signals", "--num_procs", "2")
+    wait_for(*(tmp_path / f"ready.{rank}" for rank in range(2)))
+    job.send_signal(number)
+    job.send_signal(number)  # of those who are in a hurry
+    _, errors = job.communicate(timeout=30)
+    assert job.returncode == 128 + number and not errors
+    assert [(tmp_path / f"signal.{rank}").read_text() for rank in range(2)] == [number.name] * 2
+    assert_none_left(tmp_path)
+
+
+def test_with_restarts_the_ranks_come_back(tmp_path):
+    job = fzero(tmp_path, "fails once", "--num_procs", "2", "--max_restarts", "1")
+    output, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    assert output.count("rank 0 of 2 says hello") == 2
