@@ -2,8 +2,9 @@
 
 Integers only: nothing is allocated for the parameters, and no process is started. Three sweeps start from 10^12 elements in
 10^5 parameters on 4096 ranks and vary one of the three. Timed are the layout of one flat buffer, the fragments in the shards
-of all ranks, the transfers to three quarters of the ranks and from the order of declaration to round robin, and `fzero.plan`
-of a model on `meta` with blocks of twelve parameters. Seconds are those of one core's work, and the best round counts.
+of all ranks, the transfers to three quarters of the ranks and from the order of declaration to round robin, `fzero.plan`
+of a model on `meta` with blocks of twelve parameters, and its reshard to three quarters of the ranks as one process plans it:
+`fzero.plan_reshard` and the moves of process 0. Seconds are those of one core's work, and the best round counts.
 Memory is what Python's allocator held at the peak, in a round of its own.
 """
 
@@ -25,7 +26,7 @@ from rich.table import Table
 from torch import nn
 
 import fzero
-from sharding import FlatLayout, NearEqualSplit, plan_transfer, round_robin
+from sharding import FlatLayout, Move, NearEqualSplit, plan_transfer, round_robin
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +81,24 @@ def works(size: Size) -> dict[str, Callable[[], Any]]:
     order = round_robin(size.tensors, size.ranks)
     dealt = replace(old, names=order.apply(old.names), shapes=order.apply(old.shapes))
     model, cfg = make_model(size), config(size)
+    plans = [
+        fzero.plan(model, config(replace(size, ranks=ranks)), world_size=ranks)
+        for ranks in (old.world_size, fewer.world_size)
+    ]
     return {
         "layout": lambda: FlatLayout(old.names, old.shapes, old.world_size, old.multiple_of),
         "fragments of all ranks": lambda: [old.fragments(rank) for rank in range(size.ranks)],
         "transfer to 3/4 of the ranks": lambda: plan_transfer(old, fewer),
         "transfer to round robin": lambda: plan_transfer(old, dealt),
         "fzero.plan, stage 3": lambda: fzero.plan(model, cfg, world_size=size.ranks),
+        "reshard plan of one rank": lambda: reshard_moves(*plans),
     }
+
+
+def reshard_moves(old: fzero.Plan, new: fzero.Plan) -> list[tuple[Move, ...]]:
+    """What process 0 copies, sends and receives when the state moves: the moves of every flow."""
+    plan = fzero.plan_reshard(old, new)
+    return [tuple(plan.moves(flow, 0)) for round_ in plan.rounds for flow in round_.flows]
 
 
 def config(size: Size) -> fzero.Config:

@@ -5,7 +5,7 @@
    that a mesh could have (`Plan.ranks`), so that what a rank holds are neighbours: its own piece, those of all ranks, or
    those of the ranks with which it shares a shard.
 3. A new tensor is filled from the old ones that hold the same quantity of the same parameters: a *flow*. Its moves are
-   those of `sharding.plan_transfer`, piece to piece.
+   those of `sharding.plan_transfer`, piece to piece. They are made when they are asked for, and a process asks for its own.
 4. A process that holds what it needs copies it. What it lacks comes once, from the rank whose own piece it is in: so the
    sending is spread evenly over all that hold the same.
 
@@ -15,8 +15,11 @@ of a piece, W ranks.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 
 import optree
 import torch
@@ -25,7 +28,7 @@ from fzero.matrix_transforms import AdafactorState
 from fzero.meshes import num_ranks, told
 from fzero.pieces import grids_of
 from fzero.plan import ALIGNMENT, BufferPlan, Plan
-from sharding import FlatLayout, Move, Sharded, TensorSpec, plan_transfer
+from sharding import FlatLayout, Move, Sharded, TensorSpec, moves_from, moves_to
 from sharding.dtypes import itemsize
 from sharding.transfer import merged
 from sharding.views import torch_dtype
@@ -76,13 +79,11 @@ class Flow:
 
     Attributes:
         source, target: the two.
-        moves: from old pieces to new ones.
         master: where parameters are made of a master that is divided further: a rank makes those that it has the master of.
     """
 
     source: FlatTensor
     target: FlatTensor
-    moves: tuple[Move, ...]
     master: FlatTensor | None = None
 
     @property
@@ -131,15 +132,16 @@ class ReshardPlan:
     def moves(self, flow: Flow, process: int | None = None) -> Iterator[Move]:
         """The moves of a flow between processes, whose starts and stops count elements of the tensors that these hold.
 
-        A move from a process to itself is a copy. Any two processes see their moves in the same order.
+        A move from a process to itself is a copy. Any two processes see their moves in the same order. Nothing of it is
+        kept. Those of a process take time for the pieces that it sends and receives, not for those of all.
 
         Args:
-            process: only those that it takes part in; None is all.
+            process: only those that it takes part in, in the order of all; None is all.
         """
         return merged(self._moves(flow, process))
 
     def _moves(self, flow: Flow, process: int | None) -> Iterator[Move]:
-        for move in flow.moves:
+        for move in self._between_pieces(flow, process):
             sender = self.senders[move.source_rank]
             source_start = flow.source.start(move.source_rank) + move.source_start
             target_start = flow.target.start(move.target_rank) + move.target_start
@@ -155,6 +157,18 @@ class ReshardPlan:
                 source = receiver if self._sends.get(receiver, -1) in sources else sender
                 if process in (None, source, receiver):
                     yield Move(source, source_start, source_start + move.numel, receiver, target_start)
+
+    def _between_pieces(self, flow: Flow, process: int | None) -> Iterator[Move]:
+        """From old pieces to new ones, sorted by the latter; of a process those that it sends, and those to what it holds."""
+        old, new = flow.source.layout, flow.target.layout
+        if process is None:
+            return moves_to(old, new, range(new.world_size))
+        sent = self._sends.get(process)
+        received = self._receives.get(process)
+        held = range(0) if received is None else flow.target.holders(received)
+        moves = [] if sent is None else [m for m in moves_from(old, new, sent) if m.target_rank not in held]
+        first = bisect_left(moves, held.start, key=lambda move: move.target_rank)
+        return chain(moves[:first], moves_to(old, new, held), moves[first:])
 
     @property
     def sent_nbytes(self) -> tuple[int, ...]:
@@ -221,18 +235,22 @@ def plan_reshard(
         places = [Place(r if r < old.world_size else None, r if r < new.world_size else None) for r in numbers]
     _check_present("old", [place.old for place in places], old.world_size)
     _check_present("new", [place.new for place in places], new.world_size)
-    owners = {name: buffer for buffer in old.flat_buffers for name in buffer.layout.names}
     counted: dict[str, tuple[str, ...]] = {}
     rounds = []
+    before = {name: kept for kept in (_Kept(old, b) for b in old.flat_buffers) for name in kept.buffer.layout.names}
     for unit in new.units:
         flows: list[Flow] = []
         for buffer in unit.buffers:
-            sources = list({owners[name].key: owners[name] for name in buffer.layout.names}.values())
-            for source in sources:
-                _check_same_kind(old, source, new, buffer)
-                flows += _flows_between(old, source, new, buffer)
-            for path, name in numbers_of(new, buffer).items():
-                counted[name] = tuple(numbers_of(old, source)[path] for source in sources)
+            target = _Kept(new, buffer)
+            shared: dict[str, list[str]] = {}
+            for name in buffer.layout.names:
+                shared.setdefault(before[name].buffer.key, []).append(name)
+            sources = [before[names[0]] for names in shared.values()]
+            for source, names in zip(sources, shared.values(), strict=True):
+                _check_same_kind(source, target, names)
+                flows += _flows_between(source, target, names)
+            for path, name in target.numbers.items():
+                counted[name] = tuple(source.numbers[path] for source in sources)
         rounds.append(Round(unit.name, tuple(flows)))
     own = {f"state.rng[{kind!r}]": spec for kind, spec in (rng or {}).items()} | kept_wires(old, new)
     rest = [*_module_buffers(old, new), *(_own(name, spec, old, new) for name, spec in own.items())]
@@ -249,20 +267,52 @@ def plan_reshard(
 # --- flows -------------------------------------------------------------------------------------------------------
 
 
-def _flows_between(old: Plan, source: BufferPlan, new: Plan, target: BufferPlan) -> Iterator[Flow]:
-    """What goes from one flat buffer to another."""
-    old_tensors, new_tensors = tensors_of(old, source), tensors_of(new, target)
-    for quantity, tensor in new_tensors.items():
-        master = new_tensors["master"] if quantity == "params" and target.has_master else None
+@dataclass(frozen=True)
+class _Kept:
+    """One flat buffer, and what of it outlives a step: found once, when it is asked for."""
+
+    plan: Plan
+    buffer: BufferPlan
+
+    @cached_property
+    def leaves(self) -> dict[str, tuple[str, TensorSpec]]:
+        return optimizer_leaves(self.plan, self.buffer)
+
+    @cached_property
+    def tensors(self) -> dict[str, FlatTensor]:
+        return _tensors(self.plan, self.buffer, self.leaves)
+
+    @cached_property
+    def numbers(self) -> dict[str, str]:
+        return {path: name for path, (name, spec) in self.leaves.items() if spec.shape == ()}
+
+    def dtypes(self, names: Sequence[str]) -> dict[str, str]:
+        """What the optimizer keeps of some of the parameters."""
+        return {
+            path: spec.dtype
+            for path, (_, spec) in self.leaves.items()
+            if spec.shape == () or _has_entries(self.tensors[path], names)
+        }
+
+    @property
+    def kind(self) -> str:
+        return type(self.plan.optimizer[self.buffer.key]).__name__
+
+
+def _flows_between(source: _Kept, target: _Kept, shared: Sequence[str]) -> Iterator[Flow]:
+    """What goes from one flat buffer to another, of the parameters that both hold."""
+    for quantity, tensor in target.tensors.items():
+        master = target.tensors["master"] if quantity == "params" and target.buffer.has_master else None
         if master is not None and master.num_shards == tensor.num_shards:
             continue  # all made of the rank's own master
-        wanted = quantity_for(quantity, source.dtypes.param, target, has_master=source.has_master)
-        known = old_tensors.get(wanted)
-        if known is None:
-            continue  # the parameters that both buffers hold have no element
-        flow = _flow(known, tensor, master)
-        if flow.moves:
-            yield flow
+        wanted = quantity_for(quantity, source.buffer.dtypes.param, target.buffer, has_master=source.buffer.has_master)
+        if _has_entries(tensor, shared):  # and so has the old one, of the same shapes
+            yield Flow(source.tensors[wanted], tensor, master)
+
+
+def _has_entries(tensor: FlatTensor, names: Iterable[str]) -> bool:
+    layout = tensor.layout
+    return any(start < stop for start, stop in (layout.bounds(name) for name in names if name in layout))
 
 
 def quantity_for(quantity: str, param_dtype: str, target: BufferPlan, *, has_master: bool) -> str:
@@ -274,34 +324,35 @@ def quantity_for(quantity: str, param_dtype: str, target: BufferPlan, *, has_mas
     return "master" if has_master else "params"
 
 
-def _flow(source: FlatTensor, target: FlatTensor, master: FlatTensor | None = None) -> Flow:
-    known = set(source.layout.names)
-    shared = [name for name in target.layout.names if name in known]
-    return Flow(source, target, plan_transfer(source.layout, target.layout, names=shared), master)
-
-
 def tensors_of(plan: Plan, buffer: BufferPlan) -> dict[str, FlatTensor]:
     """The flat tensors of one buffer that outlive a step, by quantity. (Gradients do not.)"""
-    layout = FlatLayout(buffer.layout.names, buffer.layout.shapes, plan.world_size, multiple_of=ALIGNMENT)
+    return _Kept(plan, buffer).tensors
+
+
+def _tensors(plan: Plan, buffer: BufferPlan, leaves: Mapping[str, tuple[str, TensorSpec]]) -> dict[str, FlatTensor]:
+    layout = buffer.layout
+    if (layout.world_size, layout.multiple_of) != (plan.world_size, ALIGNMENT):
+        layout = FlatLayout(layout.names, layout.shapes, plan.world_size, multiple_of=ALIGNMENT)
     assert layout.partition.padded_numel == buffer.padded_numel
 
     def tensor(name: str, entries: FlatLayout, spec: TensorSpec) -> FlatTensor:
         axes = spec.spec.axes if isinstance(spec.spec, Sharded) else ()
         return FlatTensor(name, entries, spec.dtype, num_ranks(plan.mesh, axes))
 
+    master = buffer.master
     tensors = {"params": tensor(f"state.params[{buffer.key!r}]", layout, buffer.params)}
     if buffer.has_master:
-        tensors["master"] = tensor(f"state.master[{buffer.key!r}]", layout, buffer.master)
-    for path, (name, spec) in optimizer_leaves(plan, buffer).items():
+        tensors["master"] = tensor(f"state.master[{buffer.key!r}]", layout, master)
+    for path, (name, spec) in leaves.items():
         if spec.shape != ():
-            entries = layout if _is_by_element(spec, buffer) else _entries_layout(plan, buffer, path)
+            entries = layout if _is_by_element(spec, master) else _entries_layout(plan, buffer, path)
             tensors[path] = tensor(name, entries, spec)
     return tensors
 
 
 def numbers_of(plan: Plan, buffer: BufferPlan) -> dict[str, str]:
     """The names of the 0-d tensors of the optimizer state, by path."""
-    return {path: name for path, (name, spec) in optimizer_leaves(plan, buffer).items() if spec.shape == ()}
+    return _Kept(plan, buffer).numbers
 
 
 def optimizer_leaves(plan: Plan, buffer: BufferPlan) -> dict[str, tuple[str, TensorSpec]]:
@@ -313,10 +364,10 @@ def optimizer_leaves(plan: Plan, buffer: BufferPlan) -> dict[str, tuple[str, Ten
     return {path: (f"state.optimizer[{buffer.key!r}]{path}", spec) for path, spec in zip(paths, specs, strict=True)}
 
 
-def _is_by_element(spec: TensorSpec, buffer: BufferPlan) -> bool:
+def _is_by_element(spec: TensorSpec, master: TensorSpec) -> bool:
     """Whether a tensor of the optimizer state has an element for each of the master."""
-    master = buffer.master
-    return replace(spec, dtype=master.dtype, placement=master.placement) == master
+    # All but the dtype and the placement.
+    return (spec.shape, spec.spec, spec.multiple_of) == (master.shape, master.spec, master.multiple_of)
 
 
 def _entries_layout(plan: Plan, buffer: BufferPlan, path: str) -> FlatLayout:
@@ -345,7 +396,7 @@ def buffers_of(plan: Plan) -> dict[str, FlatTensor]:
 def _module_buffers(old: Plan, new: Plan) -> Iterator[Flow]:
     before = buffers_of(old)
     for name, tensor in buffers_of(new).items():
-        yield _flow(before[name], tensor)
+        yield Flow(before[name], tensor)
 
 
 def wires_of(plan: Plan) -> dict[str, tuple[TensorSpec, str]]:
@@ -354,8 +405,9 @@ def wires_of(plan: Plan) -> dict[str, tuple[TensorSpec, str]]:
     Where the latter is the same in another step, whatever its stage, a rank may go on with what it remembers.
     """
     found: dict[str, tuple[TensorSpec, str]] = {}
+    wires = plan.wires  # made anew for each that asks
     for buffer in plan.flat_buffers:
-        for axis, specs in plan.wires.get(buffer.key, {}).items():
+        for axis, specs in wires.get(buffer.key, {}).items():
             told = repr((plan.mesh.axes, buffer.layout, plan.wiring.reduce[axis].name))
             accessors, leaves, _ = optree.tree_flatten_with_accessor(specs)
             for accessor, spec in zip(accessors, leaves, strict=True):
@@ -377,7 +429,7 @@ def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
         layout = FlatLayout(names, (spec.shape,) * plan.world_size, plan.world_size)
         return FlatTensor(name, layout, spec.dtype, plan.world_size)
 
-    return _flow(tensor(old), tensor(new))
+    return Flow(tensor(old), tensor(new))
 
 
 # --- checks ------------------------------------------------------------------------------------------------------
@@ -402,9 +454,9 @@ def _check_same(what: str, old: Mapping[str, tuple[int, ...]], new: Mapping[str,
         )
 
 
-def _check_same_kind(old: Plan, source: BufferPlan, new: Plan, target: BufferPlan) -> None:
-    """Raises unless the one buffer's state has all that the other's needs."""
-    shared = [name for name in target.layout.names if name in set(source.layout.names)]
+def _check_same_kind(old: _Kept, new: _Kept, shared: Sequence[str]) -> None:
+    """Raises unless the one buffer's state has all that the other's needs of the parameters that both hold."""
+    source, target = old.buffer, new.buffer
     name = shared[0]
     if source.trainable != target.trainable:
         frozen, trained = ("new", "old") if source.trainable else ("old", "new")
@@ -414,8 +466,8 @@ def _check_same_kind(old: Plan, source: BufferPlan, new: Plan, target: BufferPla
         )
     if not target.trainable:
         return
-    kinds = [type(p.optimizer[b.key]).__name__ for p, b in ((old, source), (new, target))]
-    kept = [kept_of(p, b, shared) for p, b in ((old, source), (new, target))]
+    kinds = old.kind, new.kind
+    kept = old.dtypes(shared), new.dtypes(shared)
     if kinds[0] != kinds[1] or kept[0].keys() != kept[1].keys():
         theirs = [f"{kind}({', '.join(path[1:] for path in paths)})" for kind, paths in zip(kinds, kept, strict=True)]
         raise ValueError(
@@ -434,14 +486,7 @@ def _check_same_kind(old: Plan, source: BufferPlan, new: Plan, target: BufferPla
 
 def kept_of(plan: Plan, buffer: BufferPlan, names: Sequence[str]) -> dict[str, str]:
     """What the optimizer keeps of some parameters of a buffer, numbers included: the dtypes, by path."""
-    tensors = tensors_of(plan, buffer)
-
-    def has_entries(path: str) -> bool:
-        layout = tensors[path].layout
-        return any(start < stop for start, stop in (layout.bounds(n) for n in names if n in layout.names))
-
-    leaves = optimizer_leaves(plan, buffer).items()
-    return {path: spec.dtype for path, (_, spec) in leaves if spec.shape == () or has_entries(path)}
+    return _Kept(plan, buffer).dtypes(names)
 
 
 def _check_present(job: str, ranks: Sequence[int | None], world_size: int) -> None:

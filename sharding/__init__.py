@@ -22,7 +22,7 @@ from sharding.specs import (
     Spec,
     TensorSpec,
 )
-from sharding.transfer import Move, plan_transfer
+from sharding.transfer import Move, moves_from, moves_to, plan_transfer
 
 __all__ = [
     "DEVICE",
@@ -43,6 +43,8 @@ __all__ = [
     "boxes",
     "declaration",
     "itemsize",
+    "moves_from",
+    "moves_to",
     "plan_buckets",
     "plan_transfer",
     "round_robin",

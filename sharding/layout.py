@@ -8,7 +8,7 @@ Shape letters: N elements of all parameters, P padded = W * S, S shard, W ranks.
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -113,6 +113,14 @@ class FlatLayout:
         for attribute, value in computed.items():
             object.__setattr__(self, attribute, value)
 
+    def __contains__(self, name: object) -> bool:
+        """Whether it has a parameter `name`.
+
+        >>> "w" in FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2)
+        True
+        """
+        return name in self._places
+
     def bounds(self, name: str) -> tuple[int, int]:
         """Where parameter `name` starts and stops in the buffer.
 
@@ -152,6 +160,14 @@ class FlatLayout:
             first, last = max(start - offset, 0), min(stop - offset, numel)
             if first < last:
                 yield Fragment(self.names[place], first, last, offset + first - start)
+
+    def num_within(self, start: int, stop: int) -> int:
+        """How many parameters, empty ones counted, `within` looks at: no fewer than it yields.
+
+        >>> FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2).num_within(0, 6)
+        1
+        """
+        return bisect_left(self.offsets, stop) - max(bisect_right(self.offsets, start) - 1, 0)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise unless `shapes` has exactly the parameters of this layout, in any order, each with its shape.

@@ -3,7 +3,8 @@
 A state saved or held on W ranks is wanted on W' ranks, with other padding or another order of names. Parameters that
 follow each other in both orders are one run; a run is cut wherever a shard ends in either buffer, and each piece is one
 move. The work is proportional to parameters plus shards, not elements. The plan is a value: copying by it is done by
-whoever holds the shards, on one process or on many.
+whoever holds the shards, on one process or on many; who holds one shard asks for the moves of that shard alone
+(`moves_from`, `moves_to`), which are a part of the plan, and takes time for no more than these.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -77,8 +78,41 @@ def plan_transfer(old: FlatLayout, new: FlatLayout, *, names: Collection[str] | 
         names = new.names
     else:
         _check_same_parameters(old, new, names)
-    runs = _runs(old, new, set(names))
-    return tuple(move for run in runs for move in _cut(run, old.partition, new.partition))
+    wanted, starts = set(names), dict(zip(old.names, old.offsets))
+    parts = (
+        _Run(starts[name], start, numel)
+        for name, start, numel in zip(new.names, new.offsets, new.numels)
+        if numel and name in wanted
+    )
+    return tuple(_moves(parts, old, new))
+
+
+def moves_from(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[Move]:
+    """The moves of `plan_transfer` out of the old shard of `rank`, of the parameters that both layouts have; as sorted there.
+
+    >>> old, new = (FlatLayout(("v", "w"), ((2,), (6,)), world_size=w) for w in (2, 4))
+    >>> for move in moves_from(old, new, 1): print(move)
+    Move(source_rank=1, source_start=0, source_stop=2, target_rank=2, target_start=0)
+    Move(source_rank=1, source_start=2, source_stop=4, target_rank=3, target_start=0)
+    """
+    found = _shared(old, new, *old.partition.bounds(rank))
+    parts = (_Run(start, new.bounds(name)[0] + first, numel) for name, first, start, numel in found)
+    return _moves(sorted(parts, key=_by_target), old, new)
+
+
+def moves_to(old: FlatLayout, new: FlatLayout, ranks: range) -> Iterator[Move]:
+    """The moves of `plan_transfer` into the new shards of neighbouring `ranks`, of what both layouts have; as sorted there.
+
+    >>> old, new = (FlatLayout(("v", "w"), ((2,), (6,)), world_size=w) for w in (2, 4))
+    >>> for move in moves_to(old, new, range(1, 3)): print(move)
+    Move(source_rank=0, source_start=2, source_stop=4, target_rank=1, target_start=0)
+    Move(source_rank=1, source_start=0, source_stop=2, target_rank=2, target_start=0)
+    """
+    if not ranks:
+        return iter(())
+    found = _shared(new, old, new.partition.bounds(ranks[0])[0], new.partition.bounds(ranks[-1])[1])
+    parts = (_Run(old.bounds(name)[0] + first, start, numel) for name, first, start, numel in found)
+    return _moves(sorted(parts, key=_by_target), old, new)
 
 
 def merged(moves: Iterable[Move]) -> Iterator[Move]:
@@ -116,18 +150,40 @@ class _Run(NamedTuple):
     numel: int
 
 
-def _runs(old: FlatLayout, new: FlatLayout, names: set[str]) -> Iterator[_Run]:
-    """The longest stretches of these parameters that follow each other in both orders, in that of the new buffer."""
-    starts = dict(zip(old.names, old.offsets))
+def _by_target(run: _Run) -> int:
+    return run.target
+
+
+def _shared(layout: FlatLayout, other: FlatLayout, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+    """The parameters of both in elements [start, stop) of the buffer of `layout`: name, first element, place in it, elements."""
+    if len(other.names) < layout.num_within(start, stop):
+        for name in other.names:
+            if name in layout:
+                begin, end = layout.bounds(name)
+                first, last = max(begin, start), min(end, stop)
+                if first < last:
+                    yield name, first - begin, first, last - first
+        return
+    for fragment in layout.within(start, stop):
+        if fragment.name in other:
+            yield fragment.name, fragment.start, start + fragment.offset, fragment.numel
+
+
+def _moves(parts: Iterable[_Run], old: FlatLayout, new: FlatLayout) -> Iterator[Move]:
+    """The moves of parts of parameters, which are sorted by target."""
+    old_partition, new_partition = old.partition, new.partition
+    return (move for run in _runs(parts) for move in _cut(run, old_partition, new_partition))
+
+
+def _runs(parts: Iterable[_Run]) -> Iterator[_Run]:
+    """The parts, joined where they follow each other in both buffers."""
     source = target = numel = 0
-    for name, start, length in zip(new.names, new.offsets, new.numels):
-        if not length or name not in names:
-            continue
-        if (starts[name], start) != (source + numel, target + numel):
+    for part_source, part_target, part_numel in parts:
+        if (part_source, part_target) != (source + numel, target + numel):
             if numel:
                 yield _Run(source, target, numel)
-            source, target, numel = starts[name], start, 0
-        numel += length
+            source, target, numel = part_source, part_target, 0
+        numel += part_numel
     if numel:
         yield _Run(source, target, numel)
 

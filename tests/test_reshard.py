@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ from fzero.pieces import grids_of
 from fzero.plan import BufferPlan
 from fzero.state import TrainState
 from sharding import Mesh, Sharded, TensorSpec
+from sharding.transfer import merged
 from sharding.views import flatten, take_shard, torch_dtype
 
 # --- steps, and the states that they would cut of one whole state -------------------------------------------------
@@ -281,6 +283,48 @@ def test_in_16_bits_no_element_comes_as_a_master_and_again_as_a_parameter(path: 
 
 
 @given(paths(2))
+def test_the_moves_of_one_process_are_those_of_all_that_it_takes_part_in(path: list[Setting]) -> None:
+    old, new = map(step_of, path)
+    num_processes = max(old.world_size, new.world_size) + 1
+    rows = list(zip([*range(old.world_size)] + [None] * num_processes, range(num_processes), strict=False))
+    # The processes are in another order than the ranks of both jobs, which are not on the same ones.
+    shifted = [r if r is not None and r < new.world_size else None for r in (num_processes - 1 - i for _, i in rows)]
+    places = [fzero.Place(rank, other) for (rank, _), other in zip(rows, shifted, strict=True)]
+    for plan in (
+        fzero.plan_reshard(old.plan, new.plan, rng=new.specs.rng),
+        fzero.plan_reshard(old.plan, new.plan, rng=new.specs.rng, places=places),
+    ):
+        for flow in (flow for round_ in plan.rounds for flow in round_.flows):
+            everything = list(plan.moves(flow))
+            for process in range(len(plan.places)):
+                own = [move for move in everything if process in (move.source_rank, move.target_rank)]
+                assert list(plan.moves(flow, process)) == list(merged(own))
+
+
+def test_a_plan_of_many_tensors_on_many_ranks_holds_no_moves() -> None:
+    """Its memory is that of the names, and of the processes: neither elements nor parameters × ranks enter."""
+
+    def held(num_blocks: int, numel: int, world_size: int) -> float:
+        params = [torch.empty(numel, device="meta") for _ in range(12 * num_blocks)]
+        model = nn.ModuleList(nn.ParameterList(params[start : start + 12]) for start in range(0, len(params), 12))
+        cfg = config(3, stage3_max_live_parameters=10**12)
+        old, new = (fzero.plan(model, cfg, world_size=w) for w in (world_size, world_size * 3 // 4))
+        tracemalloc.start()
+        plan = fzero.plan_reshard(old, new)
+        nbytes = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert len(plan.rounds) > num_blocks // 2
+        return nbytes
+
+    base = held(100, 1000, 8)
+    assert held(100, 10**9, 8) < 1.1 * base + 20_000  # larger integers take some bytes more
+    ranks = 4096 + 3072
+    assert held(100, 1000, 4096) < base + 300 * ranks, (
+        "places, and the process of each piece; 300 flows' moves would be more"
+    )
+
+
+@given(paths(2))
 def test_each_process_sees_its_own_moves_and_both_ends_see_them_in_one_order(path: list[Setting]) -> None:
     old, new = map(step_of, path)
     plan = fzero.plan_reshard(old.plan, new.plan, rng=new.specs.rng)
@@ -356,7 +400,8 @@ def test_numbers_of_a_larger_plan_do_not_grow_with_its_elements() -> None:
         for stage, w in ((1, 48), (3, 64))
     ]
     plan = fzero.plan_reshard(*plans)
-    assert sum(len(flow.moves) for round_ in plan.rounds for flow in round_.flows) < 3 * (48 + 64 + 2)
+    flows = [flow for round_ in plan.rounds for flow in round_.flows]
+    assert 0 < sum(len(list(plan.moves(flow))) for flow in flows) < 3 * (48 + 64 + 2)
     assert "ZeRO stage 1 on 48 ranks -> stage 3 on 64 ranks" in str(plan)
 
 

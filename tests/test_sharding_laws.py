@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import find, given, settings
@@ -17,6 +17,8 @@ from sharding import (
     NearEqualSplit,
     boxes,
     declaration,
+    moves_from,
+    moves_to,
     plan_buckets,
     plan_transfer,
     round_robin,
@@ -258,6 +260,26 @@ def test_a_transfer_has_no_more_moves_than_parameters_and_shard_boundaries(pair)
 
 
 @law
+@given(layout_pairs(), st.data())
+def test_the_moves_of_one_shard_are_those_of_all_that_it_takes_part_in(pair, data):
+    old, new = pair
+    names = data.draw(st.sets(st.sampled_from(new.names))) if new.names else set()
+    fewer = replace(
+        old,
+        names=tuple(name for name in old.names if name in names),
+        shapes=tuple(old.shape(name) for name in old.names if name in names),
+    )
+    for source, target in ((old, new), (fewer, new), (new, fewer)):
+        shared = [name for name in target.names if name in source]
+        moves = plan_transfer(source, target, names=shared)
+        for rank in range(source.world_size):
+            assert list(moves_from(source, target, rank)) == [move for move in moves if move.source_rank == rank]
+        for first, last in combinations(range(target.world_size + 1), 2):
+            ranks = range(first, last)
+            assert list(moves_to(source, target, ranks)) == [move for move in moves if move.target_rank in ranks]
+
+
+@law
 @given(layouts())
 def test_a_transfer_to_the_same_layout_stays_on_each_rank(layout):
     for move in plan_transfer(layout, layout):
@@ -280,6 +302,33 @@ def test_plans_of_a_trillion_elements_are_no_longer_than_parameters_and_shards_t
     assert len(plan_transfer(old, dealt)) <= 2000 + 2 * 4096 - 2
     for new in (fewer, dealt):
         assert sum(move.numel for move in plan_transfer(old, new)) == 10**12
+
+
+def test_the_moves_of_one_shard_cost_no_more_than_these():
+    """Counted in lines that run, for a time would depend on the machine."""
+    old, fewer, dealt = large_layouts(10**12, num_parameters=20_000)
+    for new in (fewer, dealt):
+        for moves in (lambda: moves_from(old, new, 7), lambda: moves_to(old, new, range(7, 8))):  # noqa: B023
+            found, lines = counted_lines(lambda: list(moves()))  # noqa: B023
+            assert found and lines < 2000, "a look at every parameter is 20,000 lines at least"
+
+
+def counted_lines(work):
+    """What the work gives, and the lines of Python that ran for it."""
+    lines = 0
+
+    def count(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        result = work()
+    finally:
+        sys.settrace(before)
+    return result, lines
 
 
 def test_the_memory_of_plans_does_not_grow_with_elements():
