@@ -449,7 +449,7 @@ class Uncopyable(Plain):
 
 def test_what_cannot_be_simulated_is_told() -> None:
     step = fzero.make_train_step(make(Plain), config(0))
-    with pytest.raises(ValueError, match="world_size must be positive, got 0"):
+    with pytest.raises(ValueError, match="world_size must be a positive integer, got 0"):
         fzero.simulate(step, 0, by="lockstep")
     simulated = fzero.simulate(step, 2, by="lockstep")
     with pytest.raises(ValueError, match=r"leading dimension of 2 ranks, got shape \(12, 16\)"):
