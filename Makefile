@@ -23,11 +23,11 @@ $(VENV)/.ready: pyproject.toml
 demo: env  ## train a byte-level GPT with ZeRO-3 on two processes; ARGS="--stage 2 --ranks 2 --steps 100"
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: env lint  ## every test, on one to four real processes
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+test: env lint  ## every test but those of `make nightly`, on one to four real processes
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly" $(ARGS)
 
-nightly: env  ## the property tests, with ten times the examples
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m property $(ARGS)
+nightly: env  ## the property tests, with ten times the examples, and long ones that `make test` leaves out
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "property or nightly" $(ARGS)
 
 lint: env  ## lint, format and types
 	$(BIN)/ruff check .

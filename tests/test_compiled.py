@@ -529,6 +529,7 @@ def _checkpointed_in_stages(model: Any, stages: tuple[int, ...], keys: dict[str,
     return [_checkpointed(model, vectors, config(stage) | keys) for stage in stages]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "world_size", "stages", "keys"),
     [

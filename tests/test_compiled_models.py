@@ -281,6 +281,7 @@ def _of_adamw(name: str, stage: int, dtype: str) -> tuple[dict[str, tuple[float,
     return _further_than_nudges(*HELD_OUT[name], config(stage, optimizer=ADAMW) | DTYPES[dtype], AOT)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "stage", "dtype"), CASES_OF_ADAMW)
 def test_adamw_goes_no_further_from_the_eager_step_than_roundings_take_it(
     ranks: RankPool, name: str, stage: int, dtype: str

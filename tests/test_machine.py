@@ -52,7 +52,7 @@ class InBits(TrainingMachine):
         return models(max_width=3)
 
 
-TestTrainingInBits = InBits.TestCase
+TestTrainingInBits = pytest.mark.nightly(InBits.TestCase)
 
 # --- fzero, broken on purpose ------------------------------------------------------------------------------------
 
