@@ -35,17 +35,17 @@ from fzero.checkpoint_plan import Stored
 from fzero.checkpointing import Choice
 from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Pending, Real
 from fzero.config import Config, ConfigError
-from fzero.config_optimizers import TorchOptimizer
+from fzero.config_optimizers import Optimizer, TorchOptimizer
 from fzero.eager import Pass, Scratch, own_shard
 from fzero.file_tensors import Files, in_memory
 from fzero.loss_scaling import LossScale
-from fzero.lr_schedules import Schedule
+from fzero.lr_schedules import Schedule, constant
 from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
 from fzero.meshes import told
 from fzero.offload import Offload, Update, agree
 from fzero.pieces import Pieces
 from fzero.placements import GivenPlacements
-from fzero.plan import BufferPlan, OwnTransform, ParamGroup
+from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, place_optimizers
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
 from fzero.recipe import Recipe
 from fzero.safetensors_files import Export, exported_dtype
@@ -584,6 +584,7 @@ class TrainStep:
             function: it must use the model's parameters through the model.
             run: a name for what always uses the units in the same order, which is learned for each name.
         """
+        self._num_passes += 1  # ranks of which one has raised are told apart by it
         work = round_.work
         with self._bound_to(round_), work.forward(run):
             return function()
@@ -657,6 +658,27 @@ class TrainStep:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
         wires: dict[str, Any] = round_.work.wires
         return self._next(state, metrics, loss_scale, buffers, state.rng if rng is None else rng, wires), metrics
+
+    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | Own] | None = None) -> Self:
+        """The same step, whose updates use other learning rates, and optimizers with other hyper-parameters.
+
+        Shares all that was learned with this one, and the states are the same.
+
+        Args:
+            rates: of each parameter group, in place of every schedule.
+            optimizers: of each parameter group, with the state that they had; None keeps those of this step.
+        """
+        twin = copy.copy(self)
+        twin._rates, twin._momentum = [constant(rate) for rate in rates], None
+        if optimizers is not None:
+            twin._optimizers = list(optimizers)
+            placed = place_optimizers([b for b in self.plan.flat_buffers if b.trainable], twin._optimizers)
+            if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
+                raise ConfigError(
+                    "optimizer.params: must not change what an optimizer remembers during training (a momentum from or to 0), "
+                    "and did; make the step with it from the start"
+                )
+        return twin
 
     @contextmanager
     def _bound_to(self, round_: Round) -> Iterator[None]:
@@ -743,7 +765,6 @@ class TrainStep:
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
         self._check_state(state)
-        self._num_passes += 1
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
@@ -774,6 +795,7 @@ class TrainStep:
         Args:
             function, run: as for `forward`.
         """
+        self._num_passes += 1
         work = Pass(self.plan, self._mesh, state.params, None, self._orders, self._scratch)
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         with (
