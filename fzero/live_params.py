@@ -48,6 +48,8 @@ class Away(nn.Parameter):
     """A parameter that is divided among the ranks: everything but values."""
 
     fzero_name: str
+    fzero_plain: nn.Parameter
+    """The same to torch.compile, which looks at parameters that a call replaces."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,8 +136,9 @@ class LiveParams:
         param.data = nothing.expand(shape)
         param.grad = None
         if param.numel():
+            plain = nn.Parameter(param.data, requires_grad=param.requires_grad)
             param.__class__ = Away
-            param.__dict__["fzero_name"] = name
+            param.__dict__ |= {"fzero_name": name, "fzero_plain": plain}
 
     def name_of(self, param: Tensor) -> str | None:
         """The name of one of these parameters."""
