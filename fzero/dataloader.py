@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -68,7 +69,9 @@ class ResumableLoader:
             self.epoch, self.num_given = self.epoch + 1, 0
         self.sampler.set_epoch(self.epoch)
         left = list(islice(self._batches, self.num_given, None))
-        loader: DataLoader[Any] = DataLoader(self.dataset, batch_sampler=left, **self._how)  # type: ignore[arg-type]
+        # Else a DataLoader draws from the process' random numbers whenever it begins, so also when it goes on.
+        own = torch.Generator().manual_seed(self.sampler.seed + self.epoch)
+        loader: DataLoader[Any] = DataLoader(self.dataset, batch_sampler=left, generator=own, **self._how)  # type: ignore[arg-type]
         for batch in loader:
             self.num_given += 1
             yield batch
