@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -133,6 +133,11 @@ class Engine(Accessors):
                 round_, loss.reshape(()), num_parts=parts, is_last=self._is_reduced, keeps=retain_graph
             )
         return loss.detach() / parts
+
+    def scale(self, loss: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "engine.scale: is for loss.backward(), which no other rank would know of; call engine.backward(loss)"
+        )
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Counts a micro-step, and at the end of an accumulation updates: clips, skips an overflow, steps the scheduler.

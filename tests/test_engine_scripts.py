@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +25,7 @@ import fzero.deepspeed as deepspeed
 from fzero.config import ConfigError, ConfigWarning
 
 NUM_STEPS = 4
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 # --- optimizers and schedulers of the script -------------------------------------------------------------------------
@@ -416,3 +420,23 @@ def test_an_engine_compiles_its_blocks() -> None:
     assert_close(engine.module_state_dict(), expected)
     with pytest.raises(ValueError, match="takes a backend and no further arguments"):
         engine.compile(compile_kwargs={"dynamic": True})
+
+
+def test_the_example_learns_on_two_ranks_and_goes_on_on_one(tmp_path: Path) -> None:
+    script = [
+        str(EXAMPLES / "from_deepspeed.py"),
+        "--deepspeed_config",
+        str(EXAMPLES / "ds_config.json"),
+        "--out",
+        str(tmp_path),
+    ]
+    launch = [sys.executable, "-m", "fzero", "--num_procs", "2"]
+    first = subprocess.run([*launch, *script, "--steps", "40"], capture_output=True, text=True, timeout=240)
+    assert first.returncode == 0, first.stderr
+    assert "step=40, skipped=0" in first.stdout
+    right = re.search(r"after 40 steps ([0-9.]+)% of the digits", first.stdout)
+    assert right is not None and float(right[1]) > 40  # ten by chance
+    again = subprocess.run([sys.executable, *script, "--steps", "42"], capture_output=True, text=True, timeout=240)
+    assert again.returncode == 0, again.stderr
+    assert f"goes on from {tmp_path / 'global_step40'}" in again.stdout and "after 42 steps" in again.stdout
+    assert (tmp_path / "pytorch_model.bin").exists()
