@@ -87,8 +87,8 @@ def export(
         out, dtype, max_file_nbytes: as for `TrainStep.save_16bit_model`.
     """
     folder = files.find(Path(dir))
-    contents = _contents(folder)
-    found, names, params = _chunks(folder, contents), contents["names"], contents["optimizer"]
+    contents = contents_in(folder)
+    found, names, params = chunks_in(folder, contents), contents["names"], contents["optimizer"]
     first = {name: key for key, name in reversed(names.items())}
     aliases = {key: first[name] for key, name in names.items() if first[name] != key}
     tensors = {}
@@ -149,9 +149,9 @@ def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
         if single.exists():
             return _Ranges([single]), ("",)
     if (path / files.METADATA).exists() and not (path / files.MANIFEST).exists():
-        return _chunks(path, None), ("model.", "")
+        return chunks_in(path, None), ("model.", "")
     folder = files.find(path)
-    return _chunks(folder, _contents(folder)), ("master.", "model.")
+    return chunks_in(folder, contents_in(folder)), ("master.", "model.")
 
 
 def _prefix_of(stored: Mapping[str, Stored]) -> str:
@@ -159,13 +159,13 @@ def _prefix_of(stored: Mapping[str, Stored]) -> str:
     return "model." if any(key.startswith("model.") for key in stored) else ""
 
 
-def _contents(folder: Path) -> dict[str, Any]:
+def contents_in(folder: Path) -> dict[str, Any]:
     files.check_beside(folder, files.read_manifest(folder))
     contents: dict[str, Any] = json.loads((folder / files.CONTENTS).read_bytes())
     return contents
 
 
-def _chunks(folder: Path, contents: Mapping[str, Any] | None) -> Files:
+def chunks_in(folder: Path, contents: Mapping[str, Any] | None) -> Files:
     from fzero.checkpoint_format import Files
 
     return Files(folder, [] if contents is None else map(Slice.of, contents["slices"]))
