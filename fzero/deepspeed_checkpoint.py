@@ -11,6 +11,7 @@ ranges that it holds.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -34,12 +35,12 @@ MOST_NBYTES = 1 << 28
 def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
     """The state of `step` that continues where DeepSpeed's checkpoint stands, this rank's part.
 
-    Masters, optimizer state, counters, module buffers and loss scale are DeepSpeed's; the learning rate goes on where its scheduler
-    stood. Hyperparameters are those of `step`. Ranks, stage, placement and dtypes may be others, as for `load`. Module buffers
-    that `state_dict` leaves out and the random state are as in `init`.
+    Masters, optimizer state, counters, module buffers and loss scale are DeepSpeed's; the learning rate goes on where its
+    scheduler stood. Hyperparameters are those of `step`. Ranks, stage, placement and dtypes may be others, as for `load`.
+    Module buffers that `state_dict` leaves out and the random state are as in `init`.
 
-    *Collective:* every rank of the step; sends some numbers. Each rank reads the ranges that it holds, mapped into memory, without
-    running code of the files.
+    *Collective:* every rank of the step; sends some numbers. Each rank reads the ranges that it holds, mapped into memory,
+    without running code of the files.
 
     Args:
         dir: the folder that `save_checkpoint` was given, of which `latest` (or `latest_universal`) is taken, or one checkpoint.
@@ -49,8 +50,8 @@ def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
         The state; as `client` DeepSpeed's `client_state`, with its counters and settings under `"deepspeed"`; and the folder.
 
     Raises:
-        CheckpointError: told on every rank: there is no checkpoint, a file is missing or cut, needs code to be read, or is of a job
-            with pipeline, tensor or expert parallelism; names the file.
+        CheckpointError: told on every rank: there is no checkpoint, a file is missing or cut, needs code to be read, or is of
+            a job with pipeline, tensor or expert parallelism; names the file.
         ValueError: told on every rank: the model or the optimizer is another, or something would become narrower.
         CollectiveError: another rank died or did not come.
     """
@@ -93,16 +94,19 @@ def convert_deepspeed(dir: str | Path, out: str | Path) -> Path:
     needed = {number: nbytes_of(batch) for number, batch in enumerate(batches)}
     files.check_space(path, needed | {len(batches): len(content) + FEW_BYTES})
     folder, slices = files.begin(path, int(found.numbers["state.step"])), []
-    for number, batch in enumerate(batches):
-        fragments = [(part, torch.empty(part.stop, dtype=torch_dtype(part.dtype))) for part in batch]
-        found.read(fragments)
-        slices += write(folder, number, fragments)
-    contents = Contents(
-        found.stored, found.aliases, found.numbers, found.optimizer, {}, found.names, found.rates,
-        found.loss_scaling, found.stage,
-        (("data", found.world_size),), found.scales_dynamically,
-    )  # fmt: skip
-    return publish(folder, path, slices, contents, content)
+    try:
+        for number, batch in enumerate(batches):
+            fragments = [(part, torch.empty(part.stop, dtype=torch_dtype(part.dtype))) for part in batch]
+            found.read(fragments)
+            slices += write(folder, number, fragments)
+        contents = Contents(
+            found.stored, found.aliases, found.numbers, found.optimizer, {}, found.names, found.rates,
+            found.loss_scaling, found.stage, (("data", found.world_size),), found.scales_dynamically,
+        )  # fmt: skip
+        return publish(folder, path, slices, contents, content)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:

@@ -67,13 +67,17 @@ def export_deepspeed(dir: str | Path, out: str | Path, *, steps: Literal["number
         raise CheckpointError(f"export: {folder} must not be there yet, and is; remove it, or export to another folder")
     leaves_by_name = {name: _leaves(name, told) for name, told in contents["optimizer"].items()}
     shutil.rmtree(beside, ignore_errors=True)
-    for param, leaves in leaves_by_name.items():
-        _write_parameter(beside / "zero" / param, param, leaves, found, numbers, steps)
-    _save(_optimizer_state(contents, steps), beside / "zero" / "optimizer_state.pt")
-    model = _model(contents, found, torch.load(source / files.CLIENT, weights_only=True))
-    for file in (MODEL, MODEL_OF_RANK.format(0)):  # ZeRO 1 and 2 look for the one, 3 for the other
-        _save(model, beside / file)
-    beside.rename(folder)
+    try:
+        for param, leaves in leaves_by_name.items():
+            _write_parameter(beside / "zero" / param, param, leaves, found, numbers, steps)
+        _save(_optimizer_state(contents, steps), beside / "zero" / "optimizer_state.pt")
+        model = _model(contents, found, torch.load(source / files.CLIENT, weights_only=True))
+        for file in (MODEL, MODEL_OF_RANK.format(0)):  # ZeRO 1 and 2 look for the one, 3 for the other
+            _save(model, beside / file)
+        beside.rename(folder)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
     files.write_whole(Path(out) / "latest_universal", name.encode())
     return folder
 
@@ -107,6 +111,7 @@ def _write_parameter(
         tensor = _read(found, key)
         if leaves is not None:
             tensor = tensor.float()
+        tensor = tensor if tensor.ndim else tensor.view(1)  # DeepSpeed cuts it along a dimension
         _save({"param": tensor, "cat_dim": 0}, folder / f"{file}.pt")
     if leaves is not None:
         _save(_count(numbers[key_of(".step", name)], steps), folder / "step.pt")

@@ -231,7 +231,7 @@ class DeepSpeedFiles:
         for part, flat in fragments:
             source, name = self._sources[part.key]
             for start, piece in self._pieces(source, name, part.start, part.stop):
-                flat[start - part.start :][: piece.numel()].copy_(piece)
+                flat[start - part.start :][: piece.numel()].copy_(piece.detach())  # DeepSpeed's masters are parameters
 
     def _pieces(self, source: str, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Where in the parameter each piece of elements [start, stop) begins, and the piece."""

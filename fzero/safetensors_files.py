@@ -242,4 +242,4 @@ class TorchFile:
 
     def range(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a flattened tensor."""
-        return self._tensors[name].reshape(-1)[start:stop]
+        return self._tensors[name].detach().reshape(-1)[start:stop]  # it may be a parameter

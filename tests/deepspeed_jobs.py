@@ -11,16 +11,17 @@ VOCABULARY, GLOBAL_BATCH = 29, 12
 
 
 class Odd(nn.Module):
-    """Odd sizes, tied weights, parameters that are frozen, unused, of one element and 0-d, and two kinds of buffers."""
+    """Odd sizes, tied weights, parameters that are frozen, unused, of one element and, if asked, 0-d; two kinds of buffers."""
 
-    def __init__(self, width: int = 11) -> None:
+    def __init__(self, width: int = 11, *, has_scalar: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(3))
         nn.init.normal_(self.embed.weight, std=0.3)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
-        self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(1))
+        self.scale = nn.Parameter(torch.full(() if has_scalar else (1,), 1.5))
+        self.shift = nn.Parameter(torch.zeros(1))
         self.unused = nn.Parameter(torch.ones(3))
         self.blocks[1][1].weight.requires_grad_(False)
         self.register_buffer("gain", torch.linspace(0.5, 1.5, width))
@@ -35,9 +36,9 @@ class Odd(nn.Module):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def make(seed: int = 0) -> Odd:
+def make(seed: int = 0, *, has_scalar: bool = False) -> Odd:
     torch.manual_seed(seed)
-    return Odd()
+    return Odd(has_scalar=has_scalar)
 
 
 def batch(number: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import deepspeed
 import deepspeed.checkpoint.ds_to_universal as ds_to_universal
 import torch
 import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed_jobs import DECAY_FREE, batch, make
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or every run would compile it
@@ -27,7 +28,9 @@ type(deepspeed.get_accelerator()).is_fp16_supported = lambda accelerator: (
 def train(job: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
     """Trains to a checkpoint and beyond; the losses after it, averaged over the ranks."""
     torch.manual_seed(0)
-    model = make(job.get("seed", 0))
+    model = make(has_scalar=job.get("has_scalar", False))
+    if job.get("all"):
+        model.requires_grad_()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups: Any = [p for _, p in named]
     if job.get("groups"):
@@ -60,7 +63,11 @@ def train(job: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
     return told
 
 
-def universal(job: dict[str, Any]) -> None:
+def convert(job: dict[str, Any]) -> None:
+    """DeepSpeed's own tools: the whole weights, and a universal checkpoint."""
+    if "weights" in job:
+        torch.save(dict(get_fp32_state_dict_from_zero_checkpoint(job["input"])), job["weights"])
+        return
     words = ["--input_folder", job["input"], "--output_folder", job["output"], "--inject_missing_state"]
     words += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     sys.argv = ["ds_to_universal", *words]
@@ -78,7 +85,7 @@ def serve_rank(rank: int, world_size: int, port: int, jobs: list[dict[str, Any]]
         for job in jobs:
             if "input" in job:
                 if rank == 0:
-                    universal(job)
+                    convert(job)
                 dist.barrier()
                 answers.append(None)
             else:
