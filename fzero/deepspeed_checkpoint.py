@@ -63,6 +63,7 @@ def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
 
     def own() -> Loaded:
         found = DeepSpeedFiles(path)
+        found.check_optimizer()
         saved = Saved(found, found.numbers, found.optimizer, {}, found.scales_dynamically)
         return Loaded(restored(saved, step), found.client, path)
 
@@ -88,6 +89,7 @@ def convert_deepspeed(dir: str | Path, out: str | Path) -> Path:
     from fzero.checkpoint_format import write
 
     found, path = DeepSpeedFiles(find(Path(dir))), Path(out)
+    found.check_optimizer()
     parts = [Part(key, x.shape, x.dtype, 0, math.prod(x.shape), "", 0) for key, x in found.stored.items()]
     content = content_of(found.client)
     batches = list(_batches(part for part in parts if part.stop))

@@ -29,6 +29,7 @@ import torch
 from fzero.checkpoint_files import CheckpointError
 
 WORD = "import_deepspeed"
+LATEST = ("latest", "latest_universal")
 MODEL = "mp_rank_00_model_states.pt"
 MODEL_OF_RANK = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_?optim_states\.pt")
@@ -47,7 +48,9 @@ KEYS_ELSEWHERE = {
     "folding": "a mixture of experts (AutoEP)",
     "ds_zero_partition_groups": "a mixture of experts (AutoEP)",
 }
-WEIGHTS_ALONE = "make a file of its weights with DeepSpeed's zero_to_fp32.py, and take that with fzero.load_weights"
+WEIGHTS_ALONE = (
+    "save the whole weights in the job that trained it (torch.save of a state dict), and take these: fzero.load_weights"
+)
 
 
 # --- pickles -----------------------------------------------------------------------------------------------------
@@ -105,7 +108,7 @@ def find(dir: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    for latest in ("latest", "latest_universal"):
+    for latest in LATEST:
         if (dir / latest).is_file():
             folder = dir / (dir / latest).read_text().strip()
             if not folder.is_dir():
@@ -125,6 +128,12 @@ def find(dir: Path) -> Path:
 def is_one(folder: Path) -> bool:
     """Whether a folder looks like one checkpoint of DeepSpeed's."""
     return any((folder / name).is_file() for name in (MODEL, MODEL_OF_RANK.format(0)))
+
+
+def is_deepspeeds(dir: Path) -> bool:
+    """Whether a folder looks like one that DeepSpeed saved to. (fzero has a `latest`, too.)"""
+    latest = next((dir / name for name in LATEST if (dir / name).is_file()), None)
+    return is_one(dir) or (latest is not None and is_one(dir / latest.read_text().strip()))
 
 
 def optimizer_files(folder: Path) -> dict[int, Path]:

@@ -105,14 +105,9 @@ def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def leaves_of(state: Any, path: Path) -> tuple[str, ...]:
-    """The names of the tensors that an optimizer keeps of a parameter."""
-    if not isinstance(state, Mapping) or not state:
-        raise CheckpointError(
-            f"{WORD}: {path} must have optimizer state, and has none: it was saved before the first update, or without; take "
-            f"the weights alone, fzero.load_weights"
-        )
-    return tuple(sorted(key for key, x in state.items() if isinstance(x, Tensor) and key != "step"))
+def leaves_of(state: Any) -> tuple[str, ...]:
+    """The names of the tensors that an optimizer keeps of a parameter; none before the first update."""
+    return tuple(sorted(key for key, x in (state or {}).items() if isinstance(x, Tensor) and key != "step"))
 
 
 def places_in_turn(group: Group, shapes: Mapping[str, tuple[int, ...]], run: int) -> dict[str, Place]:
@@ -205,7 +200,7 @@ def of_ranks(found: Mapping[int, Path], model: Mapping[str, Any], path: Path) ->
         return tensor
 
     def step(group: Group) -> float | None:
-        own = first.states[int(group)].get("step", first.step)
+        own = first.states[int(group)].get("step", first.step) if has_state else None
         if own is None:  # of a group of the optimizer, which in ZeRO 3 may be several groups here
             own = next((s["step"] for s in first.settings if group in s["params"] and "step" in s), None)
         return None if own is None else float(own)
@@ -213,7 +208,7 @@ def of_ranks(found: Mapping[int, Path], model: Mapping[str, Any], path: Path) ->
     has_state = len(first.states) == len(groups)
     return Flats(
         {name: shape for shapes in groups for name, shape in shapes.items()}, places,
-        leaves_of(first.states[0] if has_state else None, found[0]), flat,
+        leaves_of(first.states[0] if has_state else None), flat,
         lambda quantity, group: flat(quantity, 0, group).dtype, step,
         settings_of(first.settings), first.scaler,
         lambda rank, group: found[rank], first.stage,

@@ -129,7 +129,7 @@ class DeepSpeedFiles:
         if self._path.name != MODEL or self._model.get("optimizer") is None:
             raise CheckpointError(
                 f"{WORD}: {self.folder} must hold the masters and optimizer state in '*_optim_states.pt', and has none; copy "
-                f"those of all ranks, or take the weights alone: {WEIGHTS_ALONE}"
+                f"those of all ranks, or {WEIGHTS_ALONE}"
             )
         return whole(self._model, self._path, self._declared())
 
@@ -173,14 +173,18 @@ class DeepSpeedFiles:
         return key
 
     def _kind(self) -> tuple[str, dict[str, str]]:
-        found = KINDS.get(self._flats.leaves)
-        if found is None:
-            known = "; ".join(", ".join(leaves) for leaves in KINDS)
-            raise CheckpointError(
-                f"{WORD}: the optimizer state in {self.folder} must be one of those known here ({known}), and is "
-                f"{', '.join(self._flats.leaves) or 'none'}; take the weights alone, fzero.load_weights"
-            )
-        return found
+        return KINDS.get(self._flats.leaves, ("unknown", {}))
+
+    def check_optimizer(self) -> None:
+        """Raises unless there is optimizer state, of a kind that is known. (Weights can be read without.)"""
+        if self._flats.leaves in KINDS:
+            return
+        known = "; ".join(", ".join(leaves) for leaves in KINDS)
+        found = ", ".join(self._flats.leaves) or "none, as before the first update"
+        raise CheckpointError(
+            f"{WORD}: the optimizer state in {self.folder} must be one of those known here ({known}), and is {found}; take the "
+            f"weights alone, fzero.load_weights of this folder"
+        )
 
     def _told(self) -> Iterator[tuple[str, Any]]:
         kind, leaves = self._kind()

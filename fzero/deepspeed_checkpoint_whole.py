@@ -105,13 +105,13 @@ def whole(model: Mapping[str, Any], path: Path, shapes: Shapes) -> Flats:
     states, settings = need(base, "state", path), need(base, "param_groups", path)
     is_flat = "fp32_groups_flat" in told
     masters = told["fp32_groups_flat"] if is_flat else [x for group in told.get("fp32_groups", ()) for x in group]
-    leaves, numels, names = leaves_of(states.get(0), path), [*map(math.prod, shapes.values())], list(shapes)
-    found = [state[leaves[0]].numel() for state in states.values()]
+    leaves, numels, names = leaves_of(states.get(0)), [*map(math.prod, shapes.values())], list(shapes)
+    found = [state[leaf].numel() for state in states.values() for leaf in leaves[:1]]
     if len(settings) != 1 or found != ([sum(numels)] if is_flat else numels):
         raise CheckpointError(
             f"{WORD}: {path} must have the optimizer state of one group of all {len(names)} parameters, for stage 0 stores no "
             f"names with it, and has that of {sum(len(group['params']) for group in settings)} in {len(settings)} groups; save "
-            f"it from stage 1, or take the weights alone: {WEIGHTS_ALONE}"
+            f"it from stage 1, or take the weights alone, fzero.load_weights of this file"
         )
 
     def flat(quantity: str, rank: int, group: Group) -> Tensor:

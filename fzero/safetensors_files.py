@@ -231,7 +231,7 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            for key in ("model", "state_dict"):
+            for key in ("model", "state_dict", "module"):
                 tensors = tensors[key] if isinstance(tensors.get(key), Mapping) else tensors
         except Exception as error:
             raise CheckpointError(

@@ -21,6 +21,9 @@ from torch import Tensor
 from fzero import checkpoint_files as files
 from fzero.checkpoint import Source, aliases_of, read_into, together
 from fzero.checkpoint_plan import Part, Slice, Stored, parts_of_weights
+from fzero.deepspeed_checkpoint_files import find as find_deepspeeds
+from fzero.deepspeed_checkpoint_files import is_deepspeeds
+from fzero.deepspeed_checkpoint_source import DeepSpeedFiles
 from fzero.reshard import AnyStep, blank, first_optimizer
 from fzero.safetensors_files import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
 from fzero.simulate import LockstepRanks, stacked
@@ -55,7 +58,7 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
     Args:
         path: a `.safetensors` file; a state dict that torch.save wrote; a folder of such files, with an index where there are
             several; a checkpoint of torch.distributed.checkpoint with the parameters under `model.<name>` or `<name>`; or one
-            of fzero, of which the masters are taken where there are any.
+            of fzero or DeepSpeed, of which the masters are taken where there are any.
         step: to continue with. Module buffers that are not among the weights are the model's own.
 
     Raises:
@@ -148,6 +151,8 @@ def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
     for single in (path / "model.safetensors", path / "pytorch_model.bin"):
         if single.exists():
             return _Ranges([single]), ("",)
+    if is_deepspeeds(path):
+        return DeepSpeedFiles(find_deepspeeds(path)), ("master.", "model.")
     if (path / files.METADATA).exists() and not (path / files.MANIFEST).exists():
         return chunks_in(path, None), ("model.", "")
     folder = files.find(path)

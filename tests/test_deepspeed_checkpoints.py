@@ -395,7 +395,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a mixture of experts": (
         lambda folder: (folder / "layer_0_expert_0_mp_rank_00_model_states.pt").touch(),
-        r"layer_0_expert_0.* is of a mixture of experts .*; make a file of its weights with DeepSpeed's zero_to_fp32.py",
+        r"layer_0_expert_0.* is of a mixture of experts .*; save the whole weights in the job that trained it",
     ),
     "experts told by a key": (
         lambda folder: edit(folder / MODEL, lambda told: told.update(num_experts=[4])),
@@ -417,11 +417,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another optimizer": (
         lambda folder: [edit(optimizer_file(folder, rank), add_amsgrad) for rank in (0, 1)],
-        r"must be one of those known here .* and is exp_avg, exp_avg_sq, max_exp_avg_sq; take the weights alone",
+        r"must be one of those known .* is exp_avg, exp_avg_sq, max_exp_avg_sq; take the weights alone, fzero.load_weights",
     ),
     "no optimizer state": (
         lambda folder: [edit(optimizer_file(folder, rank), forget) for rank in (0, 1)],
-        r"zero_pp_rank_0.* must have optimizer state, and has none: it was saved before the first update",
+        r"must be one of those known here .* and is none, as before the first update; take the weights alone",
     ),
     "an old format": (
         lambda folder: edit(folder / MODEL, lambda told: told.pop("param_shapes")),
@@ -464,6 +464,22 @@ def test_a_checkpoint_that_cannot_be_read_is_told_with_file_and_fix(
     assert re.search(message, capsys.readouterr().err)
     assert not list((tmp_path / "ours").glob("*"))
     assert fault == "nothing" or folder.exists()
+
+
+@pytest.mark.parametrize("job", [Job(2, "fp32", 2), Job(3, "bf16", 2, True, True)], ids=str)
+def test_the_weights_can_be_taken_alone_whatever_the_optimizer_state(
+    deepspeed: DeepSpeed, job: Job, tmp_path: Path
+) -> None:
+    deepspeed.written(job)
+    shutil.copytree(deepspeed.path(job), tmp_path, dirs_exist_ok=True)
+    ranks = ranks_of(job)
+    whole = ranks.gather(fzero.import_deepspeed(tmp_path, step=ranks).state)
+    if job.stage == 2:
+        FAULTS["no optimizer state"][0](tmp_path / f"global_step{BEFORE}")
+    for path in (tmp_path, tmp_path / f"global_step{BEFORE}"):
+        state = fzero.load_weights(path, step=ranks)
+        assert_same([ranks.gather(state)], [whole])
+        assert int(state.step[0]) == 0
 
 
 class Renamed(Odd):
