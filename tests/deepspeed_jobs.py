@@ -48,11 +48,20 @@ def batch(number: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return tuple(x.chunk(world_size)[rank] for x in whole)  # type: ignore[return-value]
 
 
-def config(stage: int, precision: str = "fp32", **changes: Any) -> dict[str, Any]:
-    """Of both. `torch_adam` saves DeepSpeed the compilation of a kernel."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {  # `torch_adam` saves DeepSpeed the compilation of a kernel
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
+    "Adam": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True, "adam_w_mode": False, "betas": [0.8, 0.9]},
+    "Adagrad": {"lr": 1e-2, "eps": 1e-8},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
+}
+
+
+def config(stage: int, precision: str = "fp32", optimizer: str = "AdamW", **changes: Any) -> dict[str, Any]:
+    """Of both."""
     cfg: dict[str, Any] = {
         "train_batch_size": GLOBAL_BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]},
+        "zero_allow_untested_optimizer": True,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}},
         "gradient_clipping": 1.0,
         "zero_optimization": {

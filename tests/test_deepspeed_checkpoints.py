@@ -40,16 +40,18 @@ class Job(NamedTuple):
     groups: bool = False
     has_scalar: bool = False
     """A 0-d parameter, which DeepSpeed's converter cannot take."""
+    optimizer: str = "AdamW"
 
     @property
     def config(self) -> dict[str, Any]:
-        return config(self.stage, self.precision)
+        return config(self.stage, self.precision, self.optimizer)
 
 
 JOBS = (
     *(Job(1, "fp32", 1, True), Job(2, "bf16", 1, has_scalar=True), Job(3, "fp32", 1)),
     *(Job(1, "bf16", 2, True), Job(2, "fp32", 2), Job(3, "bf16", 2, True, True), Job(1, "fp16", 2), Job(3, "fp16", 2)),
     *(Job(1, "bf16", 3, True, True), Job(2, "fp32", 3, True), Job(3, "fp32", 3, True)),
+    *(Job(2, "fp32", 2, optimizer="Adam"), Job(1, "bf16", 2, optimizer="Adagrad"), Job(2, "fp32", 2, optimizer="SGD")),
 )
 NIGHTLY = tuple(
     job
@@ -197,7 +199,7 @@ def test_what_is_imported_is_what_deepspeeds_own_tools_make_of_it(
         {"blocks.1.1.weight"} if job.stage == 1 else set()
     )  # frozen ones are left out
     assert_same([{key: x.float() for key, x in theirs.items()}], [{key: ours[key] for key in theirs}])
-    if job.has_scalar:
+    if job.has_scalar or "Adam" not in job.optimizer:  # which DeepSpeed cannot convert
         return
     deepspeed.run(1, [{"input": tag, "output": str(made)}])
     for folder in (made, tmp_path):  # of which latest_universal names the former
@@ -304,7 +306,7 @@ def test_a_converted_checkpoint_is_loaded_as_what_was_imported(
 
 BACK = (
     *(Job(1, "fp32", 1), Job(2, "bf16", 2, True, True), Job(3, "fp32", 2), Job(1, "fp16", 2)),
-    *(Job(3, "bf16", 3), Job(3, "fp16", 3), Job(2, "fp32", 3)),
+    *(Job(3, "bf16", 3), Job(3, "fp16", 3), Job(2, "fp32", 3), Job(2, "fp32", 2, optimizer="Adagrad")),
 )
 
 
