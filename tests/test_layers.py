@@ -74,6 +74,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "fzero.checkpoint_files",
             "fzero.safetensors_files",
             "fzero.checkpoint_format",
+            "fzero.deepspeed_checkpoint_files",
+            "fzero.deepspeed_checkpoint_flats",
+            "fzero.deepspeed_checkpoint_whole",
+            "fzero.deepspeed_checkpoint_source",
             "fzero.direct_files",
             "fzero.file_store",
             "fzero.stream",
@@ -95,6 +99,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.checkpoint",
         "fzero.weights",
         "fzero.whole",
+        "fzero.deepspeed_checkpoint",
+        "fzero.deepspeed_checkpoint_export",
     ),
     # what keeps state: the engine, and the names by which DeepSpeed scripts call for it
     (
