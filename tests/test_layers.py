@@ -125,6 +125,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("fzero.deepspeed.runtime.zero.stage3", "fzero.deepspeed.runtime.zero.stage_1_and_2"),
         *("fzero.deepspeed.runtime.zero", "fzero.deepspeed.runtime", "fzero.deepspeed"),
     ),
+    ("fzero.integrations.auto", "fzero.integrations.transformers", "fzero.integrations"),
     ("fzero",),
     # what the tests of users may call
     (

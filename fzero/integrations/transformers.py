@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,12 @@ _SCHEDULER = "scheduler.pt"
 
 
 @dataclass
-class TrainingArguments(transformers.TrainingArguments):
+class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
     """transformers' own, but `deepspeed` is fzero's configuration: a mapping, a path, JSON, or a string of base64."""
+
+    deepspeed: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Configuration in DeepSpeed's schema: a file, JSON, or base64."}
+    )
 
     def __post_init__(self) -> None:
         given, self.deepspeed = self.deepspeed, None  # or DeepSpeed would be set up
@@ -48,7 +52,7 @@ class TrainingArguments(transformers.TrainingArguments):
         return False
 
 
-class Trainer(transformers.Trainer):
+class Trainer(transformers.Trainer):  # type: ignore[misc]
     """transformers' own, with an engine of fzero in the place of the model.
 
     A subclass of `transformers.Trainer` takes it as its first base: `class Mine(Trainer, Theirs)`.
@@ -63,6 +67,9 @@ class Trainer(transformers.Trainer):
     """
 
     engine: Engine | None = None
+    optimizer: Any
+    lr_scheduler: Any
+    _created_lr_scheduler: bool
 
     # --- before training ---------------------------------------------------------------------------------------------
 
