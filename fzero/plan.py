@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fzero.config import Config, ConfigError, ZeroOptimization
 from fzero.config_optimizers import Optimizer, with_overrides
 from fzero.matrix_transforms import is_cut
-from fzero.meshes import DATA, is_several, mesh_of, num_ranks, shard_axes, sum_order, told
+from fzero.meshes import DATA, check_mesh, is_several, mesh_of, num_ranks, shard_axes, sum_order, told
 from fzero.pieces import Pieces
 from fzero.placements import Chooser, GivenPlacements, Streaming
 from fzero.precision import Dtypes, widened
@@ -428,6 +428,7 @@ def plan(
     >>> [unit.name for unit in plan(blocks, {"zero_optimization": zero}, world_size=2).units]
     ['0', '1']
     """
+    check_mesh(mesh)
     cfg = Config.load(cfg)
     zero = cfg.zero_optimization
     mesh = mesh_of(zero, world_size or (mesh.size if mesh else 1), mesh)

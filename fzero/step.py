@@ -41,7 +41,7 @@ from fzero.file_tensors import Files, in_memory
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
-from fzero.meshes import told
+from fzero.meshes import check_mesh, told
 from fzero.offload import Offload, Update, agree
 from fzero.pieces import Pieces
 from fzero.placements import GivenPlacements
@@ -145,8 +145,12 @@ def make_train_step(
         ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` or the function
             `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
     """
+    if not isinstance(mesh, Real | Fake):
+        check_mesh(mesh)
+    cfg = Config.load(cfg)
+    cfg.warn_of_wires()
     recipe = Recipe(
-        model=model, cfg=Config.load(cfg), loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
+        model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
         gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, donate=donate, lr_schedule=lr_schedule,
         schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
     )  # fmt: skip
@@ -235,13 +239,6 @@ class TrainStep:
         """The step as one graph, and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
-        wiring = self.plan.wiring
-        # A graph would keep what is decoded from the forward to the backward.
-        if stacked is None and (wiring.gather or wiring.frozen):
-            raise ConfigError(
-                f"compile: must be None or 'block' where parameters are gathered through a wire, got 'step', trace or explain "
-                f"with {wiring}; drop it, or leave out gather_wire (zero_quantized_weights, zero_quantized_nontrainable_weights)"
-            )
         if self._checkpointing.names and self._checkpointing.moves is not None:
             raise ConfigError(
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
@@ -471,12 +468,17 @@ class TrainStep:
 
     def _check_state(self, state: TrainState[Tensor]) -> None:
         """Raises unless every tensor has this step's shape and dtype, and is in a file or not as it says."""
+        _ = self._mesh  # which raises where no ranks are there
         self._check_shapes(state)
         self._offload.check(self._expected[1], optree.tree_leaves(state), self._expected[3])
 
-    def _check_shapes(self, state: TrainState[Tensor]) -> None:
+    def _check_shapes(
+        self,
+        state: TrainState[Tensor],
+        *,
+        fix: str = "make it with this step's init(), or give its weights to init(params)",
+    ) -> None:
         """Raises unless every tensor has this step's shape and dtype: another step's may be divided otherwise."""
-        _ = self._mesh  # which raises where no ranks are there
         if self._expected is None:
             accessors, specs, treespec = optree.tree_flatten_with_accessor(self.specs)
             shapes = [(s.local_shape(self.plan.mesh), torch_dtype(s.dtype)) for s in specs]
@@ -487,15 +489,14 @@ class TrainStep:
             theirs = [accessor.codify("state") for accessor in optree.tree_accessors(state)]
             differing = min({*theirs} ^ {*names}, default="another structure")
             raise ValueError(
-                f"state: must be one of this step's, got one {'without' if differing in names else 'with'} {differing}; make "
-                f"it with this step's init(), or give its weights to init(params)"
+                f"state: must be one of this step's, got one {'without' if differing in names else 'with'} {differing}; "
+                f"{fix}"
             )
         for name, leaf, (shape, dtype) in zip(names, leaves, shapes, strict=True):
             if leaf.shape != shape or leaf.dtype != dtype:
                 raise ValueError(
                     f"{name}: must be {dtype} of shape {shape} in this step (stage "
-                    f"{self.plan.stage}, {self.world_size} ranks), got {leaf.dtype} of shape {tuple(leaf.shape)}; make it "
-                    f"with this step's init(), or give its weights to init(params)"
+                    f"{self.plan.stage}, {self.world_size} ranks), got {leaf.dtype} of shape {tuple(leaf.shape)}; {fix}"
                 )
 
     # --- the step ------------------------------------------------------------------------------------------------
@@ -666,7 +667,8 @@ class TrainStep:
         if self.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
             raise CollectiveError(
                 f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes, since an error was "
-                f"raised at different places on different ranks; end the job, and start it again from what was saved"
+                f"raised at different places on different ranks, or some alone called what all must call (trace_comm, "
+                f"evaluate); end the job, and start it again from what was saved"
             )
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
