@@ -245,7 +245,9 @@ class Restarted(NamedTuple):
 def restarted(wire: Wire, *, every: int) -> Wire:
     """A wire whose state becomes what `init` makes after `every` rounds, and again after as many (LoCo's `reset_T`)."""
     if not isinstance(wire, Wire):
-        raise ValueError(f"restarted: wire must be a Wire, got {type(wire).__name__}; pass error_feedback(coded(quantize(4))), say")
+        raise ValueError(
+            f"restarted: wire must be a Wire, got {type(wire).__name__}; pass error_feedback(coded(quantize(4))), say"
+        )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"restarted: every must be a positive number of rounds, got {every!r}; 1024 say")
 
