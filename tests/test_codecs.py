@@ -61,7 +61,9 @@ def test_at_the_edges_of_the_range_what_is_finite_stays_so_and_within_the_bound(
     bits: Any, half: int, sizes: list[float], data: Any
 ) -> None:
     signs = data.draw(st.lists(st.sampled_from([-1.0, 1.0]), min_size=len(sizes), max_size=len(sizes)))
-    scale = data.draw(st.just(1.0) | st.floats(0.99, 1.0))  # a 127th of the largest number, 127 times, would be infinite
+    scale = data.draw(
+        st.just(1.0) | st.floats(0.99, 1.0)
+    )  # a 127th of the largest number, 127 times, would be infinite
     x = torch.tensor(sizes, dtype=torch.float64) * torch.tensor(signs, dtype=torch.float64) * scale
     codec, x = quantize(bits, 2 * half), x.float()
     arrived = codec.decode(codec.encode(x), len(x), torch.float32)
