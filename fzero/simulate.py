@@ -196,9 +196,9 @@ class VmapRanks(LockstepRanks):
     ) -> None:
         super().__init__(recipe, world_size, mesh=mesh)
         self._way: Literal["vmap", "either", "lockstep"] = way
+        self._backend = compile
         self._stacked = Stacked(self.plan.mesh, self.plan.axes)
         self._step, self._made, self._knobs = self._make(compile)
-        self._may_draw = self._looked_at = compile is None
 
     @property
     def is_in_lockstep(self) -> bool:
@@ -225,7 +225,6 @@ class VmapRanks(LockstepRanks):
             raise VmapError(
                 f"{found[0]} is a torch.autograd.Function, whose backward a capture under torch.vmap ignores; pass compile=None"
             )
-        self._looked_at = True
 
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
         if self.is_in_lockstep:
@@ -237,7 +236,7 @@ class VmapRanks(LockstepRanks):
         versions = [x._version for x in kept]
         try:
             with _own_random_state():
-                if not self._looked_at:
+                if self._backend is not None and not self._made.backend.num_captured:
                     self._look(state, micro_batches[0])
                 return self._step_of_all(state, micro_batches)
         except (RuntimeError, VmapError, CompileError) as error:
@@ -259,7 +258,7 @@ class VmapRanks(LockstepRanks):
         wires = optree.tree_map(torch.clone, state.wires)
         step._turn_knobs(self._knobs, int(state.step[0]))
         number = torch.zeros(self.world_size, 1, dtype=torch.float64)
-        self._stacked.random = drawn = RandomByRank(state.rng["cpu"]) if self._may_draw else None
+        self._stacked.random = drawn = RandomByRank(state.rng["cpu"]) if self._backend is None else None
         with _quietly():
             batches = [step._batches.cast(b) for b in micro_batches]
             outcome_W, is_sum = self._made(state, buffers, wires, batches, number)
