@@ -103,7 +103,9 @@ def is_cheap(node: Node) -> bool:
         return False
     tags = getattr(node.target, "tags", ())
     pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return pointwise or is_move(node) or node.target in _PASSES or node.target in _CREATES
+    if pointwise or is_move(node) or node.target in _PASSES or node.target in _CREATES:
+        return True
+    return is_coding(node, "gather") or is_coding(node, "reduce")
 
 
 def is_mutation(node: Node) -> bool:
@@ -113,6 +115,21 @@ def is_mutation(node: Node) -> bool:
 def is_write(node: Node, roots: Mapping[Node, Node]) -> bool:
     """Whether the node writes into an argument of the graph."""
     return is_mutation(node) and roots[node].op in ("placeholder", "get_attr")
+
+
+def _label(node: Node) -> str:
+    """Under which a captured step made the node, "" for none: `fzero.graph_sent`."""
+    return str((node.meta.get("custom") or {}).get("sent", ""))
+
+
+def is_coding(node: Node, purpose: str) -> bool:
+    """Whether a wire made the node on the way to or from a collective with this purpose, and would make the same again."""
+    if not _label(node).startswith(purpose) or node.op != "call_function":
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    is_random = torch.Tag.nondeterministic_seeded in node.target.tags
+    return not (is_collective(node) or node.target is WAIT or is_mutation(node) or is_effect(node) or is_random)
 
 
 def is_effect(node: Node) -> bool:
@@ -347,7 +364,7 @@ def analyse(graph: Graph) -> Analysis:
             homes[node] = parts.new()
         elif node.target is WAIT and node.args[0] in homes:
             homes[node] = homes[node.args[0]]
-        elif _is_coding(node):
+        elif is_coding(node, "gather"):
             if made and all(arg in homes or arg in fresh for arg in node.all_input_nodes):
                 for arg in made:
                     parts.join(homes[made[0]], homes[arg])
@@ -373,21 +390,6 @@ def _may_gather(node: Node) -> bool:
     return node.target in GATHERS
 
 
-def _label(node: Node) -> str:
-    """Under which a captured step made the node, "" for none: `fzero.graph_sent`."""
-    return str((node.meta.get("custom") or {}).get("sent", ""))
-
-
-def _is_coding(node: Node) -> bool:
-    """Whether a wire made the node on the way from shards to full parameters, and would make the same again."""
-    if not _label(node).startswith("gather") or node.op != "call_function":
-        return False
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target is operator.getitem
-    is_random = torch.Tag.nondeterministic_seeded in node.target.tags
-    return not (is_collective(node) or node.target is WAIT or is_mutation(node) or is_effect(node) or is_random)
-
-
 def _fresh(graph: Graph) -> set[Node]:
     """What is made from placeholders by moves alone, or by what encodes them, before anything is written into them."""
     roots, written = storages(graph), set()
@@ -395,7 +397,7 @@ def _fresh(graph: Graph) -> set[Node]:
     for node in graph.nodes:
         if is_mutation(node):
             written.add(roots[node])
-        movable = node.op == "placeholder" or is_move(node) or node.target in _CREATES or _is_coding(node)
+        movable = node.op == "placeholder" or is_move(node) or node.target in _CREATES or is_coding(node, "gather")
         if movable and all(arg in fresh and roots[arg] not in written for arg in node.all_input_nodes):
             fresh.add(node)
     return fresh
@@ -451,7 +453,7 @@ def _gather(starts: list[Node], settle: list[Node]) -> Gather:
 
 def _decoded(settle: list[Node]) -> tuple[list[Node], frozenset[Node]]:
     """Where a wire ends, and what it makes its result from; neither where the collectives' results are the parameters."""
-    coding = {node for node in settle if _is_coding(node)}
+    coding = {node for node in settle if is_coding(node, "gather")}
     decoded = [node for node in settle if node in coding and not any(user in coding for user in node.users)]
     codes: set[Node] = set()
     for node in reversed(settle if decoded else []):

@@ -29,6 +29,7 @@ from fzero import eager
 from fzero.codecs import Codec
 from fzero.config import ConfigError
 from fzero.graph_analysis import analyse, liveness
+from fzero.graph_sent import sent_in
 from fzero.simulate import LockstepRanks, stacked
 from fzero.wires import Wire
 from sharding import Mesh, Sharded
@@ -230,6 +231,14 @@ def _on_paper(**options: Any) -> tuple[fzero.TrainStep, Graph]:
     step = fzero.make_train_step(make(functools.partial(Plain, 16, 3)), cfg, mesh=fzero.Fake("data", 4), **options)
     (captured,) = step.trace(part(vectors(0), 0, 4))
     return step, captured.scheduled().graph
+
+
+def test_a_graph_sends_codes_in_the_order_in_which_it_sends_numbers() -> None:
+    """So reductions start beside the backward, and no unit's full gradient waits for the end of it."""
+    graphs = [_on_paper(**wires)[1] for wires in ({}, {"gather_wire": Q8, "reduce_wire": LOCO})]
+    exact, coded = ([sent.label for sent in sent_in(graph, {})] for graph in graphs)
+    assert coded == exact
+    assert liveness(graphs[1]).peak_gathered_numel <= liveness(graphs[0]).peak_gathered_numel
 
 
 @pytest.mark.parametrize(
