@@ -105,7 +105,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "fzero.dataloader",
             "fzero.monitor",
         ),
-        *("fzero.live_params", "fzero.engine_accessors", "fzero.engine_files", "fzero.engine", "fzero.initialize"),
+        *("fzero.live_params", "fzero.engine_accessors", "fzero.engine_module", "fzero.engine_files"),
+        *("fzero.engine", "fzero.initialize"),
     ),
     (
         *(
