@@ -131,7 +131,7 @@ class Engine(HoldsModule, KeepsFiles):
 
         Raises:
             FloatingPointError: a gradient is not finite, where no overflow is skipped (DeepSpeed would go on with NaN); the
-                state is as it was.
+                state is as it was, and the next accumulation begins.
         """
         if not self._is_syncing:
             raise RuntimeError(
@@ -160,8 +160,11 @@ class Engine(HoldsModule, KeepsFiles):
             )
         groups = self.hyper
         step = step.following([lr_of(group) for group in groups], changed(step._optimizers, groups))
-        with self._guarded():
+        try:
             self.state, self.metrics = step.update(round_)
+        except FloatingPointError:  # this step is over, as if it had not been
+            self._round, self.micro_steps = None, self.micro_steps + 1
+            raise
         self.train_step, self._round = step, None
         self.live.look_at_buffers(self.state.buffers)
         optimizer.overflow = bool(self.metrics.overflow)
@@ -174,7 +177,9 @@ class Engine(HoldsModule, KeepsFiles):
                 f"next: {optimizer.loss_scale:g}"
             )
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.optimizer._opt_called = True  # torch warns of a scheduler without an optimizer's step
+            getattr(
+                self.lr_scheduler, "optimizer", optimizer
+            )._opt_called = True  # torch warns of a scheduler without an optimizer's step
             self.lr_scheduler.step(**lr_kwargs)
 
     @property

@@ -292,6 +292,28 @@ def test_training_goes_on_after_an_error_that_every_rank_meets(ranks: RankPool, 
         assert_close(weights, expected)
 
 
+def _goes_on_after_nan(stage: int) -> dict[str, Tensor]:
+    engine = made(stage, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2)
+    for index in (0, 1, 2, 3):
+        x, y = mine(engine, data(index))
+        for micro in range(2):
+            loss = criterion(engine(x.chunk(2)[micro]), y.chunk(2)[micro])
+            engine.backward(loss * (float("nan") if index == 1 and micro == 0 else 1.0))
+            if index == 1 and micro == 1:
+                with pytest.raises(FloatingPointError, match="the state was not updated"):
+                    engine.step()
+            else:
+                engine.step()
+    return engine.module_state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_is_not_finite_is_as_if_it_had_not_been(ranks: RankPool, stage: int) -> None:
+    _, expected = plainly(lambda m, i: _one(m, lambda _: data((0, 2, 3)[i])), 3)
+    for weights in ranks(2, _goes_on_after_nan, stage):
+        assert_close(weights, expected)
+
+
 def test_gradients_that_an_error_took_are_missed_at_the_end_of_the_accumulation() -> None:
     engine = made(2, train_micro_batch_size_per_gpu=12, gradient_accumulation_steps=2)
     x, y = data(0)

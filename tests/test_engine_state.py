@@ -364,3 +364,17 @@ def test_what_init_cannot_do_is_told() -> None:
         model = make(Net)
     deepspeed.zero.register_external_parameter(model, model.head.weight)
     assert not isinstance(model.head.weight, Away)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_on_meta_is_filled_unit_by_unit_and_trains(stage: int) -> None:
+    with torch.device("meta"):
+        model = Noisy()
+    engine = fzero.initialize(model=model, config=settings(stage))[0]
+    assert engine.module.head.weight.device.type == "cpu" and engine.module.norm.running_mean.device.type == "cpu"
+    x, y = data(0)
+    losses = []
+    for _ in range(6):
+        losses.append(engine.backward(criterion(engine(x), y)).item())
+        engine.step()
+    assert losses[-1] < losses[0]
