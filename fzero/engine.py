@@ -177,9 +177,9 @@ class Engine(HoldsModule, KeepsFiles):
                 f"next: {optimizer.loss_scale:g}"
             )
         elif self.lr_scheduler is not None:
-            getattr(
-                self.lr_scheduler, "optimizer", optimizer
-            )._opt_called = True  # torch warns of a scheduler without an optimizer's step
+            # torch warns of a scheduler whose optimizer never made a step.
+            owner: Any = getattr(self.lr_scheduler, "optimizer", optimizer)
+            owner._opt_called = True
             self.lr_scheduler.step(**lr_kwargs)
 
     @property

@@ -97,7 +97,8 @@ def _accumulates(stage: int, how: str) -> tuple[list[float], dict[str, Tensor]]:
                 for half in (slice(0, 2), slice(2, 3)):
                     engine.backward(criterion(engine(x[half]), y[half]) * (len(y[half]) / 3))
             else:
-                engine.backward(criterion(engine(x), y))
+                loss = criterion(engine(x), y)
+                assert engine.backward(loss) == loss / 2
             engine.step()
         norms.append(engine.get_global_grad_norm())
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (
