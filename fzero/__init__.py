@@ -14,9 +14,11 @@ from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
 from fzero.comm import Comm, CommRow, plan_comm, trace_comm
 from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.elasticity import ElasticBatch, elastic_batch
+from fzero.engine import Engine
 from fzero.file_store import StoreError
 from fzero.file_tensors import FileTensor
 from fzero.graph_schedule import CompileError
+from fzero.initialize import initialize
 from fzero.launched import Launched, launched
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.matrix_transforms import adafactor, lamb, muon
@@ -51,6 +53,7 @@ __all__ = [
     "ConfigError",
     "ConfigWarning",
     "ElasticBatch",
+    "Engine",
     "Event",
     "Fake",
     "FileTensor",
@@ -97,6 +100,7 @@ __all__ = [
     "exact",
     "export",
     "gather",
+    "initialize",
     "join",
     "lamb",
     "launched",

@@ -358,6 +358,11 @@ def job() -> Real:
     return Real("job", dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else Real("job")
 
 
+def is_joined(*, without: str = "-") -> bool:
+    """Whether this process is in a process group, and one that lacks the backend `without`."""
+    return dist.is_initialized() and without not in str(dist.get_backend_config())
+
+
 def _leave() -> None:
     """Leaves the group at the end of a process that nothing went wrong in.
 

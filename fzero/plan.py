@@ -455,7 +455,7 @@ def plan(
     two_units = 2 * max(sum(b.padded_numel for b in u.buffers) for u in unit_plans)
     max_reducing = min(zero.reduce_bucket_size or BUCKET, two_units)
     precision = cfg.precision
-    optimizer = _place_optimizers([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
+    optimizer = place_optimizers([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
     unit_plans, optimizer = _placed(unit_plans, optimizer, cfg, placements, mesh)
     return Plan(
         stage=zero.stage,
@@ -655,7 +655,7 @@ def _plan_buffer(
     return BufferPlan(f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way)
 
 
-def _place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimizer | Own]) -> dict[str, Any]:
+def place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimizer | Own]) -> dict[str, Any]:
     """The specs of the optimizer's state of each flat buffer."""
     elementwise: dict[tuple[int, str, str], Transform] = {}  # by what it depends on
 
