@@ -494,6 +494,10 @@ class Pass:
                 self._reduced.add(buffer.key)
         if started:
             self._in_flight.append(_Reduction(numel, filling, started))
+        if not all(self._is_here(buffer) for buffer, _, _ in started):
+            # What is kept elsewhere leaves as soon as it has been added up: while the next unit's backward runs.
+            while len(self._in_flight) > (self.mesh.everyone.size > 1):
+                self._end_reduce()
 
     def _reduce(self, flat_P: Tensor, buffer: BufferPlan) -> Sending:
         """Starts to add up what every rank wrote: to the whole (P) in stage 0, to this rank's shard (S) otherwise."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import optree
 import torch
@@ -25,6 +25,8 @@ from fzero.movers import FileMover
 from fzero.placements import Streaming
 from sharding.dtypes import itemsize
 from sharding.views import dtype_name, torch_dtype
+
+T = TypeVar("T")
 
 FilePlan = Mapping[str, tuple[str, FileSpec]]
 """The files of one rank's state: the folder of each, and what it holds, by name."""
@@ -269,6 +271,18 @@ def in_memory(tree: Any) -> Any:
         return x[:] if isinstance(x, FileTensor) else x
 
     return optree.tree_map(one, tree)
+
+
+def kept(x: FileTensor, work: Callable[[], T]) -> T | None:
+    """What the work gives; None where a file fails, which breaks the state that `x` is of and is raised by `fzero.offload.agree`.
+
+    So a rank whose files fail goes on to where all ranks are told.
+    """
+    try:
+        return work()
+    except StoreError as error:
+        x.files.fail(error)
+        return None
 
 
 def handles_of(tree: Any) -> list[FileTensor]:

@@ -376,7 +376,7 @@ class Offload:
         return ByName(mover_of)
 
 
-def agree(files: Files | None, everyone: Bound, *, error: Exception | None = None) -> None:
+def agree(files: Files | None, everyone: Bound, *, error: BaseException | None = None) -> None:
     """Raises on every rank, when the files of one have failed; nobody's can be used then.
 
     *Collective:* every rank of a job with state in files; sends a few bytes.

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from fzero.file_store import StoreError
-from fzero.file_tensors import FileTensor
+from fzero.file_tensors import FileTensor, kept
 from fzero.host_buffers import CHUNK, PAGE, paged
 
-T = TypeVar("T")
 Leaf = Tensor | FileTensor
 
 MOST_LEAVING = 2
@@ -119,10 +116,10 @@ class Stage:
 
     def _start_file(self, x: FileTensor) -> Callable[[], Tensor]:
         flat = self.scratch.take_paged(x.numel(), x.dtype)
-        wait = _tried(x, lambda: x.files.start_read(x.name, flat))
+        wait = kept(x, lambda: x.files.start_read(x.name, flat))
 
         def finish() -> Tensor:
-            if wait is None or _tried(x, wait) is None:
+            if wait is None or kept(x, wait) is None:
                 flat.zero_()
             if self.device.type == "cpu":
                 return flat
@@ -134,29 +131,29 @@ class Stage:
 
     # --- what leaves ---------------------------------------------------------------------------------------------
 
-    def put(self, kept: Leaf, values: Tensor, *, adds: bool) -> None:
+    def put(self, home: Leaf, values: Tensor, *, adds: bool) -> None:
         """Takes values to a shard: in its place, or added to it. They may change when this returns."""
-        if isinstance(kept, FileTensor):
-            self._put_in_file(kept, values, adds=adds)
+        if isinstance(home, FileTensor):
+            self._put_in_file(home, values, adds=adds)
         elif adds:
-            kept.add_(values.to(kept.device))
-        elif kept.data_ptr() != values.data_ptr():
-            kept.copy_(values, non_blocking=True)
+            home.add_(values.to(home.device))
+        elif home.data_ptr() != values.data_ptr():
+            home.copy_(values, non_blocking=True)
 
-    def _put_in_file(self, kept: FileTensor, values: Tensor, *, adds: bool) -> None:
+    def _put_in_file(self, home: FileTensor, values: Tensor, *, adds: bool) -> None:
         while len(self._leaving) >= MOST_LEAVING or (adds and self._leaving):
             self._end_leaving()
-        flat = self._start_file(kept)() if adds else self.scratch.take_paged(kept.numel(), kept.dtype)
+        flat = self._start_file(home)() if adds else self.scratch.take_paged(home.numel(), home.dtype)
         if adds and flat.device != torch.device("cpu"):
-            flat = self.scratch.take_paged(kept.numel(), kept.dtype).copy_(flat)
+            flat = self.scratch.take_paged(home.numel(), home.dtype).copy_(flat)
         _ = flat.add_(values.to(flat.device)) if adds else flat.copy_(values)
-        wait = _tried(kept, lambda: kept.files.start_write(kept.name, flat))
+        wait = kept(home, lambda: home.files.start_write(home.name, flat))
         if wait is not None:
-            self._leaving.append((kept, flat, wait))
+            self._leaving.append((home, flat, wait))
 
     def _end_leaving(self) -> None:
-        kept, flat, wait = self._leaving.popleft()
-        _tried(kept, wait)
+        home, flat, wait = self._leaving.popleft()
+        kept(home, wait)
         del wait
         self.scratch.give(flat)
 
@@ -178,12 +175,3 @@ class Stage:
 def _stream(device: torch.device) -> torch.cuda.Stream:
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
-
-
-def _tried(x: FileTensor, work: Callable[[], T]) -> T | None:
-    """What the work gives; None where it fails, which breaks the files."""
-    try:
-        return work()
-    except StoreError as error:
-        x.files.fail(error)
-        return None

@@ -41,8 +41,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 ACCUMULATING = {"train_batch_size": 24, "gradient_accumulation_steps": 2}
 
 
-def blocks() -> nn.Module:
-    return Plain(width=WIDTH, num_blocks=2)
+def blocks(num_blocks: int = 2) -> nn.Module:
+    return Plain(width=WIDTH, num_blocks=num_blocks)
 
 
 data = partial(vectors, size=24, width=WIDTH)
