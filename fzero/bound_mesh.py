@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fzero import collectives
 from fzero.collectives import EVERYONE, GATHER, OTHER, REDUCE, Bound, Pending
+from fzero.meshes import is_several
 from fzero.plan import Plan
 from fzero.sent import Label, Sent
 from fzero.wires import Sending, State, Wire
@@ -47,10 +48,10 @@ class BoundMesh:
     def of(cls, everyone: Bound, plan: Plan) -> Self:
         """*Collective* where several axes are real: every rank; makes a process group for each, the first time."""
         mesh, shard = plan.mesh, plan.shard_of(everyone.rank)
-        if mesh.axis_size(plan.axes[0]) == mesh.size:
+        if not is_several(mesh):
             return cls(everyone, (replace(everyone, name=plan.axes[0]),), (), shard)
         axes, further = (
-            tuple(collectives.along(everyone, mesh, name) for name in names) for names in names_along(plan)
+            tuple(collectives.along(everyone, mesh, name) for name in names) for names in (plan.axes, plan.further_axes)
         )
         return cls(replace(everyone, name=EVERYONE), axes, further, shard)
 
@@ -163,11 +164,6 @@ class BoundMesh:
         for axis in reversed(majors):
             rows = collectives.stack(rows, axis, label=label).flatten(0, 1)
         return rows
-
-
-def names_along(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes over which the finest shards lie, and the further ones, in the order in which ranks make their groups."""
-    return plan.axes, plan.further_axes
 
 
 class _Through(NamedTuple):

@@ -22,8 +22,8 @@ import resource
 import shutil
 import uuid
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -216,20 +216,31 @@ def checksum_of(path: Path, start: int = 0, nbytes: int | None = None) -> int:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that is there whole, on the disk, or not at all."""
+    """Writes a file that is there whole, on the disk, or not at all.
+
+    Who sees it may rename its folder at once.
+    """
     beside = path.with_name(f".{path.name}.new")
     with beside.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    beside.rename(path)
-    flush(path.parent)
+    with _flushed(path.parent):
+        beside.rename(path)
 
 
 def flush(folder: Path) -> None:
     """Waits until the names in a folder are on the disk."""
+    with _flushed(folder):
+        pass
+
+
+@contextmanager
+def _flushed(folder: Path) -> Iterator[None]:
+    """At the end, the names in a folder are on the disk, whatever it is called by then."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
+        yield
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -9,7 +9,6 @@ holds. Both ways give the same rows, but for what `Comm` names.
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,16 +18,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from torch import Tensor
 
 from fzero.collectives import Fake
+from fzero.meshes import told
 from fzero.plan import Plan
 from fzero.sent import PURPOSES, Phase, Purpose, Sent
 from fzero.simulate import LockstepRanks, VmapRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
+from fzero.tables import as_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,9 +136,7 @@ class Comm:
         return _report(self)
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(width=120, file=out).print(self, soft_wrap=True)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return as_text(self)
 
     def draw(self) -> Figure:
         """A picture: one lane for each axis, a bar for each row, in order, as high as its bytes. Needs matplotlib."""
@@ -206,9 +205,7 @@ def plan_comm(step: TrainStep, batch: Any) -> Comm:
 
 
 def _title(plan: Plan) -> str:
-    ranks = " × ".join(f"{name} {size}" for name, size in plan.mesh.axes)
-    where = f"{plan.world_size} ranks" + (f", {ranks}" if len(plan.mesh.axes) > 1 else "")
-    return f"what a rank sends in a step: ZeRO stage {plan.stage} on {where}"
+    return f"what a rank sends in a step: ZeRO stage {plan.stage} on {told(plan.mesh)}"
 
 
 # --- the table ---------------------------------------------------------------------------------------------------

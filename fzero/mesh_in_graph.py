@@ -19,7 +19,6 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.bound_mesh import names_along
 from fzero.collectives import EVERYONE, Fake, InGraph, Real, along
 from fzero.plan import Plan
 from fzero.stacked import Stacked, StackedAxis
@@ -87,7 +86,8 @@ class MeshInGraph:
     def of(cls, everyone: Real | Fake, plan: Plan, device: torch.device) -> Self:
         """One rank's. *Collective* where several axes are real, as `BoundMesh.of`."""
         axes, further = (
-            tuple(InGraph.of(along(everyone, plan.mesh, name), device) for name in names) for names in names_along(plan)
+            tuple(InGraph.of(along(everyone, plan.mesh, name), device) for name in names)
+            for names in (plan.axes, plan.further_axes)
         )
         whole = next((axis for axis in (*axes, *further) if axis.size == everyone.size), None)
         return cls(
@@ -97,7 +97,9 @@ class MeshInGraph:
     @classmethod
     def of_all(cls, ranks: Stacked, plan: Plan) -> Self:
         """All ranks' at once."""
-        axes, further = (tuple(StackedAxis.of(plan.mesh, name) for name in names) for names in names_along(plan))
+        axes, further = (
+            tuple(StackedAxis.of(plan.mesh, name) for name in names) for names in (plan.axes, plan.further_axes)
+        )
         return cls(ranks, StackedAxis(plan.world_size), axes, further)
 
     @property

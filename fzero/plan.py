@@ -15,7 +15,6 @@ Shape letters: N elements of a buffer, P padded = F·S, S elements of a shard, F
 from __future__ import annotations
 
 import fnmatch
-import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import optree
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -34,6 +33,7 @@ from fzero.meshes import DATA, is_several, mesh_of, num_ranks, shard_axes, sum_o
 from fzero.pieces import Pieces
 from fzero.placements import Chooser, GivenPlacements, Streaming
 from fzero.precision import Dtypes, widened
+from fzero.tables import as_text
 from fzero.transforms import Transform, check_elementwise, leaf_names
 from fzero.wires import Wire
 from fzero.wiring import GivenWire, Wiring, state_like, wiring_of
@@ -395,9 +395,7 @@ class Plan:
         return _report(self)
 
     def __str__(self) -> str:
-        console = Console(width=120, file=io.StringIO())
-        console.print(self, soft_wrap=True)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+        return as_text(self)
 
 
 def plan(

@@ -343,9 +343,10 @@ class TrainStep:
     def _first_wires(self) -> dict[str, dict[str, Any]]:
         """What the wires of reductions remember at first."""
         found: dict[str, dict[str, Any]] = {}
+        planned = self.plan.wires
         for buffer in self.plan.flat_buffers:
             dtype, summands = torch_dtype(buffer.dtypes.reduce), self.plan.summands(buffer)
-            for axis in self.plan.wires.get(buffer.key, {}):
+            for axis in planned.get(buffer.key, {}):
                 like = torch.zeros(summands[axis], dtype=dtype, device=self.device)
                 found.setdefault(buffer.key, {})[axis] = self.plan.wiring.reduce[axis].init(like)
         return found

@@ -10,14 +10,13 @@ The times are no measurement. They show what overlaps what, and what waits.
 
 from __future__ import annotations
 
-import io
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from torch.fx import Graph, Node
 
@@ -35,6 +34,7 @@ from fzero.graph_analysis import (
     nbytes_of,
     start_of,
 )
+from fzero.tables import as_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -145,9 +145,7 @@ class Timeline:
         return _report(self)
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(width=120, file=out).print(self, soft_wrap=True)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return as_text(self)
 
     def draw(self, *others: Timeline) -> Figure:
         """A picture: one lane for compute, one for collectives, below them the bytes alive. Needs matplotlib (extra `demo`).

@@ -334,6 +334,19 @@ def test_a_disk_that_is_full_meanwhile_is_told_on_all_ranks_and_nothing_is_left(
     assert_same([fzero.load(folder, step=step).state], [without_grads(state)])
 
 
+def test_a_checkpoint_may_be_published_as_soon_as_the_last_part_is_seen(tmp_path: Path) -> None:
+    folder, rename = tmp_path / "being written", Path.rename
+    folder.mkdir()
+
+    def seen_at_once(self: Path, target: Path) -> Path:
+        rename(self, target)
+        return rename(folder, tmp_path / "whole")
+
+    with patch.object(Path, "rename", seen_at_once):
+        files.write_whole(folder / "part-1.json", b"part")
+    assert (tmp_path / "whole" / "part-1.json").read_bytes() == b"part"
+
+
 @pytest.mark.parametrize("wrong", ["names", "shapes", "optimizer", "frozen", "dtype"])
 def test_another_model_or_optimizer_is_told_by_name(wrong: str, folder: Path) -> None:
     def ranks(model: nn.Module, cfg: Any) -> fzero.LockstepRanks:
