@@ -46,10 +46,15 @@ from fzero.checkpoint_plan import (
     wires_told,
 )
 from fzero.collectives import Bound
+from fzero.file_store import StoreError
+from fzero.file_tensors import FilePart, part_of
+from fzero.file_tensors import Files as Scratch
+from fzero.offload import agree
 from fzero.place import place
 from fzero.reshard import AnyStep, blank, by_name, chosen_numbers, narrow, numbers_of, rescale
 from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
+from fzero.staging import Leaf
 from fzero.state import TrainState
 from fzero.step import TrainStep
 
@@ -172,8 +177,16 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
     axis = step._mesh.everyone
     path = of_rank_0(axis, lambda: files.find(Path(dir)))
-    own = together(axis, lambda: _load(path, step))
-    return own._replace(state=place(own.state, step))
+    scratch = step._offload.make_files(axis)
+    own = together(axis, lambda: _load(path, step, scratch))
+    return own._replace(state=placed(own.state, step, scratch))
+
+
+def placed(state: TrainState[Tensor], step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
+    """A state that was read, where the step wants it. *Collective* where there are files, which may have failed."""
+    if scratch is not None:
+        agree(scratch, step._mesh.everyone)
+    return place(state, step)
 
 
 # --- saving ------------------------------------------------------------------------------------------------------
@@ -342,11 +355,12 @@ def _started(
         files.check_space(path, nbytes | {0: nbytes[0] + len(content) + FEW_BYTES})
         return files.begin(path, int(state.step))
 
-    folder = of_rank_0(axis, begin)
     tensors = by_name(state)
-    fragments = [(part, span(tensors[part.tensor], part)) for part in parts]
+    # Of what lives in files the writer reads one range after the other.
+    fragments: list[Fragment] = [(part, span(tensors[part.tensor], part)) for part in parts]
     if copies:
-        fragments = [(part, flat.to("cpu", copy=True)) for part, flat in fragments]
+        fragments = together(axis, lambda: [(part, flat[:].to("cpu", copy=True)) for part, flat in fragments])
+    folder = of_rank_0(axis, begin)
     writer = _Writer(folder, path, step, content, keep, int(state.step), numbers_of(state))
     return Saving(writer, axis, fragments)
 
@@ -369,7 +383,7 @@ def _content(client: Any) -> bytes:
 # --- loading -----------------------------------------------------------------------------------------------------
 
 
-def _load(path: Path, step: TrainStep) -> Loaded:
+def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
     from fzero.checkpoint_format import Files
 
     manifest = files.read_manifest(path)
@@ -383,7 +397,7 @@ def _load(path: Path, step: TrainStep) -> Loaded:
     wanted: dict[str, list[Part]] = {}
     for quantity, parts in parts_to_load(plan, rank, found.stored):
         wanted.setdefault(quantity, []).extend(parts)
-    state = blank(step, rank, numbers, keeps_scale=keeps_scale)
+    state = blank(step, rank, numbers, keeps_scale=keeps_scale, files=scratch)
     wanted["own"] = parts_of_own(rank, _kept_own(step, contents["wires"]), found.stored)
     read_into(state, wanted.values(), found)
     narrow(state, step, rank)
@@ -392,15 +406,21 @@ def _load(path: Path, step: TrainStep) -> Loaded:
 
 
 def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[Part]], found: Source) -> None:
-    """Reads parts of a state, group by group."""
+    """Reads parts of a state, group by group; those of tensors that live in files one by one."""
     tensors = by_name(state)
     for parts in groups:
-        found.read((part, span(tensors[part.tensor], part)) for part in parts)
+        spans = [(part, span(tensors[part.tensor], part)) for part in parts]
+        found.read((part, x) for part, x in spans if isinstance(x, Tensor))
+        for part, x in spans:
+            if not isinstance(x, Tensor):
+                values = torch.empty(x.numel(), dtype=x.tensor.dtype)
+                found.read([(part, values)])
+                x.copy_(values)
 
 
-def span(tensor: Tensor, part: Part) -> Tensor:
+def span(tensor: Leaf, part: Part) -> Tensor | FilePart:
     """The elements of a part in the flat tensor that holds them: to be written to a file, or to be read into."""
-    return tensor[part.offset : part.offset + part.stop - part.start]
+    return part_of(tensor, part.offset, part.offset + part.stop - part.start)  # type: ignore[no-any-return]
 
 
 class Source(Protocol):
@@ -431,6 +451,10 @@ def _kept_own(step: TrainStep, wires: Mapping[str, str]) -> dict[str, Any]:
     return {name: spec for name, spec in own.items() if name not in forgotten}
 
 
+_RAISED = (ValueError, StoreError)
+"""What is raised as it is; of all else a CheckpointError tells."""
+
+
 # --- agreement ---------------------------------------------------------------------------------------------------
 
 
@@ -440,12 +464,13 @@ def together(axis: Bound, function: Callable[[], T]) -> T:
     problem: Exception | None = None
     try:
         values.append(function())
-    except (CheckpointError, ValueError, OSError) as error:
+    except (CheckpointError, ValueError, OSError, StoreError) as error:
         problem = error
-    everyone = collectives.exchange((_told(problem), isinstance(problem, ValueError)), axis, label=Label("save"))
-    for rank, (told, is_value) in enumerate(everyone):
+    index = next((i for i, kind in enumerate(_RAISED) if isinstance(problem, kind)), len(_RAISED))
+    everyone = collectives.exchange((_told(problem), index), axis, label=Label("save"))
+    for rank, (told, index) in enumerate(everyone):
         if told:
-            kind = ValueError if is_value else CheckpointError
+            kind = [*_RAISED, CheckpointError][index]
             raise kind(told if len(everyone) == 1 else f"{told} (on rank {rank})") from problem
     return values[0]
 

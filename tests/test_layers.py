@@ -67,7 +67,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # what moves state, and what runs a model
     (
         *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
-        *("fzero.bound_mesh", "fzero.eager"),
         *(
             "fzero.host_buffers",
             "fzero.claims",
@@ -79,8 +78,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "fzero.stream",
             "fzero.movers",
             "fzero.file_tensors",
-            "fzero.offload",
+            "fzero.staging",
         ),
+        *("fzero.bound_mesh", "fzero.eager", "fzero.offload"),
         *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked", "fzero.mesh_in_graph"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
