@@ -276,6 +276,7 @@ class _Writer(NamedTuple):
     client: bytes
     keep: int | None
     numbers: dict[str, float | int]
+    rates: dict[str, float]
 
     def part(self, rank: int) -> Path:
         return self.folder / f"part-{rank}.json"
@@ -293,7 +294,7 @@ class _Writer(NamedTuple):
         slices = [Slice.of(values) for part in parts for values in json.loads(part.read_bytes())]
         for part in parts:
             part.unlink()
-        contents = _contents_of(self.step, self.numbers)
+        contents = _contents_of(self.step, self.numbers, self.rates)
         published = publish(self.folder, self.path, slices, contents, self.client)
         if self.keep is not None:
             files.keep_last(self.path, self.keep)
@@ -327,14 +328,21 @@ class Contents(NamedTuple):
     scales_dynamically: bool
 
 
-def _contents_of(step: TrainStep, numbers: Mapping[str, float | int]) -> Contents:
-    plan, num_updates = step.plan, int(numbers["state.step"])
-    rates = [rate(num_updates) for rate in step._rates]
+def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Mapping[str, float]) -> Contents:
+    plan = step.plan
     return Contents(
         *stored_by(plan, aliases_of(step)), numbers_by_name(plan, numbers), told_of(plan), wires_told(plan),
-        step.recipe.stored_names, {name: rates[b.group] for b in plan.flat_buffers if b.trainable for name in b.layout.names},
-        asdict(step._scaling), plan.stage, plan.mesh.axes, step._scaling.dynamic,
+        step.recipe.stored_names, rates, asdict(step._scaling), plan.stage, plan.mesh.axes, step._scaling.dynamic,
     )  # fmt: skip
+
+
+def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
+    """The learning rate of each parameter's next update; nothing where the schedule has come to its end, and raises."""
+    try:
+        rates = [float(rate(num_updates)) for rate in step._rates]
+    except Exception:
+        return {}
+    return {name: rates[b.group] for b in step.plan.flat_buffers if b.trainable for name in b.layout.names}
 
 
 def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Contents, client: bytes) -> Path:
@@ -386,7 +394,7 @@ def _started(
     fragments = [(part, span(tensors[part.tensor], part)) for part in parts]
     if copies:
         fragments = [(part, flat.to("cpu", copy=True)) for part, flat in fragments]
-    writer = _Writer(folder, path, step, content, keep, numbers_of(state))
+    writer = _Writer(folder, path, step, content, keep, numbers_of(state), _rates_of(step, int(state.step)))
     return Saving(writer, axis, fragments)
 
 
