@@ -48,10 +48,15 @@ from fzero.checkpoint_plan import (
     wires_told,
 )
 from fzero.collectives import Bound
+from fzero.file_store import StoreError
+from fzero.file_tensors import FilePart, part_of
+from fzero.file_tensors import Files as Scratch
+from fzero.offload import agree
 from fzero.place import place
 from fzero.reshard import AnyStep, blank, by_name, chosen_numbers, narrow, numbers_of, rescale
 from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
+from fzero.staging import Leaf
 from fzero.state import TrainState
 from fzero.step import TrainStep
 
@@ -174,8 +179,16 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
     axis = step._mesh.everyone
     path = of_rank_0(axis, lambda: files.find(Path(dir)))
-    own = together(axis, lambda: _load(path, step))
-    return own._replace(state=place(own.state, step))
+    scratch = step._offload.make_files(axis)
+    own = together(axis, lambda: _load(path, step, scratch))
+    return own._replace(state=placed(own.state, step, scratch))
+
+
+def placed(state: TrainState[Tensor], step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
+    """A state that was read, where the step wants it. *Collective* where there are files, which may have failed."""
+    if scratch is not None:
+        agree(scratch, step._mesh.everyone)
+    return place(state, step)
 
 
 # --- saving ------------------------------------------------------------------------------------------------------
@@ -276,6 +289,7 @@ class _Writer(NamedTuple):
     client: bytes
     keep: int | None
     numbers: dict[str, float | int]
+    rates: dict[str, float]
 
     def part(self, rank: int) -> Path:
         return self.folder / f"part-{rank}.json"
@@ -293,7 +307,7 @@ class _Writer(NamedTuple):
         slices = [Slice.of(values) for part in parts for values in json.loads(part.read_bytes())]
         for part in parts:
             part.unlink()
-        contents = _contents_of(self.step, self.numbers)
+        contents = _contents_of(self.step, self.numbers, self.rates)
         published = publish(self.folder, self.path, slices, contents, self.client)
         if self.keep is not None:
             files.keep_last(self.path, self.keep)
@@ -327,14 +341,21 @@ class Contents(NamedTuple):
     scales_dynamically: bool
 
 
-def _contents_of(step: TrainStep, numbers: Mapping[str, float | int]) -> Contents:
-    plan, num_updates = step.plan, int(numbers["state.step"])
-    rates = [rate(num_updates) for rate in step._rates]
+def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Mapping[str, float]) -> Contents:
+    plan = step.plan
     return Contents(
         *stored_by(plan, aliases_of(step)), numbers_by_name(plan, numbers), told_of(plan), wires_told(plan),
-        step.recipe.stored_names, {name: rates[b.group] for b in plan.flat_buffers if b.trainable for name in b.layout.names},
-        asdict(step._scaling), plan.stage, plan.mesh.axes, step._scaling.dynamic,
+        step.recipe.stored_names, rates, asdict(step._scaling), plan.stage, plan.mesh.axes, step._scaling.dynamic,
     )  # fmt: skip
+
+
+def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
+    """The learning rate of each parameter's next update; nothing where the schedule has come to its end, and raises."""
+    try:
+        rates = [float(rate(num_updates)) for rate in step._rates]
+    except Exception:
+        return {}
+    return {name: rates[b.group] for b in step.plan.flat_buffers if b.trainable for name in b.layout.names}
 
 
 def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Contents, client: bytes) -> Path:
@@ -381,12 +402,13 @@ def _started(
         files.check_space(path, nbytes | {0: nbytes[0] + len(content) + FEW_BYTES})
         return files.begin(path, int(state.step))
 
-    folder = of_rank_0(axis, begin)
     tensors = by_name(state)
-    fragments = [(part, span(tensors[part.tensor], part)) for part in parts]
+    # Of what lives in files the writer reads one range after the other.
+    fragments: list[Fragment] = [(part, span(tensors[part.tensor], part)) for part in parts]
     if copies:
-        fragments = [(part, flat.to("cpu", copy=True)) for part, flat in fragments]
-    writer = _Writer(folder, path, step, content, keep, numbers_of(state))
+        fragments = together(axis, lambda: [(part, flat[:].to("cpu", copy=True)) for part, flat in fragments])
+    folder = of_rank_0(axis, begin)
+    writer = _Writer(folder, path, step, content, keep, numbers_of(state), _rates_of(step, int(state.step)))
     return Saving(writer, axis, fragments)
 
 
@@ -418,7 +440,7 @@ class Saved(NamedTuple):
     scales_dynamically: bool
 
 
-def _load(path: Path, step: TrainStep) -> Loaded:
+def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
     from fzero.checkpoint_format import Files
 
     manifest = files.read_manifest(path)
@@ -426,11 +448,11 @@ def _load(path: Path, step: TrainStep) -> Loaded:
     contents = json.loads((path / files.CONTENTS).read_bytes())
     found = Files(path, map(Slice.of, contents["slices"]))
     saved = Saved(found, contents["numbers"], contents["optimizer"], contents["wires"], manifest["scales_dynamically"])
-    state = restored(saved, step)
+    state = restored(saved, step, scratch)
     return Loaded(state, torch.load(path / files.CLIENT, weights_only=True), path)
 
 
-def restored(saved: Saved, step: TrainStep) -> TrainState[Tensor]:
+def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
     """The state of `step` that continues from what was saved, this rank's part.
 
     A module buffer that is not in the model's `state_dict` may be missing, and is the model's own then.
@@ -448,7 +470,8 @@ def restored(saved: Saved, step: TrainStep) -> TrainState[Tensor]:
     wanted: dict[str, list[Part]] = {}
     for quantity, parts in parts_to_load(plan, rank, source.stored, without=missing):
         wanted.setdefault(quantity, []).extend(parts)
-    state = blank(step, rank, numbers, keeps_scale=saved.scales_dynamically and step._scaling.dynamic)
+    keeps_scale = saved.scales_dynamically and step._scaling.dynamic
+    state = blank(step, rank, numbers, keeps_scale=keeps_scale, files=scratch)
     wanted["own"] = parts_of_own(rank, _kept_own(step, saved.wires), source.stored)
     read_into(state, wanted.values(), source)
     for name, value in step._first_values(missing, None, None).items():
@@ -459,15 +482,21 @@ def restored(saved: Saved, step: TrainStep) -> TrainState[Tensor]:
 
 
 def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[Part]], found: Source) -> None:
-    """Reads parts of a state, group by group."""
+    """Reads parts of a state, group by group; those of tensors that live in files one by one."""
     tensors = by_name(state)
     for parts in groups:
-        found.read((part, span(tensors[part.tensor], part)) for part in parts)
+        spans = [(part, span(tensors[part.tensor], part)) for part in parts]
+        found.read((part, x) for part, x in spans if isinstance(x, Tensor))
+        for part, x in spans:
+            if not isinstance(x, Tensor):
+                values = torch.empty(x.numel(), dtype=x.tensor.dtype)
+                found.read([(part, values)])
+                x.copy_(values)
 
 
-def span(tensor: Tensor, part: Part) -> Tensor:
+def span(tensor: Leaf, part: Part) -> Tensor | FilePart:
     """The elements of a part in the flat tensor that holds them: to be written to a file, or to be read into."""
-    return tensor[part.offset : part.offset + part.stop - part.start]
+    return part_of(tensor, part.offset, part.offset + part.stop - part.start)  # type: ignore[no-any-return]
 
 
 class Source(Protocol):
@@ -498,6 +527,10 @@ def _kept_own(step: TrainStep, wires: Mapping[str, str]) -> dict[str, Any]:
     return {name: spec for name, spec in own.items() if name not in forgotten}
 
 
+_RAISED = (ValueError, StoreError)
+"""What is raised as it is; of all else a CheckpointError tells."""
+
+
 # --- agreement ---------------------------------------------------------------------------------------------------
 
 
@@ -507,12 +540,13 @@ def together(axis: Bound, function: Callable[[], T]) -> T:
     problem: Exception | None = None
     try:
         values.append(function())
-    except (CheckpointError, ValueError, OSError) as error:
+    except (CheckpointError, ValueError, OSError, StoreError) as error:
         problem = error
-    everyone = collectives.exchange((_told(problem), isinstance(problem, ValueError)), axis, label=Label("save"))
-    for rank, (told, is_value) in enumerate(everyone):
+    index = next((i for i, kind in enumerate(_RAISED) if isinstance(problem, kind)), len(_RAISED))
+    everyone = collectives.exchange((_told(problem), index), axis, label=Label("save"))
+    for rank, (told, index) in enumerate(everyone):
         if told:
-            kind = ValueError if is_value else CheckpointError
+            kind = [*_RAISED, CheckpointError][index]
             raise kind(told if len(everyone) == 1 else f"{told} (on rank {rank})") from problem
     return values[0]
 

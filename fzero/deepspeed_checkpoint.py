@@ -18,11 +18,21 @@ from pathlib import Path
 import torch
 
 from fzero import checkpoint_files as files
-from fzero.checkpoint import FEW_BYTES, Contents, Loaded, Saved, content_of, of_rank_0, publish, restored, together
+from fzero.checkpoint import (
+    FEW_BYTES,
+    Contents,
+    Loaded,
+    Saved,
+    content_of,
+    of_rank_0,
+    placed,
+    publish,
+    restored,
+    together,
+)
 from fzero.checkpoint_plan import Part, nbytes_of
 from fzero.deepspeed_checkpoint_files import find
 from fzero.deepspeed_checkpoint_source import DeepSpeedFiles
-from fzero.place import place
 from fzero.reshard import AnyStep
 from fzero.simulate import LockstepRanks, stacked
 from sharding.dtypes import itemsize
@@ -65,10 +75,11 @@ def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
         found = DeepSpeedFiles(path)
         found.check_optimizer()
         saved = Saved(found, found.numbers, found.optimizer, {}, found.scales_dynamically)
-        return Loaded(restored(saved, step), found.client, path)
+        return Loaded(restored(saved, step, scratch), found.client, path)
 
+    scratch = step._offload.make_files(axis)
     imported = together(axis, own)
-    return imported._replace(state=place(imported.state, step))
+    return imported._replace(state=placed(imported.state, step, scratch))
 
 
 def convert_deepspeed(dir: str | Path, out: str | Path) -> Path:

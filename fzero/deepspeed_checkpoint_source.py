@@ -41,32 +41,10 @@ RULES = {
 """The rules of the loss scale, by the names of `fzero.LossScaling`: what DeepSpeed calls them."""
 
 THEIRS = {
-    *(
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-    ),
-    *(
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "csr_tensor_module_names",
-        "ds_config",
-    ),
-    *(
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-    ),
-    *("ds_version", "universal_checkpoint_info"),
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "lr_scheduler"),
+    *("frozen_param_fragments", "data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names"),
+    *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
+    *("checkpoint_parallel_dimensions", "universal_checkpoint_info"),
 }
 """The keys of a model's file that are DeepSpeed's; the others are the user's `client_state`."""
 
@@ -98,7 +76,7 @@ class DeepSpeedFiles:
         self.folder = folder
         self._path = next((p for p in (folder / MODEL, folder / MODEL_OF_RANK.format(0)) if p.exists()), folder / MODEL)
         self._model = _checked_model(self._path)
-        self._module: Mapping[str, Tensor] = self._model["module"]
+        self._module = {name: x for name, x in self._model["module"].items() if isinstance(x, Tensor)}
         self.world_size = int(self._model.get("dp_world_size", 1))
         self._buffers = [name for name in self._model.get("buffer_names") or () if name in self._module]
         ties = self._model.get("shared_params")

@@ -16,32 +16,27 @@ exception inside `forward` or `backward` the gradients collected since the last 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fzero import engine_files, live_params
 from fzero.client_optimizers import changed, lr_of
 from fzero.dataloader import ResumableLoader
-from fzero.engine_accessors import Accessors
+from fzero.engine_files import KeepsFiles
 from fzero.engine_keys import EngineKeys
+from fzero.engine_module import HoldsModule
 from fzero.engine_optimizer import EngineOptimizer
-from fzero.live_params import LiveParams
 from fzero.monitor import Watch, monitors
 from fzero.state import Metrics, TrainState
 from fzero.step import Round, TrainStep
-from fzero.whole import params_of
 
 T = TypeVar("T")
 
 
-class Engine(Accessors):
+class Engine(HoldsModule, KeepsFiles):
     """Made by `fzero.initialize`. Attributes that it has not are those of the module.
 
     Attributes:
@@ -66,7 +61,6 @@ class Engine(Accessors):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self.train_step, self.state, self.keys, self.optimizer = train_step, state, keys, optimizer
-        self.module: nn.Module = train_step.recipe.model
         self.training_dataloader, self.lr_scheduler = training_dataloader, None
         self.config = dict(config or {})
         self.metrics: Metrics | None = None
@@ -75,19 +69,10 @@ class Engine(Accessors):
         self._micro_batch = train_step._cfg.batch_sizes(train_step.world_size).micro
         self._round: Round | None = None
         self._boundary: bool | None = None
-        self._is_inside = self._is_gathered = self._is_syncing = self._has_lost = self._is_reduced = False
-        self._is_syncing = True
+        self._is_syncing, self._has_lost, self._is_reduced = True, False, False
         self._monitors = monitors(keys) if train_step.rank == 0 else []
         self._watch = Watch()
-        self.live = LiveParams(self.module, train_step.plan)
-        self._look()
-        self._adopt()
-        live_params.register(self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not there yet
-            raise AttributeError(name)
-        return getattr(self.module, name)
+        self._hold(train_step.recipe.model)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.forward(*inputs, **kwargs)
@@ -146,7 +131,7 @@ class Engine(Accessors):
 
         Raises:
             FloatingPointError: a gradient is not finite, where no overflow is skipped (DeepSpeed would go on with NaN); the
-                state is as it was.
+                state is as it was, and the next accumulation begins.
         """
         if not self._is_syncing:
             raise RuntimeError(
@@ -175,8 +160,11 @@ class Engine(Accessors):
             )
         groups = self.hyper
         step = step.following([lr_of(group) for group in groups], changed(step._optimizers, groups))
-        with self._guarded():
+        try:
             self.state, self.metrics = step.update(round_)
+        except FloatingPointError:  # this step is over, as if it had not been
+            self._round, self.micro_steps = None, self.micro_steps + 1
+            raise
         self.train_step, self._round = step, None
         self.live.look_at_buffers(self.state.buffers)
         optimizer.overflow = bool(self.metrics.overflow)
@@ -189,7 +177,9 @@ class Engine(Accessors):
                 f"next: {optimizer.loss_scale:g}"
             )
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.optimizer._opt_called = True  # torch warns of a scheduler without an optimizer's step
+            # torch warns of a scheduler whose optimizer never made a step.
+            owner: Any = getattr(self.lr_scheduler, "optimizer", optimizer)
+            owner._opt_called = True
             self.lr_scheduler.step(**lr_kwargs)
 
     @property
@@ -228,130 +218,7 @@ class Engine(Accessors):
     def eval(self) -> Engine:
         return self.train(False)
 
-    @contextmanager
-    def gathered(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Tensor]]:
-        """Copies of whole parameters by name, in every stage, for `torch.func.functional_call(engine.module, them, x)`.
-
-        Inside, with all names, the module stands by itself: it runs with these values, as often as it likes and on each rank
-        as it likes (`engine.module.generate`), and nothing is collected for a step. What is written to them is dropped.
-
-        *Collective* in stage 3: every rank.
-        """
-        before, self._is_gathered = self._is_gathered, names is None
-        found = params_of(self._here(), self.state, names)
-        try:
-            for name in self.live.own.keys() & found.keys():
-                self.live.bring(name, found[name])
-            yield found
-        finally:
-            self._is_gathered = before
-            self._look()
-
-    def compile(
-        self,
-        backend: Literal["inductor", "aot_eager"] = "inductor",
-        compile_kwargs: Mapping[str, Any] | None = None,
-        **others: Any,
-    ) -> None:
-        """Compiles the repeated blocks of the module from now on. *Collective:* every rank."""
-        if compile_kwargs or any(others.values()):
-            raise ValueError(
-                f"engine.compile: takes a backend and no further arguments, got {compile_kwargs or others}; leave them out"
-            )
-        recipe = replace(self.train_step.recipe, compile="block", compile_backend=backend)
-        self.train_step = TrainStep(recipe, self.train_step._ranks)
-
-    def offload_states(
-        self,
-        include: Sequence[Any] | None = None,
-        device: str = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Moves the state to host memory until `reload_states`, to make room on the device; all of it, whatever `include`."""
-        if str(device) != "cpu":
-            raise ValueError(f"engine.offload_states: device must be 'cpu', got {device!r}; leave it out")
-        self._move(torch.device("cpu"))
-        self._is_away = True
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back what `offload_states` took away."""
-        self._move(self.train_step.device)
-        self._is_away = False
-
-    def destroy(self) -> None:
-        """Lets go of the state; the module is the script's again, without values."""
-        self.zero_grad()
-        self.module.__dict__.pop("forward", None)
-        self.module.__dict__.update(self._own_forward)
-        self._is_away, self._monitors = True, []
-
-    # --- files -------------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Saves all of the training below `save_dir/tag`, by default `global_step<N>`. *Collective:* every rank.
-
-        The folder is a checkpoint of `fzero.save`; `save_dir/latest` names the tag.
-        """
-        self._here()
-        if exclude_frozen_parameters:
-            raise ValueError(
-                "save_checkpoint: exclude_frozen_parameters must be False, got True; frozen ones are saved once"
-            )
-        engine_files.save(self, Path(save_dir), tag, dict(client_state or {}), save_latest=save_latest)
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Goes on where a checkpoint stands, of any number of ranks and any stage. *Collective:* every rank.
-
-        Returns:
-            The folder and the `client_state`; `(None, None)` where no tag is given and there is no `latest`.
-        """
-        if custom_load_fn is not None:
-            raise ValueError("load_checkpoint: custom_load_fn must be None: no module is loaded as such; give its weights to "
-                             "fzero.load_weights")  # fmt: skip
-        self.zero_grad()
-        return engine_files.load(
-            self, Path(load_dir), tag, optimizer=load_optimizer_states and not load_module_only,
-            scheduler=load_lr_scheduler_states and not load_module_only, counters=not load_module_only,
-        )  # fmt: skip
-
-    def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Writes the weights in the model's 16 bits: one file that torch.save makes on rank 0, or safetensors files.
-
-        *Collective:* every rank.
-
-        Args:
-            save_filename: `model.safetensors` writes as `TrainStep.save_16bit_model`, which holds one unit at a time.
-        """
-        return engine_files.save_16bit(self, Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
-
     # --- helpers -----------------------------------------------------------------------------------------------------
-
-    _is_away = False
-
-    def _here(self) -> TrainStep:
-        if self._is_away:
-            raise RuntimeError("engine: its state is away (offload_states, destroy); call reload_states first")
-        return self.train_step
 
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """A forward of the module, by its own `__call__` or from inside of that."""
@@ -388,21 +255,3 @@ class Engine(Accessors):
             self._has_lost = self._round is not None and bool(self._round.told)
             self._round = None
             raise
-
-    def _adopt(self) -> None:
-        """Makes a call of the module one of the engine, wherever it comes from (a `generate`, a `loss` of the module's)."""
-        module, original = self.module, self.module.forward
-        self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
-
-        @functools.wraps(original)
-        def forward(*inputs: Any, **kwargs: Any) -> Any:
-            if self._is_inside or self._is_gathered or self.live.is_replaced:
-                return original(*inputs, **kwargs)
-            return self._run(original, inputs, kwargs)
-
-        module.__dict__["forward"] = forward
-
-    def _look(self) -> None:
-        """Makes the module's parameters and buffers those of the state."""
-        self.live.look_at(self.state.params, self.train_step.device)
-        self.live.look_at_buffers(self.state.buffers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -203,17 +202,3 @@ class Accessors:
             )
         if self.keys.wall_clock_breakdown:
             self._say(self._watch.told())
-
-    def _move(self, device: torch.device) -> None:
-        """Moves what is on the step's device."""
-        if self.device.type != "cpu":
-            state = self.state
-            moved = optree.tree_map(
-                lambda x: x.to(device) if isinstance(x, Tensor) else x,
-                (state.params, state.master, state.grads, state.optimizer),
-            )
-            self.state = state._replace(**dict(zip(("params", "master", "grads", "optimizer"), moved)))
-            self._look()
-
-    def _look(self) -> None:
-        raise NotImplementedError

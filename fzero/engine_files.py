@@ -6,8 +6,9 @@ Beside the state a checkpoint holds the counters, the scheduler, the param group
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,17 +19,78 @@ from fzero.checkpoint import of_rank_0
 from fzero.checkpoint import save as save_state
 from fzero.checkpoint_files import CheckpointError
 from fzero.client_optimizers import lr_of
+from fzero.engine_accessors import Accessors
 from fzero.sent import Label
 from fzero.weights import load_weights
-
-if TYPE_CHECKING:
-    from fzero.engine_accessors import Accessors
 
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 
 
-def save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *, save_latest: bool) -> None:
-    """See `Engine.save_checkpoint`."""
+class KeepsFiles(Accessors):
+    """The part of `Engine` that reads and writes files."""
+
+    _here: Any
+    zero_grad: Any
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Saves all of the training below `save_dir/tag`, by default `global_step<N>`. *Collective:* every rank.
+
+        The folder is a checkpoint of `fzero.save`; `save_dir/latest` names the tag.
+        """
+        self._here()
+        if exclude_frozen_parameters:
+            raise ValueError(
+                "save_checkpoint: exclude_frozen_parameters must be False, got True; frozen ones are saved once"
+            )
+        _save(self, Path(save_dir), tag, dict(client_state or {}), save_latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Goes on where a checkpoint stands, of any number of ranks and any stage. *Collective:* every rank.
+
+        Returns:
+            The folder and the `client_state`; `(None, None)` where no tag is given and there is no `latest`.
+        """
+        if custom_load_fn is not None:
+            raise ValueError("load_checkpoint: custom_load_fn must be None: no module is loaded as such; give its weights to "
+                             "fzero.load_weights")  # fmt: skip
+        self.zero_grad()
+        return _load(
+            self, Path(load_dir), tag, optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only, counters=not load_module_only,
+        )  # fmt: skip
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Writes the weights in the model's 16 bits: one file that torch.save makes on rank 0, or safetensors files.
+
+        *Collective:* every rank.
+
+        Args:
+            save_filename: `model.safetensors` writes as `TrainStep.save_16bit_model`, which holds one unit at a time.
+        """
+        return _save_16bit(self, Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
+
+
+def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *, save_latest: bool) -> None:
+    """See `KeepsFiles.save_checkpoint`."""
     step = engine.train_step
     tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
     _check_tag(engine, tag)
@@ -44,10 +106,10 @@ def save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *, 
         of_rank_0(step._mesh.everyone, lambda: files.write_whole(folder / files.LATEST, f"{tag}\n".encode()))
 
 
-def load(
+def _load(
     engine: Any, folder: Path, tag: str | None, *, optimizer: bool, scheduler: bool, counters: bool
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """See `Engine.load_checkpoint`."""
+    """See `KeepsFiles.load_checkpoint`."""
     step = engine.train_step
     if tag is None:
         tag = of_rank_0(step._mesh.everyone, lambda: _latest(folder))
@@ -80,8 +142,8 @@ def load(
     return str(path), client["client"]
 
 
-def save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -> bool:
-    """See `Engine.save_16bit_model`."""
+def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -> bool:
+    """See `KeepsFiles.save_16bit_model`."""
     step = engine.train_step
     if name.endswith(".safetensors"):
         if name != "model.safetensors" or exclude_frozen:

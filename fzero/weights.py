@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from fzero import checkpoint_files as files
-from fzero.checkpoint import Source, aliases_of, read_into, together
+from fzero.checkpoint import Source, aliases_of, placed, read_into, together
 from fzero.checkpoint_plan import Part, Slice, Stored, parts_of_weights
 from fzero.deepspeed_checkpoint_files import find as find_deepspeeds
 from fzero.deepspeed_checkpoint_files import is_deepspeeds
 from fzero.deepspeed_checkpoint_source import DeepSpeedFiles
+from fzero.file_tensors import Files as Scratch
 from fzero.reshard import AnyStep, blank, first_optimizer
 from fzero.safetensors_files import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
 from fzero.simulate import LockstepRanks, stacked
@@ -71,7 +72,9 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
     if isinstance(step, LockstepRanks):
         state: TrainState[Tensor] = stacked(step._run(lambda rank: load_weights(path, step=step.steps[rank])))
         return state
-    return together(step._mesh.everyone, lambda: _load(Path(path), step))
+    scratch = step._offload.make_files(step._mesh.everyone)
+    read = together(step._mesh.everyone, lambda: _load(Path(path), step, scratch))
+    return placed(read, step, scratch)
 
 
 def export(
@@ -111,7 +114,7 @@ def export(
 # --- helpers -----------------------------------------------------------------------------------------------------
 
 
-def _load(path: Path, step: TrainStep) -> TrainState[Tensor]:
+def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
     source, prefixes = _opened(path)
     names = [*(name for b in step.plan.flat_buffers for name in b.layout.names), *step.plan.buffers]
     aliases = aliases_of(step)
@@ -131,12 +134,12 @@ def _load(path: Path, step: TrainStep) -> TrainState[Tensor]:
             f"load: {unknown[0]!r} must be of this model, and is not ({len(unknown)} such names); take the weights of "
             f"the same model"
         )
-    state = blank(step, step.rank, {"state.step": 0}, keeps_scale=False)
+    state = blank(step, step.rank, {"state.step": 0}, keeps_scale=False, files=scratch)
     missing = [name for name in step.plan.buffers if name not in keys]
     for name, value in step._first_values(missing, None, None).items():
         state.buffers[name].copy_(value)
     read_into(state, parts_of_weights(step.plan, step.rank, source.stored, keys), source)
-    return state._replace(optimizer=first_optimizer(step, step.rank, state.params, state.master))
+    return state._replace(optimizer=first_optimizer(step, step.rank, state.params, state.master, scratch))
 
 
 def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
+import shutil
 import sys
+import tempfile
 import traceback
+from pathlib import Path
 from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
@@ -76,13 +78,19 @@ def convert(job: dict[str, Any]) -> None:
     ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
-def serve_rank(rank: int, world_size: int, port: int, jobs: list[dict[str, Any]], out: int) -> None:
+def serve_rank(rank: int, world_size: int, store: str, jobs: list[dict[str, Any]], out: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     answers: Any
     try:
-        deepspeed.init_distributed("gloo", verbose=False)
+        deepspeed.init_distributed(
+            "gloo",
+            auto_mpi_discovery=False,
+            verbose=False,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+        )
         answers = []
         for job in jobs:
             if "input" in job:
@@ -101,16 +109,14 @@ def serve_rank(rank: int, world_size: int, port: int, jobs: list[dict[str, Any]]
 
 
 def run(world_size: int, jobs: list[dict[str, Any]]) -> Any:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    store = str(Path(tempfile.mkdtemp()) / "store")
     reads, pids = [], []
     for rank in range(world_size):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(read)
-            serve_rank(rank, world_size, port, jobs, write)
+            serve_rank(rank, world_size, store, jobs, write)
         os.close(write)
         reads.append(read)
         pids.append(pid)
@@ -119,6 +125,7 @@ def run(world_size: int, jobs: list[dict[str, Any]]) -> Any:
         with os.fdopen(read, "rb") as pipe:
             answers.append(pipe.read())
         os.waitpid(pid, 0)
+    shutil.rmtree(Path(store).parent)
     told = [json.loads(answer) for answer in answers if answer]
     return next((x for x in told if isinstance(x, str)), told[0] if told else "no rank answered")
 

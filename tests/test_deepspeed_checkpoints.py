@@ -178,6 +178,28 @@ def test_training_goes_on_with_the_losses_that_deepspeed_has_itself_in_all_cases
     check_goes_on(deepspeed, job)
 
 
+WAYS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "parameters in another order": (2, "fp32", {"round_robin_gradients": True}, {}),
+    "no padding": (1, "fp32", {"elastic_checkpoint": True}, {}),
+    "its BF16_Optimizer": (1, "bf16", {}, {"data_types": {"grad_accum_dtype": "fp32"}}),
+    "sub-groups": (3, "fp32", {"sub_group_size": 150}, {}),
+    "small parameters whole": (3, "bf16", {"stage3_param_persistence_threshold": 100}, {}),
+}
+"""How else DeepSpeed saves: stage, precision, keys of `zero_optimization`, and other keys."""
+
+
+def test_the_other_ways_of_deepspeed_to_save_are_read_as_well(deepspeed: DeepSpeed, tmp_path: Path) -> None:
+    requests = []
+    for way, (stage, precision, zero, keys) in WAYS.items():
+        job = Job(stage, precision, 2, True)
+        cfg = job.config | keys | {"zero_optimization": job.config["zero_optimization"] | zero}
+        requests.append(request_of(job, tmp_path / way) | {"config": cfg})
+    for (way, (stage, precision, _, keys)), theirs in zip(WAYS.items(), deepspeed.run(2, requests), strict=True):
+        ranks = ranks_of(Job(stage, precision, 2, True), **keys)
+        state = fzero.import_deepspeed(tmp_path / way, step=ranks).state
+        assert_close(run(ranks, state, BEFORE, BEFORE + AFTER)[1], theirs["losses"], precision)
+
+
 @cache
 def in_one_process(path: Path, job: Job) -> tuple[fzero.LockstepRanks, Any]:
     ranks = ranks_of(job, 1, zero_optimization={"stage": 0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from engines import SAMPLES, Net, assert_close, criterion, data, made, mine, plainly, settings
 from ranks import RankError, RankPool
 from torch import Tensor, nn
-from training import make
+from training import make, part
 
 import fzero
 
@@ -96,7 +97,8 @@ def _accumulates(stage: int, how: str) -> tuple[list[float], dict[str, Tensor]]:
                 for half in (slice(0, 2), slice(2, 3)):
                     engine.backward(criterion(engine(x[half]), y[half]) * (len(y[half]) / 3))
             else:
-                engine.backward(criterion(engine(x), y))
+                loss = criterion(engine(x), y)
+                assert engine.backward(loss) == loss / 2
             engine.step()
         norms.append(engine.get_global_grad_norm())
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (
@@ -166,6 +168,45 @@ def test_a_graph_that_is_retained_is_gone_through_again(ranks: RankPool, stage: 
     _, expected = plainly(losses, 1)
     for weights in ranks(2, _retains, stage):
         assert_close(weights, expected)
+
+
+def _in_parts(stage: int) -> dict[str, Tensor]:
+    """A step from its parts, where a backward that was not expected comes after the last one."""
+    step = fzero.make_train_step(make(Net), settings(stage))
+    state = step.init()
+    for index in range(NUM_STEPS):
+        round_ = step.begin(state)
+        for part_, is_last in enumerate((False, True, False)):
+            x, y = part(data(10 * index + part_), step.rank, step.world_size)
+            outputs = step.forward(round_, lambda: step.recipe.model(x))  # noqa: B023
+            round_ = step.backward(round_, criterion(outputs, y), num_parts=3, is_last=is_last)
+        state, _ = step.update(round_)
+    return step.gather(state)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_comes_after_the_last_backward_is_added(ranks: RankPool, stage: int) -> None:
+    def losses(model: Any, index: int) -> list[Tensor]:
+        return [criterion(model(data(10 * index + k)[0]), data(10 * index + k)[1]) / 3 for k in range(3)]
+
+    _, expected = plainly(losses, NUM_STEPS)
+    for weights in ranks(2, _in_parts, stage):
+        assert_close(weights, expected)
+
+
+def _reduces(script: int) -> dict[Any, Counter[str]]:
+    """How often each unit was reduced in each backward."""
+    engine = made(3)
+    for loss in SCRIPTS[script](engine, lambda part_: mine(engine, data(part_))):
+        engine.backward(loss)
+    runs = {run: events for run, events in engine.train_step._orders.items() if run[0] == "backward"}
+    return {run: Counter(event.unit for event in events if event.kind == "reduce") for run, events in runs.items()}
+
+
+@pytest.mark.parametrize("script", range(len(SCRIPTS)), ids=[f.__name__ for f in SCRIPTS])
+def test_a_backward_reduces_each_unit_once_however_many_forwards_it_is_of(ranks: RankPool, script: int) -> None:
+    for found in ranks(2, _reduces, script):
+        assert found and all(counts == dict.fromkeys(counts, 1) for counts in found.values())
 
 
 def _overflows(stage: int) -> list[Any]:
@@ -249,6 +290,28 @@ def _goes_on_after_errors(stage: int) -> dict[str, Tensor]:
 def test_training_goes_on_after_an_error_that_every_rank_meets(ranks: RankPool, stage: int) -> None:
     _, expected = plainly(lambda m, i: _one(m, lambda _: data(i)), NUM_STEPS)
     for weights in ranks(2, _goes_on_after_errors, stage):
+        assert_close(weights, expected)
+
+
+def _goes_on_after_nan(stage: int) -> dict[str, Tensor]:
+    engine = made(stage, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2)
+    for index in (0, 1, 2, 3):
+        x, y = mine(engine, data(index))
+        for micro in range(2):
+            loss = criterion(engine(x.chunk(2)[micro]), y.chunk(2)[micro])
+            engine.backward(loss * (float("nan") if index == 1 and micro == 0 else 1.0))
+            if index == 1 and micro == 1:
+                with pytest.raises(FloatingPointError, match="the state was not updated"):
+                    engine.step()
+            else:
+                engine.step()
+    return engine.module_state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_is_not_finite_is_as_if_it_had_not_been(ranks: RankPool, stage: int) -> None:
+    _, expected = plainly(lambda m, i: _one(m, lambda _: data((0, 2, 3)[i])), 3)
+    for weights in ranks(2, _goes_on_after_nan, stage):
         assert_close(weights, expected)
 
 

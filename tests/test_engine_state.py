@@ -267,6 +267,8 @@ def _transforms(stage: int) -> dict[str, Any]:
             return nn.functional.cross_entropy(functional_call(engine.module, params, (x[None],))["logits"], y[None])
 
         told["each"] = vmap(grad(loss_of), in_dims=(None, 0, 0))(params, x, y)
+    doubled = {name: 2 * value for name, value in params.items()}
+    told["doubled"] = functional_call(engine.module, doubled, (x,))["logits"]
     given = x.clone().requires_grad_()
     engine(given)  # which does not disturb
     engine.step()
@@ -288,6 +290,8 @@ def test_transforms_of_torch_func_go_through_the_module_in_every_stage(ranks: Ra
         torch.testing.assert_close(told["inputs"], grad(lambda x: module(x)["logits"].square().sum())(x))
         torch.testing.assert_close(told["jacobian"], jacrev(lambda x: module(x[None])["logits"][0])(x[0]))
         torch.testing.assert_close(told["mapped"], module(x)["logits"].detach())
+        doubled = functional_call(module, {name: 2 * value for name, value in params.items()}, (x,))["logits"]
+        torch.testing.assert_close(told["doubled"], doubled)
         each = vmap(grad(loss_of), in_dims=(None, 0, 0))(params, x, y)
         assert_close(told["each"], each)
         assert_close(told["weights"], expected)
@@ -336,6 +340,7 @@ def _evaluates(stage: int) -> tuple[list[Tensor], dict[str, Tensor], int]:
         engine.backward(loss)
         engine.step()
     own = [p for p in engine.module.parameters() if isinstance(p, Away)]
+    assert torch.equal(engine.module.norm.running_mean, engine.module_state_dict()["norm.running_mean"])
     return told, engine.module_state_dict(), len(own)
 
 
@@ -364,3 +369,17 @@ def test_what_init_cannot_do_is_told() -> None:
         model = make(Net)
     deepspeed.zero.register_external_parameter(model, model.head.weight)
     assert not isinstance(model.head.weight, Away)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_on_meta_is_filled_unit_by_unit_and_trains(stage: int) -> None:
+    with torch.device("meta"):
+        model = Noisy()
+    engine = fzero.initialize(model=model, config=settings(stage))[0]
+    assert engine.module.head.weight.device.type == "cpu" and engine.module.norm.running_mean.device.type == "cpu"
+    x, y = data(0)
+    losses = []
+    for _ in range(6):
+        losses.append(engine.backward(criterion(engine(x), y)).item())
+        engine.step()
+    assert losses[-1] < losses[0]

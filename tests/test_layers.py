@@ -67,7 +67,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # what moves state, and what runs a model
     (
         *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
-        *("fzero.bound_mesh", "fzero.eager"),
         *(
             "fzero.host_buffers",
             "fzero.claims",
@@ -83,8 +82,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "fzero.stream",
             "fzero.movers",
             "fzero.file_tensors",
-            "fzero.offload",
+            "fzero.staging",
         ),
+        *("fzero.bound_mesh", "fzero.eager", "fzero.offload"),
         *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked", "fzero.mesh_in_graph"),
     ),
     ("fzero.compiled", "fzero.compiled_blocks"),
@@ -98,9 +98,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.reshard",
         "fzero.checkpoint",
         "fzero.weights",
-        "fzero.whole",
         "fzero.deepspeed_checkpoint",
         "fzero.deepspeed_checkpoint_export",
+        "fzero.whole",
     ),
     # what keeps state: the engine, and the names by which DeepSpeed scripts call for it
     (
@@ -111,7 +111,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "fzero.dataloader",
             "fzero.monitor",
         ),
-        *("fzero.live_params", "fzero.engine_accessors", "fzero.engine_files", "fzero.engine", "fzero.initialize"),
+        *("fzero.live_params", "fzero.engine_accessors", "fzero.engine_module", "fzero.engine_files"),
+        *("fzero.engine", "fzero.initialize"),
     ),
     (
         *(
