@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,30 +38,10 @@ from fzero.collectives import Pending
 from fzero.plan import BufferPlan, Plan, UnitPlan
 from fzero.schedule import TURN, Event, Orders, Run, ScheduleError, early
 from fzero.sent import Label, Phase
+from fzero.staging import Leaf, Stage
 from fzero.wires import Sending
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype, unflatten
-
-
-class Scratch:
-    """Full flat buffers (P) for gathered parameters and unreduced gradients, kept for the next taker of the same size.
-
-    Memory that is new to the process costs a page fault for every 4 kB. CUDA's allocator keeps memory by itself.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-
-    def take(self, buffer: BufferPlan, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised buffer on the device of `like`, and of its dtype unless another is given."""
-        free = self._free[buffer.padded_numel, dtype or like.dtype]
-        return free.pop() if free else like.new_empty(buffer.padded_numel, dtype=dtype)
-
-    def give(self, flat: Tensor) -> None:
-        """Takes a buffer back, unless somebody still holds a view of it."""
-        storage = flat.untyped_storage()
-        if flat.device.type == "cpu" and torch._C._storage_Use_Count(storage._cdata) == 2:  # `flat` and `storage`
-            self._free[flat.numel(), flat.dtype].append(flat)
 
 
 class _Recipe(NamedTuple):
@@ -102,6 +82,7 @@ class _Leaf(torch.autograd.Function):
         return ctx.work._anchor.detach(), None, None, None
 
 
+AnyLeaf = TypeVar("AnyLeaf", Tensor, Leaf)
 _root: Callable[..., Tensor] = _Root.apply  # type: ignore[assignment]
 _leaf: Callable[..., Tensor] = _Leaf.apply  # type: ignore[assignment]
 
@@ -112,6 +93,14 @@ class _Grads:
 
     flats: dict[str, Tensor] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
+
+
+class _Gather(NamedTuple):
+    """The gather of one flat buffer under way, with the shard that it reads, where it reads one."""
+
+    buffer: BufferPlan
+    pending: Pending
+    shard: Tensor | None = None
 
 
 class _Reduction(NamedTuple):
@@ -133,11 +122,11 @@ class Pass:
     Args:
         plan: the units and their specs.
         mesh: the ranks.
-        params: this rank's flat buffers by key.
+        params: this rank's flat buffers by key, wherever they live.
         grads: where the mean gradients go, by key: whole (P) in stages 0 and 1, this rank's shards (S) otherwise. None
             is forwards only.
         orders: the events to follow, by what runs; what is not there is negotiated, and learned. None negotiates all.
-        scratch: where full buffers come from.
+        stage: what brings shards from where they live, and takes those of gradients there.
         wires: what the wires of reductions remember, by flat buffer and axis; what they do afterwards stands in their place.
     """
 
@@ -145,15 +134,16 @@ class Pass:
         self,
         plan: Plan,
         mesh: BoundMesh,
-        params: dict[str, Tensor],
-        grads: dict[str, Tensor] | None,
+        params: Mapping[str, Leaf],
+        grads: Mapping[str, Leaf] | None,
         orders: Orders | None,
-        scratch: Scratch,
+        stage: Stage,
         *,
         wires: Mapping[str, States] = {},
     ) -> None:
         self.wires = dict(wires)
-        self.plan, self.mesh, self.params, self.scratch = plan, mesh, params, scratch
+        self.plan, self.mesh, self.params = plan, mesh, params
+        self.stage, self.scratch, self._device = stage, stage.scratch, stage.device
         self.trains, self.grads = grads is not None, grads or {}
         self.executed: list[Event] = []
         self.schedule: Sequence[Event] | None = None  # of what runs, after what has run
@@ -171,10 +161,10 @@ class Pass:
         self._present: str | None = None
         self._leaves: dict[str, Tensor] = {}
         self._recorded: set[str] = set()  # units whose present stay autograd knows
-        self._gathering: dict[str, list[tuple[BufferPlan, Pending]]] = {}
+        self._gathering: dict[str, list[_Gather]] = {}
         self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
         self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
-        self._versions = {key: flat._version for key, flat in params.items()}
+        self._versions = {key: flat._version for key, flat in params.items() if isinstance(flat, Tensor)}
         self._entered: set[str] = set()
         self._open_stays: Counter[str] = Counter()
         self._ready: set[str] = set()
@@ -268,7 +258,7 @@ class Pass:
 
     def _abandon(self) -> None:
         """Lets go of what is gathered, of what is collected and of collectives under way."""
-        gathers = [pending for started in self._gathering.values() for _, pending in started]
+        gathers = [gather.pending for started in self._gathering.values() for gather in started]
         reductions = [sending.pending for reduction in self._in_flight for _, sending, _ in reduction.started]
         collectives.abandon(gathers + reductions + ([self._rows] if self._rows else []))
         for held in (self._leaves, self._live, self._filling, self._by_storage, self._gathering, self._in_flight):
@@ -279,6 +269,7 @@ class Pass:
         """Lets go of what is gathered; a graph that was made here is refused from now on."""
         self._is_open, self._is_over = False, True
         self._release_all_but("")
+        self.stage.abandon()
 
     def _expect(self, loss: Tensor) -> Run:
         """Counts the stays that a backward of the loss will end, and names its order of collectives.
@@ -344,7 +335,8 @@ class Pass:
             self._recorded.discard(unit_name)
             root = _root(self._anchor, self, unit_name) if self.trains else None
             for buffer in unit.buffers:
-                views = unflatten(flats.get(buffer.key, self.params[buffer.key]), buffer.layout)
+                flat: Any = flats.get(buffer.key, self.params[buffer.key])
+                views = unflatten(flat, buffer.layout)
                 if buffer.trainable and root is not None:
                     views = {name: _leaf(root, view, self, name) for name, view in views.items()}
                 self._leaves.update(views)
@@ -376,7 +368,7 @@ class Pass:
         if unit.gathered_numel and unit.name not in self._live:
             if unit.name not in self._gathering:
                 self._advance_to(Event("gather", unit.name))
-            flats = {buffer.key: pending.wait() for buffer, pending in self._gathering.pop(unit.name)}
+            flats = self._end_gathers(unit.name)
             self._live[unit.name] = flats
             self._versions |= {key: flat._version for key, flat in flats.items()}
             for key, flat in flats.items():
@@ -441,17 +433,28 @@ class Pass:
     def _flat_grad(self, filling: _Grads, buffer: BufferPlan) -> Tensor:
         """Where the unreduced gradient is collected (P).
 
-        Where it will stay, if all of it stays on this rank and either is sent as it is kept or waits for more micro-steps.
+        Where it will stay, if all of it stays on this rank and either is sent as it is kept or waits for more micro-steps; where
+        it stays elsewhere, it is brought from there.
         """
         if buffer.key not in filling.flats:
             store = self.grads[buffer.key]
             stays = self._is_whole(buffer) and buffer.key not in self._reduced
             reduce_dtype = self._reduce_dtype(buffer)
             stays &= store.dtype == reduce_dtype or not (self.is_first and self.is_last)
-            filling.flats[buffer.key] = store if stays else self.scratch.take(buffer, store, reduce_dtype)
-            if stays and buffer.key in self._held:
+            is_held = stays and buffer.key in self._held
+            if is_held or (stays and self._is_here(buffer)):
+                filling.flats[buffer.key] = self.stage.bring(f"{buffer.key}/grads", store)
+            else:
+                dtype = store.dtype if stays else reduce_dtype
+                filling.flats[buffer.key] = self.scratch.take(buffer.padded_numel, dtype, self._device)
+            if is_held:
                 filling.written.update(buffer.layout.names)
         return filling.flats[buffer.key]
+
+    def _is_here(self, buffer: BufferPlan) -> bool:
+        """Whether the gradient is kept where it is made."""
+        store = self.grads[buffer.key]
+        return isinstance(store, Tensor) and store.device == self._device
 
     def _stay_ended(self, unit: str) -> None:
         self._open_stays[unit] -= 1
@@ -517,10 +520,6 @@ class Pass:
     def _phase(self) -> Phase:
         return "forward" if self._in_forward else "backward"
 
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.params.values())).device
-
     def _issue(self, event: Event) -> None:
         self.executed.append(event)
         if event.kind == "gather":
@@ -532,23 +531,47 @@ class Pass:
         # A gather that nobody here waited for served other ranks only: its result is dropped.
         self._drop_gathers()
         self._gathering[unit.name] = [
-            (buffer, self._gather(buffer)) for buffer in unit.buffers if isinstance(buffer.row.params, Sharded)
+            self._gather(buffer) for buffer in unit.buffers if isinstance(buffer.row.params, Sharded)
         ]
+        if self.mesh.num_shards > 1:  # else there is nothing to gather, and what is asked for next comes by itself
+            self._read_ahead()
 
-    def _gather(self, buffer: BufferPlan) -> Pending:
-        axes, shard = self.mesh.axes_of(buffer.row.params), self.params[buffer.key]
-        full = shard if math.prod(axis.size for axis in axes) == 1 else self.scratch.take(buffer, shard)
+    def _gather(self, buffer: BufferPlan) -> _Gather:
+        axes, label = self.mesh.axes_of(buffer.row.params), Label("gather", buffer.key, self._phase)
+        if math.prod(axis.size for axis in axes) == 1:
+            self.stage.ahead(buffer.key, self.params[buffer.key])
+            return _Gather(buffer, Pending(label, (), lambda: self.stage.bring(buffer.key, self.params[buffer.key])))
+        shard = self.stage.bring(buffer.key, self.params[buffer.key])
+        full = self.scratch.take(buffer.padded_numel, shard.dtype, self._device)
         wiring = self.plan.wiring
         wires = wiring.gather if buffer.trainable else wiring.frozen
-        return self.mesh.start_all_gather(
-            shard, full, axes, wires=wires, label=Label("gather", buffer.key, self._phase)
-        )
+        return _Gather(buffer, self.mesh.start_all_gather(shard, full, axes, wires=wires, label=label), shard)
+
+    def _end_gathers(self, unit: str) -> dict[str, Tensor]:
+        """Waits for the gathers of a unit, and gives back the shards that were copies."""
+        flats: dict[str, Tensor] = {}
+        gathers = self._gathering.pop(unit)
+        while gathers:  # emptied, so that nothing here holds the shard that is given back
+            buffer, pending, shard = gathers.pop(0)
+            flats[buffer.key] = pending.wait()
+            del pending
+            if shard is not None:
+                self._give_back(shard, buffer.key)
+        return flats
+
+    def _read_ahead(self) -> None:
+        """Starts to bring the shards of the unit that is gathered next."""
+        if self.schedule is not None and self.plan.prefetch != 0:
+            rest = self.schedule[len(self.executed) :]
+            following = next((event.unit for event in rest if event.kind == "gather"), None)
+            for buffer in self._units[following].buffers if following else ():
+                if isinstance(buffer.row.params, Sharded):
+                    self.stage.ahead(buffer.key, self.params[buffer.key])
 
     def _drop_gathers(self) -> None:
-        for gathers in self._gathering.values():
-            for buffer, pending in gathers:
-                self._give_back(pending.wait(), buffer.key)
-        self._gathering.clear()
+        for unit in list(self._gathering):
+            for key, flat in self._end_gathers(unit).items():
+                self._give_back(flat, key)
 
     def _start_reduce(self, unit: UnitPlan) -> None:
         numel = sum(buffer.padded_numel for buffer in unit.buffers if buffer.trainable)
@@ -565,11 +588,18 @@ class Pass:
                 _zero_gaps(flat_P, buffer, filling.written)
                 if not self.is_last and self._is_whole(buffer):
                     self._held.add(buffer.key)
+                    if not self._is_here(buffer):
+                        self.stage.put(self.grads[buffer.key], flat_P, adds=False)
+                        self._give_back(filling.flats.pop(buffer.key), buffer.key)
                     continue
                 started.append((buffer, self._reduce(flat_P, buffer), self._adds(buffer)))
                 self._reduced.add(buffer.key)
         if started:
             self._in_flight.append(_Reduction(numel, filling, started))
+        if not all(self._is_here(buffer) for buffer, _, _ in started):
+            # What is kept elsewhere leaves as soon as it has been added up: while the next unit's backward runs.
+            while len(self._in_flight) > (self.mesh.everyone.size > 1):
+                self._end_reduce()
 
     def _reduce(self, flat_P: Tensor, buffer: BufferPlan) -> Sending:
         """Starts to add up what every rank wrote: to the whole (P) in stage 0, to this rank's shard (S) otherwise."""
@@ -579,10 +609,13 @@ class Pass:
         if isinstance(buffer.row.grads, Replicated):
             return self.mesh.start_all_reduce(flat_P, wires=wires, states=states, label=label)
         own_S, is_held = self._own(buffer), self._is_held(buffer)
-        is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype
+        is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype or not self._is_here(buffer)
+        held: Any = own_S
+        if is_held and not self._is_here(buffer):
+            held = self.stage.bring(f"{buffer.key}/grads", own_S)
         return self.mesh.start_reduce_scatter(
-            flat_P, out_S=None if is_new else own_S, further="now" if self.is_last else "later",
-            held_S=own_S if is_held else None, wires=wires, states=states, label=label,
+            flat_P, out_S=None if is_new else held, further="now" if self.is_last else "later",
+            held_S=held if is_held else None, wires=wires, states=states, label=label,
         )  # fmt: skip
 
     def _reduce_dtype(self, buffer: BufferPlan) -> torch.dtype:
@@ -613,15 +646,12 @@ class Pass:
             if buffer.key in self.wires:
                 self.wires[buffer.key] = states
             kept = self.grads[buffer.key] if mean.numel() == buffer.padded_numel else self._own(buffer)
-            if is_late:
-                kept.add_(mean)
-            elif kept.data_ptr() != mean.data_ptr():
-                kept.copy_(mean)
+            self.stage.put(kept, mean, adds=is_late)
         del sending, mean, kept
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)
 
-    def _own(self, buffer: BufferPlan) -> Tensor:
+    def _own(self, buffer: BufferPlan) -> Leaf:
         """This rank's shard (S) of the mean gradient."""
         return own_shard(self.grads[buffer.key], buffer, self.mesh.shard)
 
@@ -630,7 +660,8 @@ class Pass:
         self._leaves.clear()
         for buffer in self.plan.flat_buffers:
             if isinstance(buffer.row.params, Replicated):
-                self._check_unchanged(buffer.key, self.params[buffer.key])
+                whole: Any = self.params[buffer.key]
+                self._check_unchanged(buffer.key, whole)
         executed, self._ready = self.executed[self._begun :], self._ready | self._entered
         if self.schedule is None:
             for unit in reversed(self.plan.units):
@@ -651,6 +682,7 @@ class Pass:
         self._drop_gathers()
         self._release_all_but("")
         self._ready.clear()
+        self.stage.abandon()
 
 
 _OVER = (
@@ -692,16 +724,21 @@ def _zero_gaps(flat_P: Tensor, buffer: BufferPlan, written: set[str]) -> None:
     flat_P[buffer.layout.numel :].zero_()
 
 
-def own_shard(flat: Tensor, buffer: BufferPlan, shard: int) -> Tensor:
+def own_shard(flat: AnyLeaf, buffer: BufferPlan, shard: int) -> AnyLeaf:
     """This rank's shard (S) of a flat buffer that it holds whole (P), or holds just that shard of, or that one and neighbours."""
     numel = buffer.shard_numel
     if flat.numel() == numel:
         return flat
+    assert isinstance(flat, Tensor), "what lives elsewhere is a shard"
     start = shard % (flat.numel() // numel) * numel
     return flat[start : start + numel]
 
 
 def may_start_early(plan: Plan, present: str, following: str) -> bool:
     """Whether `following` may be gathered while `present` is in use."""
-    numels = {unit.name: unit.gathered_numel for unit in plan.units}
-    return plan.prefetch != 0 and numels[present] + numels[following] <= plan.max_live
+    units = {unit.name: unit for unit in plan.units}
+    both = units[present], units[following]
+    # Where a shard is all of its buffer, what came from a file is what the model computes with.
+    staged = sum(b.param_placement.kind == "nvme" for unit in both for b in unit.buffers) if plan.num_shards == 1 else 0
+    has_room = plan.streaming.num_staged is None or staged <= plan.streaming.num_staged
+    return plan.prefetch != 0 and has_room and sum(unit.gathered_numel for unit in both) <= plan.max_live

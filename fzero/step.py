@@ -36,12 +36,12 @@ from fzero.checkpointing import Choice
 from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Pending, Real
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer, TorchOptimizer
-from fzero.eager import Pass, Scratch, own_shard
-from fzero.file_tensors import Files, in_memory
+from fzero.eager import Pass, own_shard
+from fzero.file_tensors import Files, handles_of
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule, constant
 from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
-from fzero.meshes import told
+from fzero.meshes import check_mesh, told
 from fzero.offload import Offload, Update, agree
 from fzero.pieces import Pieces
 from fzero.placements import GivenPlacements
@@ -51,6 +51,7 @@ from fzero.recipe import Recipe
 from fzero.safetensors_files import Export, exported_dtype
 from fzero.schedule import Event, Orders
 from fzero.sent import Label, Sent
+from fzero.staging import Scratch
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Machine, Timeline, joined, make_timeline
 from fzero.transforms import Transform, unless
@@ -145,8 +146,12 @@ def make_train_step(
         ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` or the function
             `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
     """
+    if not isinstance(mesh, Real | Fake):
+        check_mesh(mesh)
+    cfg = Config.load(cfg)
+    cfg.warn_of_wires()
     recipe = Recipe(
-        model=model, cfg=Config.load(cfg), loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
+        model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
         gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, donate=donate, lr_schedule=lr_schedule,
         schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
     )  # fmt: skip
@@ -254,13 +259,6 @@ class TrainStep:
         """The step as one graph, and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
-        wiring = self.plan.wiring
-        # A graph would keep what is decoded from the forward to the backward.
-        if stacked is None and (wiring.gather or wiring.frozen):
-            raise ConfigError(
-                f"compile: must be None or 'block' where parameters are gathered through a wire, got 'step', trace or explain "
-                f"with {wiring}; drop it, or leave out gather_wire (zero_quantized_weights, zero_quantized_nontrainable_weights)"
-            )
         if self._checkpointing.names and self._checkpointing.moves is not None:
             raise ConfigError(
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
@@ -378,15 +376,9 @@ class TrainStep:
         dtype = torch_dtype(buffer.dtypes.master)
         flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
         flat_P = self._from_rank_0(flat_P, buffer.key)
-        parts: dict[str, Any] = {"params": self._cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)}
-        if buffer.trainable:
-            master = self._cut(flat_P, buffer.master)
-            updated, parts["optimizer"] = self._offload.init(buffer, files, master, self._transform_of(buffer, 0))
-            shape, dtype = buffer.grads.local_shape(self.plan.mesh), torch_dtype(buffer.dtypes.grad)
-            parts["grads"] = torch.zeros(shape, dtype=dtype, device=self.device)
-            if buffer.has_master:
-                parts["master"] = updated
-        return parts
+        param = self._cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
+        updated = self._cut(flat_P, buffer.master) if buffer.trainable else param
+        return self._offload.init(buffer, files, param, updated, partial(self._transform_of, buffer, 0))
 
     def _first_values(
         self, names: Sequence[str], params: Mapping[str, Tensor] | None, init_fn: initialise.InitFn | None
@@ -411,6 +403,9 @@ class TrainStep:
 
         Where there is a master copy, the weights are the master's.
 
+        Raises:
+            StoreError: on every rank, when files of one failed; the state cannot be used any more.
+
         *Collective:* every rank; in stage 3, and in stage 1 and 2 where there is a master copy, each sends `(W-1)/W` of the
         parameters. One unit is gathered at a time.
 
@@ -425,6 +420,7 @@ class TrainStep:
         for views in self._whole_weights(state):
             if keep:
                 full |= {name: _portable(view) for name, view in views.items()}
+        self._agree_on_files(state)
         if not keep:
             return {}
         full |= {name: _portable(tensor) for name, tensor in state.buffers.items()}
@@ -432,9 +428,9 @@ class TrainStep:
 
     def _whole_weights(self, state: TrainState[Tensor]) -> Iterator[dict[str, Tensor]]:
         """The whole weights, one flat buffer after the other; the master's where there is one. *Collective.*"""
-        for buffer in self.plan.flat_buffers:
-            flat = state.master.get(buffer.key, state.params[buffer.key])
-            flat = in_memory(flat).to(self.device)
+        weights = [(b.key, state.master.get(b.key, state.params[b.key])) for b in self.plan.flat_buffers]
+        shards = self._offload.stage(self._scratch).each(weights)
+        for buffer, flat in zip(self.plan.flat_buffers, shards, strict=True):
             if flat.numel() != buffer.padded_numel:
                 spec = buffer.row.optimizer if buffer.key in state.master else buffer.row.params
                 flat = self._mesh.all_gather(flat, self._mesh.axes_of(spec))
@@ -485,18 +481,29 @@ class TrainStep:
             problem = f"save_16bit_model: {out} must be a folder that can be written to, got {error}; make space, or pass another"
         for _ in views:  # the other ranks gather with rank 0, whatever happened there
             pass
+        self._agree_on_files(state)
         told = collectives.exchange(problem, self._mesh.everyone, label=Label("save"))
         if told[0]:
             raise CheckpointError(told[0])
 
+    def _agree_on_files(self, state: TrainState[Tensor]) -> None:
+        """Raises a StoreError on every rank when the files of one have failed. *Collective* where there are files."""
+        if self._offload.has_files:
+            agree(next(handle.files for handle in handles_of(state)), self._mesh.everyone)
+
     def _check_state(self, state: TrainState[Tensor]) -> None:
         """Raises unless every tensor has this step's shape and dtype, and is in a file or not as it says."""
+        _ = self._mesh  # which raises where no ranks are there
         self._check_shapes(state)
         self._offload.check(self._expected[1], optree.tree_leaves(state), self._expected[3])
 
-    def _check_shapes(self, state: TrainState[Tensor]) -> None:
+    def _check_shapes(
+        self,
+        state: TrainState[Tensor],
+        *,
+        fix: str = "make it with this step's init(), or give its weights to init(params)",
+    ) -> None:
         """Raises unless every tensor has this step's shape and dtype: another step's may be divided otherwise."""
-        _ = self._mesh  # which raises where no ranks are there
         if self._expected is None:
             accessors, specs, treespec = optree.tree_flatten_with_accessor(self.specs)
             shapes = [(s.local_shape(self.plan.mesh), torch_dtype(s.dtype)) for s in specs]
@@ -507,15 +514,14 @@ class TrainStep:
             theirs = [accessor.codify("state") for accessor in optree.tree_accessors(state)]
             differing = min({*theirs} ^ {*names}, default="another structure")
             raise ValueError(
-                f"state: must be one of this step's, got one {'without' if differing in names else 'with'} {differing}; make "
-                f"it with this step's init(), or give its weights to init(params)"
+                f"state: must be one of this step's, got one {'without' if differing in names else 'with'} {differing}; "
+                f"{fix}"
             )
         for name, leaf, (shape, dtype) in zip(names, leaves, shapes, strict=True):
             if leaf.shape != shape or leaf.dtype != dtype:
                 raise ValueError(
                     f"{name}: must be {dtype} of shape {shape} in this step (stage "
-                    f"{self.plan.stage}, {self.world_size} ranks), got {leaf.dtype} of shape {tuple(leaf.shape)}; make it "
-                    f"with this step's init(), or give its weights to init(params)"
+                    f"{self.plan.stage}, {self.world_size} ranks), got {leaf.dtype} of shape {tuple(leaf.shape)}; {fix}"
                 )
 
     # --- the step ------------------------------------------------------------------------------------------------
@@ -569,7 +575,15 @@ class TrainStep:
         # Buffers change in a copy, so that the state given stays good when this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        work = Pass(self.plan, self._mesh, state.params, state.grads, self._orders, self._scratch, wires=state.wires)
+        work = Pass(
+            self.plan,
+            self._mesh,
+            state.params,
+            state.grads,
+            self._orders,
+            self._offload.stage(self._scratch),
+            wires=state.wires,
+        )
         return Round(state, work, buffers, before)
 
     def forward(self, round_: Round, function: Callable[[], T], *, run: str = "train") -> T:
@@ -647,6 +661,8 @@ class TrainStep:
             )
         state, buffers = round_.state, round_.buffers
         round_.work.close()
+        if self._offload.passes_use_files:
+            self._agree_on_files(state)
         before_it, told_AW3 = int(state.step), torch.stack(round_.told)
         moved = _moved(buffers, round_.before)
         if self._moving_buffers is None:  # kernels such as BatchNorm's change a buffer and not its version
@@ -757,7 +773,8 @@ class TrainStep:
         if self.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
             raise CollectiveError(
                 f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes, since an error was "
-                f"raised at different places on different ranks; end the job, and start it again from what was saved"
+                f"raised at different places on different ranks, or some alone called what all must call (trace_comm, "
+                f"evaluate); end the job, and start it again from what was saved"
             )
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
@@ -797,7 +814,7 @@ class TrainStep:
             function, run: as for `forward`.
         """
         self._num_passes += 1
-        work = Pass(self.plan, self._mesh, state.params, None, self._orders, self._scratch)
+        work = Pass(self.plan, self._mesh, state.params, None, self._orders, self._offload.stage(self._scratch))
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         with (
             bound(self._model, self.plan.aliases, work.fetch, buffers),
@@ -806,6 +823,8 @@ class TrainStep:
         ):
             result = function()
         work.close()
+        if self._offload.passes_use_files:
+            self._agree_on_files(state)
         return result
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
@@ -857,8 +876,11 @@ class TrainStep:
         mesh = self._mesh
         held = [shard for shard in range(mesh.num_shards) if self.plan.stage == 0 or shard == mesh.shard]
         cut = [b for b in self.plan.flat_buffers if b.trainable and b.shard_numel]
+        stage = self._offload.stage(self._scratch)
         parts = [
-            self._measures.norm_part((own_shard(state.grads[b.key], b, shard) for b in cut), self.device)
+            self._measures.norm_part(
+                stage.each((b.key, own_shard(state.grads[b.key], b, shard)) for b in cut), self.device
+            )
             for shard in held
         ]
         if len(held) < mesh.num_shards:
@@ -966,12 +988,12 @@ class TrainStep:
         """
         order = {name: index for index, (name, _) in enumerate(self._model.named_parameters())}
         first, mesh = len(order), self._mesh
-        for buffer in self.plan.flat_buffers:
-            if buffer.trainable:
-                grad_S = own_shard(state.grads[buffer.key], buffer, mesh.shard)
-                for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
-                    if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
-                        first = order[name]
+        trained = [buffer for buffer in self.plan.flat_buffers if buffer.trainable]
+        shards = ((b.key, own_shard(state.grads[b.key], b, mesh.shard)) for b in trained)
+        for buffer, grad_S in zip(trained, self._offload.stage(self._scratch).each(shards), strict=True):
+            for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
+                if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
+                    first = order[name]
         found = int(mesh.stack(torch.tensor(first, device=self.device), label=Label("overflow")).min())
         return dict(zip(order.values(), order, strict=True)).get(found)
 
@@ -1029,7 +1051,7 @@ class TrainStep:
             is_away = self._offload.is_away(buffer)
             if is_away:
                 at = self._transforms_of(buffer, num_updates, skip, factor, share if buffer.has_master else None)
-                away.append(Update(buffer, grad, master, optimizer[buffer.key], at))
+                away.append(Update(buffer, grad, master, optimizer[buffer.key], at, share))
             else:
                 transform = self._transform_of(
                     buffer, num_updates, skip=skip, factor=factor, out=share if buffer.has_master else None
@@ -1051,14 +1073,16 @@ class TrainStep:
         return state
 
     def _transforms_of(
-        self, buffer: BufferPlan, num_updates: int, skip: Tensor | None, factor: Tensor | None, out: Tensor | None
-    ) -> Callable[[int, int], Transform]:
-        """The transform of elements [start, stop) of what this rank updates of a flat buffer that lives elsewhere."""
+        self, buffer: BufferPlan, num_updates: int, skip: Tensor | None, factor: Tensor | None, out: Any
+    ) -> Callable[..., Transform]:
+        """The transform of elements [start, stop) of what this rank updates of a flat buffer that lives elsewhere; as the third
+        what takes the new parameters, if not that part of `out`."""
         device = self._offload.runs_on(buffer)
         skip, factor = (None if x is None else x.to(device) for x in (skip, factor))
 
-        def at(start: int, stop: int) -> Transform:
-            part = None if out is None else out[start:stop]
+        def at(start: int, stop: int, part: Tensor | None = None) -> Transform:
+            if part is None and isinstance(out, Tensor):
+                part = out[start:stop]
             return self._transform_of(buffer, num_updates, start=start, skip=skip, factor=factor, out=part)
 
         return at
