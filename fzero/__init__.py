@@ -16,6 +16,7 @@ from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.elasticity import ElasticBatch, elastic_batch
 from fzero.file_store import StoreError
 from fzero.file_tensors import FileTensor
+from fzero.fit import Fit, fit
 from fzero.graph_schedule import CompileError
 from fzero.launched import Launched, launched
 from fzero.loss_scaling import LossScale, LossScaling
@@ -23,6 +24,7 @@ from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
 from fzero.place import place
 from fzero.plan import Plan, plan
+from fzero.planner import Column, Comparison, compare_plans
 from fzero.precision import Precision, widened
 from fzero.reshard import reshard, reshard_all
 from fzero.reshard_plan import Place, ReshardPlan, plan_reshard
@@ -44,8 +46,10 @@ __all__ = [
     "CheckpointError",
     "Codec",
     "CollectiveError",
+    "Column",
     "Comm",
     "CommRow",
+    "Comparison",
     "CompileError",
     "Config",
     "ConfigError",
@@ -54,6 +58,7 @@ __all__ = [
     "Event",
     "Fake",
     "FileTensor",
+    "Fit",
     "Label",
     "Launched",
     "Loaded",
@@ -91,11 +96,13 @@ __all__ = [
     "chain",
     "check_elementwise",
     "coded",
+    "compare_plans",
     "elastic_batch",
     "ended",
     "error_feedback",
     "exact",
     "export",
+    "fit",
     "gather",
     "join",
     "lamb",

@@ -1,4 +1,4 @@
-"""The command line: `fzero train.py …`, `fzero config FILE`, `fzero export DIR OUT`; or `python -m fzero …`."""
+"""The command line: `fzero train.py …`, `fzero plan --model 7B`, `fzero config FILE`, …; or `python -m fzero …`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import warnings
 from rich.console import Console
 
 from fzero import CheckpointError, Config, ConfigError, ConfigWarning, export, launch
+from fzero.commands import plan_model
 from fzero.config_table import reference, table
 
-HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes (fzero run --help)
-       fzero config FILE                     what a configuration comes to (fzero config --help)
-       fzero export DIR OUT                  the weights of a checkpoint as safetensors files (fzero export --help)
+HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes
+       fzero COMMAND …                       one of the commands below; fzero COMMAND --help tells more
 
-ZeRO as pure functions on PyTorch"""
+ZeRO as pure functions on PyTorch
+
+  run       start a script in many processes           fzero run --num_procs 2 train.py
+  plan      what each rank would hold and send         fzero plan --model 7B --world 64
+  profile   where a model's time and work go           fzero profile --model 100M --sequence 256
+  config    what a configuration comes to              fzero config ds_config.json
+  export    the weights of a checkpoint, as files      fzero export checkpoints weights"""
 
 
 def show_config(arguments: list[str]) -> int:
@@ -58,7 +64,12 @@ def export_weights(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"config": show_config, "export": export_weights, "run": launch.main}
+COMMANDS = {
+    "run": launch.main,
+    "plan": plan_model,
+    "config": show_config,
+    "export": export_weights,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -51,6 +51,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.wiring",
         "fzero.placements",
         "fzero.plan",
+        "fzero.working_buffers",
+        "fzero.estimates",
+        "fzero.named_models",
+        "fzero.flop_counts",
         "fzero.batches",
         "fzero.elasticity",
         "fzero.reshard_plan",
@@ -86,6 +90,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
     (
+        *("fzero.traced_activations", "fzero.planner", "fzero.fit_search", "fzero.fit"),
         "fzero.recipe",
         "fzero.step",
         "fzero.simulate",
@@ -104,7 +109,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # starting ranks, and the command line
     (
         *("fzero.hosts", "fzero.launch_environment", "fzero.agent", "fzero.launchers"),
-        *("fzero.preflight", "fzero.supervise", "fzero.launch", "fzero.__main__"),
+        *("fzero.preflight", "fzero.supervise", "fzero.launch", "fzero.commands", "fzero.__main__"),
     ),
 )
 """From the lowest up. A module imports modules of lower layers, and those to its left in its own."""
