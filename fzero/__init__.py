@@ -26,6 +26,8 @@ from fzero.place import place
 from fzero.plan import Plan, plan
 from fzero.planner import Column, Comparison, compare_plans
 from fzero.precision import Precision, widened
+from fzero.profile_reports import ModuleProfile, Profile, comms_table, wall_clock_table
+from fzero.profiler import profile
 from fzero.reshard import reshard, reshard_all
 from fzero.reshard_plan import Place, ReshardPlan, plan_reshard
 from fzero.schedule import Event, ScheduleError
@@ -68,11 +70,13 @@ __all__ = [
     "Machine",
     "Metrics",
     "MismatchError",
+    "ModuleProfile",
     "Pieces",
     "Place",
     "Placement",
     "Plan",
     "Precision",
+    "Profile",
     "Real",
     "ReshardPlan",
     "Saving",
@@ -96,6 +100,7 @@ __all__ = [
     "chain",
     "check_elementwise",
     "coded",
+    "comms_table",
     "compare_plans",
     "elastic_batch",
     "ended",
@@ -117,6 +122,7 @@ __all__ = [
     "plan",
     "plan_comm",
     "plan_reshard",
+    "profile",
     "quantize",
     "reduce_scatter_grads",
     "reshard",
@@ -135,5 +141,6 @@ __all__ = [
     "trace_comm",
     "unless",
     "unstacked",
+    "wall_clock_table",
     "widened",
 ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+import json
 import sys
 import warnings
+from typing import Any
 
 from rich.console import Console
 
 from fzero import CheckpointError, Config, ConfigError, ConfigWarning, export, launch
-from fzero.commands import plan_model
+from fzero.commands import parser_of, plan_model, profile_model
+from fzero.config_conflicts import values
 from fzero.config_table import reference, table
 
 HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes
@@ -26,9 +28,10 @@ ZeRO as pure functions on PyTorch
 
 def show_config(arguments: list[str]) -> int:
     """What a configuration comes to; 1 when it is wrong."""
-    parser = argparse.ArgumentParser(prog="fzero config", description="what a configuration comes to")
+    parser = parser_of("config", "what a configuration comes to", "example:\n  fzero config ds_config.json")
     parser.add_argument("file", nargs="?", help="a JSON or Hjson file with DeepSpeed's keys")
     parser.add_argument("--reference", action="store_true", help="print the reference of all keys, as Markdown")
+    parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
     if given.reference:
         print(reference(), end="")
@@ -39,17 +42,29 @@ def show_config(arguments: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConfigWarning)  # the table tells them
             cfg = Config.load(given.file)
-        Console().print(table(cfg))
+        if given.json:
+            print(json.dumps(_as_dict(cfg), indent=2, default=str))
+        else:
+            Console().print(table(cfg))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
+def _as_dict(cfg: Config) -> dict[str, Any]:
+    told = [note._asdict() for note in (*cfg.notes, *cfg.conflicts)]
+    return {
+        "values": {name: value for name, value, _ in values(cfg)},
+        "given": [name for name, _, is_given in values(cfg) if is_given],
+        "notes": told,
+    }
+
+
 def export_weights(arguments: list[str]) -> int:
     """Writes the weights of a checkpoint as safetensors files; 1 when that cannot be."""
     what = "the weights of a checkpoint as safetensors files, for from_pretrained"
-    parser = argparse.ArgumentParser(prog="fzero export", description=what)
+    parser = parser_of("export", what, "example:\n  fzero export checkpoints weights --dtype bfloat16")
     parser.add_argument("dir", help="a folder that fzero.save wrote to, or one checkpoint in it")
     parser.add_argument("out", help="the folder to write to")
     dtypes = ("bfloat16", "float16", "float32")
@@ -67,6 +82,7 @@ def export_weights(arguments: list[str]) -> int:
 COMMANDS = {
     "run": launch.main,
     "plan": plan_model,
+    "profile": profile_model,
     "config": show_config,
     "export": export_weights,
 }

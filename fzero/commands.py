@@ -13,10 +13,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import optree
+import torch
 from rich.console import Console, RenderableType
 
-from fzero import ConfigWarning, Machine, compare_plans, fit
-from fzero.named_models import ModelError, Named, named, sample_from, sample_of
+from fzero import ConfigWarning, Machine, compare_plans, fit, profile
+from fzero.named_models import ModelError, Named, filled, named, sample_from, sample_of
 
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
 
@@ -30,6 +32,14 @@ PLAN_EXAMPLES = """examples:
   fzero plan --model 7B --world 64
   fzero plan --model LlamaForCausalLM --config ds_config.json --world 8 --sequence 4096
   fzero plan --model config.json --world 8 --sequence 4096 --fit 80GB --nvme /local --out fits.json"""
+
+
+PROFILE = """parameters, multiply-accumulates, floating point operations, time and rate of every module, forward and
+backward, and of the update. Values are random: they do not matter here. MODEL is as in fzero plan."""
+
+PROFILE_EXAMPLES = """examples:
+  fzero profile --model 100M --sequence 256 --depth 1
+  fzero profile --model my_package.models:small --sample my_package.models:batch --device cuda"""
 
 
 def nbytes(word: str) -> float:
@@ -117,11 +127,45 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
         found.model, given.config, world_size=given.world, device_nbytes=given.fit, host_nbytes=given.host,
         disk_nbytes=given.disk, nvme_path=given.nvme, machine=machine, batch=batch,
     )  # fmt: skip
-    if given.out or fitting.best is None:
-        if fitting.best is None:
-            Console(stderr=True).print(fitting, soft_wrap=True)
-        fitting.save(given.out)  # raises where nothing fits
-    return _under(found, fitting), {"model": found.told} | fitting.as_dict()
+    if fitting.best is None:
+        Console(stderr=True).print(fitting, soft_wrap=True)
+    data = {"model": found.told, "config": fitting.config} | fitting.as_dict()  # an error where nothing fits
+    if given.out:
+        fitting.save(given.out)
+    return _under(found, fitting), data
+
+
+def profile_model(arguments: list[str]) -> int:
+    """`fzero profile`."""
+    parser = parser_of("profile", PROFILE, PROFILE_EXAMPLES)
+    _add_model(parser)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--depth", type=int, default=-1, metavar="D", help="of the deepest modules shown (default all)")
+    parser.add_argument(
+        "--top", type=count, default=1, metavar="K", help="largest classes named of each depth (default 1)"
+    )
+    given = parser.parse_args(arguments)
+    if not given.sample and given.sequence is None:
+        parser.error("give a batch: --sequence T (and --batch B), or --sample pkg.mod:fn")
+    return told(lambda: _profile(given), given.json)
+
+
+def _profile(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
+    found = named(given.model)
+    batch = _batch(given, found)
+    try:
+        batch = optree.tree_map(lambda x: _with_values(x, given.device), batch)
+        made = profile(filled(found.model, given.device), batch, given.config)
+    except (RuntimeError, AssertionError) as error:  # of torch: no such device, no memory, a batch that does not fit
+        raise ModelError(f"profile: {found.told} on {given.device!r} gave {type(error).__name__}: {error}") from error
+    report = made.report(module_depth=given.depth, top_modules=given.top)
+    return _under(found, report), {"model": found.told} | made.as_dict()
+
+
+def _with_values(x: Any, device: str) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    return torch.zeros(x.shape, dtype=x.dtype, device=device) if x.is_meta else x.to(device)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -83,7 +83,8 @@ class Fit:
 
     def save(self, path: str | Path) -> None:
         """Writes the configuration as JSON."""
-        Path(path).write_text(json.dumps(self.config, indent=2) + "\n")
+        text = json.dumps(self.config, indent=2) + "\n"
+        Path(path).write_text(text)
 
     def as_dict(self) -> dict[str, Any]:
         """For machines."""
@@ -176,14 +177,18 @@ def _rung_rows(table: Table, found: Fit, scale: float) -> None:
         is_best = found.best is not None and rung.choice == found.best.choice
         saves = shown(before.device_nbytes - rung.device_nbytes, scale) if before else ""
         costs = f"{rung.seconds - before.seconds:+.3g}" if before else f"{rung.seconds:.3g}"
-        sent = sum(rung.column.sent_by_axis.values())
-        numbers = (rung.column.nbytes("host"), rung.column.nbytes("nvme"), sent)
-        table.add_row(
-            "→" if is_best else "fits" if found.limits.hold(rung) else "",
-            rung.name,
-            shown(rung.device_nbytes, scale), saves, *(shown(number, scale) for number in numbers), costs,
-        )  # fmt: skip
+        sign = "→" if is_best else "fits" if found.limits.hold(rung) else ""
+        _rung_row(table, rung, scale, sign, rung.name, saves, costs)
         before = rung
+    if found.best is not None and all(rung.choice != found.best.choice for rung in found.ladder):
+        table.add_row()
+        _rung_row(table, found.best, scale, "→", _told(found.best.choice), "", f"{found.best.seconds:.3g}")
+
+
+def _rung_row(table: Table, rung: Rung, scale: float, sign: str, name: str, saves: str, costs: str) -> None:
+    sent = sum(rung.column.sent_by_axis.values())
+    numbers = (shown(number, scale) for number in (rung.column.nbytes("host"), rung.column.nbytes("nvme"), sent))
+    table.add_row(sign, name, shown(rung.device_nbytes, scale), saves, *numbers, costs)
 
 
 def _told(choice: Choice) -> str:

@@ -83,6 +83,18 @@ def sample_of(model: nn.Module, batch: int, sequence: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def filled(model: nn.Module, device: str) -> nn.Module:
+    """The model with small random values in place of none; what is not on `meta` keeps its own."""
+    if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
+        model = model.to_empty(device=device)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_(std=0.02)
+            for buffer in model.buffers():
+                buffer.zero_()
+    return model.to(device)
+
+
 def sample_from(word: str) -> Any:
     """What the function at an import path returns, as a batch; its tensors may be on `meta`.
 

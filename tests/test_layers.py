@@ -91,6 +91,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # their composition
     (
         *("fzero.traced_activations", "fzero.planner", "fzero.fit_search", "fzero.fit"),
+        *("fzero.profile_reports", "fzero.profiler"),
         "fzero.recipe",
         "fzero.step",
         "fzero.simulate",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,8 +19,10 @@ from training import config, make, vectors
 import fzero
 from fzero import eager, estimates
 from fzero.estimates import zero_nbytes
-from fzero.named_models import named
+from fzero.flop_counts import counter
+from fzero.named_models import ModelError, PlainGPT, filled, named
 from fzero.simulate import LockstepRanks, stacked
+from fzero.traced_activations import Alive, trace_activations
 from fzero.working_buffers import working_buffers
 
 FP16 = {"fp16": {"enabled": True}}
@@ -212,3 +219,177 @@ def test_planned_buffers_are_those_that_a_running_step_takes(
     assert counted.most["reductions"] == planned.reductions
     assert bool(planned.gathers) == (stage == 3)
     assert bool(planned.reductions) == (stage > 1 or precision == "wide gradients")
+
+
+# --- activations -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_traced_activations_are_what_a_running_step_makes(checkpoint: bool, precision: str) -> None:
+    """Counted by the same rule while an eager step runs on real tensors."""
+    with torch.device("meta"):
+        model = filled(PlainGPT(3, 128), "cpu")
+    tokens = torch.zeros((2, 128), dtype=torch.int64)
+    cfg: dict[str, Any] = {"gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+    cfg |= {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    cfg |= {"activation_checkpointing": {"every": 1}} if checkpoint else {}
+    batch = {"input_ids": tokens, "labels": tokens}
+    traced = trace_activations(model, cfg, batch)
+    step = fzero.make_train_step(model, cfg)
+    state, _ = step(step.init(), batch)  # which takes what later steps keep
+    alive = Alive()
+    alive.ignore(iter([*optree.tree_leaves(state), tokens]))
+    with alive:
+        step(state, batch)
+    assert alive.most == pytest.approx(traced.nbytes, rel=0.01), "and the step's own numbers"
+    assert traced.nbytes == trace_activations(model.to("meta"), cfg, batch).nbytes, "values do not matter"
+
+
+def test_checkpointing_saves_activations_and_costs_a_forward() -> None:
+    tokens = torch.empty((1, 512), dtype=torch.int64, device="meta")
+    batch, model = {"input_ids": tokens, "labels": tokens}, named("50M").model
+    plain, again = (trace_activations(model, {}, batch, checkpoint=checkpoint) for checkpoint in (False, True))
+    assert again.nbytes < plain.nbytes
+    of_blocks = 2 * 512 * sum(p.numel() for p in model.blocks.parameters())  # type: ignore[union-attr]
+    # Attention besides; and of each block not the last product, a third of them, whose result the backward does not need.
+    assert 0.67 * of_blocks < again.flops - plain.flops < of_blocks
+
+
+def test_operations_of_attention_on_the_cpu_are_counted() -> None:
+    def flops(fused: bool) -> int:
+        q = torch.randn(1, 2, 64, 128, requires_grad=True)
+        with (
+            counter() as counted,
+            torch.nn.attention.sdpa_kernel(
+                torch.nn.attention.SDPBackend.FLASH_ATTENTION if fused else torch.nn.attention.SDPBackend.MATH
+            ),
+        ):
+            nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+        return counted.get_total_flops()
+
+    forward = 4 * 2 * 64 * 64 * 128
+    assert (flops(False), flops(True)) == (3 * forward, 3.5 * forward), "the fused kernel computes its scores again"
+
+
+# --- models by name ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["1M", "10M", "125M", "1.3B", "7B", "70e9", "175B", "1T"])
+def test_a_count_gives_a_gpt_of_nearly_that_size(word: str) -> None:
+    wanted = float(word[:-1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[word[-1]] if word[-1] in "MBT" else float(word)
+    found = named(word)
+    # Tokens of a vocabulary of 32,000 have vectors of 128 at least, of which there are two.
+    assert found.num_params == pytest.approx(max(wanted, 2 * 32_000 * 128), rel=0.03)
+    assert all(param.is_meta for param in found.model.parameters())
+    assert f"{sum(1 for _ in found.model.blocks)} blocks" in found.told  # type: ignore[arg-type, misc]
+
+
+def make_even() -> nn.Module:
+    return Even()
+
+
+def fails() -> nn.Module:
+    raise KeyError("no such thing")
+
+
+def test_models_are_found_by_file_class_and_path(tmp_path: Path) -> None:
+    tiny = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 99,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **tiny})
+    )
+    of_file, of_folder = named(str(tmp_path / "config.json")), named(str(tmp_path))
+    assert of_file.num_params == of_folder.num_params < 100_000 and "LlamaForCausalLM" in of_file.told
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **tiny}))
+    assert named(str(tmp_path)).num_params == of_file.num_params, "by its type"
+    assert named("test_planner:make_even").num_params == 3 * 256**2
+    assert all(x.is_meta for found in (of_file, named("GPT2Config")) for x in found.model.parameters())
+
+
+WRONG = {
+    "nonsense": r"^model: 'nonsense' must be a count of parameters \(7B\), an import path",
+    "meta-llama/Llama-2-7b": r"nothing is downloaded",
+    "no.such.module:fn": r"^model: 'no.such.module:fn' .* gave ModuleNotFoundError: No module named 'no'; mend it",
+    "test_planner:fails": r"gave KeyError: 'no such thing'",
+    "test_planner:WRONG": r"must give a torch.nn.Module, got dict",
+    "LlamaTokenizer": r"must be a model or a configuration of transformers",
+    "1": r"must be between 100K and 100T, got 1",
+}
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_a_word_that_is_no_model_is_told(word: str) -> None:
+    with pytest.raises(ModelError, match=WRONG[word]):
+        named(word)
+
+
+# --- what fits ---------------------------------------------------------------------------------------------------
+
+GIGA = 1e9
+SIZES = (1, 4, 8, 12, 20, 30, 60, 200)
+
+
+@pytest.fixture(scope="module")
+def billion() -> nn.Module:
+    return named("1.3B").model
+
+
+def test_more_memory_is_never_slower_and_what_fits_holds(billion: nn.Module, tmp_path: Path) -> None:
+    found = [fzero.fit(billion, FP16, world_size=8, device_nbytes=size * GIGA) for size in SIZES]
+    fitting = [(size, one.best) for size, one in zip(SIZES, found, strict=True) if one.best is not None]
+    assert len(fitting) > 4 and found[0].best is None
+    seconds = [best.seconds for _, best in fitting]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+    for size, best in fitting:
+        planned = fzero.plan(billion, best.column.keys, world_size=8)
+        device = planned.bytes_by_memory["device"]
+        assert best.device_nbytes == sum(device.values()) + working_buffers(planned).on_device <= size * GIGA
+    found[-1].save(tmp_path / "fits.json")
+    assert fzero.Config.load(tmp_path / "fits.json").zero_optimization.stage == fitting[-1][1].choice.stage
+    with pytest.raises(fzero.ConfigError, match=r"^fit: nothing fits into 1 GB; .* needs the least of the device, "):
+        found[0].save(tmp_path / "none.json")
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_the_ladder_goes_one_change_at_a_time_from_the_given_configuration(billion: nn.Module) -> None:
+    tokens = torch.empty((1, 256), dtype=torch.int64, device="meta")
+    batch = {"input_ids": tokens, "labels": tokens}
+    found = fzero.fit(billion, FP16, world_size=4, device_nbytes=6 * GIGA, nvme_path="/local", batch=batch)
+    names = [rung.name for rung in found.ladder]
+    assert names[:5] == [
+        "as it is", "activation checkpointing", "stage 2", "optimizer state in host memory", "stage 3"
+    ]  # fmt: skip
+    assert names[-1] == "smaller bucket, nothing early" and "optimizer state in files" in names
+    device = [rung.device_nbytes for rung in found.ladder]
+    assert device == sorted(device, reverse=True) and device[0] > 10 * device[-1]
+    for before, after in pairwise(found.ladder):
+        fields = ("stage", "optimizer", "params", "checkpoints", "small")
+        assert sum(getattr(before.choice, name) != getattr(after.choice, name) for name in fields) == 1
+    assert found.ladder[0].column.keys == FP16, "as it is"
+    later = fzero.fit(billion, FP16 | {"zero_optimization": {"stage": 2}}, world_size=4, device_nbytes=60 * GIGA)
+    assert later.best is not None and later.best.choice.stage >= 2, "no stage below the given one"
+
+
+def test_a_unit_larger_than_the_default_limit_raises_it_and_says_so() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(40_000, 40_000, bias=False) for _ in range(2)))
+    compared = fzero.compare_plans(model, FP16, world_size=4)
+    assert compared["stage 3"].keys["zero_optimization"]["stage3_max_live_parameters"] == 2 * 40_000**2
+    assert "holds the two largest units" in compared["stage 3"].note
+    refused = fzero.compare_plans(model, FP16 | {"zero_optimization": {"stage3_max_live_parameters": 5}}).refused
+    assert "stage3_max_live_parameters: must hold the largest unit" in refused["stage 3"], "what was given stays"
+
+
+def test_seventy_billion_parameters_on_1024_ranks_are_compared_within_three_seconds() -> None:
+    model = named("70B").model
+    started = time.process_time()
+    compared = fzero.compare_plans(model, world_size=1024)
+    str(compared)
+    assert time.process_time() - started < 3
+    assert sum(compared["stage 3"].plan.bytes_per_rank.values()) < 1.2e9
