@@ -9,7 +9,16 @@ from typing import Any
 
 from rich.console import Console
 
-from fzero import CheckpointError, Config, ConfigError, ConfigWarning, export, launch
+from fzero import (
+    CheckpointError,
+    Config,
+    ConfigError,
+    ConfigWarning,
+    convert_deepspeed,
+    export,
+    export_deepspeed,
+    launch,
+)
 from fzero.commands import parser_of, plan_model, profile_model
 from fzero.config_conflicts import values
 from fzero.config_table import reference, table
@@ -23,7 +32,11 @@ ZeRO as pure functions on PyTorch
   plan      what each rank would hold and send         fzero plan --model 7B --world 64
   profile   where a model's time and work go           fzero profile --model 100M --sequence 256
   config    what a configuration comes to              fzero config ds_config.json
-  export    the weights of a checkpoint, as files      fzero export checkpoints weights"""
+  export    the weights of a checkpoint, as files      fzero export checkpoints weights
+  import-deepspeed    a checkpoint of DeepSpeed        fzero import-deepspeed ds_checkpoints checkpoints"""
+
+EXPORTS = "example:\n  fzero export checkpoints weights --dtype bfloat16"
+IMPORTS = "example:\n  fzero import-deepspeed ds_checkpoints checkpoints"
 
 
 def show_config(arguments: list[str]) -> int:
@@ -62,17 +75,47 @@ def _as_dict(cfg: Config) -> dict[str, Any]:
 
 
 def export_weights(arguments: list[str]) -> int:
-    """Writes the weights of a checkpoint as safetensors files; 1 when that cannot be."""
-    what = "the weights of a checkpoint as safetensors files, for from_pretrained"
-    parser = parser_of("export", what, "example:\n  fzero export checkpoints weights --dtype bfloat16")
+    """Writes the weights of a checkpoint as safetensors files, or all of it for DeepSpeed; 1 when that cannot be."""
+    what = "the weights of a checkpoint as safetensors files, for from_pretrained; or all of it for DeepSpeed"
+    parser = parser_of("export", what, EXPORTS)
     parser.add_argument("dir", help="a folder that fzero.save wrote to, or one checkpoint in it")
     parser.add_argument("out", help="the folder to write to")
     dtypes = ("bfloat16", "float16", "float32")
     parser.add_argument("--dtype", choices=dtypes, help="of the parameters (default 16 bits)")
     parser.add_argument("--max-file-nbytes", type=int, default=5 * 10**9, help="bytes of one file (default 5e9)")
+    formats = ("safetensors", "deepspeed-universal")
+    parser.add_argument(
+        "--format", choices=formats, default=formats[0], help="the weights, or a checkpoint of DeepSpeed"
+    )
+    told = "of a checkpoint of DeepSpeed: its optimizer is one of torch's (torch_adam, or made by a script)"
+    parser.add_argument("--torch-optimizer", action="store_true", help=told)
+    given = parser.parse_args(arguments)
+    if given.format == formats[1] and given.dtype is not None:
+        parser.error(
+            "--dtype is for --format safetensors: a checkpoint of DeepSpeed has masters in float32; leave it out"
+        )
+    if given.format == formats[0] and given.torch_optimizer:
+        parser.error("--torch-optimizer is for --format deepspeed-universal; leave it out")
+    try:
+        if given.format == formats[0]:
+            export(given.dir, given.out, dtype=given.dtype, max_file_nbytes=given.max_file_nbytes)
+        else:
+            export_deepspeed(given.dir, given.out, steps="tensor" if given.torch_optimizer else "number")
+    except (CheckpointError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def convert(arguments: list[str]) -> int:
+    """Writes a checkpoint of DeepSpeed as one of fzero; 1 when that cannot be."""
+    what = "a checkpoint of DeepSpeed as one of fzero, for fzero.load; DeepSpeed is not needed"
+    parser = parser_of("import-deepspeed", what, IMPORTS)
+    parser.add_argument("dir", help="a folder that save_checkpoint wrote to, or one checkpoint in it")
+    parser.add_argument("out", help="a folder of fzero's checkpoints, which is made")
     given = parser.parse_args(arguments)
     try:
-        export(given.dir, given.out, dtype=given.dtype, max_file_nbytes=given.max_file_nbytes)
+        print(convert_deepspeed(given.dir, given.out))
     except (CheckpointError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -85,6 +128,7 @@ COMMANDS = {
     "profile": profile_model,
     "config": show_config,
     "export": export_weights,
+    "import-deepspeed": convert,
 }
 
 

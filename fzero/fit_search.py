@@ -14,6 +14,7 @@ from fzero.config_files import changed
 from fzero.planner import Column, Keys, column, quietly
 from fzero.timeline import Machine
 from fzero.traced_activations import Activations
+from sharding.dtypes import itemsize
 
 SMALL_BUCKET = 1 << 22
 """Elements of full gradients that wait for their reduction, where memory is short."""
@@ -146,7 +147,8 @@ class Search:
         sent = sum(found.sent_by_axis.values())
         host, disk = (_streamed(found, kind, micro_steps) for kind in ("host", "nvme"))
         # What lives in files is updated on the host: gradients go there, and new parameters come back.
-        crossing = 2 * found.plan.bytes_per_rank["parameters"] if disk and choice.stage == 3 else 0
+        shards = sum(b.shard_numel * itemsize(b.dtypes.param) for b in found.plan.flat_buffers if b.trainable)
+        crossing = 2 * shards if disk else 0
         flops = 0.0
         if self.activations is not None:
             flops = self.activations.of(checkpoints=choice.checkpoints).flops * micro_steps

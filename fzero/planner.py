@@ -271,28 +271,30 @@ def _padding(spec: TensorSpec, numel: int, mesh: Mesh) -> float:
 
 TITLES = {
     "optimizer": "optimizer state",
-    "gathers": "gathered, at most",
-    "reductions": "being reduced, at most",
-    "streams": "streamed, at most",
-    "sub-groups": "on its way, at most",
+    "gathers": "gather buffers",
+    "reductions": "reduce buffers",
+    "streams": "streams",
+    "sub-groups": "on its way",
 }
 
 
 def _report(comparison: Comparison) -> Group:
     columns = comparison.columns
     scale, unit = scale_of(max(sum(one.plan.bytes_per_rank.values()) for one in columns))
-    title = f"{comparison.num_params:,} parameters on {told(columns[0].plan.mesh)}: {unit} on a rank"
+    title = (
+        f"{comparison.num_params:,} parameters on {told(columns[0].plan.mesh)}: {unit} on a rank, and sent in a step"
+    )
     table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold")
     table.add_column("", no_wrap=True)
     for one in columns:
-        name = one.name.replace("optimizer", "opt.").replace(" on ", "\non ").replace(", ", ",\n")
-        table.add_column(name, justify="right", no_wrap=True)
+        name = one.name.replace(" optimizer", " opt.").replace(" on ", "\n").replace(", ", "\n")
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, name.split("\n"))))
     _memory_rows(table, columns, scale)
     table.add_row("model state", *(shown(sum(one.plan.bytes_per_rank.values()), scale) for one in columns))
-    table.add_row("  of it padding (mean)", *(shown(one.padding_nbytes, scale) for one in columns))
+    table.add_row("  padding (mean)", *(shown(one.padding_nbytes, scale) for one in columns))
     for axis in columns[0].plan.mesh.names:
         sent = (one.sent_by_axis.get(axis, 0) for one in columns)
-        table.add_row(f"sent along {axis} in a step", *(shown(nbytes, scale) for nbytes in sent))
+        table.add_row(f"sent along {axis}", *(shown(nbytes, scale) for nbytes in sent))
     notes = [f"{one.name}: {one.note}" for one in columns if one.note]
     notes += [f"{name} is not possible: {reason}" for name, reason in comparison.refused.items()]
     if not any("activations" in one.memory["device"] for one in columns):

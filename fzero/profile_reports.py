@@ -22,6 +22,7 @@ class ModuleProfile:
     Attributes:
         name: its full name; "" is the model.
         kind: its class.
+        depth: of how many modules that are called it is a part; 0 is the model.
         num_params: tied ones once.
         forward_flops, backward_flops: floating point operations of matrix products, convolutions and attention.
         forward, backward: seconds.
@@ -29,16 +30,12 @@ class ModuleProfile:
 
     name: str
     kind: str
+    depth: int
     num_params: int
     forward_flops: int
     backward_flops: int
     forward: float
     backward: float
-
-    @property
-    def depth(self) -> int:
-        """0 is the model."""
-        return self.name.count(".") + 1 if self.name else 0
 
     @property
     def macs(self) -> int:
@@ -196,15 +193,14 @@ def _tree(profile: Profile, deepest: int) -> Table:
     columns = ("parameters", "MACs", "FLOPs fwd", "FLOPs bwd", "fwd", "bwd", "of fwd", "FLOP/s")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    whole = profile.model.forward
+    whole, around = profile.model.forward, [""]
     for module in profile.modules:
+        around[module.depth + 1 :] = []
+        own = module.name.removeprefix(f"{around[-1]}.") or "model"
+        around.append(module.name)
         if module.depth <= deepest:
-            table.add_row(_name(module), *_cells(module, whole))
+            table.add_row(f"{'  ' * module.depth}{own} ({module.kind})", *_cells(module, whole))
     return table
-
-
-def _name(module: ModuleProfile) -> str:
-    return f"{'  ' * module.depth}{module.name.rpartition('.')[2] or 'model'} ({module.kind})"
 
 
 def _cells(module: ModuleProfile, whole: float) -> list[str]:

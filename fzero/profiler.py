@@ -211,15 +211,19 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _module_profiles(model: nn.Module, flops: dict[str, Counter[str]], clock: _Clock) -> Iterator[ModuleProfile]:
+    around: list[str] = []  # the names of the modules that the next one may be a part of
     for name, module in model.named_modules():
         if name not in clock.spans["forward"]:
             continue  # a list of modules, or one that is not used
+        while around and around[-1] and not name.startswith(f"{around[-1]}."):
+            around.pop()
         counted = ".".join(filter(None, (type(model).__name__, name)))
         yield ModuleProfile(
-            name, type(module).__name__, sum(param.numel() for param in module.parameters()),
+            name, type(module).__name__, len(around), sum(param.numel() for param in module.parameters()),
             flops["forward"][counted], flops["backward"][counted],
             clock.spans["forward"][name], clock.spans["backward"].get(name, 0.0),
         )  # fmt: skip
+        around.append(name)
 
 
 @contextmanager

@@ -116,6 +116,11 @@ def test_models_with_tied_frozen_and_unused_parameters_are_profiled() -> None:
     assert found.model.num_params == sum(p.numel() for p in Odd().parameters())
     assert found["blocks.1.up"].forward_flops == found["blocks.0.up"].forward_flops > 0
     assert found.update > 0
+    depths = {module.name: module.depth for module in found.modules}
+    assert (depths[""], depths["blocks.0"], depths["blocks.3.up"], depths["norm"]) == (0, 1, 2, 1), (
+        "lists are not called"
+    )
+    assert "\n   blocks.0 (Block)" in str(found) and "\n     up (Linear)" in str(found)
 
 
 def test_a_profile_is_shown_in_parts_and_written_to_a_file(tmp_path: Path) -> None:
@@ -175,9 +180,7 @@ def test_help_names_every_command_with_an_example(capsys: pytest.CaptureFixture[
 def test_fzero_plan_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "10M", "--world", "4"]) == 0
     table = capsys.readouterr().out
-    assert (
-        "a plain GPT of 9 blocks" in table and "sent along data in a step" in table and "Activations are not" in table
-    )
+    assert "a plain GPT of 9 blocks" in table and "sent along data" in table and "Activations are not" in table
     assert main(["plan", "--model", "10M", "--world", "4", "--sequence", "64", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     columns = {column["name"]: column for column in data["configurations"]}
@@ -200,6 +203,18 @@ def test_fzero_plan_writes_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*words[:-1], "1KB", "--json"]) == 1
     told = capsys.readouterr()
     assert told.out == "" and told.err.splitlines()[-1].startswith("fit: nothing fits into 1e-06 GB")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["plan --model 7.5B --world 64", "plan --model 7B --world 8 --sequence 4096 --fit 24GB --nvme /local"],
+)
+def test_the_tables_of_the_documentation_are_what_is_printed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    assert f"`fzero {command}`" in page
+    assert main(command.split()) == 0
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines())
+    assert f"```\n{printed}\n```" in page
 
 
 def test_fzero_profile_prints_a_tree_or_json(capsys: pytest.CaptureFixture[str]) -> None:
