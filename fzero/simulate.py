@@ -194,6 +194,11 @@ class VmapRanks(LockstepRanks):
         may_change: bool = False,
     ) -> None:
         super().__init__(recipe, world_size, mesh=mesh)
+        if self.steps[0]._offload.has_files:
+            raise ConfigError(
+                f"by: must be 'lockstep' where state is in files, got 'vmap' with "
+                f"{next(n for n, p in self.plan.placements.items() if p.kind == 'nvme')} there; pass by='lockstep'"
+            )
         self._may_change, self._is_captured, self._is_in_turn = may_change, compile is not None, False
         self._stacked = Stacked(self.plan.mesh, self.plan.axes)
         self._step, self._made, self._knobs = self._make(compile)
