@@ -17,7 +17,8 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -34,6 +35,7 @@ from fzero.checkpoint_plan import (
     Stored,
     check_names,
     check_told,
+    key_of,
     nbytes_of,
     numbers_by_name,
     own_specs,
@@ -286,8 +288,8 @@ class _Writer(NamedTuple):
     step: TrainStep
     client: bytes
     keep: int | None
-    num_updates: int
     numbers: dict[str, float | int]
+    rates: dict[str, float]
 
     def part(self, rank: int) -> Path:
         return self.folder / f"part-{rank}.json"
@@ -301,38 +303,83 @@ class _Writer(NamedTuple):
 
     def publish(self) -> str:
         """Adds what all parts hold, and makes the checkpoint visible."""
-        from fzero.checkpoint_format import write_metadata
-
-        plan, folder = self.step.plan, self.folder
-        parts = [self.part(rank) for rank in range(plan.world_size)]
+        parts = [self.part(rank) for rank in range(self.step.plan.world_size)]
         slices = [Slice.of(values) for part in parts for values in json.loads(part.read_bytes())]
-        write_metadata(folder, slices, *stored_by(plan, aliases_of(self.step)))
-        contents = {
-            "numbers": numbers_by_name(plan, self.numbers),
-            "optimizer": told_of(plan),
-            "wires": wires_told(plan),
-            "names": self.step.recipe.stored_names,
-            "slices": slices,
-        }
-        files.write_whole(folder / files.CONTENTS, json.dumps(contents).encode())
-        files.write_whole(folder / files.CLIENT, self.client)
         for part in parts:
             part.unlink()
-        before = files.whole_ones(self.path)
-        manifest = {
-            "fzero": version("fzero"),
-            "torch": torch.__version__,
-            "serial": 1 + max((files.read_manifest(other)["serial"] for other in before), default=0),
-            "step": self.num_updates,
-            "stage": plan.stage,
-            "mesh": plan.mesh.axes,
-            "scales_dynamically": self.step._scaling.dynamic,
-        }
-        files.write_manifest(folder, manifest)
-        published = files.publish(folder, self.path, self.num_updates)
+        contents = _contents_of(self.step, self.numbers, self.rates)
+        published = publish(self.folder, self.path, slices, contents, self.client)
         if self.keep is not None:
             files.keep_last(self.path, self.keep)
         return published.name
+
+
+class Contents(NamedTuple):
+    """What a checkpoint tells beside its tensors.
+
+    Attributes:
+        stored: what there is, by key, but for what each rank has for itself; and `aliases`, further keys of it.
+        numbers: the 0-d tensors, those of the optimizer state for each parameter.
+        optimizer: what kind of optimizer state each parameter has (`fzero.checkpoint_plan.told_of`).
+        wires: what the wires of reductions remember.
+        names: the keys of the model's state dict, each with the name under which its tensor is stored.
+        rates: the learning rate of each parameter's next update; and `loss_scaling`, the rules of the loss scale: for others,
+            as fzero's steps have their own.
+        stage, mesh, scales_dynamically: of the job.
+    """
+
+    stored: Mapping[str, Stored]
+    aliases: Mapping[str, str]
+    numbers: Mapping[str, float | int]
+    optimizer: Mapping[str, Any]
+    wires: Mapping[str, str]
+    names: Mapping[str, str]
+    rates: Mapping[str, float]
+    loss_scaling: Mapping[str, Any]
+    stage: int
+    mesh: Sequence[tuple[str, int]]
+    scales_dynamically: bool
+
+
+def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Mapping[str, float]) -> Contents:
+    plan = step.plan
+    return Contents(
+        *stored_by(plan, aliases_of(step)), numbers_by_name(plan, numbers), told_of(plan), wires_told(plan),
+        step.recipe.stored_names, rates, asdict(step._scaling), plan.stage, plan.mesh.axes, step._scaling.dynamic,
+    )  # fmt: skip
+
+
+def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
+    """The learning rate of each parameter's next update; nothing where the schedule has come to its end, and raises."""
+    try:
+        rates = [float(rate(num_updates)) for rate in step._rates]
+    except Exception:
+        return {}
+    return {name: rates[b.group] for b in step.plan.flat_buffers if b.trainable for name in b.layout.names}
+
+
+def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Contents, client: bytes) -> Path:
+    """Adds to the tensors in `folder` what tells of them, and makes them the latest checkpoint in `path`."""
+    from fzero.checkpoint_format import write_metadata
+
+    write_metadata(folder, slices, contents.stored, contents.aliases)
+    fields = ("numbers", "optimizer", "wires", "names", "rates", "loss_scaling")
+    told = {name: getattr(contents, name) for name in fields} | {"slices": slices}
+    files.write_whole(folder / files.CONTENTS, json.dumps(told).encode())
+    files.write_whole(folder / files.CLIENT, client)
+    before = files.whole_ones(path)
+    num_updates = int(contents.numbers["state.step"])
+    manifest = {
+        "fzero": version("fzero"),
+        "torch": torch.__version__,
+        "serial": 1 + max((files.read_manifest(other)["serial"] for other in before), default=0),
+        "step": num_updates,
+        "stage": contents.stage,
+        "mesh": contents.mesh,
+        "scales_dynamically": contents.scales_dynamically,
+    }
+    files.write_manifest(folder, manifest)
+    return files.publish(folder, path, num_updates)
 
 
 def _started(
@@ -349,7 +396,7 @@ def _started(
 
     parts = together(axis, prepare)
     nbytes = dict(enumerate(collectives.exchange(nbytes_of(parts), axis, label=Label("save"))))
-    content = of_rank_0(axis, lambda: _content(client))
+    content = of_rank_0(axis, lambda: content_of(client))
 
     def begin() -> Path:
         files.check_space(path, nbytes | {0: nbytes[0] + len(content) + FEW_BYTES})
@@ -361,11 +408,11 @@ def _started(
     if copies:
         fragments = together(axis, lambda: [(part, flat[:].to("cpu", copy=True)) for part, flat in fragments])
     folder = of_rank_0(axis, begin)
-    writer = _Writer(folder, path, step, content, keep, int(state.step), numbers_of(state))
+    writer = _Writer(folder, path, step, content, keep, numbers_of(state), _rates_of(step, int(state.step)))
     return Saving(writer, axis, fragments)
 
 
-def _content(client: Any) -> bytes:
+def content_of(client: Any) -> bytes:
     """The bytes of a user's value, which must come back without running code."""
     content = io.BytesIO()
     try:
@@ -383,26 +430,55 @@ def _content(client: Any) -> bytes:
 # --- loading -----------------------------------------------------------------------------------------------------
 
 
+class Saved(NamedTuple):
+    """What a state is made from. `Contents` says what the fields are that it has, too."""
+
+    source: Source
+    numbers: Mapping[str, float | int]
+    optimizer: Mapping[str, Any]
+    wires: Mapping[str, str]
+    scales_dynamically: bool
+
+
 def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
     from fzero.checkpoint_format import Files
 
     manifest = files.read_manifest(path)
     files.check_beside(path, manifest)
-    contents, plan, rank = json.loads((path / files.CONTENTS).read_bytes()), step.plan, step.rank
+    contents = json.loads((path / files.CONTENTS).read_bytes())
     found = Files(path, map(Slice.of, contents["slices"]))
-    check_names(plan, aliases_of(step), found.stored)
-    check_told(plan, contents["optimizer"])
-    numbers = chosen_numbers(sources_of_numbers(plan), contents["numbers"])
-    keeps_scale = manifest["scales_dynamically"] and step._scaling.dynamic
+    saved = Saved(found, contents["numbers"], contents["optimizer"], contents["wires"], manifest["scales_dynamically"])
+    state = restored(saved, step, scratch)
+    return Loaded(state, torch.load(path / files.CLIENT, weights_only=True), path)
+
+
+def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
+    """The state of `step` that continues from what was saved, this rank's part.
+
+    A module buffer that is not in the model's `state_dict` may be missing, and is the model's own then.
+
+    Raises:
+        ValueError: the model or the optimizer is another, or something would become narrower.
+        CheckpointError: something cannot be read.
+    """
+    plan, rank, source = step.plan, step.rank, saved.source
+    check_names(plan, aliases_of(step), source.stored)
+    check_told(plan, saved.optimizer)
+    numbers = chosen_numbers(sources_of_numbers(plan), dict(saved.numbers))
+    kept = {*step.recipe.stored_names.values()}
+    missing = [n for n in plan.buffers if n not in kept and key_of("params", n) not in source.stored]
     wanted: dict[str, list[Part]] = {}
-    for quantity, parts in parts_to_load(plan, rank, found.stored):
+    for quantity, parts in parts_to_load(plan, rank, source.stored, without=missing):
         wanted.setdefault(quantity, []).extend(parts)
+    keeps_scale = saved.scales_dynamically and step._scaling.dynamic
     state = blank(step, rank, numbers, keeps_scale=keeps_scale, files=scratch)
-    wanted["own"] = parts_of_own(rank, _kept_own(step, contents["wires"]), found.stored)
-    read_into(state, wanted.values(), found)
+    wanted["own"] = parts_of_own(rank, _kept_own(step, saved.wires), source.stored)
+    read_into(state, wanted.values(), source)
+    for name, value in step._first_values(missing, None, None).items():
+        state.buffers[name].copy_(value)
     narrow(state, step, rank)
     rescale(state, numbers)
-    return Loaded(state, torch.load(path / files.CLIENT, weights_only=True), path)
+    return state
 
 
 def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[Part]], found: Source) -> None:

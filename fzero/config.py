@@ -320,6 +320,14 @@ class Config(Block):
         """The keys that were given and are useless beside the others, or contradict them, each with the reason."""
         return conflicts(self, self._notes)
 
+    def warn_of_wires(self) -> None:
+        """Warns (`ConfigWarning`) of those `conflicts` that ask for fewer bytes on the way and have no effect."""
+        for note in self.conflicts:
+            if "zero_quantized" in note.key or "zeropp_loco_param" in note.key:
+                warnings.warn(
+                    f"{note.key}: has no effect, for {note.reason}; leave it out", ConfigWarning, stacklevel=3
+                )
+
     @classmethod
     def load(cls, source: Mapping[str, Any] | str | Path | Config) -> Config:
         """Reads a mapping, the path of a JSON or Hjson file, or a urlsafe-base64 string of JSON.

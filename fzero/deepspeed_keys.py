@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 ACCEPTED = {
-    "steps_per_print": "fzero prints nothing by itself; a step returns its metrics",
-    "wall_clock_breakdown": "fzero prints nothing by itself; use torch.profiler",
-    "memory_breakdown": "fzero prints nothing by itself; print(step.plan) tells the bytes of model state",
-    "dump_state": "fzero prints nothing by itself; print the configuration and step.plan",
+    "steps_per_print": "for the engine (fzero.initialize); a step prints nothing, and returns its metrics",
+    "wall_clock_breakdown": "for the engine (fzero.initialize); a step prints nothing; use torch.profiler",
+    "memory_breakdown": "for the engine (fzero.initialize); print(step.plan) tells the bytes of model state",
+    "dump_state": "for the engine (fzero.initialize); print the configuration and step.plan",
     "timers": "fzero prints nothing by itself; use torch.profiler",
     "log_level": "fzero prints nothing by itself",
-    "dataloader_drop_last": "fzero makes no data loader",
+    "dataloader_drop_last": "for the engine (fzero.initialize); a step has no data loader",
     "vocabulary_size": "DeepSpeed only warns when it is not a multiple of 8",
     "disable_allgather": "DeepSpeed reads it and does nothing with it",
     "seq_parallel_communication_data_type": "there is no sequence parallelism, and asking for it is an error",
@@ -93,18 +93,19 @@ TYPES = {
 """Accepted keys by what their value must be; of any other, its value says nothing to fzero."""
 
 _WRITES_NOTHING = "fzero writes nothing by itself; a step returns its metrics"
+_ENGINE_WRITES = "for the engine (fzero.initialize); a step writes nothing, and returns its metrics"
 _SAVES_NOTHING = "fzero saves nothing by itself; a state is a pytree of tensors"
 
 HARMLESS = {
     "sparse_gradients": "gradients of embeddings are sent whole",
-    "checkpoint": _SAVES_NOTHING,
+    "checkpoint": "for the engine (fzero.initialize), which validates tags; a step saves nothing by itself",
     "nebula": _SAVES_NOTHING,
     "datastates": _SAVES_NOTHING,
     "datastates_ckpt": _SAVES_NOTHING,
     "flops_profiler": "use torch.profiler",
     "comms_logger": "step.schedule tells the collectives",
-    "tensorboard": _WRITES_NOTHING,
-    "csv_monitor": _WRITES_NOTHING,
+    "tensorboard": _ENGINE_WRITES,
+    "csv_monitor": _ENGINE_WRITES,
     "wandb": _WRITES_NOTHING,
     "comet": _WRITES_NOTHING,
     "autotuning": "the values given are used",

@@ -1,4 +1,4 @@
-"""One forward and backward of any PyTorch model, its parameters gathered and its gradients reduced unit by unit.
+"""Forwards and backwards of any PyTorch model, its parameters gathered and its gradients reduced unit by unit.
 
 No graph is captured. The model runs as it is, `bound` to tensors that this file hands out:
 
@@ -20,11 +20,12 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from fzero import collectives
 from fzero.bound_mesh import BoundMesh, States
 from fzero.collectives import Pending
 from fzero.plan import BufferPlan, Plan, UnitPlan
-from fzero.schedule import TURN, Event, ScheduleError
+from fzero.schedule import TURN, Event, Orders, Run, ScheduleError, early
 from fzero.sent import Label, Phase
 from fzero.staging import Leaf, Stage
 from fzero.wires import Sending
@@ -58,7 +59,7 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, work: Pass, unit: str) -> Tensor:
-        ctx.work, ctx.unit = work, unit
+        ctx.work, ctx.unit, ctx.index = work, unit, len(work._stays) - 1
         return anchor.new_empty(0)
 
     @staticmethod
@@ -111,22 +112,22 @@ class _Reduction(NamedTuple):
 
 
 class Pass:
-    """One forward and backward on one rank: what is gathered now, what has come, and which collective is next.
+    """Forwards and backwards between two updates on one rank: what is gathered, what has come, which collective is next.
 
-    Lives for one `with` statement. Use: run the model `bound` to `fetch` inside `saving()`, then `turn(row)`, the
-    backward, `finish()`.
+    The two halves: run the model, `bound` to `fetch`, inside `forward(...)`; then `backward(loss, row)`, with the model
+    bound again. Any number of forwards may come before a backward and any number of backwards after them. Between the
+    halves nothing is on its way and one unit stays gathered; a forward that no backward follows leaves nothing behind.
+    After an error in a half the pass is over, and so it is after `close`: then a graph that it made is refused.
 
     Args:
         plan: the units and their specs.
         mesh: the ranks.
         params: this rank's flat buffers by key, wherever they live.
         grads: where the mean gradients go, by key: whole (P) in stages 0 and 1, this rank's shards (S) otherwise. None
-            is a forward only.
-        schedule: the events to follow, or None to negotiate them; `executed` tells what was done.
+            is forwards only.
+        orders: the events to follow, by what runs; what is not there is negotiated, and learned. None negotiates all.
         stage: what brings shards from where they live, and takes those of gradients there.
         wires: what the wires of reductions remember, by flat buffer and axis; what they do afterwards stands in their place.
-        is_first, is_last: the micro-step's place among those of one step. After the first, gradients are added to what
-            `grads` holds; before the last, gradients that stay whole are not reduced.
     """
 
     def __init__(
@@ -135,18 +136,23 @@ class Pass:
         mesh: BoundMesh,
         params: Mapping[str, Leaf],
         grads: Mapping[str, Leaf] | None,
-        schedule: Sequence[Event] | None,
+        orders: Orders | None,
         stage: Stage,
         *,
         wires: Mapping[str, States] = {},
-        is_first: bool = True,
-        is_last: bool = True,
     ) -> None:
-        self.is_first, self.is_last, self.wires = is_first, is_last, dict(wires)
-        self.plan, self.mesh, self.params, self.schedule = plan, mesh, params, schedule
+        self.wires = dict(wires)
+        self.plan, self.mesh, self.params = plan, mesh, params
         self.stage, self.scratch, self._device = stage, stage.scratch, stage.device
         self.trains, self.grads = grads is not None, grads or {}
         self.executed: list[Event] = []
+        self.schedule: Sequence[Event] | None = None  # of what runs, after what has run
+        self._orders, self._begun = orders, 0
+        self._is_open, self._is_over = False, False
+        self._stays: list[Counter[str]] = []  # of each forward: how often it entered each unit
+        self._num_forwards, self._num_backwards = 0, 0  # since the last backward, since the last forward
+        self._is_kept = False  # whether a graph may be gone through again
+        self.is_first, self.is_last = True, True
         self._units = {unit.name: unit for unit in plan.units}
         self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
         # On the parameters' device, so that autograd runs every `_Root` and `_Leaf` on one thread.
@@ -160,29 +166,139 @@ class Pass:
         self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
         self._versions = {key: flat._version for key, flat in params.items() if isinstance(flat, Tensor)}
         self._entered: set[str] = set()
-        self._open_stays: defaultdict[str, int] = defaultdict(int)
+        self._open_stays: Counter[str] = Counter()
         self._ready: set[str] = set()
         self._filling: defaultdict[str, _Grads] = defaultdict(_Grads)
         self._in_flight: deque[_Reduction] = deque()
         self._rows: Pending | None = None
         self._share = 1.0  # by which gradients are multiplied before they are added up
-        # Keys of whole gradients that hold something, to which the next is added.
-        self._held = set() if is_first else {b.key for b in plan.flat_buffers if b.trainable}
-        self._reduced: set[str] = set()  # keys of gradients that have been reduced in this pass
+        self._held: set[str] = set()  # keys of whole gradients that hold something, to which the next is added
+        self._reduced: set[str] = set()  # keys of gradients that have been reduced in this backward, or for good
+        self._is_done = False  # whether a backward was the last one
 
-    def __enter__(self) -> Self:
+    # --- the two halves ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self, run: str, *, saves: bool = True) -> Iterator[None]:
+        """Inside, the model runs, `bound` to `fetch`. *Collective* in stage 3: takes part in what only other ranks need.
+
+        Args:
+            run: names its order of collectives.
+            saves: whether autograd saves recipes of gathered buffers. False keeps alive what it saves (for transforms of
+                torch.func, which allow no hooks).
+        """
+        with self._running(("forward", run)):
+            self._release_all_but("")
+            self._in_forward = True
+            self._stays.append(Counter())
+            self._num_forwards, self._num_backwards = self._num_forwards + 1, 0
+            with self.saving() if saves else nullcontext():
+                yield
+            self._advance_to(TURN)
+            self._drop_gathers()
+            self._in_forward = False
+
+    def backward(
+        self,
+        loss: Tensor,
+        row: Tensor,
+        *,
+        share: float = 1.0,
+        is_first: bool = True,
+        is_last: bool = True,
+        keeps: bool = False,
+    ) -> Tensor:
+        """Adds the gradients of a loss to what `grads` holds. *Collective:* every rank; in stage 3 gathers again.
+
+        Args:
+            loss: of one or more of the forwards, a scalar.
+            row: a few numbers that every rank tells the others while the backward runs.
+            share: factor of the gradients.
+            is_first: whether `grads` holds nothing yet.
+            is_last: before the last one, gradients that stay whole are not reduced.
+            keeps: whether the graph stays, to be gone through again.
+
+        Returns:
+            Every rank's row, in rank order.
+        """
+        run = self._expect(loss)
+        with self._running(run):
+            self._share, self.is_first = share, is_first
+            self.is_last = is_last or (self._is_done and not is_first)
+            if is_first or not self._is_done:
+                self._reduced.clear()
+            self._held = set() if is_first else {b.key for b in self.plan.flat_buffers if b.trainable}
+            self._is_kept |= keeps
+            self._num_forwards, self._num_backwards = 0, self._num_backwards + 1
+            self._rows = collectives.start_stack(row, self.mesh.everyone, label=Label("told", phase="turn"))
+            torch.autograd.backward(loss, retain_graph=keeps)
+            self._finish()
+            self._is_done = self.is_last
+            told, self._rows = self._rows.wait(), None
+        return told
+
+    @contextmanager
+    def _running(self, run: Run) -> Iterator[None]:
+        """Follows the order of what runs, or learns it; after an error the pass is over."""
+        if self._is_over:
+            raise RuntimeError(_OVER)
         collectives.settle()
-        return self
+        known = None if self._orders is None else self._orders.get(run)
+        self._begun, self._is_open = len(self.executed), True
+        self.schedule = None if known is None else (*self.executed, *known)
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        self._is_open = False
+        if self._orders is not None and known is None:
+            may_start = partial(may_start_early, self.plan)
+            self._orders[run] = early(self.executed[self._begun :], may_start)
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """After an error lets go of what is gathered, of what is collected and of collectives under way."""
-        if kind is not None:
-            gathers = [gather.pending for started in self._gathering.values() for gather in started]
-            reductions = [sending.pending for reduction in self._in_flight for _, sending, _ in reduction.started]
-            collectives.abandon(gathers + reductions + ([self._rows] if self._rows else []))
-            self.stage.abandon()
-            for held in (self._leaves, self._live, self._filling, self._by_storage):
-                held.clear()  # type: ignore[attr-defined]
+    def _abandon(self) -> None:
+        """Lets go of what is gathered, of what is collected and of collectives under way."""
+        gathers = [gather.pending for started in self._gathering.values() for gather in started]
+        reductions = [sending.pending for reduction in self._in_flight for _, sending, _ in reduction.started]
+        collectives.abandon(gathers + reductions + ([self._rows] if self._rows else []))
+        for held in (self._leaves, self._live, self._filling, self._by_storage, self._gathering, self._in_flight):
+            held.clear()  # type: ignore[attr-defined]
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of what is gathered; a graph that was made here is refused from now on."""
+        self._is_open, self._is_over = False, True
+        self._release_all_but("")
+        self.stage.abandon()
+
+    def _expect(self, loss: Tensor) -> Run:
+        """Counts the stays that a backward of the loss will end, and names its order of collectives.
+
+        In the usual case they are those of the last forward; else the graph tells.
+        """
+        last = len(self._stays) - 1
+        found = {last: self._stays[last]} if self._num_forwards == 1 and not self._is_kept else self._reached(loss)
+        self._open_stays = sum(found.values(), Counter())
+        return ("backward", self._num_backwards, *(last - index for index in sorted(found)))
+
+    def _reached(self, loss: Tensor) -> dict[int, Counter[str]]:
+        """The stays of each forward of which the loss is."""
+        found: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        seen: set[Any] = {None}
+        nodes: list[Any] = [loss.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node not in seen:
+                seen.add(node)
+                if getattr(node, "work", None) is self and hasattr(node, "unit"):
+                    found[node.index][node.unit] += 1
+                nodes += [following for following, _ in node.next_functions]
+        return found
+
+    def _check_runs(self) -> None:
+        """Raises where autograd comes at a moment of its own, when other ranks do not take part."""
+        if not self._is_open:
+            raise RuntimeError(_OVER if self._is_over else _BETWEEN)
 
     # --- parameters --------------------------------------------------------------------------------------------
 
@@ -195,7 +311,7 @@ class Pass:
             self._gathered(self._units[unit])  # as `_unpack` does: the next gather may start now
         if self._in_forward and not self._runs_again and unit not in self._recorded and torch.is_grad_enabled():
             self._recorded.add(unit)
-            self._open_stays[unit] += 1
+            self._stays[-1][unit] += 1
         return self._leaves[name]
 
     @contextmanager
@@ -284,6 +400,7 @@ class Pass:
 
     def _unpack(self, packed: tuple[Tensor, int] | _Recipe) -> Tensor:
         if isinstance(packed, _Recipe):
+            self._check_runs()
             flat = self._gathered(packed.unit)[packed.key]
             return flat.as_strided(packed.size, packed.stride, packed.offset)
         tensor, version = packed
@@ -297,6 +414,7 @@ class Pass:
     # --- gradients ---------------------------------------------------------------------------------------------
 
     def _write_grad(self, name: str, grad: Tensor) -> None:
+        self._check_runs()
         unit, buffer = self._homes[name]
         grad = grad.to_dense() if grad.layout != torch.strided else grad
         filling = self._filling[unit.name]
@@ -355,22 +473,6 @@ class Pass:
             self._issue(event)
 
     # --- the order of collectives ------------------------------------------------------------------------------
-
-    def turn(self, row: Tensor, *, share: float = 1.0) -> None:
-        """Ends the forward. *Collective:* takes part in gathers that only other ranks needed, and sends `row`.
-
-        Args:
-            row: a few numbers that every rank tells the others while the backward runs.
-            share: factor of the gradients that the backward gives.
-        """
-        self._advance_to(TURN)
-        self._in_forward, self._share = False, share
-        self._rows = collectives.start_stack(row, self.mesh.everyone, label=Label("told", phase="turn"))
-
-    def told(self) -> Tensor:
-        """Every rank's row, in rank order; once, after `turn`."""
-        assert self._rows is not None
-        return self._rows.wait()
 
     def _advance_to(self, wanted: Event) -> None:
         """Issues the events that come before `wanted`, and `wanted` itself."""
@@ -553,21 +655,18 @@ class Pass:
         """This rank's shard (S) of the mean gradient."""
         return own_shard(self.grads[buffer.key], buffer, self.mesh.shard)
 
-    def finish(self) -> None:
-        """Ends the backward: reduces what is left.
-
-        *Collective:* every rank; takes part in what only other ranks needed.
-        """
+    def _finish(self) -> None:
+        """Ends the backward: reduces what is left, and takes part in what only other ranks needed."""
         self._leaves.clear()
         for buffer in self.plan.flat_buffers:
             if isinstance(buffer.row.params, Replicated):
                 whole: Any = self.params[buffer.key]
                 self._check_unchanged(buffer.key, whole)
-        self._ready |= self._entered
+        executed, self._ready = self.executed[self._begun :], self._ready | self._entered
         if self.schedule is None:
             for unit in reversed(self.plan.units):
                 event = Event("reduce", unit.name)
-                if self.trains and unit.trainable and (unit.name in self._filling or event not in self.executed):
+                if self.trains and unit.trainable and (unit.name in self._filling or event not in executed):
                     self._negotiate(event)
             self._negotiate(None)
         else:
@@ -582,8 +681,18 @@ class Pass:
             self._end_reduce()
         self._drop_gathers()
         self._release_all_but("")
+        self._ready.clear()
         self.stage.abandon()
 
+
+_OVER = (
+    "backward: the forward that this loss is of belongs to a step that is over (it was updated, or an error ended it), so that "
+    "its gradients would be of other parameters; run the forward again"
+)
+_BETWEEN = (
+    "backward: must be that of the engine or step, for it sends and gathers on all ranks at once, and autograd was called by "
+    "itself; call engine.backward(loss) in place of loss.backward()"
+)
 
 _KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fzero.config import Config, ConfigError, ZeroOptimization
 from fzero.config_optimizers import Optimizer, with_overrides
 from fzero.matrix_transforms import is_cut
-from fzero.meshes import DATA, is_several, mesh_of, num_ranks, shard_axes, sum_order, told
+from fzero.meshes import DATA, check_mesh, is_several, mesh_of, num_ranks, shard_axes, sum_order, told
 from fzero.pieces import Pieces
 from fzero.placements import Chooser, GivenPlacements, Streaming
 from fzero.precision import Dtypes, widened
@@ -432,6 +432,7 @@ def plan(
     >>> [unit.name for unit in plan(blocks, {"zero_optimization": zero}, world_size=2).units]
     ['0', '1']
     """
+    check_mesh(mesh)
     cfg = Config.load(cfg)
     zero = cfg.zero_optimization
     mesh = mesh_of(zero, world_size or (mesh.size if mesh else 1), mesh)
@@ -460,7 +461,7 @@ def plan(
     two_units = 2 * max(sum(b.padded_numel for b in u.buffers) for u in unit_plans)
     max_reducing = min(zero.reduce_bucket_size or BUCKET, two_units)
     precision = cfg.precision
-    optimizer = _place_optimizers([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
+    optimizer = place_optimizers([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
     unit_plans, optimizer = _placed(unit_plans, optimizer, cfg, placements, mesh)
     return Plan(
         stage=zero.stage,
@@ -660,7 +661,7 @@ def _plan_buffer(
     return BufferPlan(f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way)
 
 
-def _place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimizer | Own]) -> dict[str, Any]:
+def place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimizer | Own]) -> dict[str, Any]:
     """The specs of the optimizer's state of each flat buffer."""
     elementwise: dict[tuple[int, str, str], Transform] = {}  # by what it depends on
 

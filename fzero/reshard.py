@@ -35,7 +35,7 @@ from fzero.simulate import LockstepRanks, stacked, unstacked
 from fzero.staging import Leaf
 from fzero.state import TrainState
 from fzero.step import MismatchError, TrainStep
-from sharding import Mesh, Sharded, TensorSpec
+from sharding import Sharded
 from sharding.views import torch_dtype
 
 Numbers = dict[str, float | int]
@@ -43,6 +43,7 @@ Numbers = dict[str, float | int]
 
 
 AnyStep = TrainStep | LockstepRanks
+_FIX = "pass the step that made the state"
 
 
 def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor] | None:
@@ -75,6 +76,7 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
         StoreError, MemoryError: files cannot be made, read or written (told on all); the state given is as it was.
         CollectiveError: another process died or did not come.
     """
+    _check_steps(old, new, TrainStep | LockstepRanks)
     if isinstance(old, LockstepRanks) or isinstance(new, LockstepRanks):
         return _reshard_simulated(state, old, new)
     axis = collectives.job()
@@ -119,10 +121,14 @@ def _make_files(new: TrainStep, axis: Real) -> Files | None:
 
 
 def _reshard_simulated(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor]:
-    if state is None or not isinstance(old, LockstepRanks) or not isinstance(new, LockstepRanks):
+    if not isinstance(old, LockstepRanks) or not isinstance(new, LockstepRanks):
         raise ValueError(
-            f"reshard: both steps must be simulated or neither, and a simulated state is all ranks', got "
-            f"{type(old).__name__} and {type(new).__name__}; simulate the other step, too"
+            f"reshard: both steps must be simulated or neither, got {type(old).__name__} and {type(new).__name__}; simulate "
+            f"the other step, too"
+        )
+    if state is None:
+        raise ValueError(
+            "reshard: the state of simulated steps must be that of all ranks, got None; pass what the old step gave"
         )
     made: TrainState[Tensor] = stacked(reshard_all(unstacked(state, old.world_size), old.steps[0], new.steps[0]))
     return put(made, new) if new.steps[0]._offload.has_files else made
@@ -140,6 +146,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
     Raises:
         ValueError: there is not one state of `old` for each rank, or the models or optimizers differ.
     """
+    _check_steps(old, new, TrainStep)
     if len(states) != old.world_size:
         raise ValueError(
             f"reshard_all: needs the states of all {old.world_size} ranks of the old step in rank order, got {len(states)}; "
@@ -148,7 +155,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
     _check_devices(old, new)
     _warn_of_wires(old, new)
     for state in states:
-        _check_state(state, old)
+        old._check_shapes(state, fix=_FIX)
     plan = plan_reshard(old.plan, new.plan, rng=_rng_specs(old, new))
     numbers = chosen_numbers(plan.numbers, numbers_of(states[0]))
     made = [blank(new, rank, numbers, keeps_scale=_keep_scale(old, new)) for rank in range(new.world_size)]
@@ -403,7 +410,7 @@ def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _
                 f"axis, got {'None' if state is None else 'a state'} with {old._ranks}; pass the step that goes with it"
             )
         if state is not None:
-            _check_state(state, old)
+            old._check_shapes(state, fix=_FIX)
             files_of(state)
             numbers = numbers_of(state) if old_rank == 0 else None
     except (ValueError, StoreError) as error:
@@ -424,25 +431,13 @@ def _check_told(everyone: Sequence[_Told]) -> None:
         )
 
 
-def _check_state(state: TrainState[Tensor], step: TrainStep) -> None:
-    """Raises unless every tensor has the shape and dtype of this step."""
-    specs = step.specs
-    expected, found = _told_shapes(specs, step.plan.mesh), _told_shapes(state, step.plan.mesh)
-    for name in (*expected, *found):
-        if expected.get(name) != found.get(name):
+def _check_steps(old: object, new: object, kinds: Any) -> None:
+    for which, step in (("old", old), ("new", new)):
+        if not isinstance(step, kinds):
             raise ValueError(
-                f"{name}: must be {expected.get(name, 'left out')} in a state of the old step (stage {step.plan.stage}, "
-                f"{step.world_size} ranks), got {found.get(name, 'none')}; pass the step that made the state"
+                f"reshard: {which} must be a step, of make_train_step{' or of simulate' * (kinds != TrainStep)}, got "
+                f"{type(step).__name__}; pass the one that {'made the state' if which == 'old' else 'goes on with it'}"
             )
-
-
-def _told_shapes(tree: TrainState[Any], mesh: Mesh) -> dict[str, str]:
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
-    return {
-        accessor.codify("state"): f"{str(leaf.dtype).removeprefix('torch.')} of shape "
-        f"{leaf.local_shape(mesh) if isinstance(leaf, TensorSpec) else tuple(leaf.shape)}"
-        for accessor, leaf in zip(accessors, leaves, strict=True)
-    }
 
 
 def _check_devices(old: TrainStep, new: TrainStep) -> None:

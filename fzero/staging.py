@@ -164,8 +164,9 @@ class Stage:
         """Waits until all that was put is where it lives."""
         while self._leaving:
             self._end_leaving()
-        if self._copies_out:  # the host reads what was copied there
-            torch.cuda.current_stream(self.device).synchronize()
+        if self._copies_out:
+            torch.cuda.current_stream(self.device).synchronize()  # the host reads what was copied there
+            self._copies_out = False
 
     def abandon(self) -> None:
         """Waits until nothing moves, and forgets what came."""

@@ -1330,7 +1330,7 @@ def test_the_command_shows_values_and_reasons_or_every_error(
         r"fp16\.hysteresis +3 +conflict +no loss is scaled",
         r"zero_optimization\.stage +3 +given",
         r"gradient_clipping +1\.0 +default",
-        r"steps_per_print +10 +accepted +fzero prints nothing",
+        r"steps_per_print +10 +accepted +for the engine",
         r"optimizer\.params\.lr +auto +auto +left to fzero",
     ):
         assert re.search(row, shown), shown
