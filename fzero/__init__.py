@@ -39,7 +39,7 @@ from fzero.sent import Label, Sent
 from fzero.simulate import LockstepRanks, VmapRanks, simulate, stacked, unstacked
 from fzero.stacked import VmapError
 from fzero.state import Metrics, TrainState
-from fzero.step import MismatchError, TrainStep, make_train_step
+from fzero.step import MismatchError, Round, TrainStep, make_train_step
 from fzero.timeline import Machine, Timeline
 from fzero.torch_optimizers import torch_optimizer
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
@@ -84,6 +84,7 @@ __all__ = [
     "Profile",
     "Real",
     "ReshardPlan",
+    "Round",
     "Saving",
     "ScheduleError",
     "Sending",

@@ -10,6 +10,7 @@ from torch import Tensor
 from fzero.client_optimizers import lr_of
 from fzero.config import Config, ConfigError
 from fzero.engine_keys import EngineKeys
+from fzero.launched import launched
 from fzero.monitor import CsvMonitor, TensorBoardMonitor, Watch
 from fzero.state import Metrics, TrainState
 from fzero.step import TrainStep
@@ -95,7 +96,9 @@ class Accessors:
 
     @property
     def local_rank(self) -> int:
-        return self.device.index or 0
+        """This rank's number on its machine."""
+        me = launched()
+        return self.device.index or 0 if me is None else me.local_rank
 
     @property
     def global_rank(self) -> int:

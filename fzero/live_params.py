@@ -107,9 +107,9 @@ class LiveParams:
     def look_at(self, params: Mapping[str, Tensor], device: torch.device) -> None:
         """Makes the parameters what the flat buffers of a state say."""
         for buffer in self.plan.flat_buffers:
-            flat = params[buffer.key].detach()
+            flat = params[buffer.key]
             is_here = isinstance(buffer.row.params, Replicated)
-            views = unflatten(flat, buffer.layout) if is_here else {}
+            views = unflatten(flat.detach(), buffer.layout) if is_here else {}
             for name, shape in zip(buffer.layout.names, buffer.layout.shapes, strict=True):
                 if is_here:
                     self.bring(name, views[name])

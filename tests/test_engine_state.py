@@ -353,6 +353,32 @@ def test_evaluation_leaves_no_trace_and_all_stages_agree(ranks: RankPool) -> Non
     assert [ranks_[0][2] for ranks_ in found] == [0, 0, 0, len(list(make(Noisy).parameters()))]
 
 
+def _streams(stage: int, folder: Path) -> dict[str, Tensor]:
+    """With parameters, masters and moments in files."""
+    nvme = {"device": "nvme", "nvme_path": str(folder)}
+    cfg = settings(stage)
+    cfg["zero_optimization"] |= {"offload_optimizer": nvme} | ({"offload_param": nvme} if stage == 3 else {})
+    engine = fzero.initialize(model=make(Net), config=cfg)[0]
+    for index in range(2):
+        x, y = mine(engine, data(index))
+        engine.backward(criterion(engine(x), y))
+        engine.step()
+    assert deepspeed.utils.safe_get_full_optimizer_state(engine.module.head.weight, "exp_avg").any()
+    with engine.gathered() as params:
+        told = {name: value.clone() for name, value in params.items()}
+    engine.save_checkpoint(folder / "saved")
+    engine.load_checkpoint(folder / "saved")
+    assert all(torch.equal(told[name], value) for name, value in engine.module_state_dict().items())
+    return told
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_lives_in_files_trains_as_on_the_device(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    _, expected = plainly(lambda m, i: [criterion(m(data(i)[0]), data(i)[1])], 2)
+    for weights in ranks(2, _streams, stage, tmp_path):
+        assert_close(weights, expected)
+
+
 def test_states_that_are_away_are_missed() -> None:
     engine = made(3)
     engine.offload_states()
