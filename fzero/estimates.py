@@ -120,7 +120,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     show: Callable[[str], object] = print,
 ) -> None:
     """Shows the estimates for stage 2 with and without offload, as DeepSpeed prints them; `show` gets each line."""
-    _head(f"{total_params / 1e6:0.0f}M total params.", num_nodes, num_gpus_per_node, show)
+    _head(f"{int(total_params / 1e6)}M total params.", num_nodes, num_gpus_per_node, show)
     for offload in (True, False):
         needs = estimate_zero2_model_states_mem_needs(
             total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor, formula=formula
@@ -154,7 +154,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     show: Callable[[str], object] = print,
 ) -> None:
     """Shows the six estimates for stage 3 as DeepSpeed prints them; `show` gets each line."""
-    sizes = f"{total_params / 1e6:0.0f}M total params, {largest_layer_params / 1e6:0.0f}M largest layer params."
+    sizes = f"{int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M largest layer params."
     _head(sizes, num_nodes, num_gpus_per_node, show)
     for offload, params in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -10,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import deepspeed_estimates
 import optree
 import pytest
 import torch
@@ -18,6 +21,7 @@ from training import config, make, vectors
 
 import fzero
 from fzero import estimates, offload, staging
+from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
 from fzero.estimates import zero_nbytes
 from fzero.flop_counts import counter
 from fzero.named_models import ModelError, PlainGPT, filled, named
@@ -125,6 +129,15 @@ def test_the_estimators_formulas_are_those_of_0_19(nodes: int, gpus: int) -> Non
     assert opt_only == (16 * psi / nodes * 1.5, 4 * layer + 2 * psi // num, 4 * layer)
     none = three(psi, layer, gpus, nodes, False, False)
     assert none == (4 * layer * gpus * 1.5, 4 * layer + 18 * psi // num, 4 * layer)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_the_estimators_are_deepspeeds_own_to_the_byte_and_print_the_same() -> None:
+    program = [sys.executable, str(Path(__file__).with_name("deepspeed_estimates.py"))]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stderr.splitlines()[-1])
+    assert deepspeed_estimates.estimates(stage_1_and_2, stage3) == theirs
 
 
 def test_the_estimators_count_tied_parameters_once_and_a_layer_without_its_children() -> None:
