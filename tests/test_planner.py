@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ import fzero
 from fzero import estimates, offload, staging
 from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
 from fzero.estimates import zero_nbytes
+from fzero.fit import Limits
 from fzero.flop_counts import counter
 from fzero.named_models import ModelError, PlainGPT, filled, named
 from fzero.simulate import LockstepRanks, stacked
@@ -254,13 +256,16 @@ def test_planned_pools_of_host_memory_are_those_that_a_step_with_files_makes(tmp
 # --- activations -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shape", [(2, 128), (1, 4)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_traced_activations_are_what_a_running_step_makes(checkpoint: bool, precision: str) -> None:
-    """Counted by the same rule while an eager step runs on real tensors."""
+def test_traced_activations_are_what_a_running_step_makes(
+    checkpoint: bool, precision: str, shape: tuple[int, int]
+) -> None:
+    """Counted by the same rule while an eager step runs on real tensors; of few tokens it is gradients that count."""
     with torch.device("meta"):
         model = filled(PlainGPT(3, 128), "cpu")
-    tokens = torch.zeros((2, 128), dtype=torch.int64)
+    tokens = torch.zeros(shape, dtype=torch.int64)
     cfg: dict[str, Any] = {"gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
     cfg |= {"bf16": {"enabled": True}} if precision == "bf16" else {}
     cfg |= {"activation_checkpointing": {"every": 1}} if checkpoint else {}
@@ -402,8 +407,13 @@ def test_the_ladder_goes_one_change_at_a_time_from_the_given_configuration(billi
         fields = ("stage", "optimizer", "params", "checkpoints", "small")
         assert sum(getattr(before.choice, name) != getattr(after.choice, name) for name in fields) == 1
     assert found.ladder[0].column.keys == FP16, "as it is"
-    later = fzero.fit(billion, FP16 | {"zero_optimization": {"stage": 2}}, world_size=4, device_nbytes=60 * GIGA)
-    assert later.best is not None and later.best.choice.stage >= 2, "no stage below the given one"
+    later = fzero.fit(billion, FP16 | {"zero_optimization": {"stage": 3}}, world_size=4, device_nbytes=60 * GIGA)
+    assert later.best is not None and later.best.choice.stage == 3, "no stage below the given one"
+    for rung in found.ladder:
+        assert rung.device_nbytes == rung.column.nbytes("device") + rung.activations > rung.activations > 0
+        assert Limits(rung.device_nbytes).hold(rung) and not Limits(rung.device_nbytes - 1).hold(rung)
+        host = rung.column.nbytes("host")
+        assert Limits(math.inf, host).hold(rung) and not (host and Limits(math.inf, host - 1).hold(rung))
 
 
 def test_a_unit_larger_than_the_default_limit_raises_it_and_says_so() -> None:
