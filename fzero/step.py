@@ -519,6 +519,7 @@ class TrainStep:
             CollectiveError: another rank died or did not come.
         """
         self._check_state(state)
+        collectives.next_step()
         # At once: an iterator of the user's must not meet the state's random generators.
         micro_batches = list(self._batches.split(batch))
         if not self._donate:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero.agent import Work
+from fzero.agent import SECONDS_TO_END, Work
 from fzero.hosts import Host, choose, decode, encode, hostfile, parse_hostfile
 from fzero.launch import main
 from fzero.launch_environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
@@ -329,6 +329,17 @@ def test_a_signal_is_passed_on_and_nothing_is_left(tmp_path, number):
     assert job.returncode == 128 + number and not errors
     assert [(tmp_path / f"signal.{rank}").read_text() for rank in range(2)] == [number.name] * 2
     assert_none_left(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="the keeper finds processes in /proc")
+def test_nothing_is_left_when_fzero_itself_is_killed(tmp_path):
+    job = fzero(tmp_path, "tells signals", "--num_procs", "2")
+    wait_for(*(tmp_path / f"ready.{rank}" for rank in range(2)))
+    job.kill()
+    job.communicate(timeout=30)
+    wait_for(*(tmp_path / f"signal.{rank}" for rank in range(2)))
+    assert [(tmp_path / f"signal.{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2  # first they are asked
+    assert_none_left(tmp_path, within=SECONDS_TO_END + 10)  # also what they had started
 
 
 def test_with_restarts_the_ranks_come_back(tmp_path):
