@@ -13,12 +13,13 @@ from fzero.codecs import Codec, cast, quantize
 from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
 from fzero.comm import Comm, CommRow, plan_comm, trace_comm
 from fzero.config import Config, ConfigError, ConfigWarning
-from fzero.elasticity import ElasticBatch, elastic_batch
+from fzero.elasticity import ElasticBatch, elastic_batch, elastic_batch_of_nodes
 from fzero.file_store import StoreError
 from fzero.file_tensors import FileTensor
 from fzero.graph_schedule import CompileError
 from fzero.launched import Launched, launched
 from fzero.loss_scaling import LossScale, LossScaling
+from fzero.machine_report import Rates, measure_rates
 from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
 from fzero.place import place
@@ -68,6 +69,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Precision",
+    "Rates",
     "Real",
     "ReshardPlan",
     "Saving",
@@ -92,6 +94,7 @@ __all__ = [
     "check_elementwise",
     "coded",
     "elastic_batch",
+    "elastic_batch_of_nodes",
     "ended",
     "error_feedback",
     "exact",
@@ -104,6 +107,7 @@ __all__ = [
     "load",
     "load_weights",
     "make_train_step",
+    "measure_rates",
     "muon",
     "optimizer_update",
     "place",

@@ -453,6 +453,12 @@ def _leave() -> None:
         shutdown()
 
 
+def backends() -> tuple[str, ...]:
+    """The backends of process groups that this build of torch has."""
+    has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return tuple(name for name, is_there in has.items() if is_there)
+
+
 def check_backend(device: torch.device) -> None:
     """Raises ValueError when the process group that was joined cannot send tensors of `device`."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -104,6 +104,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.reshard",
         "fzero.checkpoint",
         "fzero.weights",
+        "fzero.machine_report",
     ),
     ("fzero",),
     # what the tests of users may call
