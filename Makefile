@@ -35,7 +35,6 @@ lint: env  ## lint, format and types
 	$(BIN)/mypy
 
 bench: env  ## fzero against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed
-	$(BIN)/pip install --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/peers.py $(ARGS)
 
 clean:  ## remove what the commands above made

@@ -4,7 +4,8 @@ Integers only: nothing is allocated for the parameters, and no process is starte
 10^5 parameters on 4096 ranks and vary one of the three. Timed are the layout of one flat buffer, the fragments in the shards
 of all ranks, the transfers to three quarters of the ranks and from the order of declaration to round robin, `fzero.plan`
 of a model on `meta` with blocks of twelve parameters, and its reshard to three quarters of the ranks as one process plans it:
-`fzero.plan_reshard` and the moves of process 0. Seconds are those of one core's work, and the best round counts.
+`fzero.plan_reshard` and the moves of process 0, in stage 3 and in stage 1, where every rank holds all parameters. Seconds
+are those of one core's work, and the best round counts.
 Memory is what Python's allocator held at the peak, in a round of its own.
 """
 
@@ -81,17 +82,20 @@ def works(size: Size) -> dict[str, Callable[[], Any]]:
     order = round_robin(size.tensors, size.ranks)
     dealt = replace(old, names=order.apply(old.names), shapes=order.apply(old.shapes))
     model, cfg = make_model(size), config(size)
-    plans = [
-        fzero.plan(model, config(replace(size, ranks=ranks)), world_size=ranks)
-        for ranks in (old.world_size, fewer.world_size)
-    ]
+
+    def plans(stage: int) -> list[fzero.Plan]:
+        numbers = (old.world_size, fewer.world_size)
+        return [fzero.plan(model, config(replace(size, ranks=w), stage), world_size=w) for w in numbers]
+
+    divided, whole = plans(3), plans(1)
     return {
         "layout": lambda: FlatLayout(old.names, old.shapes, old.world_size, old.multiple_of),
         "fragments of all ranks": lambda: [old.fragments(rank) for rank in range(size.ranks)],
         "transfer to 3/4 of the ranks": lambda: plan_transfer(old, fewer),
         "transfer to round robin": lambda: plan_transfer(old, dealt),
         "fzero.plan, stage 3": lambda: fzero.plan(model, cfg, world_size=size.ranks),
-        "reshard plan of one rank": lambda: reshard_moves(*plans),
+        "reshard plan of one rank, stage 3": lambda: reshard_moves(*divided),
+        "reshard plan of one rank, stage 1": lambda: reshard_moves(*whole),
     }
 
 
@@ -101,8 +105,8 @@ def reshard_moves(old: fzero.Plan, new: fzero.Plan) -> list[tuple[Move, ...]]:
     return [tuple(plan.moves(flow, 0)) for round_ in plan.rounds for flow in round_.flows]
 
 
-def config(size: Size) -> fzero.Config:
-    zero = {"stage": 3, "stage3_max_live_parameters": 2 * size.elements}
+def config(size: Size, stage: int = 3) -> fzero.Config:
+    zero = {"stage": stage, "stage3_max_live_parameters": 2 * size.elements}
     return fzero.Config.load({"train_batch_size": size.ranks, "bf16": {"enabled": True}, "zero_optimization": zero})
 
 

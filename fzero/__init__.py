@@ -13,10 +13,14 @@ from fzero.codecs import Codec, cast, quantize
 from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
 from fzero.comm import Comm, CommRow, plan_comm, trace_comm
 from fzero.config import Config, ConfigError, ConfigWarning
+from fzero.deepspeed_checkpoint import convert_deepspeed, import_deepspeed
+from fzero.deepspeed_checkpoint_export import export_deepspeed
 from fzero.elasticity import ElasticBatch, elastic_batch, elastic_batch_of_nodes
+from fzero.engine import Engine
 from fzero.file_store import StoreError
 from fzero.file_tensors import FileTensor
 from fzero.graph_schedule import CompileError
+from fzero.initialize import initialize
 from fzero.launched import Launched, launched
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.machine_report import Rates, measure_rates
@@ -52,6 +56,7 @@ __all__ = [
     "ConfigError",
     "ConfigWarning",
     "ElasticBatch",
+    "Engine",
     "Event",
     "Fake",
     "FileTensor",
@@ -93,13 +98,17 @@ __all__ = [
     "chain",
     "check_elementwise",
     "coded",
+    "convert_deepspeed",
     "elastic_batch",
     "elastic_batch_of_nodes",
     "ended",
     "error_feedback",
     "exact",
     "export",
+    "export_deepspeed",
     "gather",
+    "import_deepspeed",
+    "initialize",
     "join",
     "lamb",
     "launched",

@@ -8,13 +8,24 @@ import warnings
 
 from rich.console import Console
 
-from fzero import CheckpointError, Config, ConfigError, ConfigWarning, export, launch, machine_report
+from fzero import (
+    CheckpointError,
+    Config,
+    ConfigError,
+    ConfigWarning,
+    convert_deepspeed,
+    export,
+    export_deepspeed,
+    launch,
+    machine_report,
+)
 from fzero.config_table import reference, table
 
 HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes (fzero run --help)
        fzero config FILE                     what a configuration comes to (fzero config --help)
        fzero env                             this machine: versions, devices and measured rates (fzero env --help)
        fzero export DIR OUT                  the weights of a checkpoint as safetensors files (fzero export --help)
+       fzero import-deepspeed DIR OUT        a checkpoint of DeepSpeed as one of fzero
 
 ZeRO as pure functions on PyTorch"""
 
@@ -42,17 +53,32 @@ def show_config(arguments: list[str]) -> int:
 
 
 def export_weights(arguments: list[str]) -> int:
-    """Writes the weights of a checkpoint as safetensors files; 1 when that cannot be."""
-    what = "the weights of a checkpoint as safetensors files, for from_pretrained"
+    """Writes the weights of a checkpoint as safetensors files, or all of it for DeepSpeed; 1 when that cannot be."""
+    what = "the weights of a checkpoint as safetensors files, for from_pretrained; or all of it for DeepSpeed"
     parser = argparse.ArgumentParser(prog="fzero export", description=what)
     parser.add_argument("dir", help="a folder that fzero.save wrote to, or one checkpoint in it")
     parser.add_argument("out", help="the folder to write to")
     dtypes = ("bfloat16", "float16", "float32")
     parser.add_argument("--dtype", choices=dtypes, help="of the parameters (default 16 bits)")
     parser.add_argument("--max-file-nbytes", type=int, default=5 * 10**9, help="bytes of one file (default 5e9)")
+    formats = ("safetensors", "deepspeed-universal")
+    parser.add_argument(
+        "--format", choices=formats, default=formats[0], help="the weights, or a checkpoint of DeepSpeed"
+    )
+    told = "of a checkpoint of DeepSpeed: its optimizer is one of torch's (torch_adam, or made by a script)"
+    parser.add_argument("--torch-optimizer", action="store_true", help=told)
     given = parser.parse_args(arguments)
+    if given.format == formats[1] and given.dtype is not None:
+        parser.error(
+            "--dtype is for --format safetensors: a checkpoint of DeepSpeed has masters in float32; leave it out"
+        )
+    if given.format == formats[0] and given.torch_optimizer:
+        parser.error("--torch-optimizer is for --format deepspeed-universal; leave it out")
     try:
-        export(given.dir, given.out, dtype=given.dtype, max_file_nbytes=given.max_file_nbytes)
+        if given.format == formats[0]:
+            export(given.dir, given.out, dtype=given.dtype, max_file_nbytes=given.max_file_nbytes)
+        else:
+            export_deepspeed(given.dir, given.out, steps="tensor" if given.torch_optimizer else "number")
     except (CheckpointError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -78,7 +104,28 @@ def show_machine(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"config": show_config, "env": show_machine, "export": export_weights, "run": launch.main}
+def convert(arguments: list[str]) -> int:
+    """Writes a checkpoint of DeepSpeed as one of fzero; 1 when that cannot be."""
+    what = "a checkpoint of DeepSpeed as one of fzero, for fzero.load; DeepSpeed is not needed"
+    parser = argparse.ArgumentParser(prog="fzero import-deepspeed", description=what)
+    parser.add_argument("dir", help="a folder that save_checkpoint wrote to, or one checkpoint in it")
+    parser.add_argument("out", help="a folder of fzero's checkpoints, which is made")
+    given = parser.parse_args(arguments)
+    try:
+        print(convert_deepspeed(given.dir, given.out))
+    except (CheckpointError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+COMMANDS = {
+    "config": show_config,
+    "env": show_machine,
+    "export": export_weights,
+    "import-deepspeed": convert,
+    "run": launch.main,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from fzero.sent import Label, Sent
 from fzero.wires import Sending, State, Wire
 from sharding import Sharded, Spec
 
+AnyAxis = TypeVar("AnyAxis")
 States = Mapping[str, State]
 """What the wires of one flat buffer remember, by axis."""
 
@@ -49,7 +50,8 @@ class BoundMesh:
         """*Collective* where several axes are real: every rank; makes a process group for each, the first time."""
         mesh, shard = plan.mesh, plan.shard_of(everyone.rank)
         if not is_several(mesh):
-            return cls(everyone, (replace(everyone, name=plan.axes[0]),), (), shard)
+            everyone = replace(everyone, name=plan.axes[0])
+            return cls(everyone, (everyone,), (), shard)
         axes, further = (
             tuple(collectives.along(everyone, mesh, name) for name in names) for names in (plan.axes, plan.further_axes)
         )
@@ -159,11 +161,16 @@ class BoundMesh:
 
     def stack(self, x: Tensor, *, label: Label = OTHER) -> Tensor:
         """The small tensors of all shards, along a new first dimension. *Collective:* every rank of `axes`."""
-        *majors, minor = self.axes
-        rows = collectives.stack(x, minor, label=label)
-        for axis in reversed(majors):
-            rows = collectives.stack(rows, axis, label=label).flatten(0, 1)
-        return rows
+        return stack_along(x, self.axes, lambda x, axis: collectives.stack(x, axis, label=label))
+
+
+def stack_along(x: Tensor, axes: Sequence[AnyAxis], stack: Callable[[Tensor, AnyAxis], Tensor]) -> Tensor:
+    """The tensors of all ranks along `axes`, major first, in a new first dimension; `stack` does so along one axis."""
+    *majors, minor = axes
+    rows = stack(x, minor)
+    for axis in reversed(majors):
+        rows = stack(rows, axis).flatten(0, 1)
+    return rows
 
 
 class _Through(NamedTuple):

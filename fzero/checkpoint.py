@@ -17,7 +17,8 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -34,6 +35,7 @@ from fzero.checkpoint_plan import (
     Stored,
     check_names,
     check_told,
+    key_of,
     nbytes_of,
     numbers_by_name,
     own_specs,
@@ -46,10 +48,15 @@ from fzero.checkpoint_plan import (
     wires_told,
 )
 from fzero.collectives import Bound
+from fzero.file_store import StoreError
+from fzero.file_tensors import FilePart, part_of
+from fzero.file_tensors import Files as Scratch
+from fzero.offload import agree
 from fzero.place import place
 from fzero.reshard import AnyStep, blank, by_name, chosen_numbers, narrow, numbers_of, rescale
 from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
+from fzero.staging import Leaf
 from fzero.state import TrainState
 from fzero.step import TrainStep
 
@@ -172,8 +179,16 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
     axis = step._mesh.everyone
     path = of_rank_0(axis, lambda: files.find(Path(dir)))
-    own = together(axis, lambda: _load(path, step))
-    return own._replace(state=place(own.state, step))
+    scratch = step._offload.make_files(axis)
+    own = together(axis, lambda: _load(path, step, scratch))
+    return own._replace(state=placed(own.state, step, scratch))
+
+
+def placed(state: TrainState[Tensor], step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
+    """A state that was read, where the step wants it. *Collective* where there are files, which may have failed."""
+    if scratch is not None:
+        agree(scratch, step._mesh.everyone)
+    return place(state, step)
 
 
 # --- saving ------------------------------------------------------------------------------------------------------
@@ -273,8 +288,8 @@ class _Writer(NamedTuple):
     step: TrainStep
     client: bytes
     keep: int | None
-    num_updates: int
     numbers: dict[str, float | int]
+    rates: dict[str, float]
 
     def part(self, rank: int) -> Path:
         return self.folder / f"part-{rank}.json"
@@ -288,38 +303,83 @@ class _Writer(NamedTuple):
 
     def publish(self) -> str:
         """Adds what all parts hold, and makes the checkpoint visible."""
-        from fzero.checkpoint_format import write_metadata
-
-        plan, folder = self.step.plan, self.folder
-        parts = [self.part(rank) for rank in range(plan.world_size)]
+        parts = [self.part(rank) for rank in range(self.step.plan.world_size)]
         slices = [Slice.of(values) for part in parts for values in json.loads(part.read_bytes())]
-        write_metadata(folder, slices, *stored_by(plan, aliases_of(self.step)))
-        contents = {
-            "numbers": numbers_by_name(plan, self.numbers),
-            "optimizer": told_of(plan),
-            "wires": wires_told(plan),
-            "names": self.step.recipe.stored_names,
-            "slices": slices,
-        }
-        files.write_whole(folder / files.CONTENTS, json.dumps(contents).encode())
-        files.write_whole(folder / files.CLIENT, self.client)
         for part in parts:
             part.unlink()
-        before = files.whole_ones(self.path)
-        manifest = {
-            "fzero": version("fzero"),
-            "torch": torch.__version__,
-            "serial": 1 + max((files.read_manifest(other)["serial"] for other in before), default=0),
-            "step": self.num_updates,
-            "stage": plan.stage,
-            "mesh": plan.mesh.axes,
-            "scales_dynamically": self.step._scaling.dynamic,
-        }
-        files.write_manifest(folder, manifest)
-        published = files.publish(folder, self.path, self.num_updates)
+        contents = _contents_of(self.step, self.numbers, self.rates)
+        published = publish(self.folder, self.path, slices, contents, self.client)
         if self.keep is not None:
             files.keep_last(self.path, self.keep)
         return published.name
+
+
+class Contents(NamedTuple):
+    """What a checkpoint tells beside its tensors.
+
+    Attributes:
+        stored: what there is, by key, but for what each rank has for itself; and `aliases`, further keys of it.
+        numbers: the 0-d tensors, those of the optimizer state for each parameter.
+        optimizer: what kind of optimizer state each parameter has (`fzero.checkpoint_plan.told_of`).
+        wires: what the wires of reductions remember.
+        names: the keys of the model's state dict, each with the name under which its tensor is stored.
+        rates: the learning rate of each parameter's next update; and `loss_scaling`, the rules of the loss scale: for others,
+            as fzero's steps have their own.
+        stage, mesh, scales_dynamically: of the job.
+    """
+
+    stored: Mapping[str, Stored]
+    aliases: Mapping[str, str]
+    numbers: Mapping[str, float | int]
+    optimizer: Mapping[str, Any]
+    wires: Mapping[str, str]
+    names: Mapping[str, str]
+    rates: Mapping[str, float]
+    loss_scaling: Mapping[str, Any]
+    stage: int
+    mesh: Sequence[tuple[str, int]]
+    scales_dynamically: bool
+
+
+def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Mapping[str, float]) -> Contents:
+    plan = step.plan
+    return Contents(
+        *stored_by(plan, aliases_of(step)), numbers_by_name(plan, numbers), told_of(plan), wires_told(plan),
+        step.recipe.stored_names, rates, asdict(step._scaling), plan.stage, plan.mesh.axes, step._scaling.dynamic,
+    )  # fmt: skip
+
+
+def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
+    """The learning rate of each parameter's next update; nothing where the schedule has come to its end, and raises."""
+    try:
+        rates = [float(rate(num_updates)) for rate in step._rates]
+    except Exception:
+        return {}
+    return {name: rates[b.group] for b in step.plan.flat_buffers if b.trainable for name in b.layout.names}
+
+
+def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Contents, client: bytes) -> Path:
+    """Adds to the tensors in `folder` what tells of them, and makes them the latest checkpoint in `path`."""
+    from fzero.checkpoint_format import write_metadata
+
+    write_metadata(folder, slices, contents.stored, contents.aliases)
+    fields = ("numbers", "optimizer", "wires", "names", "rates", "loss_scaling")
+    told = {name: getattr(contents, name) for name in fields} | {"slices": slices}
+    files.write_whole(folder / files.CONTENTS, json.dumps(told).encode())
+    files.write_whole(folder / files.CLIENT, client)
+    before = files.whole_ones(path)
+    num_updates = int(contents.numbers["state.step"])
+    manifest = {
+        "fzero": version("fzero"),
+        "torch": torch.__version__,
+        "serial": 1 + max((files.read_manifest(other)["serial"] for other in before), default=0),
+        "step": num_updates,
+        "stage": contents.stage,
+        "mesh": contents.mesh,
+        "scales_dynamically": contents.scales_dynamically,
+    }
+    files.write_manifest(folder, manifest)
+    return files.publish(folder, path, num_updates)
 
 
 def _started(
@@ -336,22 +396,23 @@ def _started(
 
     parts = together(axis, prepare)
     nbytes = dict(enumerate(collectives.exchange(nbytes_of(parts), axis, label=Label("save"))))
-    content = of_rank_0(axis, lambda: _content(client))
+    content = of_rank_0(axis, lambda: content_of(client))
 
     def begin() -> Path:
         files.check_space(path, nbytes | {0: nbytes[0] + len(content) + FEW_BYTES})
         return files.begin(path, int(state.step))
 
-    folder = of_rank_0(axis, begin)
     tensors = by_name(state)
-    fragments = [(part, span(tensors[part.tensor], part)) for part in parts]
+    # Of what lives in files the writer reads one range after the other.
+    fragments: list[Fragment] = [(part, span(tensors[part.tensor], part)) for part in parts]
     if copies:
-        fragments = [(part, flat.to("cpu", copy=True)) for part, flat in fragments]
-    writer = _Writer(folder, path, step, content, keep, int(state.step), numbers_of(state))
+        fragments = together(axis, lambda: [(part, flat[:].to("cpu", copy=True)) for part, flat in fragments])
+    folder = of_rank_0(axis, begin)
+    writer = _Writer(folder, path, step, content, keep, numbers_of(state), _rates_of(step, int(state.step)))
     return Saving(writer, axis, fragments)
 
 
-def _content(client: Any) -> bytes:
+def content_of(client: Any) -> bytes:
     """The bytes of a user's value, which must come back without running code."""
     content = io.BytesIO()
     try:
@@ -369,38 +430,73 @@ def _content(client: Any) -> bytes:
 # --- loading -----------------------------------------------------------------------------------------------------
 
 
-def _load(path: Path, step: TrainStep) -> Loaded:
+class Saved(NamedTuple):
+    """What a state is made from. `Contents` says what the fields are that it has, too."""
+
+    source: Source
+    numbers: Mapping[str, float | int]
+    optimizer: Mapping[str, Any]
+    wires: Mapping[str, str]
+    scales_dynamically: bool
+
+
+def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
     from fzero.checkpoint_format import Files
 
     manifest = files.read_manifest(path)
     files.check_beside(path, manifest)
-    contents, plan, rank = json.loads((path / files.CONTENTS).read_bytes()), step.plan, step.rank
+    contents = json.loads((path / files.CONTENTS).read_bytes())
     found = Files(path, map(Slice.of, contents["slices"]))
-    check_names(plan, aliases_of(step), found.stored)
-    check_told(plan, contents["optimizer"])
-    numbers = chosen_numbers(sources_of_numbers(plan), contents["numbers"])
-    keeps_scale = manifest["scales_dynamically"] and step._scaling.dynamic
-    wanted: dict[str, list[Part]] = {}
-    for quantity, parts in parts_to_load(plan, rank, found.stored):
-        wanted.setdefault(quantity, []).extend(parts)
-    state = blank(step, rank, numbers, keeps_scale=keeps_scale)
-    wanted["own"] = parts_of_own(rank, _kept_own(step, contents["wires"]), found.stored)
-    read_into(state, wanted.values(), found)
-    narrow(state, step, rank)
-    rescale(state, numbers)
+    saved = Saved(found, contents["numbers"], contents["optimizer"], contents["wires"], manifest["scales_dynamically"])
+    state = restored(saved, step, scratch)
     return Loaded(state, torch.load(path / files.CLIENT, weights_only=True), path)
 
 
+def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
+    """The state of `step` that continues from what was saved, this rank's part.
+
+    A module buffer that is not in the model's `state_dict` may be missing, and is the model's own then.
+
+    Raises:
+        ValueError: the model or the optimizer is another, or something would become narrower.
+        CheckpointError: something cannot be read.
+    """
+    plan, rank, source = step.plan, step.rank, saved.source
+    check_names(plan, aliases_of(step), source.stored)
+    check_told(plan, saved.optimizer)
+    numbers = chosen_numbers(sources_of_numbers(plan), dict(saved.numbers))
+    kept = {*step.recipe.stored_names.values()}
+    missing = [n for n in plan.buffers if n not in kept and key_of("params", n) not in source.stored]
+    wanted: dict[str, list[Part]] = {}
+    for quantity, parts in parts_to_load(plan, rank, source.stored, without=missing):
+        wanted.setdefault(quantity, []).extend(parts)
+    keeps_scale = saved.scales_dynamically and step._scaling.dynamic
+    state = blank(step, rank, numbers, keeps_scale=keeps_scale, files=scratch)
+    wanted["own"] = parts_of_own(rank, _kept_own(step, saved.wires), source.stored)
+    read_into(state, wanted.values(), source)
+    for name, value in step._first_values(missing, None, None).items():
+        state.buffers[name].copy_(value)
+    narrow(state, step, rank)
+    rescale(state, numbers)
+    return state
+
+
 def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[Part]], found: Source) -> None:
-    """Reads parts of a state, group by group."""
+    """Reads parts of a state, group by group; those of tensors that live in files one by one."""
     tensors = by_name(state)
     for parts in groups:
-        found.read((part, span(tensors[part.tensor], part)) for part in parts)
+        spans = [(part, span(tensors[part.tensor], part)) for part in parts]
+        found.read((part, x) for part, x in spans if isinstance(x, Tensor))
+        for part, x in spans:
+            if not isinstance(x, Tensor):
+                values = torch.empty(x.numel(), dtype=x.tensor.dtype)
+                found.read([(part, values)])
+                x.copy_(values)
 
 
-def span(tensor: Tensor, part: Part) -> Tensor:
+def span(tensor: Leaf, part: Part) -> Tensor | FilePart:
     """The elements of a part in the flat tensor that holds them: to be written to a file, or to be read into."""
-    return tensor[part.offset : part.offset + part.stop - part.start]
+    return part_of(tensor, part.offset, part.offset + part.stop - part.start)  # type: ignore[no-any-return]
 
 
 class Source(Protocol):
@@ -431,6 +527,10 @@ def _kept_own(step: TrainStep, wires: Mapping[str, str]) -> dict[str, Any]:
     return {name: spec for name, spec in own.items() if name not in forgotten}
 
 
+_RAISED = (ValueError, StoreError)
+"""What is raised as it is; of all else a CheckpointError tells."""
+
+
 # --- agreement ---------------------------------------------------------------------------------------------------
 
 
@@ -440,12 +540,13 @@ def together(axis: Bound, function: Callable[[], T]) -> T:
     problem: Exception | None = None
     try:
         values.append(function())
-    except (CheckpointError, ValueError, OSError) as error:
+    except (CheckpointError, ValueError, OSError, StoreError) as error:
         problem = error
-    everyone = collectives.exchange((_told(problem), isinstance(problem, ValueError)), axis, label=Label("save"))
-    for rank, (told, is_value) in enumerate(everyone):
+    index = next((i for i, kind in enumerate(_RAISED) if isinstance(problem, kind)), len(_RAISED))
+    everyone = collectives.exchange((_told(problem), index), axis, label=Label("save"))
+    for rank, (told, index) in enumerate(everyone):
         if told:
-            kind = ValueError if is_value else CheckpointError
+            kind = [*_RAISED, CheckpointError][index]
             raise kind(told if len(everyone) == 1 else f"{told} (on rank {rank})") from problem
     return values[0]
 

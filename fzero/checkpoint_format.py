@@ -8,9 +8,11 @@ that of all ranks writes the metadata.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,40 +34,60 @@ from fzero.checkpoint_plan import Part, Slice, Stored
 from sharding import boxes
 from sharding.views import dtype_name, torch_dtype
 
-Fragment = tuple[Part, Tensor]
-"""A part, and its elements as a flat tensor: those to write, or where to write what is read."""
+Fragment = tuple[Part, Any]
+"""A part, and its elements as a flat tensor: those to write, or where to write what is read. What is written may be anything
+that gives a tensor for a range (`x[a:b]`), which is asked for when it is written."""
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
-class _Writing(DefaultSavePlanner):
-    """Gives PyTorch's writer the chunks."""
+class _Chunk(NamedTuple):
+    """Elements of a fragment, from `start` on, in this shape."""
 
-    def __init__(self, chunks: Mapping[MetadataIndex, Tensor]) -> None:
+    flat: Any
+    start: int
+    sizes: tuple[int, ...]
+
+
+class _Writing(DefaultSavePlanner):
+    """Gives PyTorch's writer the chunks, one after the other."""
+
+    def __init__(self, chunks: Mapping[MetadataIndex, _Chunk]) -> None:
         super().__init__()
         self.chunks = chunks
+        self._read: Tensor | None = None
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.chunks[index]
+        if self._read is not None:
+            self._read.untyped_storage().resize_(0)  # the writer holds the tensors that it has written to its end
+            self._read = None
+        flat, start, sizes = self.chunks[index]
+        chunk: Tensor = flat[start : start + math.prod(sizes)]
+        if not isinstance(flat, Tensor):
+            self._read = chunk
+        return chunk.view(sizes)
 
 
 def write(folder: Path, rank: int, fragments: Iterable[Fragment]) -> list[Slice]:
     """Writes this rank's file, waits until it is on the disk, and tells what is in it."""
-    chunks: dict[MetadataIndex, Tensor] = {}
+    chunks: dict[MetadataIndex, _Chunk] = {}
     parts: dict[MetadataIndex, Part] = {}
     items = []
     for part, flat in fragments:
         for box in boxes(part.start, part.stop, part.shape):
             index = MetadataIndex(part.key, box.offsets)
             assert index not in chunks, f"{part.key} is written twice"
-            chunks[index] = flat[box.start - part.start :][: box.numel].view(box.sizes)
+            chunks[index] = _Chunk(flat, box.start - part.start, box.sizes)
             parts[index] = part
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             data = TensorWriteData(chunk, _properties(part.dtype), torch.Size(part.shape))
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
     plan = replace(SavePlan(items), storage_data=_StoragePrefix(f"__{rank}_"))
-    results = FileSystemWriter(folder).write_data(plan, _Writing(chunks)).wait()
+    is_read = any(not isinstance(chunk.flat, Tensor) for chunk in chunks.values())
+    # What is read is written before the next is: nothing is copied ahead.
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0) if is_read else FileSystemWriter(folder)
+    results = writer.write_data(plan, _Writing(chunks)).wait()
     return [
         _slice(folder, parts[result.index], result)
         for result in sorted(results, key=lambda result: int(result.storage_data.offset))

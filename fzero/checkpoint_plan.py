@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -172,8 +172,13 @@ def numbers_by_name(plan: Plan, numbers: Mapping[str, float | int]) -> dict[str,
 # --- what is read ------------------------------------------------------------------------------------------------
 
 
-def parts_to_load(plan: Plan, rank: int, stored: Mapping[str, Stored]) -> Iterator[tuple[str, list[Part]]]:
+def parts_to_load(
+    plan: Plan, rank: int, stored: Mapping[str, Stored], *, without: Collection[str] = ()
+) -> Iterator[tuple[str, list[Part]]]:
     """What a rank reads, by quantity. Parameters of which it has the master, and no more, it makes of that.
+
+    Args:
+        without: module buffers that are not read.
 
     Raises:
         ValueError: something is not stored, has another shape, or would become narrower.
@@ -188,6 +193,8 @@ def parts_to_load(plan: Plan, rank: int, stored: Mapping[str, Stored]) -> Iterat
             keys = {name: _source(name, quantity, tensor, buffer, stored) for name in tensor.layout.names}
             yield quantity, _held(plan, piece, tensor, keys)
     for name, tensor in buffers_of(plan).items():
+        if name in without:
+            continue
         key = key_of("params", name)
         _check_shape(key, tensor.layout.shape(name), stored)
         yield "buffers", _held(plan, piece, tensor, {name: key})

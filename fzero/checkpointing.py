@@ -138,7 +138,7 @@ class Checkpointing:
 
         def checkpointed(name: str, module: nn.Module) -> Callable[..., Any]:
             slots = [
-                _Slot(part._buffers, key, aliases.get(full, full))
+                _Slot(part, key, aliases.get(full, full))
                 for prefix, part in module.named_modules(prefix=name)
                 for key, own in part._buffers.items()
                 if own is not None
@@ -153,9 +153,14 @@ class Checkpointing:
 class _Slot(NamedTuple):
     """Where a module keeps one of its buffers, and the buffer's full name."""
 
-    buffers: dict[str, Any]
+    module: nn.Module
     key: str
     name: str
+
+    @property
+    def buffers(self) -> dict[str, Any]:
+        """The mapping of now: a module that is bound again for the backward has another one."""
+        return self.module._buffers
 
 
 class _Site(NamedTuple):

@@ -81,7 +81,7 @@ def cast(dtype: str) -> Codec:
 def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
     """Each element becomes a signed integer of `bits`, times its block's scale in fp32: the block's largest / (2^(bits-1) - 1).
 
-    A block that is not finite arrives as NaN, so that an overflow is seen by all ranks.
+    A block that is not finite (in fp32) arrives as NaN, so that an overflow is seen by all ranks; one that is finite stays so.
 
     Args:
         bits: 8, or 4 (two to a byte).
@@ -133,7 +133,8 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
         else:
             whole = _bits(codes, torch.int8).float()
         blocks = rearrange(whole, "... (blocks block) -> ... blocks block", block=block) * scales[..., None]
-        flat: Tensor = rearrange(blocks, "... blocks block -> ... (blocks block)")
+        largest = torch.finfo(blocks.dtype).max  # where the scale was rounded up the product may exceed it
+        flat: Tensor = rearrange(blocks.clamp(-largest, largest), "... blocks block -> ... (blocks block)")
         return flat[..., :numel].to(wide)
 
     def bound(x: Tensor) -> Tensor:

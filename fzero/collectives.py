@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
+import operator
 import os
 import pickle
 import re
@@ -173,6 +175,8 @@ class Fake:
         >>> Fake.of(Mesh.of(node=2, data=4)).size
         8
         """
+        if not isinstance(mesh, Mesh):
+            raise ValueError(f"Fake.of: mesh must be a sharding.Mesh, got {mesh!r}; pass Mesh.of(node=2, data=4), say")
         return cls("data", mesh.size, rank, backend, mesh)
 
     def __post_init__(self) -> None:
@@ -441,6 +445,11 @@ def next_step() -> None:
 def job() -> Real:
     """This process among all processes of the default group, whatever axes they form; alone where there is none."""
     return Real("job", dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else Real("job")
+
+
+def is_joined(*, without: str = "-") -> bool:
+    """Whether this process is in a process group, and one that lacks the backend `without`."""
+    return dist.is_initialized() and without not in str(dist.get_backend_config())
 
 
 def _leave() -> None:
@@ -753,10 +762,7 @@ class InGraph:
             return full_P
         if self.is_nccl:
             return _wait(_ops.reduce_scatter_tensor(full_P, "sum", self.size, self.group_name))
-        total_S, *others = torch.split(self._all_to_all(full_P), full_P.numel() // self.size)
-        for summand_S in others:
-            total_S = total_S + summand_S
-        return total_S
+        return in_order(torch.split(self._all_to_all(full_P), full_P.numel() // self.size))
 
     def all_reduce(self, full_P: Tensor) -> Tensor:
         """The sum over ranks, in rank order. *Collective:* sends 2(W-1)/W · P."""
@@ -785,6 +791,11 @@ class InGraph:
 
 
 _ops = torch.ops._c10d_functional
+
+
+def in_order(summands: Sequence[Tensor]) -> Tensor:
+    """The sum, from the first to the last: of ranks in rank order it has the bits that real ranks give."""
+    return functools.reduce(operator.add, summands)
 
 
 def _wait(x: Tensor) -> Tensor:

@@ -46,8 +46,8 @@ class CommRow(NamedTuple):
         buffer: the key of that.
         purpose: see `fzero.Label`.
         phase: when it starts: in the forward, at the turn, in the backward or in the update.
-        num_elements: that this rank sends to all others together.
-        nbytes: the same in bytes.
+        num_elements: that this rank sends to all others together; in a wire those before they are coded.
+        nbytes: the same in bytes, as they travel.
         is_joined: whether it shares its call with neighbouring rows (buckets of a compiled step).
     """
 
@@ -158,8 +158,10 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
     State and step stay as they are. A step that has not run yet runs twice, for the first time the ranks agree on the
     order of the collectives: the second is told. The model runs like in a step, and what it counts in Python goes on.
 
-    *Collective:* every rank, like a step; each gets its own report. Of ranks in lockstep rank 0 is told, and of
-    `simulate(by="vmap")`, where ranks send nothing, what one of as many ranks would send (`plan_comm`).
+    *Collective:* every rank, like a step; each gets its own report. Where some ranks alone call it, all end with a
+    `CollectiveError`: when the next step finds it, or a rank has waited as long as `fzero.join(timeout=…)` allows.
+    Of ranks in lockstep rank 0 is told, and of `simulate(by="vmap")`, where ranks send nothing, what one of as many ranks
+    would send (`plan_comm`).
 
     Args:
         step: of `make_train_step`, compiled or not, or of `simulate`.
@@ -168,7 +170,12 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
     Raises:
         ValueError: the step's axis is a `Fake` one, which `plan_comm` takes; and what a step raises.
     """
-    if isinstance(step, VmapRanks) and not step._is_in_turn:
+    if not isinstance(step, TrainStep | LockstepRanks):
+        raise ValueError(
+            f"trace_comm: step must be of make_train_step or of simulate, got {type(step).__name__}; pass what these give"
+        )
+    if isinstance(step, VmapRanks) and not step.is_in_lockstep:
+        step.check_state(state)
         return plan_comm(step._step, step._batches(batch)[0])
     if isinstance(step, TrainStep) and isinstance(step._ranks, Fake):
         raise ValueError(
@@ -200,6 +207,11 @@ def plan_comm(step: TrainStep, batch: Any) -> Comm:
     Raises:
         ConfigError, CompileError, ValueError: what `TrainStep.trace` raises.
     """
+    if not isinstance(step, TrainStep):
+        raise ValueError(
+            f"plan_comm: step must be of make_train_step, got {type(step).__name__}; pass the step that was simulated, or use "
+            f"trace_comm(step, state, batch)"
+        )
     sent = [record for captured in step.trace(batch) for record in captured.scheduled().sent()]
     return Comm.of(sent, step.plan, _title(step.plan))
 

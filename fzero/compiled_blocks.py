@@ -86,7 +86,9 @@ def _unbound(block: nn.Module, own: dict[str, Any]) -> Iterator[None]:
     block.__dict__.update(own)
     try:
         for module, parameters in bound:
-            module.__dict__["_parameters"] = dict(dict.items(parameters))
+            # An engine's parameter without values (`fzero.live_params`) has a plain one to stand for it.
+            own_parameters = {key: getattr(own, "fzero_plain", own) for key, own in dict.items(parameters)}
+            module.__dict__["_parameters"] = own_parameters
         yield
     finally:
         for module, parameters in bound:

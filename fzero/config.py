@@ -29,7 +29,7 @@ from fzero.config_elasticity import Elasticity
 from fzero.config_fields import Beta, Block, Count, Dtype, Elements, Number, Rate, block_of, number, said
 from fzero.config_files import ConfigError as ConfigError  # users know it from here
 from fzero.config_files import read
-from fzero.config_offload import AIO, OffloadOptimizer, if_somewhere
+from fzero.config_offload import AIO, OffloadOptimizer, OffloadParam, if_somewhere
 from fzero.config_optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
 from fzero.config_precision import BF16, FP16, DataTypes, TorchAutocast
 from fzero.config_schedulers import SCHEDULERS, AnyScheduler, TorchScheduler
@@ -109,8 +109,11 @@ class ZeroOptimization(Block):
     zeropp_loco_param: LoCo | None = None
     """LoCo: what a reduction in 4 bits lost is added to what the next one sends. None is without."""
     offload_optimizer: Annotated[OffloadOptimizer | None, AfterValidator(if_somewhere)] = None
-    """Where masters and optimizer state live, in any stage; None is on the device. (`cpu_offload: true` is the older way to
-    write `device: cpu`.)"""
+    """Where masters and optimizer state live, in any stage, and the shards of gradients in stages 2 and 3; None is on the
+    device. (`cpu_offload: true` is the older way to write `device: cpu`.)"""
+    offload_param: Annotated[OffloadParam | None, AfterValidator(if_somewhere)] = None
+    """Where the shards of parameters live in stage 3, but for those of small parameters, which stay whole on the device; None
+    is on the device. (`cpu_offload_param: true` is the older way to write `device: cpu`.)"""
     sub_group_size: Count | None = None
     """Elements of a flat buffer that are updated at a time where its state lives elsewhere, rounded up to a multiple of 2048
     (32768 with checksums). None is 1048576. DeepSpeed's default of 1000000000 takes flat buffers as a whole."""
@@ -195,7 +198,7 @@ class Config(Block):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     """Which units keep only their inputs for the backward."""
     aio: AIO = AIO()
-    """How the files of `offload_optimizer` are read and written."""
+    """How the files of `offload_optimizer` and `offload_param` are read and written."""
     elasticity: Elasticity = Elasticity()
     """How the batch follows the number of ranks."""
     _notes: tuple[Note, ...] = PrivateAttr(())
@@ -236,6 +239,21 @@ class Config(Block):
             raise ValueError(
                 f"zero_optimization.mics_shard_size: excludes zero_optimization.zero_hpz_partition_size, got {mics} beside "
                 f"{hpz}; remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shards_to_offload(self) -> Self:
+        zero = self.zero_optimization
+        if zero.offload_param is not None and zero.stage != 3:
+            raise ValueError(
+                f"zero_optimization.offload_param: needs zero_optimization.stage 3, which divides parameters, got stage "
+                f"{zero.stage}; leave it out, or set the stage to 3"
+            )
+        if zero.offload_param is not None and zero.zero_hpz_partition_size is not None:
+            raise ValueError(
+                f"zero_optimization.offload_param: excludes zero_optimization.zero_hpz_partition_size, whose shards are joined "
+                f"on the device after the update, got both ({zero.zero_hpz_partition_size}); remove one of them"
             )
         return self
 
@@ -315,6 +333,14 @@ class Config(Block):
     def conflicts(self) -> tuple[Note, ...]:
         """The keys that were given and are useless beside the others, or contradict them, each with the reason."""
         return conflicts(self, self._notes)
+
+    def warn_of_wires(self) -> None:
+        """Warns (`ConfigWarning`) of those `conflicts` that ask for fewer bytes on the way and have no effect."""
+        for note in self.conflicts:
+            if "zero_quantized" in note.key or "zeropp_loco_param" in note.key:
+                warnings.warn(
+                    f"{note.key}: has no effect, for {note.reason}; leave it out", ConfigWarning, stacklevel=3
+                )
 
     @classmethod
     def load(cls, source: Mapping[str, Any] | str | Path | Config) -> Config:

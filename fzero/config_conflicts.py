@@ -20,6 +20,8 @@ Values = Mapping[str, Any]
 _ZERO = "zero_optimization"
 _STAGE = "zero_optimization.stage"
 
+_OF_FILES = ("nvme_path", "buffer_count", "checksums", "leftover")
+
 _SCALE = (
     "fp16.loss_scale_window fp16.initial_scale_power fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale"
 )
@@ -97,18 +99,30 @@ RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
         ),
     ),
     (
-        "aio.* zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.buffer_count "
-        "zero_optimization.offload_optimizer.pipeline_* zero_optimization.offload_optimizer.checksums "
-        "zero_optimization.offload_optimizer.leftover",
+        " ".join(f"{_ZERO}.offload_optimizer.{key}" for key in (*_OF_FILES, "pipeline_*")),
         _unless(
             lambda v: v.get("zero_optimization.offload_optimizer.device") == "nvme",
             "no state is in files, unless make_train_step(placements=...) says so",
         ),
     ),
     (
+        " ".join(f"{_ZERO}.offload_param.{key}" for key in (*_OF_FILES, "buffer_size", "max_in_cpu")),
+        _unless(
+            lambda v: v.get("zero_optimization.offload_param.device") == "nvme",
+            "no parameter is in files, unless make_train_step(placements=...) says so",
+        ),
+    ),
+    (
+        "aio.*",
+        _unless(
+            lambda v: "nvme" in (v.get(f"{_ZERO}.offload_{part}.device") for part in ("optimizer", "param")),
+            "no state is in files, unless make_train_step(placements=...) says so",
+        ),
+    ),
+    (
         "zero_optimization.sub_group_size",
         _unless(
-            lambda v: v.get("zero_optimization.offload_optimizer.device"),
+            lambda v: any(v.get(f"{_ZERO}.offload_{part}.device") for part in ("optimizer", "param")),
             "no state lives off the device, unless make_train_step(placements=...) says so",
         ),
     ),

@@ -64,8 +64,8 @@ def set_aside(source: Mapping[str, Any], prefix: str = "", *, honoured: Collecti
         twin = INSTEAD.get(name, name).removeprefix(prefix)
         if twin != key and twin in source:
             problems.append(f"{given}: stands beside {twin!r}, which is the same; remove one of them")
-        elif name == "zero_optimization.cpu_offload" and value is True:
-            kept["offload_optimizer"] = {"device": "cpu"}  # before DeepSpeed 0.4
+        elif name in INSTEAD and value is True:
+            kept[twin] = {"device": "cpu"}  # before DeepSpeed 0.4
         elif name in ACCEPTED:
             notes.append(Note(given, value, "accepted", ACCEPTED[name]))
             problems += _wrong_type(given, name, value)

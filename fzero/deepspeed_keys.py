@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 ACCEPTED = {
-    "steps_per_print": "fzero prints nothing by itself; a step returns its metrics",
-    "wall_clock_breakdown": "fzero prints nothing by itself; use torch.profiler",
-    "memory_breakdown": "fzero prints nothing by itself; print(step.plan) tells the bytes of model state",
-    "dump_state": "fzero prints nothing by itself; print the configuration and step.plan",
+    "steps_per_print": "for the engine (fzero.initialize); a step prints nothing, and returns its metrics",
+    "wall_clock_breakdown": "for the engine (fzero.initialize); a step prints nothing; use torch.profiler",
+    "memory_breakdown": "for the engine (fzero.initialize); print(step.plan) tells the bytes of model state",
+    "dump_state": "for the engine (fzero.initialize); print the configuration and step.plan",
     "timers": "fzero prints nothing by itself; use torch.profiler",
     "log_level": "fzero prints nothing by itself",
-    "dataloader_drop_last": "fzero makes no data loader",
+    "dataloader_drop_last": "for the engine (fzero.initialize); a step has no data loader",
     "vocabulary_size": "DeepSpeed only warns when it is not a multiple of 8",
     "disable_allgather": "DeepSpeed reads it and does nothing with it",
     "seq_parallel_communication_data_type": "there is no sequence parallelism, and asking for it is an error",
@@ -94,18 +94,19 @@ TYPES = {
 """Accepted keys by what their value must be; of any other, its value says nothing to fzero."""
 
 _WRITES_NOTHING = "fzero writes nothing by itself; a step returns its metrics"
+_ENGINE_WRITES = "for the engine (fzero.initialize); a step writes nothing, and returns its metrics"
 _SAVES_NOTHING = "fzero saves nothing by itself; a state is a pytree of tensors"
 
 HARMLESS = {
     "sparse_gradients": "gradients of embeddings are sent whole",
-    "checkpoint": _SAVES_NOTHING,
+    "checkpoint": "for the engine (fzero.initialize), which validates tags; a step saves nothing by itself",
     "nebula": _SAVES_NOTHING,
     "datastates": _SAVES_NOTHING,
     "datastates_ckpt": _SAVES_NOTHING,
     "flops_profiler": "use torch.profiler",
     "comms_logger": "step.schedule tells the collectives",
-    "tensorboard": _WRITES_NOTHING,
-    "csv_monitor": _WRITES_NOTHING,
+    "tensorboard": _ENGINE_WRITES,
+    "csv_monitor": _ENGINE_WRITES,
     "wandb": _WRITES_NOTHING,
     "comet": _WRITES_NOTHING,
     "autotuning": "the values given are used",
@@ -126,12 +127,11 @@ REFUSED = {
     **dict.fromkeys(("curriculum_learning", "data_efficiency", "progressive_layer_drop"), _REMOVE),
     **dict.fromkeys(("compression_training", "weight_quantization", "quantize_training", "sparse_attention"), _REMOVE),
     **dict.fromkeys(("tensor_parallel", "expert_parallel", "sequence_parallel_size", "data_parallel_size"), _REMOVE),
-    "zero_optimization.offload_param": _REMOVE,
     "zero_optimization.cpu_offload": "it must be true, which is offload_optimizer with device 'cpu', or false",
     "zero_optimization.offload_optimizer.super_offload": _REMOVE,
     "aio.use_gds": "files are read and written through host memory; remove it",
-    "zero_optimization.cpu_offload_param": "it is offload_param with device 'cpu'; remove it to run without",
-    "zero_optimization.cpu_offload_params": "it is offload_param with device 'cpu'; remove it to run without",
+    "zero_optimization.cpu_offload_param": "it must be true, which is offload_param with device 'cpu', or false",
+    "zero_optimization.cpu_offload_params": "it must be true, which is offload_param with device 'cpu', or false",
     "zero_optimization.zenflow": _REMOVE,
     "zero_optimization.ignore_unused_parameters": "an unused parameter has a gradient of zero; remove it",
     "zero_optimization.legacy_stage1": "DeepSpeed refuses it too; remove it",
@@ -153,7 +153,6 @@ OFF: dict[str, Any] = {
     "sequence_parallel_size": 1,
     "zero_optimization.ignore_unused_parameters": True,
     "zero_optimization.stage3_model_persistence_threshold": 2**63 - 1,
-    "zero_optimization.offload_param.device": "none",
     "optimizer.params.bias_correction": True,
     "checkpoint.tag_validation": "WARN",
     "checkpoint.checkpoint_serialization": True,
@@ -169,7 +168,6 @@ _TECHNIQUES = (
 )
 
 SWITCHES: dict[str, tuple[str, Any]] = {
-    "zero_optimization.offload_param": ("device", "none"),
     "zero_optimization.zenflow": ("topk_ratio", 0.1),
     "compile": ("deepcompile", False),
     "tensor_parallel": ("autotp_size", 0),
@@ -180,7 +178,6 @@ SWITCHES: dict[str, tuple[str, Any]] = {
 """Which key switches a block off, and its value when it is left out. Otherwise `enabled`, which is false when left out;
 a block without one is off when all of it is."""
 
-_OFFLOAD = "device nvme_path buffer_count pin_memory"
 _COMPRESSION = """
     shared_parameters.enabled shared_parameters.schedule_offset shared_parameters.schedule_offset_end
     shared_parameters.quantizer_kernel shared_parameters.quantize_groups shared_parameters.quantize_verbose
@@ -245,7 +242,6 @@ INNER = {
     "wandb": "enabled group team project",
     "weight_quantization": "enabled num_bits q_type q_groups quantized_initialization.* post_init_quant.*",
     "zero_optimization.leaf_module": "classes names name_suffixes",
-    "zero_optimization.offload_param": f"{_OFFLOAD} buffer_size max_in_cpu",
     "zero_optimization.zenflow": """topk_ratio select_strategy select_interval update_interval overlap_step offload
         auto_ratio full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch""",
 }

@@ -1,4 +1,4 @@
-"""One forward and backward of any PyTorch model, its parameters gathered and its gradients reduced unit by unit.
+"""Forwards and backwards of any PyTorch model, its parameters gathered and its gradients reduced unit by unit.
 
 No graph is captured. The model runs as it is, `bound` to tensors that this file hands out:
 
@@ -20,11 +20,12 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,32 +36,12 @@ from fzero import collectives
 from fzero.bound_mesh import BoundMesh, States
 from fzero.collectives import Pending
 from fzero.plan import BufferPlan, Plan, UnitPlan
-from fzero.schedule import TURN, Event, ScheduleError
+from fzero.schedule import TURN, Event, Orders, Run, ScheduleError, early
 from fzero.sent import Label, Phase
+from fzero.staging import Leaf, Stage
 from fzero.wires import Sending
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype, unflatten
-
-
-class Scratch:
-    """Full flat buffers (P) for gathered parameters and unreduced gradients, kept for the next taker of the same size.
-
-    Memory that is new to the process costs a page fault for every 4 kB. CUDA's allocator keeps memory by itself.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-
-    def take(self, buffer: BufferPlan, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised buffer on the device of `like`, and of its dtype unless another is given."""
-        free = self._free[buffer.padded_numel, dtype or like.dtype]
-        return free.pop() if free else like.new_empty(buffer.padded_numel, dtype=dtype)
-
-    def give(self, flat: Tensor) -> None:
-        """Takes a buffer back, unless somebody still holds a view of it."""
-        storage = flat.untyped_storage()
-        if flat.device.type == "cpu" and torch._C._storage_Use_Count(storage._cdata) == 2:  # `flat` and `storage`
-            self._free[flat.numel(), flat.dtype].append(flat)
 
 
 class _Recipe(NamedTuple):
@@ -78,7 +59,7 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, work: Pass, unit: str) -> Tensor:
-        ctx.work, ctx.unit = work, unit
+        ctx.work, ctx.unit, ctx.index = work, unit, len(work._stays) - 1
         return anchor.new_empty(0)
 
     @staticmethod
@@ -101,6 +82,7 @@ class _Leaf(torch.autograd.Function):
         return ctx.work._anchor.detach(), None, None, None
 
 
+AnyLeaf = TypeVar("AnyLeaf", Tensor, Leaf)
 _root: Callable[..., Tensor] = _Root.apply  # type: ignore[assignment]
 _leaf: Callable[..., Tensor] = _Leaf.apply  # type: ignore[assignment]
 
@@ -113,6 +95,14 @@ class _Grads:
     written: set[str] = field(default_factory=set)
 
 
+class _Gather(NamedTuple):
+    """The gather of one flat buffer under way, with the shard that it reads, where it reads one."""
+
+    buffer: BufferPlan
+    pending: Pending
+    shard: Tensor | None = None
+
+
 class _Reduction(NamedTuple):
     """A unit's reduce-scatters under way, with the full gradients that they read."""
 
@@ -122,41 +112,47 @@ class _Reduction(NamedTuple):
 
 
 class Pass:
-    """One forward and backward on one rank: what is gathered now, what has come, and which collective is next.
+    """Forwards and backwards between two updates on one rank: what is gathered, what has come, which collective is next.
 
-    Lives for one `with` statement. Use: run the model `bound` to `fetch` inside `saving()`, then `turn(row)`, the
-    backward, `finish()`.
+    The two halves: run the model, `bound` to `fetch`, inside `forward(...)`; then `backward(loss, row)`, with the model
+    bound again. Any number of forwards may come before a backward and any number of backwards after them. Between the
+    halves nothing is on its way and one unit stays gathered; a forward that no backward follows leaves nothing behind.
+    After an error in a half the pass is over, and so it is after `close`: then a graph that it made is refused.
 
     Args:
         plan: the units and their specs.
         mesh: the ranks.
-        params: this rank's flat buffers by key.
+        params: this rank's flat buffers by key, wherever they live.
         grads: where the mean gradients go, by key: whole (P) in stages 0 and 1, this rank's shards (S) otherwise. None
-            is a forward only.
-        schedule: the events to follow, or None to negotiate them; `executed` tells what was done.
-        scratch: where full buffers come from.
+            is forwards only.
+        orders: the events to follow, by what runs; what is not there is negotiated, and learned. None negotiates all.
+        stage: what brings shards from where they live, and takes those of gradients there.
         wires: what the wires of reductions remember, by flat buffer and axis; what they do afterwards stands in their place.
-        is_first, is_last: the micro-step's place among those of one step. After the first, gradients are added to what
-            `grads` holds; before the last, gradients that stay whole are not reduced.
     """
 
     def __init__(
         self,
         plan: Plan,
         mesh: BoundMesh,
-        params: dict[str, Tensor],
-        grads: dict[str, Tensor] | None,
-        schedule: Sequence[Event] | None,
-        scratch: Scratch,
+        params: Mapping[str, Leaf],
+        grads: Mapping[str, Leaf] | None,
+        orders: Orders | None,
+        stage: Stage,
         *,
         wires: Mapping[str, States] = {},
-        is_first: bool = True,
-        is_last: bool = True,
     ) -> None:
-        self.is_first, self.is_last, self.wires = is_first, is_last, dict(wires)
-        self.plan, self.mesh, self.params, self.schedule, self.scratch = plan, mesh, params, schedule, scratch
+        self.wires = dict(wires)
+        self.plan, self.mesh, self.params = plan, mesh, params
+        self.stage, self.scratch, self._device = stage, stage.scratch, stage.device
         self.trains, self.grads = grads is not None, grads or {}
         self.executed: list[Event] = []
+        self.schedule: Sequence[Event] | None = None  # of what runs, after what has run
+        self._orders, self._begun = orders, 0
+        self._is_open, self._is_over = False, False
+        self._stays: list[Counter[str]] = []  # of each forward: how often it entered each unit
+        self._num_forwards, self._num_backwards = 0, 0  # since the last backward, since the last forward
+        self._is_kept = False  # whether a graph may be gone through again
+        self.is_first, self.is_last = True, True
         self._units = {unit.name: unit for unit in plan.units}
         self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
         # On the parameters' device, so that autograd runs every `_Root` and `_Leaf` on one thread.
@@ -165,33 +161,144 @@ class Pass:
         self._present: str | None = None
         self._leaves: dict[str, Tensor] = {}
         self._recorded: set[str] = set()  # units whose present stay autograd knows
-        self._gathering: dict[str, list[tuple[BufferPlan, Pending]]] = {}
+        self._gathering: dict[str, list[_Gather]] = {}
         self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
         self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
-        self._versions = {key: flat._version for key, flat in params.items()}
+        self._versions = {key: flat._version for key, flat in params.items() if isinstance(flat, Tensor)}
         self._entered: set[str] = set()
-        self._open_stays: defaultdict[str, int] = defaultdict(int)
+        self._open_stays: Counter[str] = Counter()
         self._ready: set[str] = set()
         self._filling: defaultdict[str, _Grads] = defaultdict(_Grads)
         self._in_flight: deque[_Reduction] = deque()
         self._rows: Pending | None = None
         self._share = 1.0  # by which gradients are multiplied before they are added up
-        # Keys of whole gradients that hold something, to which the next is added.
-        self._held = set() if is_first else {b.key for b in plan.flat_buffers if b.trainable}
-        self._reduced: set[str] = set()  # keys of gradients that have been reduced in this pass
+        self._held: set[str] = set()  # keys of whole gradients that hold something, to which the next is added
+        self._reduced: set[str] = set()  # keys of gradients that have been reduced in this backward, or for good
+        self._is_done = False  # whether a backward was the last one
 
-    def __enter__(self) -> Self:
+    # --- the two halves ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self, run: str, *, saves: bool = True) -> Iterator[None]:
+        """Inside, the model runs, `bound` to `fetch`. *Collective* in stage 3: takes part in what only other ranks need.
+
+        Args:
+            run: names its order of collectives.
+            saves: whether autograd saves recipes of gathered buffers. False keeps alive what it saves (for transforms of
+                torch.func, which allow no hooks).
+        """
+        with self._running(("forward", run)):
+            self._release_all_but("")
+            self._in_forward = True
+            self._stays.append(Counter())
+            self._num_forwards, self._num_backwards = self._num_forwards + 1, 0
+            with self.saving() if saves else nullcontext():
+                yield
+            self._advance_to(TURN)
+            self._drop_gathers()
+            self._in_forward = False
+
+    def backward(
+        self,
+        loss: Tensor,
+        row: Tensor,
+        *,
+        share: float = 1.0,
+        is_first: bool = True,
+        is_last: bool = True,
+        keeps: bool = False,
+    ) -> Tensor:
+        """Adds the gradients of a loss to what `grads` holds. *Collective:* every rank; in stage 3 gathers again.
+
+        Args:
+            loss: of one or more of the forwards, a scalar.
+            row: a few numbers that every rank tells the others while the backward runs.
+            share: factor of the gradients.
+            is_first: whether `grads` holds nothing yet.
+            is_last: before the last one, gradients that stay whole are not reduced.
+            keeps: whether the graph stays, to be gone through again.
+
+        Returns:
+            Every rank's row, in rank order.
+        """
+        run = self._expect(loss)
+        with self._running(run):
+            self._share, self.is_first = share, is_first
+            self.is_last = is_last or (self._is_done and not is_first)
+            if is_first or not self._is_done:
+                self._reduced.clear()
+            self._held = set() if is_first else {b.key for b in self.plan.flat_buffers if b.trainable}
+            self._is_kept |= keeps
+            self._num_forwards, self._num_backwards = 0, self._num_backwards + 1
+            self._rows = collectives.start_stack(row, self.mesh.everyone, label=Label("told", phase="turn"))
+            torch.autograd.backward(loss, retain_graph=keeps)
+            self._finish()
+            self._is_done = self.is_last
+            told, self._rows = self._rows.wait(), None
+        return told
+
+    @contextmanager
+    def _running(self, run: Run) -> Iterator[None]:
+        """Follows the order of what runs, or learns it; after an error the pass is over."""
+        if self._is_over:
+            raise RuntimeError(_OVER)
         collectives.settle()
-        return self
+        known = None if self._orders is None else self._orders.get(run)
+        self._begun, self._is_open = len(self.executed), True
+        self.schedule = None if known is None else (*self.executed, *known)
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        self._is_open = False
+        if self._orders is not None and known is None:
+            may_start = partial(may_start_early, self.plan)
+            self._orders[run] = early(self.executed[self._begun :], may_start)
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """After an error lets go of what is gathered, of what is collected and of collectives under way."""
-        if kind is not None:
-            gathers = [pending for started in self._gathering.values() for _, pending in started]
-            reductions = [sending.pending for reduction in self._in_flight for _, sending, _ in reduction.started]
-            collectives.abandon(gathers + reductions + ([self._rows] if self._rows else []))
-            for held in (self._leaves, self._live, self._filling, self._by_storage):
-                held.clear()  # type: ignore[attr-defined]
+    def _abandon(self) -> None:
+        """Lets go of what is gathered, of what is collected and of collectives under way."""
+        gathers = [gather.pending for started in self._gathering.values() for gather in started]
+        reductions = [sending.pending for reduction in self._in_flight for _, sending, _ in reduction.started]
+        collectives.abandon(gathers + reductions + ([self._rows] if self._rows else []))
+        for held in (self._leaves, self._live, self._filling, self._by_storage, self._gathering, self._in_flight):
+            held.clear()  # type: ignore[attr-defined]
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of what is gathered; a graph that was made here is refused from now on."""
+        self._is_open, self._is_over = False, True
+        self._release_all_but("")
+        self.stage.abandon()
+
+    def _expect(self, loss: Tensor) -> Run:
+        """Counts the stays that a backward of the loss will end, and names its order of collectives.
+
+        In the usual case they are those of the last forward; else the graph tells.
+        """
+        last = len(self._stays) - 1
+        found = {last: self._stays[last]} if self._num_forwards == 1 and not self._is_kept else self._reached(loss)
+        self._open_stays = sum(found.values(), Counter())
+        return ("backward", self._num_backwards, *(last - index for index in sorted(found)))
+
+    def _reached(self, loss: Tensor) -> dict[int, Counter[str]]:
+        """The stays of each forward of which the loss is."""
+        found: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        seen: set[Any] = {None}
+        nodes: list[Any] = [loss.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node not in seen:
+                seen.add(node)
+                if getattr(node, "work", None) is self and hasattr(node, "unit"):
+                    found[node.index][node.unit] += 1
+                nodes += [following for following, _ in node.next_functions]
+        return found
+
+    def _check_runs(self) -> None:
+        """Raises where autograd comes at a moment of its own, when other ranks do not take part."""
+        if not self._is_open:
+            raise RuntimeError(_OVER if self._is_over else _BETWEEN)
 
     # --- parameters --------------------------------------------------------------------------------------------
 
@@ -204,7 +311,7 @@ class Pass:
             self._gathered(self._units[unit])  # as `_unpack` does: the next gather may start now
         if self._in_forward and not self._runs_again and unit not in self._recorded and torch.is_grad_enabled():
             self._recorded.add(unit)
-            self._open_stays[unit] += 1
+            self._stays[-1][unit] += 1
         return self._leaves[name]
 
     @contextmanager
@@ -228,7 +335,8 @@ class Pass:
             self._recorded.discard(unit_name)
             root = _root(self._anchor, self, unit_name) if self.trains else None
             for buffer in unit.buffers:
-                views = unflatten(flats.get(buffer.key, self.params[buffer.key]), buffer.layout)
+                flat: Any = flats.get(buffer.key, self.params[buffer.key])
+                views = unflatten(flat, buffer.layout)
                 if buffer.trainable and root is not None:
                     views = {name: _leaf(root, view, self, name) for name, view in views.items()}
                 self._leaves.update(views)
@@ -260,7 +368,7 @@ class Pass:
         if unit.gathered_numel and unit.name not in self._live:
             if unit.name not in self._gathering:
                 self._advance_to(Event("gather", unit.name))
-            flats = {buffer.key: pending.wait() for buffer, pending in self._gathering.pop(unit.name)}
+            flats = self._end_gathers(unit.name)
             self._live[unit.name] = flats
             self._versions |= {key: flat._version for key, flat in flats.items()}
             for key, flat in flats.items():
@@ -292,6 +400,7 @@ class Pass:
 
     def _unpack(self, packed: tuple[Tensor, int] | _Recipe) -> Tensor:
         if isinstance(packed, _Recipe):
+            self._check_runs()
             flat = self._gathered(packed.unit)[packed.key]
             return flat.as_strided(packed.size, packed.stride, packed.offset)
         tensor, version = packed
@@ -305,6 +414,7 @@ class Pass:
     # --- gradients ---------------------------------------------------------------------------------------------
 
     def _write_grad(self, name: str, grad: Tensor) -> None:
+        self._check_runs()
         unit, buffer = self._homes[name]
         grad = grad.to_dense() if grad.layout != torch.strided else grad
         filling = self._filling[unit.name]
@@ -323,17 +433,28 @@ class Pass:
     def _flat_grad(self, filling: _Grads, buffer: BufferPlan) -> Tensor:
         """Where the unreduced gradient is collected (P).
 
-        Where it will stay, if all of it stays on this rank and either is sent as it is kept or waits for more micro-steps.
+        Where it will stay, if all of it stays on this rank and either is sent as it is kept or waits for more micro-steps; where
+        it stays elsewhere, it is brought from there.
         """
         if buffer.key not in filling.flats:
             store = self.grads[buffer.key]
             stays = self._is_whole(buffer) and buffer.key not in self._reduced
             reduce_dtype = self._reduce_dtype(buffer)
             stays &= store.dtype == reduce_dtype or not (self.is_first and self.is_last)
-            filling.flats[buffer.key] = store if stays else self.scratch.take(buffer, store, reduce_dtype)
-            if stays and buffer.key in self._held:
+            is_held = stays and buffer.key in self._held
+            if is_held or (stays and self._is_here(buffer)):
+                filling.flats[buffer.key] = self.stage.bring(f"{buffer.key}/grads", store)
+            else:
+                dtype = store.dtype if stays else reduce_dtype
+                filling.flats[buffer.key] = self.scratch.take(buffer.padded_numel, dtype, self._device)
+            if is_held:
                 filling.written.update(buffer.layout.names)
         return filling.flats[buffer.key]
+
+    def _is_here(self, buffer: BufferPlan) -> bool:
+        """Whether the gradient is kept where it is made."""
+        store = self.grads[buffer.key]
+        return isinstance(store, Tensor) and store.device == self._device
 
     def _stay_ended(self, unit: str) -> None:
         self._open_stays[unit] -= 1
@@ -352,22 +473,6 @@ class Pass:
             self._issue(event)
 
     # --- the order of collectives ------------------------------------------------------------------------------
-
-    def turn(self, row: Tensor, *, share: float = 1.0) -> None:
-        """Ends the forward. *Collective:* takes part in gathers that only other ranks needed, and sends `row`.
-
-        Args:
-            row: a few numbers that every rank tells the others while the backward runs.
-            share: factor of the gradients that the backward gives.
-        """
-        self._advance_to(TURN)
-        self._in_forward, self._share = False, share
-        self._rows = collectives.start_stack(row, self.mesh.everyone, label=Label("told", phase="turn"))
-
-    def told(self) -> Tensor:
-        """Every rank's row, in rank order; once, after `turn`."""
-        assert self._rows is not None
-        return self._rows.wait()
 
     def _advance_to(self, wanted: Event) -> None:
         """Issues the events that come before `wanted`, and `wanted` itself."""
@@ -415,10 +520,6 @@ class Pass:
     def _phase(self) -> Phase:
         return "forward" if self._in_forward else "backward"
 
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.params.values())).device
-
     def _issue(self, event: Event) -> None:
         self.executed.append(event)
         if event.kind == "gather":
@@ -430,23 +531,47 @@ class Pass:
         # A gather that nobody here waited for served other ranks only: its result is dropped.
         self._drop_gathers()
         self._gathering[unit.name] = [
-            (buffer, self._gather(buffer)) for buffer in unit.buffers if isinstance(buffer.row.params, Sharded)
+            self._gather(buffer) for buffer in unit.buffers if isinstance(buffer.row.params, Sharded)
         ]
+        if self.mesh.num_shards > 1:  # else there is nothing to gather, and what is asked for next comes by itself
+            self._read_ahead()
 
-    def _gather(self, buffer: BufferPlan) -> Pending:
-        axes, shard = self.mesh.axes_of(buffer.row.params), self.params[buffer.key]
-        full = shard if math.prod(axis.size for axis in axes) == 1 else self.scratch.take(buffer, shard)
+    def _gather(self, buffer: BufferPlan) -> _Gather:
+        axes, label = self.mesh.axes_of(buffer.row.params), Label("gather", buffer.key, self._phase)
+        if math.prod(axis.size for axis in axes) == 1:
+            self.stage.ahead(buffer.key, self.params[buffer.key])
+            return _Gather(buffer, Pending(label, (), lambda: self.stage.bring(buffer.key, self.params[buffer.key])))
+        shard = self.stage.bring(buffer.key, self.params[buffer.key])
+        full = self.scratch.take(buffer.padded_numel, shard.dtype, self._device)
         wiring = self.plan.wiring
         wires = wiring.gather if buffer.trainable else wiring.frozen
-        return self.mesh.start_all_gather(
-            shard, full, axes, wires=wires, label=Label("gather", buffer.key, self._phase)
-        )
+        return _Gather(buffer, self.mesh.start_all_gather(shard, full, axes, wires=wires, label=label), shard)
+
+    def _end_gathers(self, unit: str) -> dict[str, Tensor]:
+        """Waits for the gathers of a unit, and gives back the shards that were copies."""
+        flats: dict[str, Tensor] = {}
+        gathers = self._gathering.pop(unit)
+        while gathers:  # emptied, so that nothing here holds the shard that is given back
+            buffer, pending, shard = gathers.pop(0)
+            flats[buffer.key] = pending.wait()
+            del pending
+            if shard is not None:
+                self._give_back(shard, buffer.key)
+        return flats
+
+    def _read_ahead(self) -> None:
+        """Starts to bring the shards of the unit that is gathered next."""
+        if self.schedule is not None and self.plan.prefetch != 0:
+            rest = self.schedule[len(self.executed) :]
+            following = next((event.unit for event in rest if event.kind == "gather"), None)
+            for buffer in self._units[following].buffers if following else ():
+                if isinstance(buffer.row.params, Sharded):
+                    self.stage.ahead(buffer.key, self.params[buffer.key])
 
     def _drop_gathers(self) -> None:
-        for gathers in self._gathering.values():
-            for buffer, pending in gathers:
-                self._give_back(pending.wait(), buffer.key)
-        self._gathering.clear()
+        for unit in list(self._gathering):
+            for key, flat in self._end_gathers(unit).items():
+                self._give_back(flat, key)
 
     def _start_reduce(self, unit: UnitPlan) -> None:
         numel = sum(buffer.padded_numel for buffer in unit.buffers if buffer.trainable)
@@ -463,11 +588,18 @@ class Pass:
                 _zero_gaps(flat_P, buffer, filling.written)
                 if not self.is_last and self._is_whole(buffer):
                     self._held.add(buffer.key)
+                    if not self._is_here(buffer):
+                        self.stage.put(self.grads[buffer.key], flat_P, adds=False)
+                        self._give_back(filling.flats.pop(buffer.key), buffer.key)
                     continue
                 started.append((buffer, self._reduce(flat_P, buffer), self._adds(buffer)))
                 self._reduced.add(buffer.key)
         if started:
             self._in_flight.append(_Reduction(numel, filling, started))
+        if not all(self._is_here(buffer) for buffer, _, _ in started):
+            # What is kept elsewhere leaves as soon as it has been added up: while the next unit's backward runs.
+            while len(self._in_flight) > (self.mesh.everyone.size > 1):
+                self._end_reduce()
 
     def _reduce(self, flat_P: Tensor, buffer: BufferPlan) -> Sending:
         """Starts to add up what every rank wrote: to the whole (P) in stage 0, to this rank's shard (S) otherwise."""
@@ -477,10 +609,13 @@ class Pass:
         if isinstance(buffer.row.grads, Replicated):
             return self.mesh.start_all_reduce(flat_P, wires=wires, states=states, label=label)
         own_S, is_held = self._own(buffer), self._is_held(buffer)
-        is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype
+        is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype or not self._is_here(buffer)
+        held: Any = own_S
+        if is_held and not self._is_here(buffer):
+            held = self.stage.bring(f"{buffer.key}/grads", own_S)
         return self.mesh.start_reduce_scatter(
-            flat_P, out_S=None if is_new else own_S, further="now" if self.is_last else "later",
-            held_S=own_S if is_held else None, wires=wires, states=states, label=label,
+            flat_P, out_S=None if is_new else held, further="now" if self.is_last else "later",
+            held_S=held if is_held else None, wires=wires, states=states, label=label,
         )  # fmt: skip
 
     def _reduce_dtype(self, buffer: BufferPlan) -> torch.dtype:
@@ -511,32 +646,27 @@ class Pass:
             if buffer.key in self.wires:
                 self.wires[buffer.key] = states
             kept = self.grads[buffer.key] if mean.numel() == buffer.padded_numel else self._own(buffer)
-            if is_late:
-                kept.add_(mean)
-            elif kept.data_ptr() != mean.data_ptr():
-                kept.copy_(mean)
+            self.stage.put(kept, mean, adds=is_late)
         del sending, mean, kept
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)
 
-    def _own(self, buffer: BufferPlan) -> Tensor:
+    def _own(self, buffer: BufferPlan) -> Leaf:
         """This rank's shard (S) of the mean gradient."""
         return own_shard(self.grads[buffer.key], buffer, self.mesh.shard)
 
-    def finish(self) -> None:
-        """Ends the backward: reduces what is left.
-
-        *Collective:* every rank; takes part in what only other ranks needed.
-        """
+    def _finish(self) -> None:
+        """Ends the backward: reduces what is left, and takes part in what only other ranks needed."""
         self._leaves.clear()
         for buffer in self.plan.flat_buffers:
             if isinstance(buffer.row.params, Replicated):
-                self._check_unchanged(buffer.key, self.params[buffer.key])
-        self._ready |= self._entered
+                whole: Any = self.params[buffer.key]
+                self._check_unchanged(buffer.key, whole)
+        executed, self._ready = self.executed[self._begun :], self._ready | self._entered
         if self.schedule is None:
             for unit in reversed(self.plan.units):
                 event = Event("reduce", unit.name)
-                if self.trains and unit.trainable and (unit.name in self._filling or event not in self.executed):
+                if self.trains and unit.trainable and (unit.name in self._filling or event not in executed):
                     self._negotiate(event)
             self._negotiate(None)
         else:
@@ -551,7 +681,18 @@ class Pass:
             self._end_reduce()
         self._drop_gathers()
         self._release_all_but("")
+        self._ready.clear()
+        self.stage.abandon()
 
+
+_OVER = (
+    "backward: the forward that this loss is of belongs to a step that is over (it was updated, or an error ended it), so that "
+    "its gradients would be of other parameters; run the forward again"
+)
+_BETWEEN = (
+    "backward: must be that of the engine or step, for it sends and gathers on all ranks at once, and autograd was called by "
+    "itself; call engine.backward(loss) in place of loss.backward()"
+)
 
 _KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")
 
@@ -583,16 +724,21 @@ def _zero_gaps(flat_P: Tensor, buffer: BufferPlan, written: set[str]) -> None:
     flat_P[buffer.layout.numel :].zero_()
 
 
-def own_shard(flat: Tensor, buffer: BufferPlan, shard: int) -> Tensor:
+def own_shard(flat: AnyLeaf, buffer: BufferPlan, shard: int) -> AnyLeaf:
     """This rank's shard (S) of a flat buffer that it holds whole (P), or holds just that shard of, or that one and neighbours."""
     numel = buffer.shard_numel
     if flat.numel() == numel:
         return flat
+    assert isinstance(flat, Tensor), "what lives elsewhere is a shard"
     start = shard % (flat.numel() // numel) * numel
     return flat[start : start + numel]
 
 
 def may_start_early(plan: Plan, present: str, following: str) -> bool:
     """Whether `following` may be gathered while `present` is in use."""
-    numels = {unit.name: unit.gathered_numel for unit in plan.units}
-    return plan.prefetch != 0 and numels[present] + numels[following] <= plan.max_live
+    units = {unit.name: unit for unit in plan.units}
+    both = units[present], units[following]
+    # Where a shard is all of its buffer, what came from a file is what the model computes with.
+    staged = sum(b.param_placement.kind == "nvme" for unit in both for b in unit.buffers) if plan.num_shards == 1 else 0
+    has_room = plan.streaming.num_staged is None or staged <= plan.streaming.num_staged
+    return plan.prefetch != 0 and has_room and sum(unit.gathered_numel for unit in both) <= plan.max_live

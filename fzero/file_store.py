@@ -214,9 +214,14 @@ class FileStore:
             wait(futures)  # all of them, before one that has failed lets the caller have the buffer back
             for future in futures:
                 future.result()
-            return buffer[: (stop - start) * itemsize(dtype)].view(torch_dtype(dtype))
+            return self.view(name, start, stop, buffer)
 
         return finish
+
+    def view(self, name: str, start: int, stop: int, buffer: Tensor) -> Tensor:
+        """The elements [start, stop) of a file, as they stand in a buffer, or shall stand there."""
+        dtype = self._specs[name].dtype
+        return buffer[: (stop - start) * itemsize(dtype)].view(torch_dtype(dtype))
 
     def nbytes(self, name: str, start: int, stop: int) -> int:
         """The bytes that elements [start, stop) move, and so need of a buffer: rounded up to `grain`.

@@ -7,11 +7,12 @@ given are *stale*: whoever reads one is told so. Handles keep their files alive:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import optree
 import torch
@@ -19,10 +20,13 @@ from torch import Tensor
 
 from fzero import claims
 from fzero.file_store import FileSpec, FileStore, StoreError, folder_of
+from fzero.host_buffers import bytes_of, check_host_memory
 from fzero.movers import FileMover
 from fzero.placements import Streaming
 from sharding.dtypes import itemsize
 from sharding.views import dtype_name, torch_dtype
+
+T = TypeVar("T")
 
 FilePlan = Mapping[str, tuple[str, FileSpec]]
 """The files of one rank's state: the folder of each, and what it holds, by name."""
@@ -35,14 +39,26 @@ class Files:
         files: what there is.
         streaming: how it moves.
         sub_group_numel: elements of a sub-group.
-        most: most tensors in files of one sub-group.
+        most: most tensors in files of one sub-group, as `Streaming.num_buffers` counts them.
+        further: most others of one.
+        staged_nbytes: what shards take at once that are whole in memory on their way.
         rank: of this process.
 
     Raises:
         StoreError, MemoryError: the files cannot be made, or there is no room for the buffers; nothing is left.
     """
 
-    def __init__(self, files: FilePlan, streaming: Streaming, *, sub_group_numel: int, most: int, rank: int) -> None:
+    def __init__(
+        self,
+        files: FilePlan,
+        streaming: Streaming,
+        *,
+        sub_group_numel: int,
+        most: int,
+        further: int = 0,
+        staged_nbytes: int = 0,
+        rank: int,
+    ) -> None:
         self.plan, self.generation = files, 0
         self.cause: BaseException | None = None
         self._movers: dict[str, FileMover] = {}
@@ -58,9 +74,10 @@ class Files:
                         block_nbytes=streaming.block_nbytes, checksums=streaming.checksums, leftover=streaming.leftover,
                     )
                 )  # fmt: skip
-                num_buffers = most * (1 + sum(streaming.ahead(most).values()))
+                num_buffers = max((most + further) * (1 + sum(streaming.ahead(most).values())), 1)
                 nbytes = sub_group_numel * max(itemsize(spec.dtype) for spec in specs.values())
                 self._movers[path] = FileMover(stores[-1], num_buffers=num_buffers, buffer_nbytes=nbytes)
+            check_host_memory(staged_nbytes, f"shards of {staged_nbytes:,} bytes on their way between files and a step")
         except BaseException:
             for store in stores:
                 store.close()
@@ -91,24 +108,47 @@ class Files:
         for mover in self._movers.values():
             mover.fail(cause)
 
+    def start_read(self, name: str, flat: Tensor) -> Callable[[], object]:
+        """Starts to fill a tensor of `host_buffers.paged` with a whole file; returns what waits for the end, and raises."""
+        return self.mover(name).store.read(name, 0, flat.numel(), bytes_of(flat))
+
+    def start_write(self, name: str, flat: Tensor) -> Callable[[], object]:
+        """Starts to write such a tensor, which must not change until the end. The error of `start_read`."""
+        return self.mover(name).store.write(name, 0, flat.numel(), bytes_of(flat))
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a file, any of them, in new memory on the CPU."""
+        out = torch.empty(max(stop - start, 0), dtype=torch_dtype(self.plan[name][1].dtype))
+        with self._pieces(name, start, stop) as pieces:
+            for begin, end, buffer in pieces:
+                found = self.mover(name).store.read(name, begin, end, buffer)()
+                first, last = max(begin, start), min(end, stop)
+                out[first - start : last - start].copy_(found[first - begin : last - begin])
+        return out
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Writes elements from `start` on, any of them, and returns when they are in the file; others stay."""
+        store, stop = self.mover(name).store, start + values.numel()
+        with self._pieces(name, start, stop) as pieces:
+            for begin, end, buffer in pieces:
+                first, last = max(begin, start), min(end, stop)
+                is_whole = (first, last) == (begin, end)
+                found = store.view(name, begin, end, buffer) if is_whole else store.read(name, begin, end, buffer)()
+                found[first - begin : last - begin].copy_(values[first - start : last - start])
+                store.write(name, begin, end, buffer)()
+
+    @contextmanager
+    def _pieces(self, name: str, start: int, stop: int) -> Iterator[Iterator[tuple[int, int, Tensor]]]:
+        """The stretches that files move around elements [start, stop), and a buffer for one after the other."""
         mover, spec = self.mover(name), self.plan[name][1]
         unit = mover.store.grain // itemsize(spec.dtype)
         step = mover.pool.nbytes // mover.store.grain * unit
-        out, done = torch.empty(max(stop - start, 0), dtype=torch_dtype(spec.dtype)), start
+        begin, end = start // unit * unit, min(-(-stop // unit) * unit, spec.numel)
         buffer = mover.pool.take()
         try:
-            while done < stop:
-                begin = done // unit * unit
-                end = min(-(-stop // unit) * unit, begin + step, spec.numel)
-                found = mover.store.read(name, begin, end, buffer)()
-                until = min(end, stop)
-                out[done - start : until - start].copy_(found[done - begin : until - begin])
-                done = until
+            yield ((at, min(at + step, end), buffer) for at in range(begin, end if stop > start else begin, step))
         finally:
             mover.pool.give_back(buffer)
-        return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,9 +187,12 @@ class FileTensor:
         return self.shape[0]
 
     def __getitem__(self, elements: slice) -> Tensor:
-        self.check()
+        return self.part(elements)[:]
+
+    def part(self, elements: slice) -> FilePart:
+        """Some of the elements, which are not read yet."""
         start, stop, _ = elements.indices(self.shape[0])
-        return self.files.read(self.name, start, stop)
+        return FilePart(self, start, max(start, stop))
 
     def check(self) -> None:
         """Raises a StoreError unless the file holds this tensor: nothing has updated it, and nothing failed."""
@@ -168,6 +211,33 @@ class FileTensor:
             f"{self.name}: lives in a file of {self.path} and is neither copied nor pickled; bring the state into memory with "
             f"fzero.place(state, step) and a step without offload"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """Elements [start, stop) of a tensor in a file: `part[a:b]` reads some of them, `copy_` writes them all."""
+
+    tensor: FileTensor
+    start: int
+    stop: int
+
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, elements: slice) -> Tensor:
+        self.tensor.check()
+        start, stop, _ = elements.indices(self.stop - self.start)
+        return self.tensor.files.read(self.tensor.name, self.start + start, self.start + stop)
+
+    def copy_(self, values: Tensor) -> None:
+        """Writes into the file: for whoever makes a state, and for nobody afterwards. Raises as `FileTensor.check` does."""
+        self.tensor.check()
+        self.tensor.files.write(self.tensor.name, self.start, values)
+
+
+def part_of(x: Tensor | FileTensor, start: int, stop: int) -> Any:
+    """Elements [start, stop) of a flat tensor: a view, or what reads and writes them in the file. Both have `copy_` and `[:]`."""
+    return x.part(slice(start, stop)) if isinstance(x, FileTensor) else x[start:stop]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,6 +271,18 @@ def in_memory(tree: Any) -> Any:
         return x[:] if isinstance(x, FileTensor) else x
 
     return optree.tree_map(one, tree)
+
+
+def kept(x: FileTensor, work: Callable[[], T]) -> T | None:
+    """What the work gives; None where a file fails, which breaks the state that `x` is of and is raised by `fzero.offload.agree`.
+
+    So a rank whose files fail goes on to where all ranks are told.
+    """
+    try:
+        return work()
+    except StoreError as error:
+        x.files.fail(error)
+        return None
 
 
 def handles_of(tree: Any) -> list[FileTensor]:

@@ -5,7 +5,8 @@ placeholders, into which `copy_` writes the new state at the end. This file read
 
 1. `storages`: which nodes share memory (a view shares with its base, a `wait_tensor` with its collective).
 2. `analyse`: the *gathers*, collectives that make full parameters from placeholders, with everything that is cheap to
-   make again from their result; and the *reductions*, all other collectives.
+   make again from their result; and the *reductions*, all other collectives. What a wire makes of shards before a gather,
+   and of codes after it, belongs to it: the captured step says so by the label of these nodes (`fzero.graph_sent`).
 3. `liveness`: the bytes that are alive while each node runs.
 
 All of it is linear in the number of nodes. Counts are elements (`numel`) or bytes (`nbytes`).
@@ -19,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,7 +103,9 @@ def is_cheap(node: Node) -> bool:
         return False
     tags = getattr(node.target, "tags", ())
     pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return pointwise or is_move(node) or node.target in _PASSES or node.target in _CREATES
+    if pointwise or is_move(node) or node.target in _PASSES or node.target in _CREATES:
+        return True
+    return is_coding(node, "gather") or is_coding(node, "reduce")
 
 
 def is_mutation(node: Node) -> bool:
@@ -112,6 +115,21 @@ def is_mutation(node: Node) -> bool:
 def is_write(node: Node, roots: Mapping[Node, Node]) -> bool:
     """Whether the node writes into an argument of the graph."""
     return is_mutation(node) and roots[node].op in ("placeholder", "get_attr")
+
+
+def _label(node: Node) -> str:
+    """Under which a captured step made the node, "" for none: `fzero.graph_sent`."""
+    return str((node.meta.get("custom") or {}).get("sent", ""))
+
+
+def is_coding(node: Node, purpose: str) -> bool:
+    """Whether a wire made the node on the way to or from a collective with this purpose, and would make the same again."""
+    if not _label(node).startswith(purpose) or node.op != "call_function":
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    is_random = torch.Tag.nondeterministic_seeded in node.target.tags
+    return not (is_collective(node) or node.target is WAIT or is_mutation(node) or is_effect(node) or is_random)
 
 
 def is_effect(node: Node) -> bool:
@@ -279,7 +297,8 @@ class Gather:
         sources: the placeholders that it reads.
         issue: the nodes up to the collectives' start, in order.
         settle: the waits, and what is cheap to make again from them, in order.
-        numel: elements that it brings to life.
+        codes: those of `settle` that a wire decodes the parameters from; they go as soon as these are there.
+        numel: elements of parameters that it brings to life.
         nbytes: the same in bytes.
     """
 
@@ -287,6 +306,7 @@ class Gather:
     sources: tuple[Node, ...]
     issue: tuple[Node, ...]
     settle: tuple[Node, ...]
+    codes: frozenset[Node]
     numel: int
     nbytes: int
 
@@ -339,10 +359,16 @@ def analyse(graph: Graph) -> Analysis:
     parts = _Parts()
     homes: dict[Node, int] = {}  # the gather that a node is made from
     for node in graph.nodes:
+        made = [arg for arg in node.all_input_nodes if arg in homes]
         if _may_gather(node) and all(arg in fresh for arg in node.all_input_nodes):
             homes[node] = parts.new()
         elif node.target is WAIT and node.args[0] in homes:
             homes[node] = homes[node.args[0]]
+        elif is_coding(node, "gather"):
+            if made and all(arg in homes or arg in fresh for arg in node.all_input_nodes):
+                for arg in made:
+                    parts.join(homes[made[0]], homes[arg])
+                homes[node] = homes[made[0]]
         elif is_move(node) and node.all_input_nodes and all(arg in homes for arg in node.all_input_nodes):
             if node.target is aten.cat.default and all(arg.target is WAIT for arg in node.all_input_nodes):
                 for arg in node.all_input_nodes:
@@ -365,13 +391,13 @@ def _may_gather(node: Node) -> bool:
 
 
 def _fresh(graph: Graph) -> set[Node]:
-    """What is made from placeholders by moves alone, before anything is written into them."""
+    """What is made from placeholders by moves alone, or by what encodes them, before anything is written into them."""
     roots, written = storages(graph), set()
     fresh: set[Node] = set()
     for node in graph.nodes:
         if is_mutation(node):
             written.add(roots[node])
-        movable = node.op == "placeholder" or is_move(node) or node.target in _CREATES
+        movable = node.op == "placeholder" or is_move(node) or node.target in _CREATES or is_coding(node, "gather")
         if movable and all(arg in fresh and roots[arg] not in written for arg in node.all_input_nodes):
             fresh.add(node)
     return fresh
@@ -413,14 +439,27 @@ def _gather(starts: list[Node], settle: list[Node]) -> Gather:
         if node in starts or (node.op != "placeholder" and all(user in issue for user in node.users)):
             issue.add(node)
     first = sources[0] if sources else starts[0]
+    decoded, codes = _decoded(settle)
     return Gather(
         unit=first.meta.get("unit", first.name),
         sources=sources,
         issue=tuple(node for node in made if node in issue),
         settle=tuple(settle),
-        numel=sum(map(numel_of, starts)),
-        nbytes=sum(map(nbytes_of, starts)),
+        codes=codes,
+        numel=sum(map(numel_of, decoded or starts)),
+        nbytes=sum(map(nbytes_of, decoded or starts)),
     )
+
+
+def _decoded(settle: list[Node]) -> tuple[list[Node], frozenset[Node]]:
+    """Where a wire ends, and what it makes its result from; neither where the collectives' results are the parameters."""
+    coding = {node for node in settle if is_coding(node, "gather")}
+    decoded = [node for node in settle if node in coding and not any(user in coding for user in node.users)]
+    codes: set[Node] = set()
+    for node in reversed(settle if decoded else []):
+        if any(user in codes or user in decoded for user in node.users):
+            codes.add(node)
+    return decoded, frozenset(codes)
 
 
 def _reductions(graph: Graph, gathered: Mapping[Node, int]) -> tuple[Reduction, ...]:
@@ -444,16 +483,27 @@ def _reductions(graph: Graph, gathered: Mapping[Node, int]) -> tuple[Reduction, 
     return tuple(reductions)
 
 
-def contents_of(start: Node) -> tuple[tuple[str, int], ...]:
-    """What a collective moves, several flat buffers where it was joined from several: label and elements of each.
+class Content(NamedTuple):
+    """What a collective moves of one flat buffer.
 
     `fzero.graph_sent` says what a label is; that of a model's own collective is "other".
     """
-    joined: tuple[tuple[str, int], ...] | None = start.meta.get("sent")
+
+    label: str
+    numel: int
+    """Elements, as they travel."""
+    coded: tuple[int, int]
+    """How many elements become how many of these, in a wire."""
+
+
+def contents_of(start: Node) -> tuple[Content, ...]:
+    """What a collective moves, several flat buffers where it was joined from several."""
+    joined: tuple[Content, ...] | None = start.meta.get("sent")
     if joined is not None:
         return joined
-    label = (start.meta.get("custom") or {}).get("sent", "other")
-    return ((label, max(numel_of(start), sum(map(numel_of, start.all_input_nodes)))),)
+    numel = max(numel_of(start), sum(map(numel_of, start.all_input_nodes)))
+    coded: tuple[int, int] = (start.meta.get("custom") or {}).get("coded", (1, 1))
+    return (Content(_label(start) or "other", numel, coded),)
 
 
 def name_contents(start: Node, parts: Iterable[Node]) -> None:
@@ -471,7 +521,7 @@ class Liveness:
     Attributes:
         nodes: the names of the nodes, in order.
         live: bytes while each runs, what it reads and makes included.
-        gathered: bytes of gathered parameters.
+        gathered: bytes of gathered parameters, without the codes that a wire makes them of.
         gathered_numel: the same in elements.
         arguments: bytes of the placeholders, alive all the time.
     """
@@ -502,7 +552,7 @@ def liveness(graph: Graph, analysis: Analysis | None = None) -> Liveness:
     """
     analysis = analyse(graph) if analysis is None else analysis
     roots, nodes = storages(graph), list(graph.nodes)
-    from_gather = {roots[node] for gather in analysis.gathers for node in gather.settle}
+    from_gather = {roots[node] for gather in analysis.gathers for node in gather.settle if node not in gather.codes}
     last_use: dict[Node, int] = {}
     for index, node in enumerate(nodes):
         for held in (node, *node.all_input_nodes):

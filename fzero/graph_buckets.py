@@ -33,6 +33,7 @@ from fzero.graph_analysis import (
     is_cheap,
     is_write,
     name_contents,
+    numel_of,
     sort,
     storages,
 )
@@ -73,7 +74,7 @@ def bucket_gathers(graph: Graph, analysis: Analysis, cap: int) -> None:
         if len(joined) > 1:
             for source in (source for gather in gathers for source in gather.sources):
                 source.meta["unit"] = f"{joined[0][0].unit}..{joined[-1][0].unit}"
-        buckets += _buckets((_gathering(gather.issue[-1]) for gather in gathers), cap)
+        buckets += _buckets((_gathering(gather.issue[-1], gather.numel) for gather in gathers), cap)
     _gather_together(graph, buckets, index)
 
 
@@ -81,7 +82,7 @@ def bucket_updates(graph: Graph, analysis: Analysis, cap: int) -> None:
     """Joins the gathers of updated shards, which do nothing but write the parameters, up to `cap` elements."""
     index, roots = {node: place for place, node in enumerate(graph.nodes)}, storages(graph)
     items = [
-        _gathering(reduction.start)
+        _gathering(reduction.start, numel_of(reduction.start))
         for reduction in analysis.reductions
         if all(_is_written(user, roots) for wait in reduction.waits for user in wait.users)
     ]
@@ -105,15 +106,15 @@ def _uses(gather: Gather, index: dict[Node, int]) -> list[int]:
     return [index[user] for node in gather.settle for user in node.users if user not in made]
 
 
-def _gathering(start: Node) -> _Item | None:
-    """An all-gather of one flat shard, or an exchange in which every rank sends its shard to all."""
+def _gathering(start: Node, numel: int) -> _Item | None:
+    """An all-gather of one flat shard, or an exchange in which every rank sends its shard to all; of `numel` parameters."""
     shard = _shard(start)
     if shard is None or shard.meta["val"].dim() != 1 or [user.target for user in start.users] != [WAIT]:
         return None
     val, ranks = shard.meta["val"], start.args[1]
     num_ranks = ranks if isinstance(ranks, int) else len(ranks)  # type: ignore[arg-type]
     (wait,) = start.users
-    return _Item(start, wait, num_ranks, start.meta["val"].numel(), (start.args[-1], num_ranks, val.dtype, val.device))
+    return _Item(start, wait, num_ranks, numel, (start.args[-1], num_ranks, val.dtype, val.device))
 
 
 def _shard(start: Node) -> Node | None:

@@ -58,14 +58,14 @@ def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[Sent]:
     name, size = (axes[group].name, axes[group].size) if group in axes else (group, None)
     nbytes, itemsize = sent_by(node, size), node.all_input_nodes[0].meta["val"].element_size()
     contents = contents_of(node)
-    total, is_joined = sum(numel for _, numel in contents) or 1, len(contents) > 1
+    total, is_joined = sum(content.numel for content in contents) or 1, len(contents) > 1
     records = []
-    for text, numel in contents:
+    for text, numel, (before, after) in contents:
         purpose, _, buffer = text.partition(" ")
         assert purpose in get_args(Purpose), text
         label = Label(purpose, buffer, _phase_of(purpose, phase))  # type: ignore[arg-type]
         share = nbytes * numel // total
-        records.append(Sent(kind_of(node), name, label, share // itemsize, share, is_joined))
+        records.append(Sent(kind_of(node), name, label, share // itemsize // after * before, share, is_joined))
     return records
 
 
@@ -76,7 +76,7 @@ def _phase_of(purpose: str, phase: Phase) -> Phase:
 
 
 def _first_half(node: Node, record: Sent, found: list[Sent]) -> int | None:
-    """Where the reduce-scatter is told whose sums `node` brings to all: together they are an all-reduce."""
+    """Where the reduce-scatter is told whose sums `node` brings to all: together they are an all-reduce, unless that is coded."""
     if record.label.purpose != "reduce" or not _is_gather(node):
         return None
     halves = [
@@ -84,7 +84,7 @@ def _first_half(node: Node, record: Sent, found: list[Sent]) -> int | None:
         for place, sent in enumerate(found)
         if (sent.axis, sent.label.purpose, sent.label.buffer) == (record.axis, "reduce", record.label.buffer)
     ]
-    return halves[-1] if halves else None
+    return halves[-1] if halves and found[halves[-1]].nbytes == record.nbytes else None
 
 
 def _is_gather(node: Node) -> bool:

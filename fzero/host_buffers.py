@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
+CHUNK = 1 << 16
+"""Bytes of which memory for whole tensors is a multiple: what a file moves at a time, with checksums too."""
 
 
 class Pool:
@@ -56,6 +58,27 @@ class Pool:
     def give_back(self, buffer: Tensor) -> None:
         """Hands back a buffer that was taken; nobody may use it any more."""
         self._free.append(buffer)
+
+
+def paged(numel: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor with memory of its own, from a memory page on, zeros, which direct I/O may fill (see `bytes_of`).
+
+    Raises:
+        MemoryError: it does not fit (see `check_host_memory`).
+
+    >>> x = paged(5, torch.bfloat16)
+    >>> x.numel(), x.data_ptr() % 4096, bytes_of(x).numel()
+    (5, 0, 65536)
+    """
+    nbytes = -(-max(numel * dtype.itemsize, 1) // CHUNK) * CHUNK
+    check_host_memory(nbytes, f"{numel:,} elements of {dtype} on their way from files")
+    memory = torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), 0, (numel,))  # type: ignore[call-overload,no-any-return]
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """All the memory that a tensor of `paged` has, as bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())  # type: ignore[call-overload,no-any-return]
 
 
 def check_host_memory(nbytes: int, what: str) -> None:

@@ -19,6 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.bound_mesh import stack_along
 from fzero.collectives import EVERYONE, Fake, InGraph, Real, along
 from fzero.plan import Plan
 from fzero.stacked import Stacked, StackedAxis
@@ -147,11 +148,7 @@ class MeshInGraph:
 
     def stack_shards(self, x: Tensor) -> Tensor:
         """Those of all shards."""
-        *majors, minor = self.axes
-        rows = minor.stack(x)
-        for axis in reversed(majors):
-            rows = axis.stack(rows).flatten(0, 1)
-        return rows
+        return stack_along(x, self.axes, lambda x, axis: axis.stack(x))
 
 
 class Through(NamedTuple):

@@ -11,10 +11,25 @@ from __future__ import annotations
 
 import math
 
+from fzero.collectives import EVERYONE
 from fzero.config import ConfigError, ZeroOptimization
 from sharding import Mesh
 
 DATA, NODE = "data", "node"
+
+
+def check_mesh(given: object) -> None:
+    """Raises ValueError unless that is a mesh that ranks may stand in, or None."""
+    if given is not None and not isinstance(given, Mesh):
+        raise ValueError(
+            f"mesh: must be a mesh of named axes, an axis of ranks (fzero.join(), fzero.Fake) or None, got {given!r}; pass "
+            f"sharding.Mesh.of(node=2, data=4), say"
+        )
+    if given is not None and EVERYONE in given.names:
+        raise ValueError(
+            f"mesh: no axis may be named {EVERYONE!r}, for in what is told of a step that is all ranks, got {given}; give the "
+            f"axis another name"
+        )
 
 
 def sum_order(mesh: Mesh) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,25 +60,29 @@ class FileMover:
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
         """See `Mover`."""
         buffers = self._here[sub_group] = [self.pool.take() for _ in sub_group.names]
-        waits = self._start(self.store.read, sub_group, buffers)
+        waits = [
+            partial(self.store.view, name, sub_group.start, sub_group.stop, buffer)
+            if name in sub_group.made
+            else self.store.read(name, sub_group.start, sub_group.stop, buffer)
+            for name, buffer in zip(sub_group.names, buffers, strict=True)
+        ]
         return lambda: [wait() for wait in waits]
 
     def put(self, sub_group: SubGroup) -> Callable[[], object]:
         """See `Mover`."""
         buffers = self._here.pop(sub_group)
-        waits = self._start(self.store.write, sub_group, buffers)
+        waits = [
+            None if name in sub_group.kept else self.store.write(name, sub_group.start, sub_group.stop, buffer)
+            for name, buffer in zip(sub_group.names, buffers, strict=True)
+        ]
 
         def finish() -> None:
             for wait, buffer in zip(waits, buffers, strict=True):
-                wait()
+                if wait is not None:
+                    wait()
                 self.pool.give_back(buffer)
 
         return finish
-
-    def _start(
-        self, move: Callable[[str, int, int, Tensor], Callable[[], Tensor]], group: SubGroup, buffers: list[Tensor]
-    ) -> list[Callable[[], Tensor]]:
-        return [move(name, group.start, group.stop, buffer) for name, buffer in zip(group.names, buffers, strict=True)]
 
     def fence(self) -> None:
         """See `Mover`."""
@@ -113,7 +118,10 @@ class DeviceMover:
         self._check()
         with _on(self._copies_in):
             copies = [
-                self._part(name, sub_group).to(self.device, non_blocking=True, copy=True) for name in sub_group.names
+                torch.empty_like(x, device=self.device)
+                if name in sub_group.made
+                else x.to(self.device, non_blocking=True, copy=True)
+                for name, x in ((name, self._part(name, sub_group)) for name in sub_group.names)
             ]
             is_here = self._copies_in.record_event() if self._copies_in else None
         self._here[sub_group] = copies
@@ -136,7 +144,8 @@ class DeviceMover:
             self._copies_out.wait_stream(torch.cuda.current_stream(self.device))
         with _on(self._copies_out):
             for name, x in zip(sub_group.names, copies, strict=True):
-                self._part(name, sub_group).copy_(x, non_blocking=True)
+                if name not in sub_group.kept:
+                    self._part(name, sub_group).copy_(x, non_blocking=True)
                 if self._copies_out is not None:
                     x.record_stream(self._copies_out)
             is_out = self._copies_out.record_event() if self._copies_out else None
@@ -190,7 +199,7 @@ class Resident:
         """See `Mover`."""
         for name, part in zip(sub_group.names, self._here.pop(sub_group), strict=True):
             own = self._part(name, sub_group)
-            if own.device != part.device:
+            if own.device != part.device and name not in sub_group.kept:
                 own.copy_(part)
         return lambda: None
 
@@ -252,7 +261,8 @@ class ByName:
         for mover in self._movers:
             names = tuple(name for name in group.names if self._mover_of[name] is mover)
             if names:
-                parts.append((mover, SubGroup(names, group.start, group.stop)))
+                made, kept = (tuple(n for n in of if n in names) for of in (group.made, group.kept))
+                parts.append((mover, SubGroup(names, group.start, group.stop, made, kept)))
         return parts
 
 

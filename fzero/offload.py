@@ -2,7 +2,8 @@
 
 `Offload` is what a plan's placements come to on one rank's device. It makes the tensors of a flat buffer where they shall live,
 updates them there, and moves them elsewhere; each as one stream over sub-groups (`fzero.stream`), whose tensors come from where
-they are: files, host memory, or where the update runs. Where the model is on the CPU, host memory is the device's, and nothing
+they are: files, host memory, or where the update runs. Parameters, which a pass asks for as whole shards, and gradients, which it
+gives, come and go through a `Stage` (`fzero.staging`). Where the model is on the CPU, host memory is the device's, and nothing
 moves. A buffer with a tensor in a file is updated on the CPU, others on the device.
 
 If one rank's files fail, no rank may go on: before updated parameters are joined, every rank tells whether its files are whole
@@ -26,36 +27,60 @@ from fzero.movers import ByName, DeviceMover, Resident
 from fzero.placements import CHECKED_GRAIN
 from fzero.plan import BufferPlan, Plan
 from fzero.sent import Label
+from fzero.staging import MOST_LEAVING, Leaf, Scratch, Stage
 from fzero.state import TrainState
 from fzero.stream import Mover, Streamed, SubGroup, cut, init_streamed, stream_update, update_streamed
 from fzero.transforms import Transform
 from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
 
-Leaf = Tensor | FileTensor
+QUANTITIES = ("params", "grads", "master", "optimizer")
+"""The parts of a state that are kept by flat buffer."""
+
+Parts = dict[str, Any]
+"""What a state holds of one flat buffer: `params`, `grads`, `master` and `optimizer`, as far as there is any."""
+
+
+class Home(NamedTuple):
+    """Where a flat tensor of one rank's state lives, and as what."""
+
+    placement: Placement
+    dtype: str
+    numel: int
 
 
 class Leaves(NamedTuple):
-    """What a rank updates of a flat buffer: the master, or its share of the parameters, and the state's long tensors."""
+    """The flat tensors that a rank holds of a buffer, by name."""
 
-    names: tuple[str, ...]
-    placements: tuple[Placement | None, ...]
-    """None of parameters, which are no copy of their own."""
-    dtypes: tuple[str, ...]
-    numel: int
+    updated: str
+    """The master, or the rank's share of the parameters where there is none."""
+    longs: tuple[str, ...]
+    """Of the optimizer's state."""
+    param: str
+    """The same as `updated` where there is no master."""
+    grad: str
+    """Empty where nothing is trained."""
+    homes: Mapping[str, Home]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What an update reads and writes."""
+        return (self.updated, *self.longs)
 
 
 class Update(NamedTuple):
     """One flat buffer to be updated."""
 
     buffer: BufferPlan
-    grad: Tensor
+    grad: Leaf
     """This rank's (S)."""
     master: Leaf
     """What is updated: a shard of the parameters if there is no master."""
     state: Any
-    transform_at: Callable[[int, int], Transform]
-    """Of elements [start, stop)."""
+    transform_at: Callable[..., Transform]
+    """Of elements [start, stop), and as the third what takes the new parameters, where these live elsewhere."""
+    param: Leaf
+    """This rank's share of what the model computes with."""
 
 
 class Offload:
@@ -63,38 +88,65 @@ class Offload:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.device, self._streaming = device, plan.streaming
-        self._leaves = {b.key: _leaves_of(plan, b) for b in plan.flat_buffers if b.trainable}
+        self._leaves = {b.key: _leaves_of(plan, b) for b in plan.flat_buffers}
         self._files: FilePlan = {
-            name: (placement.path, FileSpec(leaves.numel, dtype))
+            name: (home.placement.path, FileSpec(home.numel, home.dtype))
             for leaves in self._leaves.values()
-            for name, placement, dtype in zip(leaves.names, leaves.placements, leaves.dtypes, strict=True)
-            if placement is not None and placement.path is not None
+            for name, home in leaves.homes.items()
+            if home.placement.path is not None
         }
-        in_files = [sum(name in self._files for name in leaves.names) for leaves in self._leaves.values()]
+        every = self._leaves.values()
+        in_files = [
+            sum(name in self._files for name in (*leaves.names, leaves.grad)) for leaves in every if leaves.grad
+        ]
         self._most = max(in_files, default=0)
+        self._further = max(leaves.param != leaves.updated and leaves.param in self._files for leaves in every)
         self._ahead = plan.streaming.ahead(self._most)
-        longest = max((leaves.numel for leaves in self._leaves.values()), default=0)
+        longest = max((leaves.homes[leaves.updated].numel for leaves in every), default=0)
         numel = plan.streaming.sub_group_numel
         self.sub_group_numel = min(numel, max(-(-longest // CHECKED_GRAIN), 1) * CHECKED_GRAIN)  # room for the longest
+        self._staged_nbytes = self._staged(plan)
+
+    def _staged(self, plan: Plan) -> int:
+        """About the bytes of whole shards that are on their way between files and a pass at once."""
+        params = [sum(self._nbytes(self._leaves[b.key].param) for b in unit.buffers) for unit in plan.units]
+        grads = [self._nbytes(leaves.grad) for leaves in self._leaves.values()]
+        return 2 * max(params) + MOST_LEAVING * max(grads)
+
+    def _nbytes(self, name: str) -> int:
+        return self._files[name][1].nbytes if name in self._files else 0
 
     @property
     def has_files(self) -> bool:
         """Whether something lives in files."""
         return bool(self._files)
 
-    def kind(self, placement: Placement | None) -> Literal["here", "host", "nvme"]:
+    @property
+    def passes_use_files(self) -> bool:
+        """Whether a forward or backward reads or writes files."""
+        return any(name in self._files for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
+
+    def stage(self, scratch: Scratch) -> Stage:
+        """What brings shards to one pass, and takes gradients from it."""
+        return Stage(self.device, scratch, self._streaming.num_staged)
+
+    def kind(self, placement: Placement) -> Literal["here", "host", "nvme"]:
         """Where a tensor is, as this device sees it."""
-        if placement is None or placement.kind == "device":
+        if placement.kind == "device":
             return "here"
         return "here" if placement.kind == "host" and self.device.type == "cpu" else placement.kind
 
+    def _is_here(self, leaves: Leaves, name: str) -> bool:
+        return self.kind(leaves.homes[name].placement) == "here"
+
     def is_away(self, buffer: BufferPlan) -> bool:
-        """Whether a part of what is updated of this buffer lives elsewhere."""
-        return any(self.kind(placement) != "here" for placement in self._leaves[buffer.key].placements)
+        """Whether a part of what an update of this buffer reads or writes lives elsewhere."""
+        leaves = self._leaves[buffer.key]
+        return not all(self._is_here(leaves, name) for name in leaves.homes)
 
     def runs_on(self, buffer: BufferPlan) -> torch.device:
         """Where the buffer is updated."""
-        in_files = any(name in self._files for name in self._leaves[buffer.key].names)
+        in_files = any(name in self._files for name in self._leaves[buffer.key].homes)
         return torch.device("cpu") if in_files else self.device
 
     # --- making, updating, moving --------------------------------------------------------------------------------
@@ -111,8 +163,10 @@ class Offload:
             return None
         files, error = None, None
         try:
-            how = {"sub_group_numel": self.sub_group_numel, "most": self._most}
-            files = Files(self._files, self._streaming, rank=everyone.rank, **how)
+            files = Files(
+                self._files, self._streaming, sub_group_numel=self.sub_group_numel, most=self._most,
+                further=self._further, staged_nbytes=self._staged_nbytes, rank=everyone.rank,
+            )  # fmt: skip
         except Exception as raised:
             error = raised
         try:
@@ -127,31 +181,64 @@ class Offload:
         """Whether a state with these files (None: without any) has all that this plan wants in files there, and no more."""
         return self._files == ({} if files is None else files.plan)
 
-    def init(self, buffer: BufferPlan, files: Files | None, values_S: Tensor, transform: Transform) -> tuple[Leaf, Any]:
-        """What is updated of a buffer and the optimizer's state, where they live; a share of the parameters stays itself.
+    def init(
+        self, buffer: BufferPlan, files: Files | None, param: Tensor, values_S: Tensor, make: Callable[[], Transform]
+    ) -> Parts:
+        """A new state's part of one flat buffer, each tensor where it shall live; gradients are zeros.
 
         Args:
-            values_S: what the master begins with, on the device.
+            param: what the model computes with, on the device.
+            values_S: what this rank updates of it, or the master, on the device.
+            make: the transform, of a buffer that is trained.
         """
-        if not self.is_away(buffer):
-            return values_S, transform.init(values_S)
         leaves = self._leaves[buffer.key]
-        tensors = self._empty(leaves, files, values_S)
-        state = transform.init(values_S.new_empty(0, device=self.runs_on(buffer)))
-        streamed = Streamed(leaves.names, leaves.numel, lambda start, stop: transform, lambda a, b: values_S, state)
-        if files is None or files.cause is None:
-            mover = self._mover([(buffer, tensors)], files)
-            self._stream(
-                files,
-                lambda: init_streamed(
-                    [streamed],
-                    lambda _, a, b: values_S[a:b],
-                    mover,
-                    sub_group_numel=self.sub_group_numel,
-                    **self._ahead,
-                ),
-            )
-        return tensors[leaves.names[0]], _with_long(state, leaves, tensors)
+        if not buffer.trainable:
+            return {"params": self._moved(param, leaves.param, leaves, files)}
+        made = self._empty(leaves, files)
+        if not self.is_away(buffer):
+            found: dict[str, Leaf] = {leaves.updated: values_S}
+            state = make().init(values_S)
+        else:
+            found = {leaves.updated: values_S, **made}
+            state = make().init(values_S.new_empty(0, device=self.runs_on(buffer)))
+            self._init_streamed(buffer, files, found, values_S, state, make())
+            state = _with_long(state, leaves, found)
+        grads_S = made.get(leaves.grad)
+        if grads_S is None:
+            home = leaves.homes[leaves.grad]
+            grads_S = torch.zeros(home.numel, dtype=torch_dtype(home.dtype), device=self.device)
+        parts = {"params": made.get(leaves.param, param), "grads": grads_S, "optimizer": state}
+        return parts | ({"master": found[leaves.updated]} if buffer.has_master else {})
+
+    def _init_streamed(
+        self, buffer: BufferPlan, files: Files | None, found: Mapping[str, Leaf], values_S: Tensor, state: Any,
+        transform: Transform,
+    ) -> None:  # fmt: skip
+        """Writes first values to where they live. Errors are kept for `agree` where there are files."""
+        if files is not None and files.cause is not None:
+            return
+        streamed = self._streamed(buffer, lambda *_: transform, None, state)
+        mover = self._mover([(buffer, found)], files)
+        self._stream(
+            files,
+            lambda: init_streamed(
+                [streamed], lambda _, a, b: values_S[a:b], mover, sub_group_numel=self.sub_group_numel, **self._ahead
+            ),
+        )
+
+    def _streamed(
+        self, buffer: BufferPlan, transform_at: Callable[..., Transform], grad: Leaf | None, state: Any
+    ) -> Streamed:
+        leaves, device = self._leaves[buffer.key], self.runs_on(buffer)
+        is_copy = leaves.param != leaves.updated and not self._is_here(leaves, leaves.param)
+        grad_at = None
+        if self._is_here(leaves, leaves.grad):
+            here: Any = grad
+            grad_at = lambda start, stop: here[start:stop].to(device)  # noqa: E731
+        return Streamed(
+            leaves.names, leaves.homes[leaves.updated].numel, transform_at, grad_at, state,
+            out=leaves.param if is_copy else None, grad=None if grad_at else leaves.grad,
+        )  # fmt: skip
 
     def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
         """Raises unless each tensor of a state is in a file or not as its spec says, and those in files are good.
@@ -183,7 +270,7 @@ class Offload:
         Raises:
             StoreError: on every rank, when files of one failed; the state cannot be used any more.
         """
-        files = files_of((state.master, state.optimizer))
+        files = files_of(state)
         if files is not None and skip is not None and bool(skip):
             return state
         self._update(updates, files)
@@ -191,55 +278,57 @@ class Offload:
             return state
         agree(files, everyone)
         files.generation += 1
-        return state._replace(master=renewed(state.master), optimizer=renewed(state.optimizer))
+        return state._replace(**{name: renewed(getattr(state, name)) for name in QUANTITIES})
 
     def _update(self, updates: Sequence[Update], files: Files | None) -> None:
         """Updates buffers where their tensors live. Errors are kept for `agree` where there are files."""
         streamed, tensors = [], []
         for update in updates:
-            leaves, device = self._leaves[update.buffer.key], self.runs_on(update.buffer)
+            leaves = self._leaves[update.buffer.key]
             found = dict(zip(leaves.names, (update.master, *_long(update.state, leaves)), strict=True))
-            tensors.append((update.buffer, found))
-            streamed.append(
-                Streamed(
-                    leaves.names, leaves.numel, update.transform_at,
-                    lambda start, stop, grad=update.grad, device=device: grad[start:stop].to(device),  # type: ignore[misc]
-                    update.state,
-                )
-            )  # fmt: skip
+            streamed.append(self._streamed(update.buffer, update.transform_at, update.grad, update.state))
+            others = {leaves.param: update.param, leaves.grad: update.grad} | found
+            tensors.append((update.buffer, {name: others[name] for name in streamed[-1].all_names}))
         mover = self._mover(tensors, files)
         self._stream(
             files,
             lambda: update_streamed(streamed, mover, sub_group_numel=self.sub_group_numel, **self._ahead),
         )
 
-    def move(self, buffer: BufferPlan, files: Files | None, master: Leaf, state: Any) -> tuple[Leaf, Any]:
-        """Tensors of a buffer, wherever they live, brought to where this plan says; those that are there stay themselves."""
+    def move(self, buffer: BufferPlan, files: Files | None, parts: Parts) -> Parts:
+        """A state's part of one flat buffer, brought to where this plan says; what is there stays itself."""
         leaves = self._leaves[buffer.key]
-        found = dict(zip(leaves.names, (master, *_long(state, leaves)), strict=True))
-        made = {}
-        for name, placement in zip(leaves.names, leaves.placements, strict=True):
-            made[name] = self._moved(found[name], name, placement, files)
+        moved = {"params": self._moved(parts["params"], leaves.param, leaves, files)}
+        if not buffer.trainable:
+            return moved
+        moved["grads"] = self._moved(parts["grads"], leaves.grad, leaves, files)
+        if buffer.has_master:
+            moved["master"] = self._moved(parts["master"], leaves.updated, leaves, files)
+        state = parts["optimizer"]
+        longs = dict(zip(leaves.longs, _long(state, leaves), strict=True))
+        made = {name: self._moved(x, name, leaves, files) for name, x in longs.items()}
         counters = self.runs_on(buffer)
         state = optree.tree_map(lambda x: x.to(counters) if isinstance(x, Tensor) and x.ndim == 0 else x, state)
-        return made[leaves.names[0]], _with_long(state, leaves, made)
+        return moved | {"optimizer": _with_long(state, leaves, made)}
 
-    def _moved(self, x: Leaf, name: str, placement: Placement | None, files: Files | None) -> Leaf:
-        kind = self.kind(placement)
-        if placement is None or (isinstance(x, FileTensor) and x.files is files):
+    def _moved(self, x: Leaf, name: str, leaves: Leaves, files: Files | None) -> Leaf:
+        if isinstance(x, FileTensor) and x.files is files:
             return x
+        placement = leaves.homes[name].placement
+        kind = self.kind(placement)
         if kind != "nvme":
             value = x[:] if isinstance(x, FileTensor) else x
             if kind == "here":
                 return value.to(self.device)
-            return _host(value, pinned=placement.pinned)
+            return x if x is value and value.device.type == "cpu" else _host(value, pinned=placement.pinned)
         assert files is not None
 
         def copy(group: SubGroup, tensors: list[Tensor]) -> None:
             tensors[0].copy_(x[group.start : group.stop])
 
-        groups = cut((name,), files.plan[name][1].numel, self.sub_group_numel)
-        self._stream(files, lambda: stream_update(copy, files.mover(name), groups, **self._ahead))
+        groups = cut((name,), files.plan[name][1].numel, self.sub_group_numel, made=(name,))
+        if files.cause is None:
+            self._stream(files, lambda: stream_update(copy, files.mover(name), groups, **self._ahead))
         return files.handle(name)
 
     def _stream(self, files: Files | None, run: Callable[[], None]) -> None:
@@ -251,20 +340,20 @@ class Offload:
                 raise
             files.fail(error)
 
-    def _empty(self, leaves: Leaves, files: Files | None, values_S: Tensor) -> dict[str, Leaf]:
+    def _empty(self, leaves: Leaves, files: Files | None) -> dict[str, Leaf]:
+        """Of a buffer with a tensor elsewhere: the tensors that live there, and those of the optimizer's state that do not."""
         tensors: dict[str, Leaf] = {}
-        for name, placement, dtype in zip(leaves.names, leaves.placements, leaves.dtypes, strict=True):
-            kind = self.kind(placement)
+        if all(self._is_here(leaves, name) for name in leaves.homes):
+            return tensors
+        for name, home in leaves.homes.items():
+            kind = self.kind(home.placement)
             if kind == "nvme":
                 assert files is not None
                 tensors[name] = files.handle(name)
-            elif name == leaves.names[0] and kind == "here":
-                tensors[name] = values_S
-            else:
-                like = torch.empty(
-                    leaves.numel, dtype=torch_dtype(dtype), device=self.device if kind == "here" else "cpu"
-                )
-                tensors[name] = _host(like, pinned=bool(placement and placement.pinned)) if kind == "host" else like
+            elif kind == "host" or name in leaves.longs:
+                device = self.device if kind == "here" else torch.device("cpu")
+                like = torch.empty(home.numel, dtype=torch_dtype(home.dtype), device=device)
+                tensors[name] = _host(like, pinned=home.placement.pinned) if kind == "host" else like
         return tensors
 
     def _mover(self, tensors: Sequence[tuple[BufferPlan, Mapping[str, Leaf]]], files: Files | None) -> Mover:
@@ -287,7 +376,7 @@ class Offload:
         return ByName(mover_of)
 
 
-def agree(files: Files | None, everyone: Bound, *, error: Exception | None = None) -> None:
+def agree(files: Files | None, everyone: Bound, *, error: BaseException | None = None) -> None:
     """Raises on every rank, when the files of one have failed; nobody's can be used then.
 
     *Collective:* every rank of a job with state in files; sends a few bytes.
@@ -324,19 +413,29 @@ def files_of(tree: Any) -> Files | None:
 
 
 def _leaves_of(plan: Plan, buffer: BufferPlan) -> Leaves:
-    accessors, specs, _ = optree.tree_flatten_with_accessor(plan.optimizer[buffer.key])
+    updated = param = buffer.key
+    params = buffer.params
+    shard_of_params = Home(params.placement, params.dtype, params.local_shape(plan.mesh)[0])
+    if not buffer.trainable:
+        return Leaves(updated, (), param, "", {param: shard_of_params})
     numel = buffer.master.local_shape(plan.mesh)[0]
-    names, placements, dtypes = [buffer.key], [buffer.placement if buffer.has_master else None], [buffer.dtypes.master]
+    homes = {updated: Home(params.placement, params.dtype, numel)}
+    if buffer.has_master:
+        param = f"{buffer.key}/params"
+        homes = {updated: Home(buffer.placement, buffer.dtypes.master, numel), param: shard_of_params}
+    accessors, specs, _ = optree.tree_flatten_with_accessor(plan.optimizer[buffer.key])
+    longs = []
     for accessor, spec in zip(accessors, specs, strict=True):
         if spec.shape == (buffer.padded_numel,):
-            names.append(f"{buffer.key}/{accessor.codify('state')}")
-            placements.append(spec.placement)
-            dtypes.append(spec.dtype)
-    return Leaves(tuple(names), tuple(placements), tuple(dtypes), numel)
+            longs.append(f"{buffer.key}/{accessor.codify('state')}")
+            homes[longs[-1]] = Home(spec.placement, spec.dtype, numel)
+    grads, grad = buffer.grads, f"{buffer.key}/grads"
+    homes[grad] = Home(grads.placement, grads.dtype, grads.local_shape(plan.mesh)[0])
+    return Leaves(updated, tuple(longs), param, grad, homes)
 
 
 def _is_long(accessor: Any, leaves: Leaves) -> bool:
-    return f"{leaves.names[0]}/{accessor.codify('state')}" in leaves.names
+    return f"{leaves.updated}/{accessor.codify('state')}" in leaves.longs
 
 
 def _long(state: Any, leaves: Leaves) -> list[Leaf]:
@@ -348,7 +447,7 @@ def _long(state: Any, leaves: Leaves) -> list[Leaf]:
 def _with_long(state: Any, leaves: Leaves, tensors: Mapping[str, Leaf]) -> Any:
     """The state with these in place of its long tensors."""
     accessors, found, treespec = optree.tree_flatten_with_accessor(state)
-    names = [f"{leaves.names[0]}/{accessor.codify('state')}" for accessor in accessors]
+    names = [f"{leaves.updated}/{accessor.codify('state')}" for accessor in accessors]
     return treespec.unflatten([tensors.get(name, x) for name, x in zip(names, found, strict=True)])
 
 

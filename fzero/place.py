@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fzero.offload import agree, files_of
+from fzero.offload import QUANTITIES, agree, files_of
 from fzero.simulate import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
@@ -40,21 +40,19 @@ def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState
         return placed
     step._check_shapes(state)
     offload, everyone = step._offload, step._mesh.everyone
-    old = files_of((state.master, state.optimizer))
+    old = files_of(state)
     files = old if offload.is_served_by(old) else offload.make_files(everyone)
-    master, optimizer = dict(state.master), dict(state.optimizer)
+    parts: dict[str, Any] = {name: dict(getattr(state, name)) for name in QUANTITIES}
     error: Exception | None = None
     try:
         for buffer in step.plan.flat_buffers:
-            if buffer.trainable:
-                updated = master.get(buffer.key, state.params[buffer.key])
-                updated, optimizer[buffer.key] = offload.move(buffer, files, updated, optimizer[buffer.key])
-                if buffer.has_master:
-                    master[buffer.key] = updated
+            held = {name: parts[name][buffer.key] for name in QUANTITIES if buffer.key in parts[name]}
+            for name, moved in offload.move(buffer, files, held).items():
+                parts[name][buffer.key] = moved
     except Exception as raised:
         error = raised
     if old is not None or files is not None:
         agree(files, everyone, error=error)
     elif error is not None:
         raise error
-    return state._replace(master=master, optimizer=optimizer)
+    return state._replace(**parts)

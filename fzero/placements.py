@@ -1,9 +1,10 @@
 """In which memory does each tensor of the model state live, and how does state stream from there and back?
 
-A placement is given for the master (`"master"`) of a flat buffer, and for each tensor of the optimizer's state (`"optimizer"`)
-that is as long as it; parameters, gradients and counters stay on the device. It follows from the configuration
-(`offload_optimizer`), or is given directly, tensor by tensor. It stands beside the tensor's spec in the plan; what a step does
-about it is in `fzero.offload`.
+A placement is given for the master (`"master"`) of a flat buffer, for each tensor of the optimizer's state (`"optimizer"`) that
+is as long as it, and for what a rank holds no more than a shard of: parameters (`"params"`) in stage 3 and gradients (`"grads"`)
+in stages 2 and 3. What every rank holds whole, and counters, stay on the device. It follows from the configuration
+(`offload_optimizer`, `offload_param`), or is given directly, tensor by tensor. It stands beside the tensor's spec in the plan;
+what a step does about it is in `fzero.offload` and `fzero.staging`.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 from fzero.config import Config, ConfigError
-from fzero.config_offload import AIO, OffloadOptimizer
+from fzero.config_offload import AIO, OffloadOptimizer, OffloadParam
 from sharding.specs import DEVICE, Placement
 
 GivenPlacements = Callable[[str, str, str], Placement | None] | Mapping[str, Placement] | None
-"""A function of quantity (`"master"` or `"optimizer"`), key of the flat buffer and leaf (`"exp_avg"`, `""` for the master), where
-None is as the configuration says; or placements by pattern of `quantity/key/leaf` (`"optimizer/*/exp_avg"`, `"master/*"`), of
-which the first that matches counts. None is as the configuration says everywhere."""
+"""A function of quantity (`"params"`, `"master"`, `"grads"` or `"optimizer"`), key of the flat buffer and leaf (`"exp_avg"`; `""`
+of all but the optimizer's state), where None is as the configuration says; or placements by pattern of `quantity/key/leaf`
+(`"optimizer/*/exp_avg"`, `"params/*"`), of which the first that matches counts. None is as the configuration says everywhere."""
+
+Quantity = Literal["params", "master", "grads", "optimizer"]
 
 SUB_GROUP = 1 << 20
 """Elements of a sub-group where the configuration names none."""
@@ -39,6 +43,7 @@ class Streaming:
         sub_group_numel: elements of a flat tensor that are updated at a time.
         read_ahead, write_behind: sub-groups that are read before, and written after, the one that is updated.
         num_buffers: most tensors of sub-groups that are in host memory; None is as many as that needs.
+        num_staged: most shards of parameters that are in host memory on their way from files; None is as many as that needs.
         num_threads, block_nbytes: blocks of a file that move at once, and their bytes.
         checksums: whether what is read is compared with what was written.
         leftover: what to do with files of a run that was killed.
@@ -48,29 +53,34 @@ class Streaming:
     read_ahead: int = 1
     write_behind: int = 1
     num_buffers: int | None = None
+    num_staged: int | None = None
     num_threads: int = 8
     block_nbytes: int = 1 << 20
     checksums: bool = False
     leftover: Literal["refuse", "clean"] = "refuse"
 
     @classmethod
-    def of(cls, offload: OffloadOptimizer | None, aio: AIO, sub_group_size: int | None) -> Streaming:
+    def of(
+        cls, offload: OffloadOptimizer | None, of_params: OffloadParam | None, aio: AIO, sub_group_size: int | None
+    ) -> Streaming:
         """What the keys of a configuration come to.
 
-        >>> Streaming.of(None, AIO(), 5000).sub_group_numel
+        >>> Streaming.of(None, None, AIO(), 5000).sub_group_numel
         6144
         """
-        offload = offload or OffloadOptimizer()
-        grain = CHECKED_GRAIN if offload.checksums else GRAIN
+        offload, of_params = offload or OffloadOptimizer(), of_params or OffloadParam()
+        checksums = offload.checksums or of_params.checksums
+        grain = CHECKED_GRAIN if checksums else GRAIN
         return cls(
             sub_group_numel=-(-(sub_group_size or SUB_GROUP) // grain) * grain,
             read_ahead=int(offload.pipeline_read),
             write_behind=int(offload.pipeline_write),
             num_buffers=offload.buffer_count,
+            num_staged=of_params.buffer_count,
             num_threads=min(aio.queue_depth * aio.intra_op_parallelism, MOST_THREADS),
             block_nbytes=aio.block_size,
-            checksums=offload.checksums,
-            leftover=offload.leftover,
+            checksums=checksums,
+            leftover="clean" if "clean" in (offload.leftover, of_params.leftover) else "refuse",
         )
 
     def ahead(self, num_tensors: int) -> dict[str, int]:
@@ -99,26 +109,27 @@ class Chooser:
         cfg: says where what is not given lives.
         given: see `GivenPlacements`.
         shares: elements that a rank updates of each flat buffer that is trained, in order.
+        shards: elements that a rank holds of each flat buffer of parameters that may live elsewhere, in order.
     """
 
     cfg: Config
     given: GivenPlacements
     shares: Mapping[str, int]
+    shards: Mapping[str, int]
     _matched: set[str] = field(default_factory=set)
     _moved: frozenset[str] = field(init=False)
-    _offload: OffloadOptimizer | None = field(init=False)
+    _kept: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        moved, done = set(), 0
-        self._offload = self.cfg.zero_optimization.offload_optimizer
-        wanted = self._offload.ratio * sum(self.shares.values()) if self._offload else 0
-        for key, numel in self.shares.items():
-            if done < wanted:
-                moved.add(key)
-                done += numel
-        self._moved = frozenset(moved)
+        offload, of_params = self.cfg.zero_optimization.offload_optimizer, self.cfg.zero_optimization.offload_param
+        wanted = offload.ratio * sum(self.shares.values()) if offload else 0
+        before = accumulate(self.shares.values(), initial=0)
+        self._moved = frozenset(key for key, done in zip(self.shares, before, strict=False) if done < wanted)
+        room = of_params.max_in_cpu if of_params else 0
+        after = accumulate(self.shards.values())
+        self._kept = frozenset(key for key, numel in zip(self.shards, after, strict=True) if numel <= room)
 
-    def of(self, quantity: Literal["master", "optimizer"], key: str, leaf: str) -> Placement:
+    def of(self, quantity: Quantity, key: str, leaf: str = "") -> Placement:
         """Where a tensor lives.
 
         Raises:
@@ -134,18 +145,19 @@ class Chooser:
         elif self.given is not None:
             found = self.given(quantity, key, leaf)
         if found is None:
-            return self._configured(key)
+            return self._configured(quantity, key)
         if not isinstance(found, Placement):
             raise ConfigError(
                 f"placements: must give a sharding.Placement for {name!r}, or None for what the configuration says, got {found!r}"
             )
         return found
 
-    def _configured(self, key: str) -> Placement:
-        offload = self._offload
-        if offload is None or key not in self._moved:
+    def _configured(self, quantity: Quantity, key: str) -> Placement:
+        zero = self.cfg.zero_optimization
+        offload = zero.offload_param if quantity == "params" else zero.offload_optimizer
+        if offload is None or (quantity != "params" and key not in self._moved):
             return DEVICE
-        if offload.device == "cpu":
+        if offload.device == "cpu" or (quantity == "params" and key in self._kept):
             return Placement("host", pinned=offload.pin_memory)
         return Placement("nvme", path=offload.nvme_path)
 
@@ -154,6 +166,7 @@ class Chooser:
         unused: Any = [p for p in self.given if p not in self._matched] if isinstance(self.given, Mapping) else []
         if unused:
             raise ConfigError(
-                f"placements: {unused[0]!r} must be the first to match a master or a tensor of the optimizer's state, and "
-                f"matches none; names look like {', '.join(names[:3]) or 'none, for nothing is trained beside parameters'}"
+                f"placements: {unused[0]!r} must be the first to match a tensor that may live elsewhere (a master or a tensor of "
+                f"the optimizer's state; in stages 2 and 3 a shard of gradients, in stage 3 of parameters), and matches none; "
+                f"names look like {', '.join(names[:3]) or 'none, for nothing is trained beside parameters'}"
             )

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fzero.config import Config, ConfigError, ZeroOptimization
 from fzero.config_optimizers import Optimizer, with_overrides
 from fzero.matrix_transforms import is_cut
-from fzero.meshes import DATA, is_several, mesh_of, num_ranks, shard_axes, sum_order, told
+from fzero.meshes import DATA, check_mesh, is_several, mesh_of, num_ranks, shard_axes, sum_order, told
 from fzero.pieces import Pieces
 from fzero.placements import Chooser, GivenPlacements, Streaming
 from fzero.precision import Dtypes, widened
@@ -103,6 +103,8 @@ class BufferPlan:
     """Which of its optimizer's ways the parameters go (`OptimizerBlock.kind_of`)."""
     placement: Placement = DEVICE
     """Where the master lives, if there is one."""
+    param_placement: Placement = DEVICE
+    grad_placement: Placement = DEVICE
 
     @property
     def padded_numel(self) -> int:
@@ -120,7 +122,7 @@ class BufferPlan:
     @property
     def params(self) -> TensorSpec:
         """What the model computes with."""
-        return self._spec(self.row.params, self.dtypes.param)
+        return replace(self._spec(self.row.params, self.dtypes.param), placement=self.param_placement)
 
     @property
     def master(self) -> TensorSpec:
@@ -130,7 +132,7 @@ class BufferPlan:
     @property
     def grads(self) -> TensorSpec:
         """Where gradients are collected."""
-        return self._spec(self.row.grads, self.dtypes.grad)
+        return replace(self._spec(self.row.grads, self.dtypes.grad), placement=self.grad_placement)
 
     def _spec(self, spec: Spec, dtype: str) -> TensorSpec:
         """The padded flat buffer (P), divided as `spec` says."""
@@ -258,24 +260,28 @@ class Plan:
 
     @property
     def placements(self) -> dict[str, Placement]:
-        """Of every master and every tensor of the optimizer's state that is as long, by `quantity/key/leaf`."""
-        found = {f"master/{b.key}": b.placement for b in self.flat_buffers if b.has_master}
-        for buffer in self.flat_buffers:
-            for leaf, spec in _long_leaves(self.optimizer, buffer) if buffer.trainable else ():
-                found[f"optimizer/{buffer.key}/{leaf}"] = spec.placement
-        return found
+        """Of every tensor that may live elsewhere, and of all parameters and gradients, by `quantity/key/leaf`."""
+        return {name: spec.placement for buffer in self.flat_buffers for name, spec in self._flat_tensors(buffer)}
+
+    def _flat_tensors(self, buffer: BufferPlan) -> Iterator[tuple[str, TensorSpec]]:
+        """All that is as long as a flat buffer, by `quantity/key/leaf`."""
+        yield f"params/{buffer.key}", buffer.params
+        if buffer.has_master:
+            yield f"master/{buffer.key}", buffer.master
+        if buffer.trainable:
+            yield f"grads/{buffer.key}", buffer.grads
+            for leaf, spec in _long_leaves(self.optimizer, buffer):
+                yield f"optimizer/{buffer.key}/{leaf}", spec
 
     @property
     def bytes_by_memory(self) -> dict[str, dict[str, int]]:
         """`bytes_per_rank`, by the kind of memory: `device`, `host` and `nvme`; what holds nothing is left out."""
         held: dict[str, Counter[str]] = {"device": Counter(self.bytes_per_rank), "host": Counter(), "nvme": Counter()}
-        for buffer in (buffer for buffer in self.flat_buffers if buffer.trainable):
-            away = [("master", buffer.master)] if buffer.has_master else []
-            away += [("optimizer", spec) for _, spec in _long_leaves(self.optimizer, buffer)]
-            for name, spec in away:
-                nbytes = spec.local_nbytes(self.mesh)
-                held["device"][name] -= nbytes
-                held[spec.placement.kind][name] += nbytes
+        told = {"params": "parameters", "grads": "gradients"}
+        for name, spec in (found for buffer in self.flat_buffers for found in self._flat_tensors(buffer)):
+            quantity, nbytes = name.partition("/")[0], spec.local_nbytes(self.mesh)
+            held["device"][told.get(quantity, quantity)] -= nbytes
+            held[spec.placement.kind][told.get(quantity, quantity)] += nbytes
         parts = {kind: {n: nbytes for n, nbytes in of_kind.items() if nbytes} for kind, of_kind in held.items()}
         return {kind: of_kind for kind, of_kind in parts.items() if of_kind}
 
@@ -426,6 +432,7 @@ def plan(
     >>> [unit.name for unit in plan(blocks, {"zero_optimization": zero}, world_size=2).units]
     ['0', '1']
     """
+    check_mesh(mesh)
     cfg = Config.load(cfg)
     zero = cfg.zero_optimization
     mesh = mesh_of(zero, world_size or (mesh.size if mesh else 1), mesh)
@@ -454,7 +461,7 @@ def plan(
     two_units = 2 * max(sum(b.padded_numel for b in u.buffers) for u in unit_plans)
     max_reducing = min(zero.reduce_bucket_size or BUCKET, two_units)
     precision = cfg.precision
-    optimizer = _place_optimizers([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
+    optimizer = place_optimizers([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
     unit_plans, optimizer = _placed(unit_plans, optimizer, cfg, placements, mesh)
     return Plan(
         stage=zero.stage,
@@ -476,7 +483,7 @@ def plan(
         # Full gradients that no rank keeps must not gather in a bucket, either.
         reduce_bucket=max_reducing if zero.reduce_bucket_size and zero.stage >= 2 else zero.reduce_bucket_size,
         wiring=wiring_of(zero, mesh, gather_wire, reduce_wire),
-        streaming=Streaming.of(zero.offload_optimizer, cfg.aio, zero.sub_group_size),
+        streaming=Streaming.of(zero.offload_optimizer, zero.offload_param, cfg.aio, zero.sub_group_size),
     )
 
 
@@ -654,7 +661,7 @@ def _plan_buffer(
     return BufferPlan(f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way)
 
 
-def _place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimizer | Own]) -> dict[str, Any]:
+def place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimizer | Own]) -> dict[str, Any]:
     """The specs of the optimizer's state of each flat buffer."""
     elementwise: dict[tuple[int, str, str], Transform] = {}  # by what it depends on
 
@@ -677,9 +684,12 @@ def _placed(
     units: tuple[UnitPlan, ...], optimizer: dict[str, Any], cfg: Config, given: GivenPlacements, mesh: Mesh
 ) -> tuple[tuple[UnitPlan, ...], dict[str, Any]]:
     """The units and the specs of the optimizer's state, with the placements that were asked for."""
-    trained = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
-    chooser = Chooser(cfg, given, {b.key: b.master.local_shape(mesh)[0] for b in trained})
-    masters = {b.key: chooser.of("master", b.key, "") for b in trained if b.has_master}
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    trained = [buffer for buffer in buffers if buffer.trainable]
+    # Where shards of parameters are longer than what a rank updates (hpZ), they are joined on the device.
+    shards = {b.key: b.params.local_shape(mesh)[0] for b in buffers if b.row.params == b.row.optimizer != Replicated()}
+    chooser = Chooser(cfg, given, {b.key: b.master.local_shape(mesh)[0] for b in trained}, shards)
+    masters = {b.key: chooser.of("master", b.key) for b in trained if b.has_master}
     names, placed = [f"master/{key}" for key in masters], dict(optimizer)
     for buffer in trained:
         leaves, treespec = optree.tree_flatten(optimizer[buffer.key])
@@ -687,11 +697,36 @@ def _placed(
         names += [f"optimizer/{buffer.key}/{leaf}" for leaf in at]
         of_leaves = zip(leaves, _short_names(optimizer[buffer.key]), strict=True)
         placed[buffer.key] = treespec.unflatten([replace(x, placement=at.get(n, x.placement)) for x, n in of_leaves])
-    chooser.check_all_used(names)
-    return tuple(
-        replace(unit, buffers=tuple(replace(b, placement=masters.get(b.key, DEVICE)) for b in unit.buffers))
-        for unit in units
-    ), placed
+    grads = {b.key: chooser.of("grads", b.key) for b in trained if isinstance(b.row.grads, Sharded)}
+    params = {key: chooser.of("params", key) for key in shards}
+    chooser.check_all_used([*names, *(f"grads/{key}" for key in grads), *(f"params/{key}" for key in params)])
+    _check_staging(units, shards, params, cfg)
+
+    def with_placements(buffer: BufferPlan) -> BufferPlan:
+        master, param, grad = (of_all.get(buffer.key, DEVICE) for of_all in (masters, params, grads))
+        return replace(buffer, placement=master, param_placement=param, grad_placement=grad)
+
+    return tuple(replace(unit, buffers=tuple(map(with_placements, unit.buffers))) for unit in units), placed
+
+
+def _check_staging(
+    units: Sequence[UnitPlan], shards: Mapping[str, int], params: Mapping[str, Placement], cfg: Config
+) -> None:
+    """Raises a ConfigError where shards of parameters in files do not fit the buffers that the configuration allows."""
+    block = cfg.zero_optimization.offload_param
+    in_files = [[b.key for b in u.buffers if b.key in params and params[b.key].kind == "nvme"] for u in units]
+    longest = max((shards[key] for keys in in_files for key in keys), default=0)
+    most = max(map(len, in_files), default=0)
+    if block is not None and block.buffer_size is not None and block.buffer_size < longest:
+        raise ConfigError(
+            f"zero_optimization.offload_param.buffer_size: must hold the longest shard of parameters in files, which has "
+            f"{longest} elements, got {block.buffer_size}; raise it, leave it out, or name smaller modules in units="
+        )
+    if block is not None and block.buffer_count is not None and block.buffer_count < most:
+        raise ConfigError(
+            f"zero_optimization.offload_param.buffer_count: must hold the shards of one unit, which are {most} in files, got "
+            f"{block.buffer_count}; raise it, or leave it out"
+        )
 
 
 def _long_leaves(optimizer: Mapping[str, Any], buffer: BufferPlan) -> list[tuple[str, TensorSpec]]:

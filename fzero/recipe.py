@@ -87,7 +87,9 @@ class Recipe:
             optimizer = self.optimizers[buffer.group]
             is_ours = not isinstance(optimizer, TorchOptimizer) and optimizer.is_elementwise(buffer.way)
             moved = [
-                n for n in away if f"optimizer/{buffer.key}" == n.rpartition("/")[0] or n == f"master/{buffer.key}"
+                n
+                for n in away
+                if f"optimizer/{buffer.key}" == n.rpartition("/")[0] or n.partition("/")[2] == buffer.key
             ]
             if moved and not is_ours:
                 raise ConfigError(

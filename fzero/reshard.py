@@ -13,6 +13,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -23,15 +24,18 @@ from fzero import collectives
 from fzero.collectives import Fake, Real
 from fzero.eager import own_shard
 from fzero.file_store import StoreError
+from fzero.file_tensors import Files, handles_of, in_memory, kept
 from fzero.loss_scaling import LossScale
-from fzero.offload import files_of
+from fzero.offload import QUANTITIES, agree, files_of
 from fzero.place import place as put
+from fzero.placements import SUB_GROUP
 from fzero.reshard_plan import Place, ReshardPlan, Round, kept_wires, plan_reshard
 from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
+from fzero.staging import Leaf
 from fzero.state import TrainState
 from fzero.step import MismatchError, TrainStep
-from sharding import Mesh, Sharded, TensorSpec
+from sharding import Sharded
 from sharding.views import torch_dtype
 
 Numbers = dict[str, float | int]
@@ -39,6 +43,7 @@ Numbers = dict[str, float | int]
 
 
 AnyStep = TrainStep | LockstepRanks
+_FIX = "pass the step that made the state"
 
 
 def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor] | None:
@@ -49,8 +54,8 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     gradients are zeros: a step collects them anew. The loss scale stays where both steps scale dynamically, else it is the
     new step's first. What the wires of reductions remember stays where the same ranks send the same flat buffers through the
     same wires, whatever the stage, and starts anew otherwise, which a warning tells. The state given is left as it is.
-    Where the two steps place state differently, it ends where `new` wants it: what goes to files is in memory first, all of this
-    process' part; what comes from files is read where it is sent.
+    Where the two steps place state differently, it ends where `new` wants it: what goes to files is written as it arrives, and
+    what comes from files is read as it is sent, so that neither is ever in memory as a whole.
 
     *Collective:* every process of the default group, whichever of the two jobs it is in. Sends `plan_reshard(…).sent_nbytes`,
     unit by unit, each in one message for every pair of processes, dtype and kind (shards, or what all hold), and the 0-d
@@ -68,8 +73,10 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     Raises:
         MismatchError: the processes have different steps (told on all of them).
         ValueError: the state is not one of `old`, the models or optimizers differ, or a rank is missing (told on all).
+        StoreError, MemoryError: files cannot be made, read or written (told on all); the state given is as it was.
         CollectiveError: another process died or did not come.
     """
+    _check_steps(old, new, TrainStep | LockstepRanks)
     if isinstance(old, LockstepRanks) or isinstance(new, LockstepRanks):
         return _reshard_simulated(state, old, new)
     axis = collectives.job()
@@ -84,7 +91,10 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     numbers = next(told.numbers for told in everyone if told.numbers is not None)
     place = places[axis.rank]
     chosen = chosen_numbers(plan.numbers, numbers)
-    made = None if place.new is None else blank(new, place.new, chosen, keeps_scale=_keep_scale(old, new))
+    files = _make_files(new, axis) if new._offload.has_files else None
+    made = None
+    if place.new is not None:
+        made = blank(new, place.new, chosen, keeps_scale=_keep_scale(old, new), files=files)
     sources = {} if state is None else by_name(state)
     targets = {} if made is None else by_name(made)
     for round_ in plan.rounds:
@@ -92,15 +102,33 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     if made is not None and place.new is not None:
         narrow(made, new, place.new)
         rescale(made, numbers)
-        made = put(made, new)
-    return made
+    if old._offload.has_files or files is not None or new._offload.has_files:
+        read = next((x.files.cause for x in handles_of(state)), None)
+        agree(files, axis, error=read)
+    return None if made is None else put(made, new)
+
+
+def _make_files(new: TrainStep, axis: Real) -> Files | None:
+    """The files of this process' part of the new state. *Collective:* every process, whichever job it is in."""
+    files, error = None, None
+    if isinstance(new._ranks, Real):
+        try:
+            files = new._offload.make_files(new._mesh.everyone)
+        except (StoreError, MemoryError) as raised:
+            error = raised
+    agree(files, axis, error=error)
+    return files
 
 
 def _reshard_simulated(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor]:
-    if state is None or not isinstance(old, LockstepRanks) or not isinstance(new, LockstepRanks):
+    if not isinstance(old, LockstepRanks) or not isinstance(new, LockstepRanks):
         raise ValueError(
-            f"reshard: both steps must be simulated or neither, and a simulated state is all ranks', got "
-            f"{type(old).__name__} and {type(new).__name__}; simulate the other step, too"
+            f"reshard: both steps must be simulated or neither, got {type(old).__name__} and {type(new).__name__}; simulate "
+            f"the other step, too"
+        )
+    if state is None:
+        raise ValueError(
+            "reshard: the state of simulated steps must be that of all ranks, got None; pass what the old step gave"
         )
     made: TrainState[Tensor] = stacked(reshard_all(unstacked(state, old.world_size), old.steps[0], new.steps[0]))
     return put(made, new) if new.steps[0]._offload.has_files else made
@@ -118,6 +146,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
     Raises:
         ValueError: there is not one state of `old` for each rank, or the models or optimizers differ.
     """
+    _check_steps(old, new, TrainStep)
     if len(states) != old.world_size:
         raise ValueError(
             f"reshard_all: needs the states of all {old.world_size} ranks of the old step in rank order, got {len(states)}; "
@@ -126,7 +155,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
     _check_devices(old, new)
     _warn_of_wires(old, new)
     for state in states:
-        _check_state(state, old)
+        old._check_shapes(state, fix=_FIX)
     plan = plan_reshard(old.plan, new.plan, rng=_rng_specs(old, new))
     numbers = chosen_numbers(plan.numbers, numbers_of(states[0]))
     made = [blank(new, rank, numbers, keeps_scale=_keep_scale(old, new)) for rank in range(new.world_size)]
@@ -162,15 +191,28 @@ class _Span(NamedTuple):
     start: int
     stop: int
 
-    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return tensors[self.name][self.start : self.stop]
+    def read(self, tensors: Mapping[str, Leaf]) -> Tensor:
+        """The elements; zeros where a file fails, which breaks its state and is told when all have come (`agree`)."""
+        x = tensors[self.name]
+        if isinstance(x, Tensor):
+            return x[self.start : self.stop]
+        found = kept(x, lambda: x[self.start : self.stop])
+        return torch.zeros(self.stop - self.start, dtype=x.dtype) if found is None else found
+
+    def write(self, tensors: Mapping[str, Leaf], values: Tensor) -> None:
+        """Puts elements there. Fails as `read` does."""
+        x = tensors[self.name]
+        if isinstance(x, Tensor):
+            x[self.start : self.stop].copy_(values)
+        else:
+            kept(x, lambda: x.part(slice(self.start, self.stop)).copy_(values))
 
 
 def _run(
     round_: Round,
     plan: ReshardPlan,
-    sources: Mapping[str, Tensor],
-    targets: Mapping[str, Tensor],
+    sources: Mapping[str, Leaf],
+    targets: Mapping[str, Leaf],
     axis: Real,
     device: torch.device,
 ) -> None:
@@ -182,7 +224,7 @@ def _run(
             source = _Span(flow.source.name, move.source_start, move.source_stop)
             target = _Span(flow.target.name, move.target_start, move.target_stop)
             if move.source_rank == move.target_rank:
-                target.of(targets).copy_(source.of(sources))
+                target.write(targets, source.read(sources))
             elif move.source_rank == axis.rank:
                 message = _Message(move.target_rank, flow.dtype, flow.target.num_shards)
                 sent.setdefault(message, []).append(source)
@@ -194,7 +236,7 @@ def _run(
     for message, spans in sent.items():
         key = message.dtype, tuple(spans)
         if key not in packed:
-            pieces = [span.of(sources).to(device, torch_dtype(message.dtype)) for span in spans]
+            pieces = [span.read(sources).to(device, torch_dtype(message.dtype)) for span in spans]
             packed[key] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         outgoing.append((message.process, packed[key]))
     for message, spans in received.items():
@@ -204,7 +246,7 @@ def _run(
     for (_, pieces_of_all), spans in zip(incoming, received.values(), strict=True):
         pieces_by_span = torch.split(pieces_of_all, [span.stop - span.start for span in spans])
         for span, piece in zip(spans, pieces_by_span, strict=True):
-            span.of(targets).copy_(piece)
+            span.write(targets, piece)
 
 
 # --- states ------------------------------------------------------------------------------------------------------
@@ -244,10 +286,15 @@ def _keep_scale(old: TrainStep, new: TrainStep) -> bool:
     return new._scaling.dynamic and old._scaling.dynamic
 
 
-def blank(new: TrainStep, rank: int, numbers: Numbers, *, keeps_scale: bool) -> TrainState[Tensor]:
+def blank(
+    new: TrainStep, rank: int, numbers: Numbers, *, keeps_scale: bool, files: Files | None = None
+) -> TrainState[Tensor]:
     """A state of `new` for one rank with the numbers given, its own random state, and flat tensors yet to be filled.
 
     Padding is zero, in the optimizer state what `init` makes it.
+
+    Args:
+        files: of the new state; without them all of it is on the device, wherever `new` wants it.
     """
 
     def zeros(specs: Any) -> Any:
@@ -257,7 +304,18 @@ def blank(new: TrainStep, rank: int, numbers: Numbers, *, keeps_scale: bool) -> 
         )
 
     specs = new.specs
-    params, master = zeros(specs.params), zeros(specs.master)
+    if files is None:
+        params, master = zeros(specs.params), zeros(specs.master)
+        parts = {"params": params, "master": master, "grads": zeros(specs.grads)}
+        parts["optimizer"] = first_optimizer(new, rank, params, master)
+    else:
+        parts = {part: {} for part in QUANTITIES}
+        for buffer in new.plan.flat_buffers:
+            param = zeros(buffer.params)
+            own = zeros(buffer.master) if buffer.trainable else param
+            first = new._offload.init(buffer, files, param, own, partial(new._transform_of, buffer, 0))
+            for part, tensors in first.items():
+                parts[part][buffer.key] = tensors
     loss_scale = new._scaling.init(new.device)
     if keeps_scale:
         values = (numbers[f"state.loss_scale.{field}"] for field in LossScale._fields)
@@ -265,10 +323,7 @@ def blank(new: TrainStep, rank: int, numbers: Numbers, *, keeps_scale: bool) -> 
     step = torch.zeros((), dtype=torch.int64, device=new.device if new._cfg.skips_overflow else "cpu")
     state: TrainState[Tensor] = TrainState(
         step=step.fill_(numbers["state.step"]),
-        params=params,
-        master=master,
-        grads=zeros(specs.grads),
-        optimizer=first_optimizer(new, rank, params, master),
+        **parts,
         buffers=zeros(specs.buffers),
         loss_scale=loss_scale,
         rng=new._first_rng(rank),
@@ -281,26 +336,42 @@ def blank(new: TrainStep, rank: int, numbers: Numbers, *, keeps_scale: bool) -> 
 
 
 def first_optimizer(
-    new: TrainStep, rank: int, params: Mapping[str, Tensor], master: Mapping[str, Tensor]
+    new: TrainStep, rank: int, params: Mapping[str, Leaf], master: Mapping[str, Leaf], files: Files | None = None
 ) -> dict[str, Any]:
-    """The optimizer state of a rank as `init` makes it, for parameters and masters that there are."""
+    """The optimizer state of a rank as `init` makes it, for parameters and masters that there are.
+
+    Args:
+        files: of the state, if it has some.
+    """
     optimizer = {}
     for buffer in new.plan.flat_buffers:
         if buffer.trainable:
             param = params[buffer.key]
             is_cut = isinstance(buffer.row.optimizer, Sharded)
             share = own_shard(param, buffer, new.plan.shard_of(rank)) if is_cut else param
-            optimizer[buffer.key] = new._transform_of(buffer, 0).init(master.get(buffer.key, share))
+            values, make = in_memory(master.get(buffer.key, share)), partial(new._transform_of, buffer, 0)
+            if files is None:
+                optimizer[buffer.key] = make().init(values)
+            else:
+                values = values.to(new.device)
+                optimizer[buffer.key] = new._offload.init(buffer, files, values, values, make)["optimizer"]
     return optimizer
 
 
-def narrow(state: TrainState[Tensor], new: TrainStep, rank: int) -> None:
-    """Writes what a rank holds of the masters into its parameters, in their dtype."""
+def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:
+    """Writes what a rank holds of the masters into its parameters, in their dtype.
+
+    A file that fails breaks its state, which is told by `agree`.
+    """
     for buffer in new.plan.flat_buffers:
         if buffer.has_master:
             master, param = state.master[buffer.key], state.params[buffer.key]
-            is_whole = param.shape == master.shape
-            (param if is_whole else own_shard(param, buffer, new.plan.shard_of(rank))).copy_(master)
+            share = param if param.shape == master.shape else own_shard(param, buffer, new.plan.shard_of(rank))
+            tensors, numel = {"master": master, "params": share}, master.numel()
+            for start in range(0, numel, SUB_GROUP):
+                span = slice(start, min(start + SUB_GROUP, numel))
+                values = _Span("master", span.start, span.stop).read(tensors)
+                _Span("params", span.start, span.stop).write(tensors, values)
 
 
 def rescale(state: TrainState[Tensor], numbers: Numbers) -> None:
@@ -339,7 +410,7 @@ def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _
                 f"axis, got {'None' if state is None else 'a state'} with {old._ranks}; pass the step that goes with it"
             )
         if state is not None:
-            _check_state(state, old)
+            old._check_shapes(state, fix=_FIX)
             files_of(state)
             numbers = numbers_of(state) if old_rank == 0 else None
     except (ValueError, StoreError) as error:
@@ -360,25 +431,13 @@ def _check_told(everyone: Sequence[_Told]) -> None:
         )
 
 
-def _check_state(state: TrainState[Tensor], step: TrainStep) -> None:
-    """Raises unless every tensor has the shape and dtype of this step."""
-    specs = step.specs
-    expected, found = _told_shapes(specs, step.plan.mesh), _told_shapes(state, step.plan.mesh)
-    for name in (*expected, *found):
-        if expected.get(name) != found.get(name):
+def _check_steps(old: object, new: object, kinds: Any) -> None:
+    for which, step in (("old", old), ("new", new)):
+        if not isinstance(step, kinds):
             raise ValueError(
-                f"{name}: must be {expected.get(name, 'left out')} in a state of the old step (stage {step.plan.stage}, "
-                f"{step.world_size} ranks), got {found.get(name, 'none')}; pass the step that made the state"
+                f"reshard: {which} must be a step, of make_train_step{' or of simulate' * (kinds != TrainStep)}, got "
+                f"{type(step).__name__}; pass the one that {'made the state' if which == 'old' else 'goes on with it'}"
             )
-
-
-def _told_shapes(tree: TrainState[Any], mesh: Mesh) -> dict[str, str]:
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree)
-    return {
-        accessor.codify("state"): f"{str(leaf.dtype).removeprefix('torch.')} of shape "
-        f"{leaf.local_shape(mesh) if isinstance(leaf, TensorSpec) else tuple(leaf.shape)}"
-        for accessor, leaf in zip(accessors, leaves, strict=True)
-    }
 
 
 def _check_devices(old: TrainStep, new: TrainStep) -> None:

@@ -15,7 +15,6 @@ of a piece, W ranks.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +27,7 @@ from fzero.matrix_transforms import AdafactorState
 from fzero.meshes import num_ranks, told
 from fzero.pieces import grids_of
 from fzero.plan import ALIGNMENT, BufferPlan, Plan
-from sharding import FlatLayout, Move, Sharded, TensorSpec, moves_from, moves_to
+from sharding import FlatLayout, Move, Sharded, TensorSpec, moves_between, moves_from, moves_to
 from sharding.dtypes import itemsize
 from sharding.transfer import merged
 from sharding.views import torch_dtype
@@ -95,6 +94,12 @@ class Flow:
         """Whether a new rank that holds a piece gets it from the old ones."""
         return self.master is None or holder not in self.master.holders(piece)
 
+    def taken(self, holder: int) -> Iterator[range]:
+        """The pieces that a new rank gets from the old ones, neighbours together."""
+        held = self.target.holders(holder)
+        made = range(held.stop, held.stop) if self.master is None else self.master.holders(holder)
+        yield from (pieces for pieces in (range(held.start, made.start), range(made.stop, held.stop)) if pieces)
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -124,6 +129,10 @@ class ReshardPlan:
     receivers: tuple[int, ...] = field(repr=False)
     _sends: dict[int, int] = field(init=False, repr=False, compare=False)
     _receives: dict[int, int] = field(init=False, repr=False, compare=False)
+    _lacking: dict[tuple[range, range], tuple[int, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """The new ranks of a range whose processes are none of a range of old ones, as far as somebody asked."""
 
     def __post_init__(self) -> None:
         for pieces, attribute in ((self.senders, "_sends"), (self.receivers, "_receives")):
@@ -132,43 +141,62 @@ class ReshardPlan:
     def moves(self, flow: Flow, process: int | None = None) -> Iterator[Move]:
         """The moves of a flow between processes, whose starts and stops count elements of the tensors that these hold.
 
-        A move from a process to itself is a copy. Any two processes see their moves in the same order. Nothing of it is
-        kept. Those of a process take time for the pieces that it sends and receives, not for those of all.
+        Those from a process to itself, which are copies, come first. Any two processes see their moves in the same order.
+        Nothing of it is kept. Those of a process take time for what it copies, sends and receives, not for all pieces.
 
         Args:
             process: only those that it takes part in, in the order of all; None is all.
         """
-        return merged(self._moves(flow, process))
+        processes = range(len(self.places)) if process is None else (process,)
+        copies = chain.from_iterable(self._copies(flow, own) for own in processes)
+        return merged(chain(copies, self._sent(flow) if process is None else self._sent_by_or_to(flow, process)))
 
-    def _moves(self, flow: Flow, process: int | None) -> Iterator[Move]:
-        for move in self._between_pieces(flow, process):
-            sender = self.senders[move.source_rank]
-            source_start = flow.source.start(move.source_rank) + move.source_start
-            target_start = flow.target.start(move.target_rank) + move.target_start
-            sources, targets = flow.source.holders(move.source_rank), flow.target.holders(move.target_rank)
-            reached: Iterable[int] = targets
-            if process not in (None, sender):  # it can only receive
-                own = self._receives.get(process, -1)
-                reached = (own,) if own in targets else ()
-            for target in reached:
-                if not flow.takes(target, move.target_rank):
-                    continue
-                receiver = self.receivers[target]
-                source = receiver if self._sends.get(receiver, -1) in sources else sender
-                if process in (None, source, receiver):
-                    yield Move(source, source_start, source_start + move.numel, receiver, target_start)
+    def _copies(self, flow: Flow, process: int) -> Iterator[Move]:
+        """What a process has and needs."""
+        sent, received = self._sends.get(process), self._receives.get(process)
+        if sent is None or received is None:
+            return
+        held = flow.source.holders(sent)
+        for pieces in flow.taken(received):
+            place = flow.target.start(pieces.start)
+            for move in moves_between(flow.source.layout, flow.target.layout, held, pieces):
+                yield Move(process, move.source_start, move.source_stop, process, place + move.target_start)
 
-    def _between_pieces(self, flow: Flow, process: int | None) -> Iterator[Move]:
-        """From old pieces to new ones, sorted by the latter; of a process those that it sends, and those to what it holds."""
+    def _sent(self, flow: Flow) -> Iterator[Move]:
+        """What goes from process to process, sorted by new pieces and the ranks that get them."""
         old, new = flow.source.layout, flow.target.layout
-        if process is None:
-            return moves_to(old, new, range(new.world_size))
-        sent = self._sends.get(process)
-        received = self._receives.get(process)
-        held = range(0) if received is None else flow.target.holders(received)
-        moves = [] if sent is None else [m for m in moves_from(old, new, sent) if m.target_rank not in held]
-        first = bisect_left(moves, held.start, key=lambda move: move.target_rank)
-        return chain(moves[:first], moves_to(old, new, held), moves[first:])
+        for move in moves_to(old, new, range(new.world_size)):
+            yield from (self._sending(flow, move, target) for target in self._reached(flow, move))
+
+    def _sent_by_or_to(self, flow: Flow, process: int) -> Iterator[Move]:
+        """The same of one process, which sends from its own piece, and gets what it has not."""
+        old, new = flow.source.layout, flow.target.layout
+        sent, received = self._sends.get(process), self._receives.get(process)
+        found: list[tuple[Move, int]] = []
+        if sent is not None:
+            found += [(m, target) for m in moves_from(old, new, sent) for target in self._reached(flow, m)]
+        if received is not None:
+            held = range(0) if sent is None else flow.source.holders(sent)
+            for pieces in flow.taken(received):
+                found += [(move, received) for move in moves_to(old, new, pieces, without=held)]
+        found.sort(key=lambda pair: (pair[0].target_rank, pair[0].target_start, pair[1]))
+        return (self._sending(flow, move, target) for move, target in found)
+
+    def _reached(self, flow: Flow, move: Move) -> Iterator[int]:
+        """The new ranks that get what goes from one piece to another, and are on processes that have not got it."""
+        sources, targets = flow.source.holders(move.source_rank), flow.target.holders(move.target_rank)
+        if (sources, targets) not in self._lacking:
+            self._lacking[sources, targets] = tuple(
+                target for target in targets if self._sends.get(self.receivers[target], -1) not in sources
+            )
+        return (target for target in self._lacking[sources, targets] if flow.takes(target, move.target_rank))
+
+    def _sending(self, flow: Flow, move: Move, target: int) -> Move:
+        """A move between pieces, to one of the ranks that hold the new one."""
+        source_start = flow.source.start(move.source_rank) + move.source_start
+        target_start = flow.target.start(move.target_rank) + move.target_start
+        sender, receiver = self.senders[move.source_rank], self.receivers[target]
+        return Move(sender, source_start, source_start + move.numel, receiver, target_start)
 
     @property
     def sent_nbytes(self) -> tuple[int, ...]:
@@ -228,6 +256,12 @@ def plan_reshard(
           0         0         0              512               64              800
           1         1         1               64              512              352
     """
+    for which, given in (("old", old), ("new", new)):
+        if not isinstance(given, Plan):
+            raise ValueError(
+                f"plan_reshard: {which} must be a plan, got {type(given).__name__}; pass {which}.plan of a step, or what "
+                f"fzero.plan gives"
+            )
     _check_same("parameter", _shapes_of(old), _shapes_of(new))
     _check_same("module buffer", *({n: spec.shape for n, spec in p.buffers.items()} for p in (old, new)))
     if places is None:

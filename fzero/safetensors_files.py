@@ -231,7 +231,7 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            for key in ("model", "state_dict"):
+            for key in ("model", "state_dict", "module"):
                 tensors = tensors[key] if isinstance(tensors.get(key), Mapping) else tensors
         except Exception as error:
             raise CheckpointError(
@@ -242,4 +242,4 @@ class TorchFile:
 
     def range(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a flattened tensor."""
-        return self._tensors[name].reshape(-1)[start:stop]
+        return self._tensors[name].detach().reshape(-1)[start:stop]  # it may be a parameter

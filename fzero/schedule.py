@@ -32,6 +32,12 @@ class Event(NamedTuple):
 
 TURN = Event("turn")
 
+Run = tuple[str | int, ...]
+"""What runs, so far as its order of collectives may differ: `("forward", "train")`; a backward, the number of those since the
+last forward, and which forwards before it are in it, from the last one back."""
+Orders = dict[Run, tuple[Event, ...]]
+"""What was learned: the events of each run, in order."""
+
 
 def early(schedule: Sequence[Event], may_start: Callable[[str, str], bool]) -> tuple[Event, ...]:
     """The schedule with each gather of the backward issued before the reduction that precedes it.

@@ -33,6 +33,7 @@ from fzero.file_tensors import FileTensor, FileTensors
 from fzero.graph_schedule import CompileError
 from fzero.initialise import InitFn
 from fzero.lockstep import Hub, StuckError
+from fzero.meshes import check_mesh
 from fzero.plan import Plan
 from fzero.recipe import Recipe
 from fzero.sent import Sent
@@ -181,7 +182,7 @@ class VmapRanks(LockstepRanks):
 
     Args:
         compile: the backend that captures the step; None captures nothing.
-        may_change: whether ranks run in lockstep from the step on that `torch.vmap` cannot make.
+        way: `"vmap"`, or `"either"`: the ranks run in lockstep from the step on that `torch.vmap` cannot make.
     """
 
     def __init__(
@@ -191,13 +192,22 @@ class VmapRanks(LockstepRanks):
         compile: BackendName | None = None,
         *,
         mesh: Mesh | None = None,
-        may_change: bool = False,
+        way: Literal["vmap", "either"] = "vmap",
     ) -> None:
         super().__init__(recipe, world_size, mesh=mesh)
-        self._may_change, self._is_captured, self._is_in_turn = may_change, compile is not None, False
+        self._way: Literal["vmap", "either", "lockstep"] = way
+        self._backend = compile
         self._stacked = Stacked(self.plan.mesh, self.plan.axes)
         self._step, self._made, self._knobs = self._make(compile)
-        self._looked_at = compile is None
+
+    @property
+    def is_in_lockstep(self) -> bool:
+        """Whether the ranks run in lockstep by now."""
+        return self._way == "lockstep"
+
+    def check_state(self, state: TrainState[Tensor]) -> None:
+        """Raises unless that is a state of all ranks."""
+        self.steps[0]._check_state(unstacked(state, self.world_size)[0])  # the other rows have its shapes
 
     def _make(self, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, _Knobs]:
         own = replace(self._recipe, model=_twin(self._recipe.model), compile=None)
@@ -215,31 +225,31 @@ class VmapRanks(LockstepRanks):
             raise VmapError(
                 f"{found[0]} is a torch.autograd.Function, whose backward a capture under torch.vmap ignores; pass compile=None"
             )
-        self._looked_at = True
 
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
-        if self._is_in_turn:
+        if self.is_in_lockstep:
             return super().__call__(state, batch)
         split = [list(rank._batches.split(own)) for rank, own in zip(self.steps, self._batches(batch), strict=True)]
-        self.steps[0]._check_state(unstacked(state, self.world_size)[0])  # the other rows have its shapes
+        self.check_state(state)
         micro_batches = [stacked(own) for own in zip(*split)]
         kept = optree.tree_leaves((state.params, state.master, state.optimizer))
         versions = [x._version for x in kept]
         try:
             with _own_random_state():
-                if not self._looked_at:
+                if self._backend is not None and not self._made.backend.num_captured:
                     self._look(state, micro_batches[0])
                 return self._step_of_all(state, micro_batches)
         except (RuntimeError, VmapError, CompileError) as error:
             if isinstance(error, CollectiveError) or [x._version for x in kept] != versions:
                 raise  # what has begun to be updated must not be updated again
-            told = f"simulate: torch.vmap cannot run this model for all ranks at once: {_first_line(error)}"
-            if not self._may_change:
-                raise VmapError(f"{told}; pass by='lockstep'") from error
-            warnings.warn(f"{told}; the ranks run in lockstep, which takes longer", stacklevel=2)
-        self._is_in_turn = True
-        # An iterator has given its micro-batches already.
-        return super().__call__(state, iter(micro_batches))
+            told = f"simulate: torch.vmap cannot run this step for all ranks at once: {_first_line(error)}"
+            if self._way == "vmap":
+                raise VmapError(f"{told}; by='lockstep' runs any model, and tells what else is wrong") from error
+        # An iterator has given its micro-batches already. What fails in lockstep too is not vmap's fault, and is raised as it is.
+        result = super().__call__(state, iter(micro_batches))
+        warnings.warn(f"{told}; the ranks run in lockstep, which takes longer", stacklevel=2)
+        self._way = "lockstep"
+        return result
 
     def _step_of_all(self, state: TrainState[Tensor], micro_batches: list[Any]) -> tuple[TrainState[Tensor], Metrics]:
         step = self._step
@@ -248,7 +258,7 @@ class VmapRanks(LockstepRanks):
         wires = optree.tree_map(torch.clone, state.wires)
         step._turn_knobs(self._knobs, int(state.step[0]))
         number = torch.zeros(self.world_size, 1, dtype=torch.float64)
-        self._stacked.random = drawn = None if self._is_captured else RandomByRank(state.rng["cpu"])
+        self._stacked.random = drawn = RandomByRank(state.rng["cpu"]) if self._backend is None else None
         with _quietly():
             batches = [step._batches.cast(b) for b in micro_batches]
             outcome_W, is_sum = self._made(state, buffers, wires, batches, number)
@@ -286,6 +296,7 @@ def simulate(
         A step on stacked tensors, with `init`, `gather`, `evaluate`, `plan` and `specs`. Its metrics are those of every
         rank.
     """
+    check_mesh(mesh)
     if not isinstance(step, TrainStep):
         raise ValueError(f"simulate: step must be of make_train_step, got {type(step).__name__}; pass that")
     if world_size is None:
@@ -307,7 +318,7 @@ def simulate(
             raise ValueError(f"simulate: compile must be None in lockstep, got {compile!r}; pass by='vmap'")
         return LockstepRanks(step.recipe, world_size, mesh=mesh)
     try:
-        return VmapRanks(step.recipe, world_size, compile, mesh=mesh, may_change=by is None)
+        return VmapRanks(step.recipe, world_size, compile, mesh=mesh, way=by or "either")
     except ConfigError as error:  # of what no graph can hold
         if by == "vmap":
             raise

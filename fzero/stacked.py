@@ -9,9 +9,7 @@ random state.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.collectives import EVERYONE
+from fzero.collectives import EVERYONE, in_order
 from sharding import Mesh
 
 T = TypeVar("T")
@@ -59,22 +57,17 @@ def _all_gather(x_ARBS: Tensor) -> tuple[Tensor, int | None]:
 
 def _reduce_scatter(x_ARBP: Tensor) -> tuple[Tensor, int | None]:
     majors, num_ranks, minors, numel = x_ARBP.shape
-    shards_ABRS = _in_order(x_ARBP).reshape(majors, minors, num_ranks, numel // num_ranks)
+    shards_ABRS = in_order(x_ARBP.unbind(1)).reshape(majors, minors, num_ranks, numel // num_ranks)
     return shards_ABRS.movedim(2, 1).flatten(0, 2), 0
 
 
 def _all_reduce(x_ARBP: Tensor) -> tuple[Tensor, int | None]:
-    total_ABP = _in_order(x_ARBP)
+    total_ABP = in_order(x_ARBP.unbind(1))
     return total_ABP.unsqueeze(1).expand_as(x_ARBP).flatten(0, 2).clone(), 0  # each rank may write into its own
 
 
 def _stack(x_ARB: Tensor) -> tuple[Tensor, int | None]:
     return _to_all(x_ARB.movedim(1, 2), x_ARB.shape[1])
-
-
-def _in_order(x_ARBP: Tensor) -> Tensor:
-    """The sum over the ranks along the axis, in rank order."""
-    return functools.reduce(operator.add, x_ARBP.unbind(1))
 
 
 def _to_all(x_AB: Tensor, num_ranks: int) -> tuple[Tensor, int | None]:

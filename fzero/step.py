@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, replace
 from functools import partial
 from itertools import accumulate, chain
@@ -35,22 +35,23 @@ from fzero.checkpoint_plan import Stored
 from fzero.checkpointing import Choice
 from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Pending, Real
 from fzero.config import Config, ConfigError
-from fzero.config_optimizers import TorchOptimizer
-from fzero.eager import Pass, Scratch, may_start_early, own_shard
-from fzero.file_tensors import Files, in_memory
+from fzero.config_optimizers import Optimizer, TorchOptimizer
+from fzero.eager import Pass, own_shard
+from fzero.file_tensors import Files, handles_of
 from fzero.loss_scaling import LossScale
-from fzero.lr_schedules import Schedule
+from fzero.lr_schedules import Schedule, constant
 from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
-from fzero.meshes import told
+from fzero.meshes import check_mesh, told
 from fzero.offload import Offload, Update, agree
 from fzero.pieces import Pieces
 from fzero.placements import GivenPlacements
-from fzero.plan import BufferPlan, OwnTransform, ParamGroup
+from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, place_optimizers
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
 from fzero.recipe import Recipe
 from fzero.safetensors_files import Export, exported_dtype
-from fzero.schedule import Event, early
+from fzero.schedule import Event, Orders
 from fzero.sent import Label, Sent
+from fzero.staging import Scratch
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Machine, Timeline, joined, make_timeline
 from fzero.transforms import Transform, unless
@@ -145,12 +146,31 @@ def make_train_step(
         ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` or the function
             `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
     """
+    if not isinstance(mesh, Real | Fake):
+        check_mesh(mesh)
+    cfg = Config.load(cfg)
+    cfg.warn_of_wires()
     recipe = Recipe(
-        model=model, cfg=Config.load(cfg), loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
+        model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
         gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, donate=donate, lr_schedule=lr_schedule,
         schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else _bind(mesh, recipe.device))
+
+
+class Round(NamedTuple):
+    """What forwards and backwards since the last update have come to; the gradients are in `state.grads`."""
+
+    state: TrainState[Tensor]
+    work: Pass
+    buffers: dict[str, Tensor]
+    """The module's buffers, as forwards change them."""
+    before: dict[str, tuple[Tensor, int]]
+    """The buffers at first, with their versions."""
+    told: tuple[Tensor, ...] = ()
+    """Of each backward what every rank told (W, 3): its loss, its weight or -1, and whether a buffer moved that never did."""
+    is_sum: bool = False
+    """Whether losses are sums."""
 
 
 class _Knobs(NamedTuple):
@@ -172,7 +192,6 @@ class TrainStep:
         recipe: what it was made from.
         plan: units, flat buffers, bytes and what is sent; `print(step.plan)`.
         specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
-        schedule: the events of a step in order, after the first one.
         rank, world_size: this process' place.
         device: where the state is, and the batch must be.
     """
@@ -181,13 +200,12 @@ class TrainStep:
         self.recipe, self.plan, self.rank, self.world_size = (
             recipe, recipe.plan(axis.size, axis.mesh), axis.rank, axis.size,
         )  # fmt: skip
-        self.schedule: tuple[Event, ...] | None = None
         self._model, self._cfg, self.device = recipe.model, recipe.cfg, recipe.device
         self._ranks: Bound | Fake = axis
         self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
         self._optimizers, self._rates, self._momentum = recipe.optimizers, recipe.rates, recipe.momentum
         self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
-        self._eval_schedule: tuple[Event, ...] | None = None
+        self._orders: Orders | None = {} if self._learns else None  # of the collectives of forwards and backwards
         self._num_passes = 0
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
         self._statistics = recipe.statistics & set(self.plan.buffers)
@@ -220,6 +238,12 @@ class TrainStep:
             self._blocks = CompiledBlocks(recipe.blocks_to_compile, recipe.compile_backend)
 
     @property
+    def schedule(self) -> tuple[Event, ...] | None:
+        """The events of a micro-step in order, after the first step."""
+        halves = [(self._orders or {}).get(run) for run in (("forward", "train"), ("backward", 0, 0))]
+        return None if None in halves else tuple(chain(*filter(None, halves)))
+
+    @property
     def _mesh(self) -> BoundMesh:
         """The ranks, which are there."""
         if self._bound is None:
@@ -235,13 +259,6 @@ class TrainStep:
         """The step as one graph, and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
-        wiring = self.plan.wiring
-        # A graph would keep what is decoded from the forward to the backward.
-        if stacked is None and (wiring.gather or wiring.frozen):
-            raise ConfigError(
-                f"compile: must be None or 'block' where parameters are gathered through a wire, got 'step', trace or explain "
-                f"with {wiring}; drop it, or leave out gather_wire (zero_quantized_weights, zero_quantized_nontrainable_weights)"
-            )
         if self._checkpointing.names and self._checkpointing.moves is not None:
             raise ConfigError(
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
@@ -359,15 +376,9 @@ class TrainStep:
         dtype = torch_dtype(buffer.dtypes.master)
         flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
         flat_P = self._from_rank_0(flat_P, buffer.key)
-        parts: dict[str, Any] = {"params": self._cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)}
-        if buffer.trainable:
-            master = self._cut(flat_P, buffer.master)
-            updated, parts["optimizer"] = self._offload.init(buffer, files, master, self._transform_of(buffer, 0))
-            shape, dtype = buffer.grads.local_shape(self.plan.mesh), torch_dtype(buffer.dtypes.grad)
-            parts["grads"] = torch.zeros(shape, dtype=dtype, device=self.device)
-            if buffer.has_master:
-                parts["master"] = updated
-        return parts
+        param = self._cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
+        updated = self._cut(flat_P, buffer.master) if buffer.trainable else param
+        return self._offload.init(buffer, files, param, updated, partial(self._transform_of, buffer, 0))
 
     def _first_values(
         self, names: Sequence[str], params: Mapping[str, Tensor] | None, init_fn: initialise.InitFn | None
@@ -392,6 +403,9 @@ class TrainStep:
 
         Where there is a master copy, the weights are the master's.
 
+        Raises:
+            StoreError: on every rank, when files of one failed; the state cannot be used any more.
+
         *Collective:* every rank; in stage 3, and in stage 1 and 2 where there is a master copy, each sends `(W-1)/W` of the
         parameters. One unit is gathered at a time.
 
@@ -406,6 +420,7 @@ class TrainStep:
         for views in self._whole_weights(state):
             if keep:
                 full |= {name: _portable(view) for name, view in views.items()}
+        self._agree_on_files(state)
         if not keep:
             return {}
         full |= {name: _portable(tensor) for name, tensor in state.buffers.items()}
@@ -413,9 +428,9 @@ class TrainStep:
 
     def _whole_weights(self, state: TrainState[Tensor]) -> Iterator[dict[str, Tensor]]:
         """The whole weights, one flat buffer after the other; the master's where there is one. *Collective.*"""
-        for buffer in self.plan.flat_buffers:
-            flat = state.master.get(buffer.key, state.params[buffer.key])
-            flat = in_memory(flat).to(self.device)
+        weights = [(b.key, state.master.get(b.key, state.params[b.key])) for b in self.plan.flat_buffers]
+        shards = self._offload.stage(self._scratch).each(weights)
+        for buffer, flat in zip(self.plan.flat_buffers, shards, strict=True):
             if flat.numel() != buffer.padded_numel:
                 spec = buffer.row.optimizer if buffer.key in state.master else buffer.row.params
                 flat = self._mesh.all_gather(flat, self._mesh.axes_of(spec))
@@ -466,18 +481,29 @@ class TrainStep:
             problem = f"save_16bit_model: {out} must be a folder that can be written to, got {error}; make space, or pass another"
         for _ in views:  # the other ranks gather with rank 0, whatever happened there
             pass
+        self._agree_on_files(state)
         told = collectives.exchange(problem, self._mesh.everyone, label=Label("save"))
         if told[0]:
             raise CheckpointError(told[0])
 
+    def _agree_on_files(self, state: TrainState[Tensor]) -> None:
+        """Raises a StoreError on every rank when the files of one have failed. *Collective* where there are files."""
+        if self._offload.has_files:
+            agree(next(handle.files for handle in handles_of(state)), self._mesh.everyone)
+
     def _check_state(self, state: TrainState[Tensor]) -> None:
         """Raises unless every tensor has this step's shape and dtype, and is in a file or not as it says."""
+        _ = self._mesh  # which raises where no ranks are there
         self._check_shapes(state)
         self._offload.check(self._expected[1], optree.tree_leaves(state), self._expected[3])
 
-    def _check_shapes(self, state: TrainState[Tensor]) -> None:
+    def _check_shapes(
+        self,
+        state: TrainState[Tensor],
+        *,
+        fix: str = "make it with this step's init(), or give its weights to init(params)",
+    ) -> None:
         """Raises unless every tensor has this step's shape and dtype: another step's may be divided otherwise."""
-        _ = self._mesh  # which raises where no ranks are there
         if self._expected is None:
             accessors, specs, treespec = optree.tree_flatten_with_accessor(self.specs)
             shapes = [(s.local_shape(self.plan.mesh), torch_dtype(s.dtype)) for s in specs]
@@ -488,15 +514,14 @@ class TrainStep:
             theirs = [accessor.codify("state") for accessor in optree.tree_accessors(state)]
             differing = min({*theirs} ^ {*names}, default="another structure")
             raise ValueError(
-                f"state: must be one of this step's, got one {'without' if differing in names else 'with'} {differing}; make "
-                f"it with this step's init(), or give its weights to init(params)"
+                f"state: must be one of this step's, got one {'without' if differing in names else 'with'} {differing}; "
+                f"{fix}"
             )
         for name, leaf, (shape, dtype) in zip(names, leaves, shapes, strict=True):
             if leaf.shape != shape or leaf.dtype != dtype:
                 raise ValueError(
                     f"{name}: must be {dtype} of shape {shape} in this step (stage "
-                    f"{self.plan.stage}, {self.world_size} ranks), got {leaf.dtype} of shape {tuple(leaf.shape)}; make it "
-                    f"with this step's init(), or give its weights to init(params)"
+                    f"{self.plan.stage}, {self.world_size} ranks), got {leaf.dtype} of shape {tuple(leaf.shape)}; {fix}"
                 )
 
     # --- the step ------------------------------------------------------------------------------------------------
@@ -524,28 +549,167 @@ class TrainStep:
         micro_batches = list(self._batches.split(batch))
         if not self._donate:
             state = optree.tree_map(torch.clone, state)
+        round_ = self.begin(state)
+        if self._compiled is not None:
+            return self._call_compiled(self._compiled, state, round_.buffers, micro_batches)
+        with _random_state(state.rng, self.device) as rng:
+            for index, micro_batch in enumerate(micro_batches):
+                loss, weight = self.forward(round_, partial(self._loss, micro_batch))
+                is_last = index == self.plan.num_micro_steps - 1
+                # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
+                parts = self.plan.num_micro_steps if weight is None else 1
+                round_ = self.backward(round_, loss, weight=weight, num_parts=parts, is_last=is_last)
+        return self.update(round_, rng)
+
+    # --- its parts, between which there may be code of the user's ------------------------------------------------
+
+    def begin(self, state: TrainState[Tensor]) -> Round:
+        """Starts to collect the gradients of a step; the state is donated to what follows.
+
+        A step is `forward` and `backward`, once or several times, and `update`:
+
+            round_ = step.begin(state)
+            outputs = step.forward(round_, lambda: model(x))
+            round_ = step.backward(round_, criterion(outputs, y))
+            state, metrics = step.update(round_)
+        """
         # Buffers change in a copy, so that the state given stays good when this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        if self._compiled is not None:
-            return self._call_compiled(self._compiled, state, buffers, micro_batches)
-        told, is_sum, before_it, wires = [], False, int(state.step), state.wires
-        with _random_state(state.rng, self.device) as rng:
-            for index, micro_batch in enumerate(micro_batches):
-                now = state._replace(wires=wires)
-                by_rank, is_sum, wires = self._micro_step(now, buffers, before, micro_batch, index)
-                told.append(by_rank)
-        told_AW3 = torch.stack(told)
-        moved = _moved(buffers, before)
+        work = Pass(
+            self.plan,
+            self._mesh,
+            state.params,
+            state.grads,
+            self._orders,
+            self._offload.stage(self._scratch),
+            wires=state.wires,
+        )
+        return Round(state, work, buffers, before)
+
+    def forward(self, round_: Round, function: Callable[[], T], *, run: str = "train") -> T:
+        """What `function` returns, which may call the model; tensors in it carry the graph.
+
+        On the random state of the process. Autograd keeps no gathered parameter; nothing is on its way afterwards.
+
+        *Collective:* every rank, in the same order with the other parts of a step; in stage 3 each sends `(W-1)/W` of the
+        parameters. After an error the round is over on this rank, and others wait for it.
+
+        Args:
+            round_: of `begin`, or the last `backward`.
+            function: it must use the model's parameters through the model.
+            run: a name for what always uses the units in the same order, which is learned for each name.
+        """
+        self._num_passes += 1  # ranks of which one has raised are told apart by it
+        work = round_.work
+        with self._bound_to(round_), work.forward(run):
+            return function()
+
+    def backward(
+        self,
+        round_: Round,
+        loss: Tensor,
+        *,
+        weight: Tensor | None = None,
+        num_parts: int = 1,
+        is_last: bool = True,
+        keeps: bool = False,
+    ) -> Round:
+        """Adds the gradients of a loss, of one or several forwards of this round, to those of the state.
+
+        *Collective:* every rank; see `Plan.sent_per_step`. An error is told as for `forward`.
+
+        Args:
+            round_: of `begin`, or the last `backward`, which must not be used again.
+            loss: a scalar; it is multiplied by the loss scale here.
+            weight: of a loss that is a sum; then those of all are.
+            num_parts: what the gradients are divided by: micro-steps of which the loss is a mean.
+            is_last: whether nothing more is expected before the update: gradients that stay whole are reduced now. What comes
+                all the same is reduced for itself, and added.
+            keeps: whether the graph stays, for a further backward.
+        """
+        self._num_passes += 1
+        work, scale = round_.work, round_.state.loss_scale.scale
+        news = _moved(round_.buffers, round_.before) - (self._moving_buffers or set())
+        rest = [-1.0 if weight is None else weight, float(len(news)), float(self._num_passes)]
+        row = [loss.detach(), *(torch.as_tensor(x, device=loss.device) for x in rest)]
+        scaled = loss
+        if self._cfg.scales_loss:
+            scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+        with self._bound_to(round_):
+            told = work.backward(
+                scaled, torch.stack([x.double() for x in row]), share=1 / (self._measures.predivide * num_parts),
+                is_first=not round_.told, is_last=is_last, keeps=keeps,
+            )  # fmt: skip
+        self._check_passes(told[:, 3])
+        return round_._replace(told=(*round_.told, told[:, :3]), is_sum=weight is not None)
+
+    def update(self, round_: Round, rng: dict[str, Tensor] | None = None) -> tuple[TrainState[Tensor], Metrics]:
+        """Clips, skips an overflow, and updates with the gradients of a round, which is over then.
+
+        *Collective:* every rank; sends what was updated where every rank holds all of it, and some numbers.
+
+        Args:
+            round_: with at least one backward.
+            rng: the random state to go on with; None is the one of the state.
+
+        Raises:
+            FloatingPointError: see `__call__`.
+        """
+        if not round_.told:
+            raise ValueError(
+                "update: needs a backward since the last one, and there was none; call backward(loss) first"
+            )
+        state, buffers = round_.state, round_.buffers
+        round_.work.close()
+        if self._offload.passes_use_files:
+            self._agree_on_files(state)
+        before_it, told_AW3 = int(state.step), torch.stack(round_.told)
+        moved = _moved(buffers, round_.before)
         if self._moving_buffers is None:  # kernels such as BatchNorm's change a buffer and not its version
             moved |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
         buffers = self._agree(buffers, moved, has_news=self._has_news(told_AW3[..., 2]))
-        metrics, factor = self._measure(told_AW3[..., :2], state, is_sum=is_sum, num_updates=before_it)
+        metrics, factor = self._measure(told_AW3[..., :2], state, is_sum=round_.is_sum, num_updates=before_it)
         state = self._update(state, factor, metrics.overflow, num_updates=before_it)
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
-        return self._next(state, metrics, loss_scale, buffers, rng, wires), metrics
+        wires: dict[str, Any] = round_.work.wires
+        return self._next(state, metrics, loss_scale, buffers, state.rng if rng is None else rng, wires), metrics
+
+    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | Own] | None = None) -> Self:
+        """The same step, whose updates use other learning rates, and optimizers with other hyper-parameters.
+
+        Shares all that was learned with this one, and the states are the same.
+
+        Args:
+            rates: of each parameter group, in place of every schedule.
+            optimizers: of each parameter group, with the state that they had; None keeps those of this step.
+        """
+        twin = copy.copy(self)
+        twin._rates, twin._momentum = [constant(rate) for rate in rates], None
+        if optimizers is not None:
+            twin._optimizers = list(optimizers)
+            placed = place_optimizers([b for b in self.plan.flat_buffers if b.trainable], twin._optimizers)
+            if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
+                raise ConfigError(
+                    "optimizer.params: must not change what an optimizer remembers during training (a momentum from or to 0), "
+                    "and did; make the step with it from the start"
+                )
+        return twin
+
+    @contextmanager
+    def _bound_to(self, round_: Round) -> Iterator[None]:
+        """Inside, the model computes with the tensors of a round."""
+        with (
+            bound(self._model, self.plan.aliases, round_.work.fetch, round_.buffers),
+            self._blocks.applied(self._model) if self._blocks else nullcontext(),
+            self._checkpointing.applied(
+                self._model, device=self.device, recomputing=round_.work.recomputing, aliases=self.plan.aliases,
+                moving=self._moving_buffers,
+            ),
+        ):  # fmt: skip
+            yield
 
     def _next(
         self,
@@ -606,69 +770,12 @@ class TrainStep:
                 self._check_loss_scale(state, outcome.overflow)
             raise FloatingPointError(self._what_is_not_finite(outcome.told[..., :2], state, outcome.norm))
 
-    def _micro_step(
-        self,
-        state: TrainState[Tensor],
-        buffers: dict[str, Tensor],
-        before: dict[str, tuple[Tensor, int]],
-        batch: Any,
-        index: int,
-    ) -> tuple[Tensor, bool, dict[str, Any]]:
-        """Forward and backward of one micro-batch, whose gradients join `state.grads`.
-
-        Returns:
-            What every rank told (W, 3): its loss, its weight or -1, and whether a buffer moved that never did before;
-            whether losses are sums; and what the wires remember now.
-        """
-        self._num_passes += 1
-        schedule = self.schedule if self._learns else None
-        with Pass(
-            self.plan, self._mesh, state.params, state.grads, schedule, self._scratch, wires=state.wires,
-            is_first=index == 0, is_last=index == self.plan.num_micro_steps - 1,
-        ) as work:  # fmt: skip
-            with (
-                bound(self._model, self.plan.aliases, work.fetch, buffers),
-                self._blocks.applied(self._model) if self._blocks else nullcontext(),
-                self._checkpointed(work),
-            ):
-                with work.saving():
-                    loss, weight = self._loss(batch)
-                # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
-                share = 1 / (self._measures.predivide * (self.plan.num_micro_steps if weight is None else 1))
-                news = _moved(buffers, before) - (self._moving_buffers or set())
-                self._turn(work, loss, weight, len(news), share=share)
-                if self._cfg.scales_loss:
-                    loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * state.loss_scale.scale
-                torch.autograd.backward(loss)
-            work.finish()
-            told = self._told(work)
-        if self._learns and self.schedule is None:
-            self.schedule = early(work.executed, lambda present, next_: may_start_early(self.plan, present, next_))
-        return told, weight is not None, work.wires
-
-    def _checkpointed(self, work: Pass) -> AbstractContextManager[None]:
-        return self._checkpointing.applied(
-            self._model, device=self.device, recomputing=work.recomputing, aliases=self.plan.aliases,
-            moving=self._moving_buffers,
-        )  # fmt: skip
-
-    def _turn(self, work: Pass, loss: Tensor, weight: Tensor | None, news: int = 0, *, share: float = 1.0) -> None:
-        """Ends the forward, and tells the other ranks its loss, its weight, `news`, and the number of this pass."""
-        rest = [-1.0 if weight is None else weight, float(news), float(self._num_passes)]
-        row = [loss.detach(), *(torch.as_tensor(x, device=loss.device) for x in rest)]
-        work.turn(torch.stack([x.double() for x in row]), share=share)
-
-    def _told(self, work: Pass) -> Tensor:
-        """What every rank told (W, 3), less the number of its pass, which must be the same."""
-        told = work.told()
-        self._check_passes(told[:, 3])
-        return told[:, :3]
-
     def _check_passes(self, numbers_W: Tensor) -> None:
         if self.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
             raise CollectiveError(
                 f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes, since an error was "
-                f"raised at different places on different ranks; end the job, and start it again from what was saved"
+                f"raised at different places on different ranks, or some alone called what all must call (trace_comm, "
+                f"evaluate); end the job, and start it again from what was saved"
             )
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
@@ -677,30 +784,49 @@ class TrainStep:
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
         self._check_state(state)
-        self._num_passes += 1
-        schedule = self._eval_schedule if self._learns else None
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
-            with (
-                Pass(self.plan, self._mesh, state.params, None, schedule, self._scratch) as work,
-                torch.no_grad(),
-                _random_state(state.rng, self.device),
-                bound(self._model, self.plan.aliases, work.fetch, buffers),
-                self._blocks.applied(self._model) if self._blocks else nullcontext(),
-            ):
-                loss, weight = self._loss(batch)
-                self._turn(work, loss, weight)
-                work.finish()
-                told = self._told(work)
+            with torch.no_grad(), _random_state(state.rng, self.device):
+                loss, weight = self.inspect(state, lambda: self._loss(batch), run="evaluate")
         finally:
             for module, mode in modes:
                 module.training = mode
-        if self._learns and self._eval_schedule is None:
-            self._eval_schedule = tuple(work.executed)
+        row = [
+            loss.detach(),
+            *(torch.as_tensor(x, device=loss.device) for x in (-1.0 if weight is None else weight, self._num_passes)),
+        ]
+        told = collectives.stack(
+            torch.stack([x.double() for x in row]), self._mesh.everyone, label=Label("told", phase="turn")
+        )
+        self._check_passes(told[:, 2])
         check_rows(told[:, :2], is_sum=weight is not None)
         return mean_of(told[:, :2], is_sum=weight is not None)[0].float()
+
+    def inspect(self, state: TrainState[Tensor], function: Callable[[], T], *, run: str = "inspect") -> T:
+        """What `function` returns, which may call the model; its parameters get no gradients, and the state is unchanged.
+
+        For evaluation, and for gradients of inputs, by autograd or transforms of torch.func: these keep alive the gathered
+        parameters that they need.
+
+        *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
+
+        Args:
+            function, run: as for `forward`.
+        """
+        self._num_passes += 1
+        work = Pass(self.plan, self._mesh, state.params, None, self._orders, self._offload.stage(self._scratch))
+        buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+        with (
+            bound(self._model, self.plan.aliases, work.fetch, buffers),
+            self._blocks.applied(self._model) if self._blocks else nullcontext(),
+            work.forward(run, saves=False),
+        ):
+            result = function()
+        work.close()
+        if self._offload.passes_use_files:
+            self._agree_on_files(state)
+        return result
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight."""
@@ -751,8 +877,11 @@ class TrainStep:
         mesh = self._mesh
         held = [shard for shard in range(mesh.num_shards) if self.plan.stage == 0 or shard == mesh.shard]
         cut = [b for b in self.plan.flat_buffers if b.trainable and b.shard_numel]
+        stage = self._offload.stage(self._scratch)
         parts = [
-            self._measures.norm_part((own_shard(state.grads[b.key], b, shard) for b in cut), self.device)
+            self._measures.norm_part(
+                stage.each((b.key, own_shard(state.grads[b.key], b, shard)) for b in cut), self.device
+            )
             for shard in held
         ]
         if len(held) < mesh.num_shards:
@@ -842,6 +971,7 @@ class TrainStep:
         """
         twin = copy.copy(self)
         twin._bound = self._mesh.observed(observe)
+        twin._orders = None if self._orders is None else dict(self._orders)
         twin._compiled = None if self._compiled is None else self._compiled.observed(observe)
         return twin
 
@@ -859,12 +989,12 @@ class TrainStep:
         """
         order = {name: index for index, (name, _) in enumerate(self._model.named_parameters())}
         first, mesh = len(order), self._mesh
-        for buffer in self.plan.flat_buffers:
-            if buffer.trainable:
-                grad_S = own_shard(state.grads[buffer.key], buffer, mesh.shard)
-                for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
-                    if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
-                        first = order[name]
+        trained = [buffer for buffer in self.plan.flat_buffers if buffer.trainable]
+        shards = ((b.key, own_shard(state.grads[b.key], b, mesh.shard)) for b in trained)
+        for buffer, grad_S in zip(trained, self._offload.stage(self._scratch).each(shards), strict=True):
+            for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
+                if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
+                    first = order[name]
         found = int(mesh.stack(torch.tensor(first, device=self.device), label=Label("overflow")).min())
         return dict(zip(order.values(), order, strict=True)).get(found)
 
@@ -922,7 +1052,7 @@ class TrainStep:
             is_away = self._offload.is_away(buffer)
             if is_away:
                 at = self._transforms_of(buffer, num_updates, skip, factor, share if buffer.has_master else None)
-                away.append(Update(buffer, grad, master, optimizer[buffer.key], at))
+                away.append(Update(buffer, grad, master, optimizer[buffer.key], at, share))
             else:
                 transform = self._transform_of(
                     buffer, num_updates, skip=skip, factor=factor, out=share if buffer.has_master else None
@@ -944,14 +1074,16 @@ class TrainStep:
         return state
 
     def _transforms_of(
-        self, buffer: BufferPlan, num_updates: int, skip: Tensor | None, factor: Tensor | None, out: Tensor | None
-    ) -> Callable[[int, int], Transform]:
-        """The transform of elements [start, stop) of what this rank updates of a flat buffer that lives elsewhere."""
+        self, buffer: BufferPlan, num_updates: int, skip: Tensor | None, factor: Tensor | None, out: Any
+    ) -> Callable[..., Transform]:
+        """The transform of elements [start, stop) of what this rank updates of a flat buffer that lives elsewhere; as the third
+        what takes the new parameters, if not that part of `out`."""
         device = self._offload.runs_on(buffer)
         skip, factor = (None if x is None else x.to(device) for x in (skip, factor))
 
-        def at(start: int, stop: int) -> Transform:
-            part = None if out is None else out[start:stop]
+        def at(start: int, stop: int, part: Tensor | None = None) -> Transform:
+            if part is None and isinstance(out, Tensor):
+                part = out[start:stop]
             return self._transform_of(buffer, num_updates, start=start, skip=skip, factor=factor, out=part)
 
         return at

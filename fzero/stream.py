@@ -37,6 +37,10 @@ LANES = 32
 class SubGroup:
     """Elements [start, stop) of the flat tensors of these names.
 
+    Attributes:
+        made: the names of those whose old numbers nobody asks for: they need not be fetched.
+        kept: the names of those that stay as they are: they need not be put.
+
     >>> SubGroup(("exp_avg", "exp_avg_sq"), 0, 64).numel
     64
     """
@@ -44,6 +48,8 @@ class SubGroup:
     names: tuple[str, ...]
     start: int
     stop: int
+    made: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -58,10 +64,14 @@ class Mover(Protocol):
         """Raises a ValueError unless `num_alive` of these can be here at once."""
 
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
-        """Starts to bring a sub-group; its tensors, in the order of the names, may be written to until it is put."""
+        """Starts to bring a sub-group; its tensors, in the order of the names, may be written to until it is put.
+
+        Those that it calls `made` may hold anything.
+        """
 
     def put(self, sub_group: SubGroup) -> Callable[[], object]:
-        """Starts to take a sub-group back that was fetched, with what stands in its tensors now."""
+        """Starts to take a sub-group back that was fetched, with what stands in its tensors now, but for those that it calls
+        `kept`: what becomes of these is of no matter."""
 
     def fence(self) -> None:
         """Waits for all that was put. Raises if anything failed."""
@@ -70,8 +80,13 @@ class Mover(Protocol):
         """Waits until nothing moves; whatever is asked for from now on raises, for the state is not whole."""
 
 
-def cut(names: Sequence[str], numel: int, sub_group_numel: int) -> list[SubGroup]:
+def cut(
+    names: Sequence[str], numel: int, sub_group_numel: int, *, made: Sequence[str] = (), kept: Sequence[str] = ()
+) -> list[SubGroup]:
     """The sub-groups of flat tensors of `numel` elements, in order; a single empty one of empty tensors.
+
+    Args:
+        made, kept: see `SubGroup`.
 
     Raises:
         ValueError: `sub_group_numel` is not a multiple of 32.
@@ -85,7 +100,9 @@ def cut(names: Sequence[str], numel: int, sub_group_numel: int) -> list[SubGroup
             f"in the kernels are those of the update as a whole"
         )
     starts = range(0, numel, sub_group_numel) or (0,)
-    return [SubGroup(tuple(names), start, min(start + sub_group_numel, numel)) for start in starts]
+    return [
+        SubGroup(tuple(names), start, min(start + sub_group_numel, numel), tuple(made), tuple(kept)) for start in starts
+    ]
 
 
 def stream_update(
@@ -135,12 +152,23 @@ class Streamed(NamedTuple):
     names: tuple[str, ...]
     """What the mover calls the parameter, and then the state's long tensors in their order (see `streamed_names`)."""
     numel: int
-    transform_at: Callable[[int, int], Transform]
-    """The elementwise transform for elements [start, stop)."""
-    grad_at: Callable[[int, int], Tensor]
-    """The gradient of these elements, where the update runs; the update may write to it."""
+    transform_at: Callable[..., Transform]
+    """The elementwise transform for elements [start, stop); with `out`, for `start, stop, tensor`, into which it must write the
+    new parameter, too."""
+    grad_at: Callable[[int, int], Tensor] | None
+    """The gradient of these elements, where the update runs; the update may write to it. None where `grad` names it."""
     state: Any
     """What does not live there: the transform's state of no elements, `transform.init(torch.empty(0))`, with counters."""
+    out: str | None = None
+    """What the mover calls the parameters that the model computes with, where they are a copy of what is updated and live with
+    it."""
+    grad: str | None = None
+    """What it calls the gradient, where that lives with it."""
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """All that the mover moves."""
+        return (*self.names, *(name for name in (self.out, self.grad) if name is not None))
 
 
 def streamed_names(transform: Transform, name: str, state: Any) -> tuple[str, ...]:
@@ -158,7 +186,7 @@ def streamed_names(transform: Transform, name: str, state: Any) -> tuple[str, ..
     return (name, *(f"{name}/{leaf}" for leaf, is_long in longs if is_long))
 
 
-Work = Callable[[Streamed, SubGroup, list[Tensor]], None]
+Work = Callable[[Streamed, SubGroup, dict[str, Tensor]], None]
 
 
 def init_streamed(
@@ -176,15 +204,25 @@ def init_streamed(
         buffers, mover, sub_group_numel, ahead: as in `update_streamed`.
     """
 
-    def init(buffer: Streamed, group: SubGroup, tensors: list[Tensor]) -> None:
+    def init(buffer: Streamed, group: SubGroup, at: dict[str, Tensor]) -> None:
+        param, *tensors = (at[name] for name in buffer.names)
+        param.copy_(param_at(buffer.names[0], group.start, group.stop))
+        if buffer.out is not None:
+            at[buffer.out].copy_(param)
+        if buffer.grad is not None:
+            at[buffer.grad].zero_()
         transform = buffer.transform_at(group.start, group.stop)
-        tensors[0].copy_(param_at(buffer.names[0], group.start, group.stop))
-        begun = optree.tree_leaves(transform.init(tensors[0]))
+        begun = optree.tree_leaves(transform.init(param))
         longs = [x for x, is_long in zip(begun, long_leaves(transform), strict=True) if is_long]
-        for tensor, value in zip(tensors[1:], longs, strict=True):
+        for tensor, value in zip(tensors, longs, strict=True):
             tensor.copy_(value)
 
-    _stream(init, buffers, mover, sub_group_numel, ahead)
+    groups = [
+        (buffer, group)
+        for buffer in buffers
+        for group in cut(buffer.all_names, buffer.numel, sub_group_numel, made=buffer.all_names)
+    ]
+    _stream(init, groups, mover, ahead)
 
 
 def update_streamed(buffers: Sequence[Streamed], mover: Mover, *, sub_group_numel: int, **ahead: int) -> None:
@@ -195,31 +233,39 @@ def update_streamed(buffers: Sequence[Streamed], mover: Mover, *, sub_group_nume
         sub_group_numel: elements of a sub-group, a multiple of 32 (and of what the mover moves).
         ahead: `read_ahead` and `write_behind` of `stream_update`, whose errors these are, too.
     """
-    _stream(_update, buffers, mover, sub_group_numel, ahead)
+    groups = []
+    for buffer in buffers:
+        made = () if buffer.out is None else (buffer.out,)
+        kept = () if buffer.grad is None else (buffer.grad,)
+        groups += [
+            (buffer, group) for group in cut(buffer.all_names, buffer.numel, sub_group_numel, made=made, kept=kept)
+        ]
+    _stream(_update, groups, mover, ahead)
 
 
-def _update(buffer: Streamed, group: SubGroup, tensors: list[Tensor]) -> None:
-    transform = buffer.transform_at(group.start, group.stop)
+def _update(buffer: Streamed, group: SubGroup, at: dict[str, Tensor]) -> None:
+    outs = () if buffer.out is None else (at[buffer.out],)
+    transform = buffer.transform_at(group.start, group.stop, *outs)
     kept, treespec = optree.tree_flatten(buffer.state)
-    param, *longs = tensors
+    param, *longs = (at[name] for name in buffer.names)
     rest = iter(longs)
     is_last = group.stop == buffer.numel  # counters advance once
     old = [
         next(rest) if is_long else x if is_last else x.clone()
         for x, is_long in zip(kept, long_leaves(transform), strict=True)
     ]
-    _, *new = transform.update(buffer.grad_at(group.start, group.stop), param, treespec.unflatten(old))
+    grad = at[buffer.grad] if buffer.grad_at is None else buffer.grad_at(group.start, group.stop)  # type: ignore[index]
+    _, *new = transform.update(grad, param, treespec.unflatten(old))
     news = separate([new[0], *treespec.flatten_up_to(new[1])], [param, *old])
     for x, value in zip([param, *old], news, strict=True):
         if value.data_ptr() != x.data_ptr():
             x.copy_(value)
 
 
-def _stream(work: Work, buffers: Sequence[Streamed], mover: Mover, sub_group_numel: int, ahead: dict[str, int]) -> None:
-    buffer_of = {buffer.names: buffer for buffer in buffers}
-    groups = [group for buffer in buffers for group in cut(buffer.names, buffer.numel, sub_group_numel)]
+def _stream(work: Work, groups: Sequence[tuple[Streamed, SubGroup]], mover: Mover, ahead: dict[str, int]) -> None:
+    buffer_of = {group.names: buffer for buffer, group in groups}
 
     def update(group: SubGroup, tensors: list[Tensor]) -> None:
-        work(buffer_of[group.names], group, tensors)
+        work(buffer_of[group.names], group, dict(zip(group.names, tensors, strict=True)))
 
-    stream_update(update, mover, groups, **ahead)
+    stream_update(update, mover, [group for _, group in groups], **ahead)

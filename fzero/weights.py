@@ -19,8 +19,12 @@ import torch
 from torch import Tensor
 
 from fzero import checkpoint_files as files
-from fzero.checkpoint import Source, aliases_of, read_into, together
+from fzero.checkpoint import Source, aliases_of, placed, read_into, together
 from fzero.checkpoint_plan import Part, Slice, Stored, parts_of_weights
+from fzero.deepspeed_checkpoint_files import find as find_deepspeeds
+from fzero.deepspeed_checkpoint_files import is_deepspeeds
+from fzero.deepspeed_checkpoint_source import DeepSpeedFiles
+from fzero.file_tensors import Files as Scratch
 from fzero.reshard import AnyStep, blank, first_optimizer
 from fzero.safetensors_files import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
 from fzero.simulate import LockstepRanks, stacked
@@ -55,7 +59,7 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
     Args:
         path: a `.safetensors` file; a state dict that torch.save wrote; a folder of such files, with an index where there are
             several; a checkpoint of torch.distributed.checkpoint with the parameters under `model.<name>` or `<name>`; or one
-            of fzero, of which the masters are taken where there are any.
+            of fzero or DeepSpeed, of which the masters are taken where there are any.
         step: to continue with. Module buffers that are not among the weights are the model's own.
 
     Raises:
@@ -68,7 +72,9 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
     if isinstance(step, LockstepRanks):
         state: TrainState[Tensor] = stacked(step._run(lambda rank: load_weights(path, step=step.steps[rank])))
         return state
-    return together(step._mesh.everyone, lambda: _load(Path(path), step))
+    scratch = step._offload.make_files(step._mesh.everyone)
+    read = together(step._mesh.everyone, lambda: _load(Path(path), step, scratch))
+    return placed(read, step, scratch)
 
 
 def export(
@@ -87,8 +93,8 @@ def export(
         out, dtype, max_file_nbytes: as for `TrainStep.save_16bit_model`.
     """
     folder = files.find(Path(dir))
-    contents = _contents(folder)
-    found, names, params = _chunks(folder, contents), contents["names"], contents["optimizer"]
+    contents = contents_in(folder)
+    found, names, params = chunks_in(folder, contents), contents["names"], contents["optimizer"]
     first = {name: key for key, name in reversed(names.items())}
     aliases = {key: first[name] for key, name in names.items() if first[name] != key}
     tensors = {}
@@ -108,7 +114,7 @@ def export(
 # --- helpers -----------------------------------------------------------------------------------------------------
 
 
-def _load(path: Path, step: TrainStep) -> TrainState[Tensor]:
+def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
     source, prefixes = _opened(path)
     names = [*(name for b in step.plan.flat_buffers for name in b.layout.names), *step.plan.buffers]
     aliases = aliases_of(step)
@@ -128,12 +134,12 @@ def _load(path: Path, step: TrainStep) -> TrainState[Tensor]:
             f"load: {unknown[0]!r} must be of this model, and is not ({len(unknown)} such names); take the weights of "
             f"the same model"
         )
-    state = blank(step, step.rank, {"state.step": 0}, keeps_scale=False)
+    state = blank(step, step.rank, {"state.step": 0}, keeps_scale=False, files=scratch)
     missing = [name for name in step.plan.buffers if name not in keys]
     for name, value in step._first_values(missing, None, None).items():
         state.buffers[name].copy_(value)
     read_into(state, parts_of_weights(step.plan, step.rank, source.stored, keys), source)
-    return state._replace(optimizer=first_optimizer(step, step.rank, state.params, state.master))
+    return state._replace(optimizer=first_optimizer(step, step.rank, state.params, state.master, scratch))
 
 
 def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
@@ -148,10 +154,12 @@ def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
     for single in (path / "model.safetensors", path / "pytorch_model.bin"):
         if single.exists():
             return _Ranges([single]), ("",)
+    if is_deepspeeds(path):
+        return DeepSpeedFiles(find_deepspeeds(path)), ("master.", "model.")
     if (path / files.METADATA).exists() and not (path / files.MANIFEST).exists():
-        return _chunks(path, None), ("model.", "")
+        return chunks_in(path, None), ("model.", "")
     folder = files.find(path)
-    return _chunks(folder, _contents(folder)), ("master.", "model.")
+    return chunks_in(folder, contents_in(folder)), ("master.", "model.")
 
 
 def _prefix_of(stored: Mapping[str, Stored]) -> str:
@@ -159,13 +167,13 @@ def _prefix_of(stored: Mapping[str, Stored]) -> str:
     return "model." if any(key.startswith("model.") for key in stored) else ""
 
 
-def _contents(folder: Path) -> dict[str, Any]:
+def contents_in(folder: Path) -> dict[str, Any]:
     files.check_beside(folder, files.read_manifest(folder))
     contents: dict[str, Any] = json.loads((folder / files.CONTENTS).read_bytes())
     return contents
 
 
-def _chunks(folder: Path, contents: Mapping[str, Any] | None) -> Files:
+def chunks_in(folder: Path, contents: Mapping[str, Any] | None) -> Files:
     from fzero.checkpoint_format import Files
 
     return Files(folder, [] if contents is None else map(Slice.of, contents["slices"]))

@@ -19,10 +19,12 @@ Shape letters: P padded elements = W·S, S elements of a shard, W ranks, B bytes
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import optree
 import torch
+import torch.fx.traceback
 from einops import rearrange
 from torch import Tensor
 
@@ -105,7 +107,7 @@ def _start_exact_reduce_scatter(
     label: Label = REDUCE,
 ) -> Sending:
     if isinstance(axis, Sim):
-        return ended(_sum(collectives.all_to_all(_rows(full, axis), axis)), state)
+        return ended(collectives.in_order(collectives.all_to_all(_rows(full, axis), axis).unbind(-2)), state)
     pending = collectives.start_reduce_scatter(full.contiguous(), axis, out_S=out_S, after=after, label=label)
     return Sending(pending, lambda: state)
 
@@ -131,11 +133,12 @@ def coded(codec: Codec) -> Wire:
     def start_gather(
         shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, label: Label = GATHER
     ) -> Sending:
-        pending = _start_all_gather(codec.encode(shard), axis, None, label)
+        numel = shard.shape[-1]
+        pending = _start_all_gather(codec.encode(shard), axis, None, label, (numel, codec.nbytes(numel)))
 
         def finish() -> Tensor:
             rows = rearrange(pending.finish(), "... (rank nbytes) -> ... rank nbytes", rank=axis.size)
-            decoded = codec.decode(rows, shard.shape[-1], shard.dtype).flatten(-2)
+            decoded = codec.decode(rows, numel, shard.dtype).flatten(-2)
             return decoded if full_P is None else full_P.copy_(decoded)
 
         return Sending(Pending(label, pending.works, finish), lambda: state)
@@ -153,11 +156,11 @@ def coded(codec: Codec) -> Wire:
         rows, after = _made(
             lambda: codec.encode(_rows(full, axis)), (axis.size, codec.nbytes(shard_numel)), torch.uint8, full, after
         )
-        pending = _start_all_to_all(rows, axis, after, label)
+        pending = _start_all_to_all(rows, axis, after, label, (shard_numel, codec.nbytes(shard_numel)))
 
         def finish() -> Tensor:
             wide = torch.promote_types(full.dtype, torch.float32)
-            total = _sum(codec.decode(pending.finish(), shard_numel, wide))
+            total = collectives.in_order(codec.decode(pending.finish(), shard_numel, wide).unbind(-2))
             return total.to(full.dtype) if out_S is None else out_S.copy_(total)
 
         return Sending(Pending(label, pending.works, finish), lambda: state)
@@ -241,6 +244,10 @@ class Restarted(NamedTuple):
 
 def restarted(wire: Wire, *, every: int) -> Wire:
     """A wire whose state becomes what `init` makes after `every` rounds, and again after as many (LoCo's `reset_T`)."""
+    if not isinstance(wire, Wire):
+        raise ValueError(
+            f"restarted: wire must be a Wire, got {type(wire).__name__}; pass error_feedback(coded(quantize(4))), say"
+        )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"restarted: every must be a positive number of rounds, got {every!r}; 1024 say")
 
@@ -250,7 +257,7 @@ def restarted(wire: Wire, *, every: int) -> Wire:
     def present(x: Tensor, state: Restarted) -> State:
         is_new = state.num_rounds % every == 0
         return optree.tree_map(
-            lambda first, now: torch.where(is_new.view(*is_new.shape, *[1] * (now.ndim - is_new.ndim)), first, now),
+            lambda first, now: torch.where(is_new.view(is_new.shape + (1,) * (now.ndim - is_new.ndim)), first, now),
             wire.init(x),
             state.state,
         )
@@ -295,34 +302,39 @@ def _copied(pending: Pending, out: Tensor | None, dtype: torch.dtype) -> Pending
     )
 
 
-def _start_all_gather(shard: Tensor, axis: Axis, full: Tensor | None, label: Label) -> Pending:
+Coded = tuple[int, int]
+"""So many elements of a row, and as what they travel: as told, a collective counts the elements before they are coded."""
+
+
+def _start_all_gather(shard: Tensor, axis: Axis, full: Tensor | None, label: Label, coded: Coded = (1, 1)) -> Pending:
     """Starts to join what all ranks have, along the last dimension."""
     if isinstance(axis, Sim):
         return ended(collectives.all_gather(shard, axis), None).pending
     if not isinstance(axis, Bound):  # of a graph
-        return ended(axis.all_gather(shard), None).pending
+        with torch.fx.traceback.annotate({"coded": coded}):
+            return ended(axis.all_gather(shard), None).pending
     full = shard.new_empty(shard.numel() * axis.size) if full is None else full
-    return collectives.start_all_gather(shard, full, axis, label=label)
+    return collectives.start_all_gather(shard, full, _telling(axis, coded), label=label)
 
 
-def _start_all_to_all(rows: Tensor, axis: Axis, after: Pending | None, label: Label) -> Pending:
+def _start_all_to_all(rows: Tensor, axis: Axis, after: Pending | None, label: Label, coded: Coded) -> Pending:
     """Starts to send row r of (…, W, N) to rank r."""
     if isinstance(axis, Sim):
         return ended(collectives.all_to_all(rows, axis), None).pending
     if not isinstance(axis, Bound):
-        return ended(axis.all_to_all(rows.contiguous()), None).pending
-    return collectives.start_all_to_all(rows.contiguous(), axis, after=after, label=label)
+        with torch.fx.traceback.annotate({"coded": coded}):
+            return ended(axis.all_to_all(rows.contiguous()), None).pending
+    return collectives.start_all_to_all(rows.contiguous(), _telling(axis, coded), after=after, label=label)
+
+
+def _telling(axis: Bound, coded: Coded) -> Bound:
+    tell, (before, after) = axis.observe, coded
+    if tell is None or before == after:
+        return axis
+    return replace(axis, observe=lambda sent: tell(sent._replace(num_elements=sent.num_elements // after * before)))
 
 
 def _rows(full: Tensor, axis: Axis) -> Tensor:
     """What goes to each rank: (…, P) → (…, W, S)."""
     rows: Tensor = rearrange(full, "... (rank shard) -> ... rank shard", rank=axis.size)
     return rows
-
-
-def _sum(rows: Tensor) -> Tensor:
-    """The sum over (…, W, S) in rank order."""
-    total = rows[..., 0, :]
-    for rank in range(1, rows.shape[-2]):
-        total = total + rows[..., rank, :]
-    return total

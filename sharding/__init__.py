@@ -22,7 +22,7 @@ from sharding.specs import (
     Spec,
     TensorSpec,
 )
-from sharding.transfer import Move, moves_from, moves_to, plan_transfer
+from sharding.transfer import Move, moves_between, moves_from, moves_to, plan_transfer
 
 __all__ = [
     "DEVICE",
@@ -43,6 +43,7 @@ __all__ = [
     "boxes",
     "declaration",
     "itemsize",
+    "moves_between",
     "moves_from",
     "moves_to",
     "plan_buckets",

@@ -100,19 +100,40 @@ def moves_from(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[Move]:
     return _moves(sorted(parts, key=_by_target), old, new)
 
 
-def moves_to(old: FlatLayout, new: FlatLayout, ranks: range) -> Iterator[Move]:
+def moves_to(old: FlatLayout, new: FlatLayout, ranks: range, *, without: range = range(0)) -> Iterator[Move]:
     """The moves of `plan_transfer` into the new shards of neighbouring `ranks`, of what both layouts have; as sorted there.
+
+    Those out of the old shards of the neighbouring ranks `without` are left out.
 
     >>> old, new = (FlatLayout(("v", "w"), ((2,), (6,)), world_size=w) for w in (2, 4))
     >>> for move in moves_to(old, new, range(1, 3)): print(move)
     Move(source_rank=0, source_start=2, source_stop=4, target_rank=1, target_start=0)
     Move(source_rank=1, source_start=0, source_stop=2, target_rank=2, target_start=0)
+    >>> [move.source_rank for move in moves_to(old, new, range(1, 3), without=range(1))]
+    [1]
     """
-    if not ranks:
-        return iter(())
-    found = _shared(new, old, new.partition.bounds(ranks[0])[0], new.partition.bounds(ranks[-1])[1])
-    parts = (_Run(old.bounds(name)[0] + first, start, numel) for name, first, start, numel in found)
-    return _moves(sorted(parts, key=_by_target), old, new)
+    runs: Iterable[_Run] = _runs_to(old, new, ranks)
+    if without:
+        start, stop = _bounds(old, without)
+        runs = (part for run in runs for part in (*_clipped(run, 0, start), *_clipped(run, stop, old.numel)))
+    return _moves(runs, old, new)
+
+
+def moves_between(old: FlatLayout, new: FlatLayout, sources: range, targets: range) -> Iterator[Move]:
+    """What goes from the old shards of neighbouring ranks to the new ones of others, for who holds both as one tensor each.
+
+    No move is cut where a shard ends inside of either. Starts and stops count from the first rank's, which a move names.
+
+    >>> old, new = (FlatLayout(("v", "w"), ((2,), (6,)), world_size=w) for w in (2, 4))
+    >>> print(*moves_between(old, new, range(2), range(1, 4)))
+    Move(source_rank=0, source_start=2, source_stop=8, target_rank=1, target_start=0)
+    """
+    start, stop = _bounds(old, sources)
+    first, _ = _bounds(new, targets)
+    for source, target, numel in _runs(
+        part for run in _runs_to(old, new, targets) for part in _clipped(run, start, stop)
+    ):
+        yield Move(sources.start, source - start, source - start + numel, targets.start, target - first)
 
 
 def merged(moves: Iterable[Move]) -> Iterator[Move]:
@@ -152,6 +173,25 @@ class _Run(NamedTuple):
 
 def _by_target(run: _Run) -> int:
     return run.target
+
+
+def _bounds(layout: FlatLayout, ranks: range) -> tuple[int, int]:
+    """Where the shards of neighbouring ranks start and stop in the buffer."""
+    numel = layout.partition.shard_numel
+    return ranks.start * numel, ranks.stop * numel
+
+
+def _runs_to(old: FlatLayout, new: FlatLayout, ranks: range) -> list[_Run]:
+    """The parts of parameters of both layouts in the new shards of neighbouring ranks, sorted by target."""
+    found = _shared(new, old, *_bounds(new, ranks)) if ranks else ()
+    return sorted((_Run(old.bounds(n)[0] + first, start, numel) for n, first, start, numel in found), key=_by_target)
+
+
+def _clipped(run: _Run, start: int, stop: int) -> Iterator[_Run]:
+    """What of a run comes from elements [start, stop) of the old buffer, if any."""
+    first, last = max(run.source, start), min(run.source + run.numel, stop)
+    if first < last:
+        yield _Run(first, run.target + first - run.source, last - first)
 
 
 def _shared(layout: FlatLayout, other: FlatLayout, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:

@@ -511,3 +511,15 @@ def test_weights_of_another_model_are_told_by_name(tmp_path: Path) -> None:
     (tmp_path / "weights.safetensors").write_bytes(b"nothing at all")
     with pytest.raises(fzero.CheckpointError, match="must be a safetensors file"):
         fzero.load_weights(tmp_path / "weights.safetensors", step=step)
+
+
+def test_a_state_is_saved_whose_schedule_has_come_to_its_end(folder: Path) -> None:
+    def rate(num_updates: int) -> float:
+        if num_updates >= 2:
+            raise ValueError("the schedule has two rates")
+        return 0.1
+
+    step = fzero.make_train_step(make(Moody), config(1), lr_schedule=rate)
+    state = run(step, step.init(), range(2), lambda number: vectors(number, 8, 8))
+    fzero.save(state, folder, step=step)
+    assert_same([without_grads(fzero.load(folder, step=step).state)], [without_grads(state)])

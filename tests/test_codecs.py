@@ -38,6 +38,41 @@ def test_what_arrives_is_within_the_bound_and_as_long_as_told(codec: Codec, x: t
     assert ((arrived.double() - x.double()).abs() <= codec.bound(x)).all()
 
 
+EDGES = (
+    3.4028234663852886e38,
+    3.4028232635611926e38,
+    1e38,
+    1.0,
+    1.1754943508222875e-38,
+    1e-44,
+    1.401298464324817e-45,
+    0.0,
+)
+"""The largest of fp32, the one before, the smallest normal one, subnormal ones, and others."""
+
+
+@given(
+    st.sampled_from([4, 8]),
+    st.integers(1, 6),
+    st.lists(st.sampled_from(EDGES) | st.floats(0, 1), min_size=1),
+    st.data(),
+)
+def test_at_the_edges_of_the_range_what_is_finite_stays_so_and_within_the_bound(
+    bits: Any, half: int, sizes: list[float], data: Any
+) -> None:
+    signs = data.draw(st.lists(st.sampled_from([-1.0, 1.0]), min_size=len(sizes), max_size=len(sizes)))
+    scale = data.draw(
+        st.just(1.0) | st.floats(0.99, 1.0)
+    )  # a 127th of the largest number, 127 times, would be infinite
+    x = torch.tensor(sizes, dtype=torch.float64) * torch.tensor(signs, dtype=torch.float64) * scale
+    codec, x = quantize(bits, 2 * half), x.float()
+    arrived = codec.decode(codec.encode(x), len(x), torch.float32)
+    assert arrived.isfinite().all() and ((arrived.double() - x.double()).abs() <= codec.bound(x)).all()
+    x[-1] = data.draw(st.sampled_from([float("inf"), float("-inf"), float("nan")]))
+    arrived, broken = codec.decode(codec.encode(x), len(x), torch.float32), (len(x) - 1) // (2 * half) * 2 * half
+    assert arrived[broken:].isnan().all() and arrived[:broken].isfinite().all()
+
+
 @given(codecs(), numbers())
 def test_rows_travel_as_they_would_alone(codec: Codec, x: torch.Tensor) -> None:
     together = codec.encode(x)

@@ -67,6 +67,7 @@ def test_an_empty_configuration_means_the_defaults() -> None:
         "zero_quantized_gradients": False,
         "zeropp_loco_param": None,
         "offload_optimizer": None,
+        "offload_param": None,
         "sub_group_size": None,
     }
 
@@ -257,7 +258,6 @@ ON: dict[str, Any] = {
     "sparse_attention": {},
     "tensor_parallel": {"autotp_size": 2},
     "weight_quantization": {},
-    "zero_optimization.offload_param": {"device": "cpu"},
     "zero_optimization.zenflow": {},
 }
 """Values that ask for something."""
@@ -323,7 +323,9 @@ def test_an_older_key_and_its_block_exclude_each_other() -> None:
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         says = f"zero_optimization.{old}: stands beside {new!r}, which is the same; remove one of them"
         assert refusal(zero(**{old: False, new: {"device": "none"}})) == says
-    assert "offload_param" in refusal(zero(cpu_offload_param=True))
+    for old in ("cpu_offload_param", "cpu_offload_params"):
+        assert Config.load(zero(stage=3, **{old: True})) == Config.load(zero(stage=3, offload_param={"device": "cpu"}))
+    assert "zero_optimization.cpu_offload_param: " in refusal(zero(cpu_offload_param=2))
     assert Config.load(zero(cpu_offload=True)) == Config.load(zero(offload_optimizer={"device": "cpu"}))
     assert "zero_optimization.cpu_offload: " in refusal(zero(cpu_offload=2))
 
@@ -370,7 +372,6 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
     "source",
     [
         {"managed_gradient_accumulation": False},
-        zero(offload_param={"device": "cpu"}),
         zero(offload_optimizer={"device": "cpu", "super_offload": True}),
         {"aio": {"use_gds": True}},
         zero(ignore_unused_parameters=False),
@@ -440,6 +441,24 @@ def test_offload_is_read_and_its_keys_are_told_where_they_are_of_no_use() -> Non
         ({"device": "disk"}, "offload_optimizer.device: must be 'none', 'cpu' or 'nvme'"),
     ):
         assert says in refusal(zero(offload_optimizer=wrong))
+
+
+def test_parameters_are_offloaded_in_stage_3_where_no_shards_are_joined() -> None:
+    nvme = {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 0}
+    cfg = Config.load(zero(stage=3, offload_param=nvme) | {"aio": {"queue_depth": 16}})
+    assert not cfg.conflicts and Config.load(cfg.model_dump()) == cfg
+    assert cfg.zero_optimization.offload_param.max_in_cpu == 0
+    told = Config.load(zero(stage=3, offload_param={"device": "cpu", "max_in_cpu": 1e9, "buffer_size": 1}))
+    assert {note.key.rpartition(".")[2] for note in told.conflicts} == {"max_in_cpu", "buffer_size"}
+    for keys, says in (
+        ({"stage": 2}, "zero_optimization.offload_param: needs zero_optimization.stage 3, .*got stage 2"),
+        (
+            {"stage": 3, "zero_hpz_partition_size": 2},
+            "zero_optimization.offload_param: excludes .*zero_hpz_partition_size",
+        ),
+    ):
+        assert re.search(says, refusal(zero(offload_param=nvme, **keys)))
+    assert "nvme_path is required" in refusal(zero(stage=3, offload_param={"device": "nvme"}))
 
 
 def test_gradients_are_not_added_up_in_stage_3() -> None:
@@ -708,9 +727,9 @@ def test_nesterov_without_momentum_is_told_with_its_values() -> None:
 
 
 def test_every_wrong_field_gets_a_line() -> None:
-    lines = refusal({"train_batch_size": 0, "nope": 1, **zero(stage=7, offload_param={"device": "cpu"})}).splitlines()
+    lines = refusal({"train_batch_size": 0, "nope": 1, **zero(stage=7, zenflow={})}).splitlines()
     assert {line.partition(":")[0] for line in lines} == {
-        "train_batch_size", "nope", "zero_optimization.stage", "zero_optimization.offload_param",
+        "train_batch_size", "nope", "zero_optimization.stage", "zero_optimization.zenflow",
     }  # fmt: skip
 
 
@@ -722,11 +741,11 @@ def test_what_two_keys_do_wrong_together_is_told_by_the_name_of_one() -> None:
 
 
 def test_a_misspelt_key_in_a_block_that_is_refused_is_told_beside_the_refusal() -> None:
-    lines = refusal(zero(offload_param={"device": "cpu", "pin_memry": True})).splitlines()
+    lines = refusal(zero(zenflow={"topk_ratio": 0.1, "update_intervall": 4})).splitlines()
     assert [line.partition(":")[0].removeprefix("zero_optimization.") for line in lines] == [
-        "offload_param.pin_memry", "offload_param",
+        "zenflow.update_intervall", "zenflow",
     ]  # fmt: skip
-    assert "did you mean 'pin_memory'?" in lines[0]
+    assert "did you mean 'update_interval'?" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -1311,7 +1330,7 @@ def test_the_command_shows_values_and_reasons_or_every_error(
         r"fp16\.hysteresis +3 +conflict +no loss is scaled",
         r"zero_optimization\.stage +3 +given",
         r"gradient_clipping +1\.0 +default",
-        r"steps_per_print +10 +accepted +fzero prints nothing",
+        r"steps_per_print +10 +accepted +for the engine",
         r"optimizer\.params\.lr +auto +auto +left to fzero",
     ):
         assert re.search(row, shown), shown

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankError, RankPool
+from test_sharding_laws import counted_lines
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -322,6 +323,19 @@ def test_a_plan_of_many_tensors_on_many_ranks_holds_no_moves() -> None:
     assert held(100, 1000, 4096) < base + 300 * ranks, (
         "places, and the process of each piece; 300 flows' moves would be more"
     )
+
+
+def test_what_every_rank_holds_before_and_after_costs_a_process_no_look_at_the_others() -> None:
+    """Parameters whole on 4096 ranks and on 3072: counted in lines that run, for a time would depend on the machine."""
+    model = nn.ModuleList(nn.Linear(400, 4000, device="meta") for _ in range(4))
+    cfg = config(1) | PRECISIONS["bfloat16"]
+    old, new = (fzero.plan(model, cfg, world_size=w) for w in (4096, 3072))
+    plan = fzero.plan_reshard(old, new)
+    flows = [flow for round_ in plan.rounds for flow in round_.flows if "params" in flow.target.name]
+    moves, lines = counted_lines(lambda: [list(plan.moves(flow, 7)) for flow in flows])
+    assert len(flows) == 4 and all(0 < len(own) <= 2 for own in moves)
+    # Who else lacks them is asked once, and not for each flow: a look at each new rank is two lines.
+    assert lines < 2 * 3072 + 4 * 1000
 
 
 @given(paths(2))
@@ -757,9 +771,25 @@ def test_counters_that_differ_are_not_joined() -> None:
         fzero.reshard_all(states, old, new)
 
 
+def test_what_is_no_step_no_plan_or_no_state_is_told() -> None:
+    step = step_of(Setting(1, 2))
+    states = states_of(step)
+    with pytest.raises(ValueError, match=r"plan_reshard: old must be a plan, got TrainStep; pass old\.plan of a step"):
+        fzero.plan_reshard(step, step)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"reshard: old must be a step, .* got int; pass the one that made the state"):
+        fzero.reshard(states[0], 1, 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reshard: new must be a step, of make_train_step, got Plan"):
+        fzero.reshard_all(states, step, step.plan)  # type: ignore[arg-type]
+    simulated = fzero.simulate(step, by="lockstep"), fzero.simulate(step, by="vmap")
+    with pytest.raises(ValueError, match="reshard: the state of simulated steps must be that of all ranks, got None"):
+        fzero.reshard(None, *simulated)
+    with pytest.raises(ValueError, match="both steps must be simulated or neither, got LockstepRanks and TrainStep"):
+        fzero.reshard(None, simulated[0], step)
+
+
 def test_a_state_of_another_step_is_named() -> None:
     old, new = step_of(Setting(1, 2)), step_of(Setting(3, 2))
-    with pytest.raises(ValueError, match=r"state\.params.*must be float32 of shape.*old step"):
+    with pytest.raises(ValueError, match=r"state\.params.*must be torch.float32 of shape.*pass the step that made"):
         fzero.reshard_all(states_of(new), old, new)
     with pytest.raises(ValueError, match=r"all 2 ranks.*got 1"):
         fzero.reshard_all(states_of(old)[:1], old, new)
@@ -788,7 +818,10 @@ def _reshard_wrongly(case: str) -> None:
     ("case", "words"),
     [
         ("none", "on process 1: state: must be this process' part"),
-        ("state", "on process 1: state.master"),
+        (
+            "state",
+            "on process 1: state: must be one of this step's, got one with state.master['x']; pass the step that",
+        ),
         ("steps", "processes [1] have other plans"),
         ("wires", "processes [1] have other plans"),
         ("nobody", "each of the 2 ranks of the new job"),

@@ -17,6 +17,7 @@ from sharding import (
     NearEqualSplit,
     boxes,
     declaration,
+    moves_between,
     moves_from,
     moves_to,
     plan_buckets,
@@ -24,6 +25,7 @@ from sharding import (
     round_robin,
 )
 from sharding.testing import bucket_problems, layout_pairs, layouts, orders, partitions, world_sizes
+from sharding.transfer import merged
 
 law = settings(deadline=None)
 
@@ -276,7 +278,35 @@ def test_the_moves_of_one_shard_are_those_of_all_that_it_takes_part_in(pair, dat
             assert list(moves_from(source, target, rank)) == [move for move in moves if move.source_rank == rank]
         for first, last in combinations(range(target.world_size + 1), 2):
             ranks = range(first, last)
-            assert list(moves_to(source, target, ranks)) == [move for move in moves if move.target_rank in ranks]
+            into = [move for move in moves if move.target_rank in ranks]
+            assert list(moves_to(source, target, ranks)) == into
+            held = data.draw(neighbours(source.world_size))
+            others = [move for move in into if move.source_rank not in held]
+            assert elements(moves_to(source, target, ranks, without=held)) == elements(others)
+            own = [move for move in into if move.source_rank in held]
+            as_one = list(moves_between(source, target, held, ranks)) if held else []
+            assert elements(as_one) == elements(own, source, target, held, ranks)
+            assert list(merged(as_one)) == as_one
+
+
+def neighbours(world_size):
+    bounds = st.tuples(st.integers(0, world_size), st.integers(0, world_size))
+    return bounds.map(lambda found: range(min(found), max(found)))
+
+
+def elements(moves, source=None, target=None, sources=range(0), targets=range(0)):
+    """Each element that moves: from where in which shard to where in which; or in shards that are taken for one."""
+    from_one, to_one = (layout.partition.shard_numel if layout else 0 for layout in (source, target))
+    return {
+        (
+            sources.start if source else move.source_rank,
+            (move.source_rank - sources.start) * from_one + move.source_start + index,
+            targets.start if target else move.target_rank,
+            (move.target_rank - targets.start) * to_one + move.target_start + index,
+        )
+        for move in moves
+        for index in range(move.numel)
+    }
 
 
 @law

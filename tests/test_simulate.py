@@ -17,7 +17,7 @@ from training import Odd, Plain, adamw, config, make, part, tokens, train_plainl
 
 import fzero
 from fzero.lockstep import Hub, StuckError
-from fzero.simulate import stacked
+from fzero.simulate import VmapRanks, stacked
 
 TWO_MICRO_STEPS = {"train_batch_size": 24, "gradient_accumulation_steps": 2}
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -310,7 +310,7 @@ def test_what_vmap_cannot_do_is_told_or_done_in_lockstep() -> None:
             return super().forward(x, y) * (2 if x.sum().item() > 0 else 1)
 
     case = Case(Reads, vectors)
-    with pytest.raises(fzero.VmapError, match=r"cannot run this model for all ranks at once: .*item.*by='lockstep'"):
+    with pytest.raises(fzero.VmapError, match=r"cannot run this step for all ranks at once: .*item.*by='lockstep'"):
         _run(fzero.simulate(_step(case, 2), 2, by="vmap"), case, 1)
     with pytest.warns(UserWarning, match="the ranks run in lockstep, which takes longer") as warned:
         found = _run(fzero.simulate(_step(case, 2), 2), case, 2)
@@ -323,6 +323,22 @@ def test_what_vmap_cannot_do_is_told_or_done_in_lockstep() -> None:
         fzero.simulate(_step(CASES["muon"], 2), 2, by="vmap")
     with pytest.raises(fzero.VmapError, match="draws random numbers in a graph of all ranks"):
         _run(fzero.simulate(_step(CASES["noisy"], 0), 2, by="vmap", compile="aot_eager"), CASES["noisy"], 1)
+
+
+def test_an_error_of_the_batch_or_the_model_is_raised_as_it_is_and_changes_no_way(recwarn: Any) -> None:
+    class Fussy(Plain):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            if x.shape[-1] == 12:
+                raise NotImplementedError("no batches of 12")
+            return super().forward(x, y)
+
+    simulated = fzero.simulate(_step(Case(Fussy, vectors), 2), 2)
+    state = simulated.init()
+    for width, error in ((10, RuntimeError), (12, NotImplementedError)):
+        with pytest.raises(error, match=r"must match|shapes|no batches of 12"):
+            simulated(state, for_ranks(vectors(0, 12, width), 2))
+    state, _ = simulated(state, for_ranks(vectors(0), 2))
+    assert isinstance(simulated, VmapRanks) and not simulated.is_in_lockstep and not list(recwarn)
 
 
 def test_lockstep_takes_over_the_micro_batches_that_an_iterator_gave_to_vmap() -> None:

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from training import Odd, Plain, adamw, config, make, part, tokens, train, train_plainly, vectors
 
 import fzero
-from fzero import eager
+from fzero import staging
 
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -156,7 +156,7 @@ def test_parameters_kept_whole_are_joined_and_not_gathered(ranks: RankPool) -> N
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-class Alive(eager.Scratch):
+class Alive(staging.Scratch):
     """Counts the elements of full buffers that are alive, and the most at once: taken, and not given back or freed."""
 
     def __init__(self) -> None:
@@ -167,10 +167,10 @@ class Alive(eager.Scratch):
     def now(self, purpose: str) -> int:
         return sum(numel for ref, numel in self.alive[purpose].values() if not ref.expired())
 
-    def take(self, buffer: Any, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         caller = sys._getframe(1).f_code.co_name
         purpose = "gradient" if "grad" in caller else "gather"
-        flat = super().take(buffer, like, dtype)
+        flat = super().take(numel, dtype, device)
         storage = flat.untyped_storage()
         self.alive[purpose][storage.data_ptr()] = (StorageWeakRef(storage), flat.numel())
         self.total[purpose] += flat.numel()

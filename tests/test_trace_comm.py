@@ -14,7 +14,7 @@ import optree
 import pytest
 import torch
 from einops import rearrange
-from ranks import RankPool
+from ranks import RankError, RankPool
 from torch import Tensor, nn
 from training import Odd, Plain, config, make, part, tokens, vectors
 
@@ -26,6 +26,8 @@ from sharding import Mesh
 
 AOT: dict[str, Any] = {"compile": "step", "compile_backend": "aot_eager"}
 TWICE = {"train_batch_size": 12, "gradient_accumulation_steps": 2}
+CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+"""Keys of `zero_optimization`: codes on the way."""
 ALIKE = ("gather", "reduce", "join", "norm")
 """The purposes of which all sides tell the same."""
 
@@ -95,12 +97,12 @@ def _traced(model: Any, data: Any, cfg: Any) -> list[Comm]:
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "keys"),
-    [(2, 0, {}), (3, 2, TWICE), (2, 3, {})],
+    [(2, 0, {}), (3, 2, TWICE), (2, 3, {}), (2, 3, CODED)],
 )
 def test_processes_lockstep_compiled_step_and_plan_tell_the_same_which_is_the_plans(
     ranks: RankPool, world_size: int, stage: int, keys: Mapping[str, Any]
 ) -> None:
-    cfg = config(stage) | keys
+    cfg = config(stage, **keys) if keys is CODED else config(stage) | keys
     step, planned = on_paper(Plain, vectors, cfg, fzero.Fake("data", world_size, backend="gloo"))
     check_plan(planned, step.plan)
     simulated = in_lockstep(step, vectors)
@@ -113,6 +115,19 @@ def test_processes_lockstep_compiled_step_and_plan_tell_the_same_which_is_the_pl
             row.num_elements * 4 for row in planned.rows if row.purpose == "told"
         ]
         assert {row.purpose for row in (*eager.rows, *compiled.rows)} <= {*ALIKE, "told"}
+
+
+@pytest.mark.parametrize(("stage", "keys"), [(0, {"zero_quantized_gradients": True}), (3, CODED)])
+def test_through_wires_lockstep_and_plan_tell_the_elements_that_are_meant_and_the_bytes_that_are_sent(
+    stage: int, keys: Mapping[str, Any]
+) -> None:
+    step, planned = on_paper(Plain, vectors, config(stage, **keys), fzero.Fake("data", 3))
+    simulated = in_lockstep(step, vectors)
+    assert told(simulated, *ALIKE) == told(planned, *ALIKE)
+    for comm in (simulated, planned):
+        check_plan(comm, step.plan)
+        sent = sum(row.nbytes for row in comm.rows if row.purpose in ("gather", "reduce"))
+        assert sent == sum(step.plan.sent_nbytes_per_step.values()) < 4 * sum(step.plan.sent_per_step.values())
 
 
 def test_nccl_and_gloo_send_the_same_in_other_collectives() -> None:
@@ -158,6 +173,23 @@ def test_ranks_as_a_dimension_tell_what_one_of_them_would_send() -> None:
     step, planned = on_paper(Plain, vectors, config(3), fzero.Fake("data", 3, backend="gloo"))
     ranks = fzero.simulate(step, by="vmap")
     assert fzero.trace_comm(ranks, ranks.init(), for_ranks(vectors(0), 3)).rows == planned.rows
+    wired = fzero.make_train_step(make(Plain), config(3, **CODED), mesh=fzero.Fake("data", 3, backend="gloo"))
+    coded = fzero.trace_comm(fzero.simulate(wired, by="vmap"), ranks.init(), for_ranks(vectors(0), 3))
+    assert 0 < 2 * coded.by_purpose()["gather"] < planned.by_purpose()["gather"]
+
+
+@pytest.mark.parametrize("by", ["vmap", "lockstep"])
+def test_what_is_no_step_or_no_state_of_it_is_told(by: Any) -> None:
+    step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.Fake("data", 3))
+    ranks, batch = fzero.simulate(step, by=by), for_ranks(vectors(0), 3)
+    with pytest.raises(ValueError, match=r"state: must be one of this step's, got one without state\."):
+        fzero.trace_comm(ranks, None, batch)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"plan_comm: step must be of make_train_step, got \w+; .*trace_comm\(step, st"
+    ):
+        fzero.plan_comm(ranks, batch)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="trace_comm: step must be of make_train_step or of simulate, got Plan; pass"):
+        fzero.trace_comm(step.plan, ranks.init(), batch)  # type: ignore[arg-type]
 
 
 # --- several axes ------------------------------------------------------------------------------------------------
@@ -255,6 +287,34 @@ def _both_observers() -> tuple[int, int, int]:
     num_told = len(log)
     step(state, batch)
     return len(comm.rows), num_told, len(log)
+
+
+def _traced_on_rank_0_alone() -> None:
+    step = fzero.make_train_step(make(Plain), config(3))
+    batch = part(vectors(0), step.rank, step.world_size)
+    state, _ = step(step.init(), batch)
+    if step.rank == 0:
+        fzero.trace_comm(step, state, batch)
+    for _ in range(2):
+        state, _ = step(state, batch)
+
+
+def test_a_trace_on_one_rank_alone_ends_all_ranks_and_is_named(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, _traced_on_rank_0_alone)
+    for error in caught.value.errors:
+        assert isinstance(error, fzero.CollectiveError)
+        assert "[2, 3] passes" in str(error) and "some alone called what all must call (trace_comm" in str(error)
+
+
+def _named_otherwise() -> Comm:
+    step = fzero.make_train_step(make(Normed), config(3), mesh=replace(fzero.join(), name="x"))
+    return fzero.trace_comm(step, step.init(), part(vectors(0), step.rank, step.world_size))
+
+
+def test_what_is_sent_along_one_axis_goes_by_the_name_of_the_mesh_alone(ranks: RankPool) -> None:
+    for comm in ranks(2, _named_otherwise):
+        assert set(comm.by_axis()) == {"data"} and {"told", "gather", "norm", "buffers"} <= set(comm.by_purpose())
 
 
 def test_who_observed_before_is_told_as_before(ranks: RankPool) -> None:

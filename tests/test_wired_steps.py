@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,12 +21,15 @@ from test_compiled import AOT, SGD, Short
 from test_meshes import MESHES, SQUARE, config_of, given_mesh
 from test_simulate import CASES, assert_same, for_ranks
 from torch import Tensor
+from torch.fx import Graph
 from training import ADAMW, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
 from fzero import eager
 from fzero.codecs import Codec
 from fzero.config import ConfigError
+from fzero.graph_analysis import analyse, liveness
+from fzero.graph_sent import sent_in
 from fzero.simulate import LockstepRanks, stacked
 from fzero.wires import Wire
 from sharding import Mesh, Sharded
@@ -178,9 +182,10 @@ def test_ranks_that_should_hold_the_same_do(mode: str) -> None:
 
 TWICE = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}
 NARROW = {"bf16": {"enabled": True, "auto_cast": True}, "communication_data_type": "fp32"}
-GRAPHS: dict[str, tuple[str, dict[str, Any], Any]] = {
-    "mics 1, twice": ("mics 1", TWICE, {"node": FEEDBACK}),
-    "hybrid 3, narrow": ("hybrid 3", TWICE | NARROW, LOCO),
+GRAPHS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mics 1, twice": ("mics 1", TWICE, {"reduce_wire": {"node": FEEDBACK}}),
+    "hybrid 3, narrow": ("hybrid 3", TWICE | NARROW, {"reduce_wire": LOCO, "gather_wire": Q8}),
+    "hpz 3": ("hpz 3", {}, {"gather_wire": HALF}),
 }
 
 
@@ -193,13 +198,13 @@ def _sent_by_axis(log: list[fzero.Sent]) -> Counter[str]:
 
 
 def _captured(case: str) -> tuple[Any, Any, Counter[str], dict[str, int]]:
-    mode, keys, wire = GRAPHS[case]
+    mode, keys, wires = GRAPHS[case]
     cfg = config_of(mode, SQUARE) | {"optimizer": SGD, "gradient_clipping": 0.05} | keys
     found = []
     for options in ({}, AOT):
         log: list[fzero.Sent] = []
         axis = replace(fzero.join(), observe=log.append, mesh=given_mesh(mode, SQUARE))
-        step = fzero.make_train_step(make(Short), cfg, mesh=axis, reduce_wire=wire, **options)
+        step = fzero.make_train_step(make(Short), cfg, mesh=axis, **wires, **options)
         state, curve = step.init(), []
         for index in range(2):
             log.clear()
@@ -220,11 +225,43 @@ def test_a_captured_step_has_the_bits_of_the_eager_one_and_sends_the_bytes_of_th
         assert {name: sent[name] for name in planned} == planned
 
 
-def test_parameters_are_not_gathered_through_a_wire_in_a_graph() -> None:
-    with pytest.raises(
-        ConfigError, match="compile: must be None or 'block' where parameters are gathered through a wire"
-    ):
-        fzero.make_train_step(make(Plain), config(3), mesh=fzero.Fake("data", 2), gather_wire=Q8, **AOT)
+def _on_paper(**options: Any) -> tuple[fzero.TrainStep, Graph]:
+    """A step of one rank of four, and its graph as it would run."""
+    cfg = config(3, **options.pop("zero", {}))
+    step = fzero.make_train_step(make(functools.partial(Plain, 16, 3)), cfg, mesh=fzero.Fake("data", 4), **options)
+    (captured,) = step.trace(part(vectors(0), 0, 4))
+    return step, captured.scheduled().graph
+
+
+def test_a_graph_sends_codes_in_the_order_in_which_it_sends_numbers() -> None:
+    """So reductions start beside the backward, and no unit's full gradient waits for the end of it."""
+    graphs = [_on_paper(**wires)[1] for wires in ({}, {"gather_wire": Q8, "reduce_wire": LOCO})]
+    exact, coded = ([sent.label for sent in sent_in(graph, {})] for graph in graphs)
+    assert coded == exact
+    assert liveness(graphs[1]).peak_gathered_numel <= liveness(graphs[0]).peak_gathered_numel
+
+
+@pytest.mark.parametrize(
+    ("wire", "bucket"),
+    [(Q8, {}), (fzero.coded(fzero.quantize(4, 6)), {"allgather_bucket_size": 10**6}), (HALF, {})],
+    ids=["8 bits", "4 bits, joined", "cast"],
+)
+def test_a_graph_decodes_at_most_two_units_at_a_time_and_encodes_them_again_for_the_backward(
+    wire: Wire, bucket: dict[str, int]
+) -> None:
+    step, graph = _on_paper(gather_wire=wire, zero=bucket)
+    _, exact = _on_paper(zero=bucket)
+    found, meant = analyse(graph), analyse(exact)
+    assert Counter((g.unit, g.numel) for g in found.gathers) == Counter((g.unit, g.numel) for g in meant.gathers)
+    *_, second, largest = sorted(unit.gathered_numel for unit in step.plan.units)
+    # The next unit is there as codes only, which count where numbers travel as they are.
+    assert largest <= liveness(graph).peak_gathered_numel <= liveness(exact).peak_gathered_numel <= largest + second
+    where = {node: place for place, node in enumerate(graph.nodes)}
+    stays = [
+        (where[gather.issue[0]], max(where[user] for node in gather.settle for user in node.users))
+        for gather in found.gathers
+    ]
+    assert all(sum(first <= place <= last for first, last in stays) <= 2 for place in range(len(where)))
 
 
 @pytest.mark.parametrize(
@@ -560,6 +597,19 @@ def test_the_configuration_means_wires() -> None:
     assert set(frozen.frozen) == {"data"} and not frozen.gather and not frozen.reduce
     below = fzero.plan(make(Odd), config(2, **PLUS_PLUS), world_size=2).wiring
     assert not below.gather and not below.frozen and below.reduce
+
+
+def test_keys_of_wires_that_have_no_effect_are_told_when_a_step_is_made_as_by_the_configuration() -> None:
+    cfg = config(1, zero_quantized_weights=True, zeropp_loco_param={"err_beta": 0.5})
+    notes = fzero.Config.load(cfg).conflicts
+    with pytest.warns(fzero.ConfigWarning) as warned:
+        fzero.make_train_step(make(Plain), cfg)
+    said = {f"{note.key}: has no effect, for {note.reason}; leave it out" for note in notes if "zero" in note.key}
+    assert {str(warning.message) for warning in warned} >= {text for text in said if "zero_q" in text or "loco" in text}
+    assert len(warned) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fzero.ConfigWarning)
+        fzero.make_train_step(make(Plain), config(3, **PLUS_PLUS))
 
 
 WRONG: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {

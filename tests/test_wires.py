@@ -132,6 +132,22 @@ def test_real_ranks_get_the_bits_of_stacked_ones(ranks: RankPool) -> None:
             assert torch.equal(x, y[rank])
 
 
+def test_a_wire_that_is_restarted_twice_starts_anew_for_either() -> None:
+    wire, axis = error_feedback(coded(quantize(4, 16))), Sim("data", 2)
+    twice, alone = restarted(restarted(wire, every=2), every=3), restarted(wire, every=1)
+    state = twice.init(_parts(2, 32))
+    for index in range(7):
+        full = _parts(2, 32, index)
+        arrived, state = twice.reduce_scatter(full, axis, state)
+        is_anew = index % 3 % 2 == 0
+        assert torch.equal(arrived, alone.reduce_scatter(full, axis, alone.init(full))[0]) == is_anew
+    for given_ in (quantize(4), state):
+        with pytest.raises(ValueError, match=r"restarted: wire must be a Wire, got .*; pass error_feedback"):
+            restarted(given_, every=2)  # type: ignore[arg-type]
+    alone_rank = Lockstep("data", 1, 0, Hub(1))  # of which a counter is a number without dimensions
+    twice.reduce_scatter(_parts(1, 32)[0], alone_rank, twice.init(_parts(1, 32)[0]))
+
+
 def test_an_overflow_reaches_the_rank_that_owns_it_and_is_not_remembered() -> None:
     wire, full = error_feedback(coded(quantize(8, 16))), _parts(2, 32)
     full[1, 3] = float("inf")

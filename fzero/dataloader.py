@@ -1,0 +1,126 @@
+"""Which samples does a rank see, in which order, and how does a job go on where another one stopped?
+
+`ResumableLoader` is torch's `DataLoader` with torch's `DistributedSampler` and a position: how many batches of which epoch
+were given out. Going on there skips indices, not samples: nothing is loaded for them. The order of an epoch does not depend
+on the number of ranks, so that a job of another size goes on, too, where a batch of all ranks begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+class ResumableLoader:
+    """This rank's batches of a dataset, epoch after epoch: each `iter` is what is left of one.
+
+    Args:
+        dataset: with a length.
+        batch_size: samples of one batch on one rank.
+        rank, world_size: which share of each epoch is this rank's.
+        drop_last: whether samples that fill no batch on every rank are left out. Else the last batch is smaller, and samples
+            are repeated until all ranks have as many.
+        shuffle: whether each epoch has an order of its own, which `seed` decides.
+        collate_fn, num_workers, pin_memory: as for `torch.utils.data.DataLoader`.
+
+    Attributes:
+        epoch: the one that runs, or comes next.
+        num_given: batches of it that were given out.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"training_data: must be a dataset with a length and indices, got {type(dataset).__name__}, which cannot be "
+                f"divided among ranks; make a DataLoader of it that gives each rank its own samples, and leave training_data out"
+            )
+        self.dataset, self.batch_size, self.world_size = dataset, batch_size, world_size
+        self.sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        self._batches = BatchSampler(self.sampler, batch_size, drop_last)
+        self._how = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
+        self.epoch, self.num_given = 0, 0
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.num_given >= len(self):
+            self.epoch, self.num_given = self.epoch + 1, 0
+        self.sampler.set_epoch(self.epoch)
+        left = list(islice(self._batches, self.num_given, None))
+        # Else a DataLoader draws from the process' random numbers whenever it begins, so also when it goes on.
+        own = torch.Generator().manual_seed(self.sampler.seed + self.epoch)
+        loader: DataLoader[Any] = DataLoader(self.dataset, batch_sampler=left, generator=own, **self._how)  # type: ignore[arg-type]
+        for batch in loader:
+            self.num_given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is, the same on all ranks: the epoch, and how many of its samples all ranks together were given."""
+        return {"epoch": self.epoch, "samples": self.num_given * self.batch_size * self.world_size}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where another loader of the same dataset was.
+
+        Raises:
+            ValueError: it was in the middle of a batch of this one.
+        """
+        samples, whole = state["samples"], self.batch_size * self.world_size
+        if samples % whole:
+            raise ValueError(
+                f"training_data: must go on where a batch of all ranks begins, a multiple of {whole} samples (batches of "
+                f"{self.batch_size} on {self.world_size} ranks), got {samples}; choose another batch size or number of ranks"
+            )
+        self.epoch, self.num_given = state["epoch"], samples // whole
+
+
+class RepeatingLoader:
+    """A loader that begins anew when it is at its end, for scripts that count steps and not epochs.
+
+    >>> batches = iter(RepeatingLoader([1, 2]))
+    >>> [next(batches) for _ in range(5)]
+    [1, 2, 1, 2, 1]
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise ValueError(
+                "RepeatingLoader: needs a loader that gives something, and it is empty; pass another"
+            ) from None

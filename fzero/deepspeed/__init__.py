@@ -1,0 +1,60 @@
+"""The names by which a DeepSpeed script calls for what fzero has: `import fzero.deepspeed as deepspeed`.
+
+Thin modules in DeepSpeed's own places; what they give stands elsewhere. A name that is missing here is one that fzero has
+nothing for.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from typing import NoReturn
+
+from fzero.deepspeed import accelerator, checkpointing, comm, ops, runtime, utils, zero
+from fzero.deepspeed.accelerator import get_accelerator
+from fzero.deepspeed.comm import init_distributed
+from fzero.deepspeed.utils import log_dist, logger
+from fzero.engine import Engine
+from fzero.engine_optimizer import ConfiguredScheduler, EngineOptimizer
+from fzero.initialize import initialize
+
+DeepSpeedEngine = Engine
+DeepSpeedOptimizer = EngineOptimizer
+__version__ = "0.19.6"
+"""DeepSpeed's, whose keys and methods these are."""
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds `--deepspeed` and `--deepspeed_config` to a command line."""
+    group = parser.add_argument_group("DeepSpeed", "configuration of training")
+    group.add_argument(
+        "--deepspeed", default=False, action="store_true", help="for scripts that look at it; fzero does not"
+    )
+    group.add_argument("--deepspeed_config", default=None, type=str, help="JSON file, as DeepSpeed has it")
+    return parser
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(
+        f"fzero.deepspeed has no {name!r}: fzero trains with ZeRO 0 to 3 and offload, and has no pipelines, mixtures of experts, "
+        f"tensor parallelism or inference kernels; docs/deepspeed.md lists what there is"
+    )
+
+
+__all__ = [
+    "ConfiguredScheduler",
+    "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "accelerator",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "log_dist",
+    "logger",
+    "ops",
+    "runtime",
+    "utils",
+    "zero",
+]

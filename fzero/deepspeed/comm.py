@@ -1,0 +1,70 @@
+"""`deepspeed.comm`: torch.distributed, and `init_distributed`, which joins the job that a launcher started."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fzero import collectives
+from fzero.collectives import TIMEOUT
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Joins the process group that the launcher describes, if nobody did; without a launcher this process is alone.
+
+    *Collective:* every rank of the job.
+
+    Args:
+        dist_backend: "nccl" or "gloo"; None is the device's.
+        timeout: how long a collective waits for a rank that does not come.
+        init_method, rank, world_size: to join as torch.distributed.init_process_group does; the others need nothing here.
+    """
+    if dist.is_initialized():
+        return
+    if init_method is not None or rank >= 0:
+        dist.init_process_group(
+            dist_backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
+        )
+        return
+    if dist_backend not in (None, "nccl", "gloo"):
+        raise ValueError(f"init_distributed: dist_backend must be 'nccl' or 'gloo', got {dist_backend!r}; leave it out")
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    collectives.join("cuda" if backend == "nccl" else "cpu", timeout=timeout)
+
+
+def is_initialized() -> bool:
+    return dist.is_initialized()
+
+
+def get_rank(group: Any = None) -> int:
+    """This process' rank; 0 where it is alone."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of ranks; 1 where this process is alone."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def barrier(group: Any = None) -> None:
+    """Waits for all ranks."""
+    if dist.is_initialized():
+        dist.barrier(group)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(dist, name)

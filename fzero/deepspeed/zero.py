@@ -1,0 +1,129 @@
+"""`deepspeed.zero`: whole parameters for a while, and what is not needed here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero import collectives
+from fzero.config import ConfigWarning
+from fzero.live_params import engine_of
+from fzero.sent import Label
+from fzero.whole import params_of, with_weight
+
+
+class Init:
+    """A model made inside is made as always: whole, in this process' memory. `initialize` divides it and lets go of the rest.
+
+    To make one that does not fit, make it on `meta` and let `fzero.make_train_step` fill it unit by unit
+    (docs/deepspeed.md).
+    """
+
+    def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
+        if enabled:
+            warnings.warn(
+                "zero.Init: the model is made whole in this process' memory, and divided by initialize; docs/deepspeed.md says "
+                "how to make one that does not fit",
+                ConfigWarning,
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> Init:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class GatheredParameters:
+    """Inside, the parameters are whole: copies, in every stage.
+
+    *Collective:* every rank, with the same parameters, to enter and to leave.
+
+    Args:
+        params: of a module that an engine trains, one or several; others stay as they are.
+        modifier_rank: the rank whose values are taken over when it is left, also by the masters. None changes nothing, and
+            is an error on all ranks when one of them has changed a value.
+        enabled: False does nothing.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, Tensor) else list(params)
+        self._engine = next(filter(None, map(engine_of, given)), None) if enabled else None
+        self._modifier = modifier_rank
+        self._names: list[str] = []
+        if self._engine is not None:
+            named = map(self._engine.live.name_of, given)
+            self._names = sorted({name for name in named if name is not None})
+
+    def __enter__(self) -> None:
+        engine = self._engine
+        if engine is None:
+            return
+        engine._here()
+        self._outer = engine._is_gathered
+        self._whole = params_of(engine.train_step, engine.state, self._names)
+        self._before = {name: _fingerprint(value) for name, value in self._whole.items()}
+        for name, value in self._whole.items():
+            engine.live.bring(name, value)
+        engine._is_gathered = self._outer or (engine.train_step.plan.stage == 3 and not engine.live.is_away)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        engine = self._engine
+        if engine is None:
+            return
+        engine._is_gathered = self._outer
+        values = {name: engine.live.own[name].data for name in self._names}
+        engine._look()
+        if kind is not None:
+            return
+        axis = engine.train_step._mesh.everyone
+        if self._modifier is not None:
+            for name, value in values.items():
+                told = collectives.broadcast(
+                    value.contiguous(), axis, source=self._modifier, label=Label("other", name)
+                )
+                engine.state = with_weight(engine.train_step, engine.state, name, told)
+            return
+        changed = [name for name, value in values.items() if _fingerprint(value) != self._before[name]]
+        everyone = collectives.exchange(changed, axis, label=Label("other"))
+        for rank, names in enumerate(everyone):
+            if names:
+                raise RuntimeError(
+                    f"GatheredParameters: {names[0]!r} was changed on rank {rank} while modifier_rank is None, so that it is "
+                    f"lost; pass modifier_rank={rank}, whose values all ranks take over"
+                )
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing: a parameter is gathered whoever uses it, inside the forward of the engine's module."""
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise TypeError(
+            f"register_external_parameter: needs a module and a parameter, got {type(module).__name__} and "
+            f"{type(parameter).__name__}"
+        )
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing, as `register_external_parameter`."""
+
+
+def _fingerprint(value: Tensor) -> tuple[Any, ...]:
+    """What changes when an element does, or two are exchanged."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = value.detach().contiguous().view(-1).view(kinds[value.element_size()]).to(torch.int64)
+    places = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return tuple(value.shape), int(bits.sum()), int((bits * places).sum())

@@ -1,0 +1,139 @@
+"""What becomes of a script's module while an engine holds it? Its parameters look at the state, and calling it is calling the
+engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fzero import live_params
+from fzero.engine_accessors import Accessors
+from fzero.live_params import LiveParams
+from fzero.step import TrainStep
+from fzero.whole import params_of
+
+T = TypeVar("T")
+
+
+class HoldsModule(Accessors):
+    """The part of `Engine` that is about the module and where the state is."""
+
+    module: nn.Module
+    live: LiveParams
+    _is_inside = _is_gathered = _is_away = False
+
+    def _hold(self, module: nn.Module) -> None:
+        """Makes a call of the module one of the engine, wherever it comes from (a `generate`, a `loss` of the module's)."""
+        self.module, original = module, module.forward
+        self.live = LiveParams(module, self.train_step.plan)
+        self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
+
+        @functools.wraps(original)
+        def forward(*inputs: Any, **kwargs: Any) -> Any:
+            if self._is_inside or self._is_gathered or self.live.is_replaced:
+                return original(*inputs, **kwargs)
+            return self._run(original, inputs, kwargs)
+
+        module.__dict__["forward"] = forward
+        self._look()
+        live_params.register(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if "module" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        raise NotImplementedError
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        raise NotImplementedError
+
+    @contextmanager
+    def gathered(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Tensor]]:
+        """Copies of whole parameters by name, in every stage, for `torch.func.functional_call(engine.module, them, x)`.
+
+        Inside, with all names, the module stands by itself: it runs with these values, as often as it likes and on each rank
+        as it likes (`engine.module.generate`), and nothing is collected for a step. What is written to them is dropped.
+
+        *Collective* in stage 3: every rank.
+        """
+        before, self._is_gathered = self._is_gathered, names is None
+        found = params_of(self._here(), self.state, names)
+        try:
+            for name in self.live.own.keys() & found.keys():
+                self.live.bring(name, found[name])
+            yield found
+        finally:
+            self._is_gathered = before
+            self._look()
+
+    def compile(
+        self,
+        backend: Literal["inductor", "aot_eager"] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """Compiles the repeated blocks of the module from now on. *Collective:* every rank."""
+        if compile_kwargs or any(others.values()):
+            raise ValueError(
+                f"engine.compile: takes a backend and no further arguments, got {compile_kwargs or others}; leave them out"
+            )
+        recipe = replace(self.train_step.recipe, compile="block", compile_backend=backend)
+        self.train_step = TrainStep(recipe, self.train_step._ranks)
+
+    def offload_states(
+        self,
+        include: Sequence[Any] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Moves the state to host memory until `reload_states`, to make room on the device; all of it, whatever `include`."""
+        if str(device) != "cpu":
+            raise ValueError(f"engine.offload_states: device must be 'cpu', got {device!r}; leave it out")
+        self._move(torch.device("cpu"))
+        self._is_away = True
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what `offload_states` took away."""
+        self._move(self.train_step.device)
+        self._is_away = False
+
+    def destroy(self) -> None:
+        """Lets go of the state. The module is the script's again, with the weights that this rank holds whole."""
+        self.zero_grad()
+        self.module.__dict__.pop("forward", None)
+        self.module.__dict__.update(self._own_forward)
+        del self.state
+        self._is_away, self._monitors = True, []
+
+    # --- where the state is ---------------------------------------------------------------------------------------
+
+    def _here(self) -> TrainStep:
+        if self._is_away:
+            raise RuntimeError("engine: its state is away (offload_states, destroy); call reload_states first")
+        return self.train_step
+
+    def _move(self, device: torch.device) -> None:
+        """Moves what is on the step's device."""
+        if self.device.type != "cpu":
+            state = self.state
+            moved = optree.tree_map(
+                lambda x: x.to(device) if isinstance(x, Tensor) else x,
+                (state.params, state.master, state.grads, state.optimizer),
+            )
+            self.state = state._replace(**dict(zip(("params", "master", "grads", "optimizer"), moved)))
+            self._look()
+
+    def _look(self) -> None:
+        """Makes the module's parameters and buffers those of the state."""
+        self.live.look_at(self.state.params, self.train_step.device)
+        self.live.look_at_buffers(self.state.buffers)

@@ -1,0 +1,167 @@
+"""What does a module own while an engine trains it? Its own parameters, which look at the state and hold nothing themselves.
+
+A parameter that this rank holds whole (stages 0 to 2, and what stage 3 keeps whole) is a view of the state's flat buffer: it
+is read like any other. One that is divided among the ranks has its shape, dtype and device, no memory, and no values:
+computing with it is an error that says what to do. The parameter objects stay the same, so that what a script holds on to
+(in an optimizer, in a list) goes on to mean what it meant.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.plan import Plan
+from sharding import Replicated
+from sharding.views import unflatten
+
+_TOLD = {
+    *(
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "storage_offset",
+        "get_device",
+        "data_ptr",
+    ),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_same_size", "_is_view", "untyped_storage"),
+    *("requires_grad_", "__repr__", "__hash__", "__format__"),
+}
+"""What may be asked of a tensor without values."""
+_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes that hold them."""
+
+
+class AwayError(RuntimeError):
+    """A parameter's values were asked for where they are not."""
+
+
+class Away(nn.Parameter):
+    """A parameter that is divided among the ranks: everything but values."""
+
+    fzero_name: str
+    fzero_plain: nn.Parameter
+    """The same to torch.compile, which looks at parameters that a call replaces."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        is_told = name in _TOLD or (name in ("__get__", "__set__") and attribute not in _VALUES)
+        if not is_told:
+            found = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Away)), None)
+            raise AwayError(
+                f"parameter {getattr(found, 'fzero_name', '')!r}: is divided among the ranks and has no values here, and "
+                f"{name or func} needs them; compute inside the engine's forward, or on all ranks inside "
+                f"`with fzero.deepspeed.zero.GatheredParameters(...)`; engine.gathered() gives a dict of all, for "
+                f"torch.func.functional_call, and engine.save_16bit_model writes them"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.fzero_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class LiveParams:
+    """The parameters and buffers of a module, as they stand for those of a state.
+
+    Attributes:
+        own: the module's parameters by their first names.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        homes = {name: buffer for buffer in plan.flat_buffers for name in buffer.layout.names}
+        self._slots: list[tuple[nn.Module, str, str]] = []
+        self._buffer_slots: list[tuple[nn.Module, str, str]] = []
+        self.own: dict[str, nn.Parameter] = {}
+        for prefix, module in model.named_modules():
+            dot = f"{prefix}." if prefix else ""
+            for key, param in module._parameters.items():
+                if param is not None:
+                    name = plan.aliases.get(dot + key, dot + key)
+                    self.own.setdefault(name, self._present(param, homes[name].dtypes.param))
+                    module._parameters[key] = self.own[name]
+                    self._slots.append((module, key, name))
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._buffer_slots.append((module, key, plan.aliases.get(dot + key, dot + key)))
+        self._names = {id(param): name for name, param in self.own.items()}
+
+    @staticmethod
+    def _present(param: nn.Parameter, dtype: str) -> nn.Parameter:
+        """The parameter itself; of one on `meta`, which can hold no values, a new one."""
+        if not param.is_meta:
+            return param
+        return nn.Parameter(torch.empty(0), requires_grad=param.requires_grad)
+
+    def look_at(self, params: Mapping[str, Tensor], device: torch.device) -> None:
+        """Makes the parameters what the flat buffers of a state say."""
+        for buffer in self.plan.flat_buffers:
+            flat = params[buffer.key].detach()
+            is_here = isinstance(buffer.row.params, Replicated)
+            views = unflatten(flat, buffer.layout) if is_here else {}
+            for name, shape in zip(buffer.layout.names, buffer.layout.shapes, strict=True):
+                if is_here:
+                    self.bring(name, views[name])
+                else:
+                    self.send_away(name, shape, flat.dtype, device)
+
+    def look_at_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        for module, key, name in self._buffer_slots:
+            module._buffers[key] = buffers[name]
+
+    def bring(self, name: str, value: Tensor) -> None:
+        """Gives a parameter values."""
+        param = self.own[name]
+        if isinstance(param, Away):
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+        param.data = value
+
+    def send_away(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """Takes a parameter's values away."""
+        param = self.own[name]
+        if isinstance(param, Away):
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+        nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+        param.data = nothing.expand(shape)
+        param.grad = None
+        if param.numel():
+            plain = nn.Parameter(param.data, requires_grad=param.requires_grad)
+            param.__class__ = Away
+            param.__dict__ |= {"fzero_name": name, "fzero_plain": plain}
+
+    def name_of(self, param: Tensor) -> str | None:
+        """The name of one of these parameters."""
+        return self._names.get(id(param))
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether somebody has put other tensors in place of some of these (`torch.func.functional_call` does)."""
+        return any(module._parameters.get(key) is not self.own[name] for module, key, name in self._slots)
+
+    @property
+    def is_away(self) -> bool:
+        return any(isinstance(param, Away) for param in self.own.values())
+
+
+_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those that are there, to find the one that a parameter belongs to."""
+
+
+def register(engine: Any) -> None:
+    _ENGINES.add(engine)
+
+
+def engine_of(param: Tensor) -> Any:
+    """The engine that trains a parameter, or None."""
+    return next((engine for engine in _ENGINES if engine.live.name_of(param) is not None), None)

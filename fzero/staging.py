@@ -1,0 +1,180 @@
+"""How do whole shards come from where they live to a pass that works on them, and its gradients to where they live?
+
+A pass asks for the shard of a flat buffer of parameters when it gathers it, and says before what it will ask for next, so that
+the next shard is on its way while the last one is worked on. It hands over the shards of gradients one by one, as the backward
+makes them, and goes on while they are written. Where a shard is on the device anyway, none of this does anything.
+
+What moves between files and a device stands in host memory that files are read into as it is (`fzero.host_buffers.paged`), and is
+kept for the next shard of the same size. A file that fails breaks its state and raises nothing here: the rank goes on with
+zeros, so that the others do not wait for it, and all of them are told when the pass is over (`fzero.offload.agree`).
+
+Shape letters: S elements of a shard.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from fzero.file_tensors import FileTensor, kept
+from fzero.host_buffers import CHUNK, PAGE, paged
+
+Leaf = Tensor | FileTensor
+
+MOST_LEAVING = 2
+"""Shards of gradients that are written to files while the backward goes on."""
+
+
+class Scratch:
+    """Flat buffers for gathered parameters, unreduced gradients and shards on their way, kept for the next taker of that size.
+
+    Memory that is new to the process costs a page fault for every 4 kB. CUDA's allocator keeps memory by itself.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._paged: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised buffer."""
+        free = self._free[numel, dtype]
+        return free.pop() if free and device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
+
+    def take_paged(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised buffer on the CPU that files are read into."""
+        free = self._paged[numel, dtype]
+        return free.pop() if free else paged(numel, dtype)
+
+    def give(self, flat: Tensor) -> None:
+        """Takes a buffer back, unless somebody still holds a view of it."""
+        storage = flat.untyped_storage()
+        if flat.device.type == "cpu" and torch._C._storage_Use_Count(storage._cdata) == 2:  # `flat` and `storage`
+            is_paged = storage.data_ptr() % PAGE == 0 and storage.nbytes() > 0 and storage.nbytes() % CHUNK == 0
+            (self._paged if is_paged else self._free)[flat.numel(), flat.dtype].append(flat)
+
+
+class Stage:
+    """Brings shards to where a pass works, and takes gradients from there.
+
+    Args:
+        device: where the pass works.
+        scratch: where its buffers come from.
+        most: how many shards may be on their way from files at once, of those that are asked for before they are needed.
+    """
+
+    def __init__(self, device: torch.device, scratch: Scratch, most: int | None = None) -> None:
+        self.device, self.scratch, self.most = device, scratch, most
+        self._coming: dict[str, Callable[[], Tensor]] = {}
+        self._leaving: deque[tuple[FileTensor, Tensor, Callable[[], object]]] = deque()
+        self._copies_in = _stream(device) if device.type == "cuda" else None
+        self._copies_out = False  # whether copies to the host may be under way
+
+    # --- what comes ----------------------------------------------------------------------------------------------
+
+    def ahead(self, name: str, x: Leaf) -> None:
+        """Starts to bring a shard, if there is room; `bring` gives it."""
+        is_here = isinstance(x, Tensor) and x.device == self.device
+        if not is_here and name not in self._coming and (self.most is None or len(self._coming) < self.most):
+            self._coming[name] = self._start(x)
+
+    def bring(self, name: str, x: Leaf) -> Tensor:
+        """The shard on the device: itself where it lives there, else a copy, to be given back with `scratch.give`."""
+        wait = self._coming.pop(name, None) or self._start(x)
+        return wait()
+
+    def each(self, shards: Iterable[tuple[str, Leaf]]) -> Iterator[Tensor]:
+        """One shard after the other, on the device, good until the next is asked for; the next is on its way meanwhile."""
+        rest = deque(shards)
+        while rest:
+            name, x = rest.popleft()
+            here = self.bring(name, x)
+            if rest:
+                self.ahead(*rest[0])
+            yield here
+            if here is not x:
+                self.scratch.give(here)
+
+    def _start(self, x: Leaf) -> Callable[[], Tensor]:
+        if isinstance(x, FileTensor):
+            return self._start_file(x)
+        if x.device == self.device:
+            return lambda: x
+        with torch.cuda.stream(self._copies_in):
+            copy = x.to(self.device, non_blocking=True)
+            is_here = self._copies_in.record_event() if self._copies_in else None
+
+        def finish() -> Tensor:
+            if is_here is not None:
+                computing = torch.cuda.current_stream(self.device)
+                computing.wait_event(is_here)
+                copy.record_stream(computing)
+            return copy
+
+        return finish
+
+    def _start_file(self, x: FileTensor) -> Callable[[], Tensor]:
+        flat = self.scratch.take_paged(x.numel(), x.dtype)
+        wait = kept(x, lambda: x.files.start_read(x.name, flat))
+
+        def finish() -> Tensor:
+            if wait is None or kept(x, wait) is None:
+                flat.zero_()
+            if self.device.type == "cpu":
+                return flat
+            here = flat.to(self.device)
+            self.scratch.give(flat)
+            return here
+
+        return finish
+
+    # --- what leaves ---------------------------------------------------------------------------------------------
+
+    def put(self, home: Leaf, values: Tensor, *, adds: bool) -> None:
+        """Takes values to a shard: in its place, or added to it. They may change when this returns."""
+        if isinstance(home, FileTensor):
+            self._put_in_file(home, values, adds=adds)
+        elif adds:
+            home.add_(values.to(home.device))
+        elif home.data_ptr() != values.data_ptr():
+            home.copy_(values, non_blocking=True)
+            self._copies_out |= home.device != values.device
+
+    def _put_in_file(self, home: FileTensor, values: Tensor, *, adds: bool) -> None:
+        while len(self._leaving) >= MOST_LEAVING or (adds and self._leaving):
+            self._end_leaving()
+        flat = self._start_file(home)() if adds else self.scratch.take_paged(home.numel(), home.dtype)
+        if adds and flat.device != torch.device("cpu"):
+            flat = self.scratch.take_paged(home.numel(), home.dtype).copy_(flat)
+        _ = flat.add_(values.to(flat.device)) if adds else flat.copy_(values)
+        wait = kept(home, lambda: home.files.start_write(home.name, flat))
+        if wait is not None:
+            self._leaving.append((home, flat, wait))
+
+    def _end_leaving(self) -> None:
+        home, flat, wait = self._leaving.popleft()
+        kept(home, wait)
+        del wait
+        self.scratch.give(flat)
+
+    def settle(self) -> None:
+        """Waits until all that was put is where it lives."""
+        while self._leaving:
+            self._end_leaving()
+        if self._copies_out:
+            torch.cuda.current_stream(self.device).synchronize()  # the host reads what was copied there
+            self._copies_out = False
+
+    def abandon(self) -> None:
+        """Waits until nothing moves, and forgets what came."""
+        for wait in self._coming.values():
+            self.scratch.give(wait())
+        self._coming.clear()
+        self.settle()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
