@@ -120,7 +120,7 @@ def test_a_step_pays_less_than_a_microsecond_for_each_collective() -> None:
         progress.start(label)
         progress.waits[1] = label
         progress.waits.pop(1)
-    assert (time.perf_counter() - began) / 10_000 < 5e-6  # measured 0.2 µs; the machine may be busy
+    assert (time.perf_counter() - began) / 10_000 < 5e-6  # measured 0.5 µs on a busy core
 
 
 def test_one_rank_alone_keeps_no_watch() -> None:
