@@ -110,7 +110,9 @@ def test_a_rank_that_skips_a_collective_is_named_with_what_both_wait_for(jobs: d
     (_, *here), (_, *there) = (lines.splitlines()[:3] for _, lines in ends)
     assert here == there, ends  # all say the same
     behind, ahead = here
-    assert re.fullmatch(r"  rank 0 \(.*\) has not come: waiting for .* \(backward, collective \d+ of step 4\)", behind), here
+    assert re.fullmatch(
+        r"  rank 0 \(.*\) has not come: waiting for .* \(backward, collective \d+ of step 4\)", behind
+    ), here
     assert re.fullmatch(r"  rank 1: waiting for gradient norm \(update, collective \d+ of step 4\)", ahead), here
 
 

@@ -236,6 +236,16 @@ def test_a_dry_run_prints_the_commands_of_the_hosts_that_are_left(tmp_path, caps
     assert " -w a " in (forced := capsys.readouterr().out) and "--master_addr=m" in forced
 
 
+def test_how_long_a_collective_waits_is_told_to_the_ranks_of_all_hosts(tmp_path, capsys):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    flags = ["--hostfile", str(tmp_path / "hosts"), "--timeout", "90", "--nnodes", "1:2", "--wait_for_hosts", "5"]
+    assert main([*flags, "--dry_run", "train.py"]) == 0
+    commands = capsys.readouterr().out.splitlines()
+    assert (
+        all("export FZERO_TIMEOUT=90; " in line and "--last_call=5" in line for line in commands) and len(commands) == 2
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -243,6 +253,7 @@ def test_a_dry_run_prints_the_commands_of_the_hosts_that_are_left(tmp_path, caps
         (["--module", "--no_python"], "exclude each other"),
         (["--nnodes", "1:3"], "MAX the number of hosts, 1"),
         (["--max_restarts", "-1"], "must be 0 or more"),
+        (["--timeout", "0"], "--timeout 0.0: must be a positive number of seconds"),
         (["--node_rank", "1"], "there are 1 hosts"),
         (["--env_file", "/nowhere"], "/nowhere"),
     ],
