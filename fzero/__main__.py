@@ -1,4 +1,4 @@
-"""The command line: `fzero train.py …`, `fzero config FILE`, `fzero export DIR OUT`; or `python -m fzero …`."""
+"""The command line: `fzero train.py …`, `fzero config FILE`, `fzero env`, `fzero export DIR OUT`; or `python -m fzero …`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from fzero import (
     export,
     export_deepspeed,
     launch,
+    machine_report,
 )
 from fzero.config_table import reference, table
 
 HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes (fzero run --help)
        fzero config FILE                     what a configuration comes to (fzero config --help)
+       fzero env                             this machine: versions, devices and measured rates (fzero env --help)
        fzero export DIR OUT                  the weights of a checkpoint as safetensors files (fzero export --help)
        fzero import-deepspeed DIR OUT        a checkpoint of DeepSpeed as one of fzero
 
@@ -83,6 +85,25 @@ def export_weights(arguments: list[str]) -> int:
     return 0
 
 
+def show_machine(arguments: list[str]) -> int:
+    """Versions, devices and rates of this machine; 1 when the folder cannot be written to."""
+    what = "this machine, to paste into an issue: versions, devices, and rates measured in a few seconds"
+    parser = argparse.ArgumentParser(prog="fzero env", description=what)
+    parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: this one)")
+    parser.add_argument("--json", action="store_true", help="for a program; rates are per second")
+    given = parser.parse_args(arguments)
+    try:
+        found = machine_report.machine_report(given.path)
+    except OSError as error:
+        print(f"--path {given.path}: {error}", file=sys.stderr)
+        return 1
+    if given.json:
+        print(machine_report.as_json(found))
+    else:
+        Console().print(machine_report.table(found))
+    return 0
+
+
 def convert(arguments: list[str]) -> int:
     """Writes a checkpoint of DeepSpeed as one of fzero; 1 when that cannot be."""
     what = "a checkpoint of DeepSpeed as one of fzero, for fzero.load; DeepSpeed is not needed"
@@ -98,7 +119,13 @@ def convert(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"config": show_config, "export": export_weights, "import-deepspeed": convert, "run": launch.main}
+COMMANDS = {
+    "config": show_config,
+    "env": show_machine,
+    "export": export_weights,
+    "import-deepspeed": convert,
+    "run": launch.main,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
