@@ -19,6 +19,7 @@ from fzero.elasticity import ElasticBatch, elastic_batch, elastic_batch_of_nodes
 from fzero.engine import Engine
 from fzero.file_store import StoreError
 from fzero.file_tensors import FileTensor
+from fzero.fit import Fit, fit
 from fzero.graph_schedule import CompileError
 from fzero.initialize import initialize
 from fzero.launched import Launched, launched
@@ -28,7 +29,10 @@ from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
 from fzero.place import place
 from fzero.plan import Plan, plan
+from fzero.planner import Column, Comparison, compare_plans
 from fzero.precision import Precision, widened
+from fzero.profile_reports import ModuleProfile, Profile, comms_table, wall_clock_table
+from fzero.profiler import profile
 from fzero.reshard import reshard, reshard_all
 from fzero.reshard_plan import Place, ReshardPlan, plan_reshard
 from fzero.schedule import Event, ScheduleError
@@ -49,8 +53,10 @@ __all__ = [
     "CheckpointError",
     "Codec",
     "CollectiveError",
+    "Column",
     "Comm",
     "CommRow",
+    "Comparison",
     "CompileError",
     "Config",
     "ConfigError",
@@ -60,6 +66,7 @@ __all__ = [
     "Event",
     "Fake",
     "FileTensor",
+    "Fit",
     "Label",
     "Launched",
     "Loaded",
@@ -69,11 +76,13 @@ __all__ = [
     "Machine",
     "Metrics",
     "MismatchError",
+    "ModuleProfile",
     "Pieces",
     "Place",
     "Placement",
     "Plan",
     "Precision",
+    "Profile",
     "Rates",
     "Real",
     "ReshardPlan",
@@ -99,6 +108,8 @@ __all__ = [
     "chain",
     "check_elementwise",
     "coded",
+    "comms_table",
+    "compare_plans",
     "convert_deepspeed",
     "elastic_batch",
     "elastic_batch_of_nodes",
@@ -107,6 +118,7 @@ __all__ = [
     "exact",
     "export",
     "export_deepspeed",
+    "fit",
     "gather",
     "import_deepspeed",
     "initialize",
@@ -124,6 +136,7 @@ __all__ = [
     "plan",
     "plan_comm",
     "plan_reshard",
+    "profile",
     "quantize",
     "reduce_scatter_grads",
     "reshard",
@@ -142,5 +155,6 @@ __all__ = [
     "trace_comm",
     "unless",
     "unstacked",
+    "wall_clock_table",
     "widened",
 ]

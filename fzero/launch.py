@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Starts a script in one process for each device, on one machine or on many.",
         usage="fzero [run] [flags] [-m] script.py [args of the script …]",
+        epilog="example: fzero run --num_procs 2 train.py --steps 100",
     )
 
     def add(name: str, *others: str, **how: object) -> None:

@@ -62,6 +62,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.wiring",
         "fzero.placements",
         "fzero.plan",
+        "fzero.estimates",
+        "fzero.named_models",
+        "fzero.flop_counts",
         "fzero.batches",
         "fzero.reshard_plan",
         "fzero.checkpoint_plan",
@@ -100,6 +103,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
     (
+        *("fzero.working_buffers", "fzero.traced_activations", "fzero.planner", "fzero.fit_search", "fzero.fit"),
+        *("fzero.profile_reports", "fzero.profiler"),
         "fzero.recipe",
         "fzero.step",
         "fzero.simulate",
@@ -146,7 +151,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # starting ranks, and the command line
     (
         *("fzero.hosts", "fzero.launch_environment", "fzero.keeper", "fzero.agent", "fzero.launchers"),
-        *("fzero.preflight", "fzero.supervise", "fzero.launch", "fzero.__main__"),
+        *("fzero.preflight", "fzero.supervise", "fzero.launch", "fzero.commands", "fzero.__main__"),
     ),
 )
 """From the lowest up. A module imports modules of lower layers, and those to its left in its own."""
