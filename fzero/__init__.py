@@ -15,7 +15,7 @@ from fzero.comm import Comm, CommRow, plan_comm, trace_comm
 from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.deepspeed_checkpoint import convert_deepspeed, import_deepspeed
 from fzero.deepspeed_checkpoint_export import export_deepspeed
-from fzero.elasticity import ElasticBatch, elastic_batch
+from fzero.elasticity import ElasticBatch, elastic_batch, elastic_batch_of_nodes
 from fzero.engine import Engine
 from fzero.file_store import StoreError
 from fzero.file_tensors import FileTensor
@@ -24,6 +24,7 @@ from fzero.graph_schedule import CompileError
 from fzero.initialize import initialize
 from fzero.launched import Launched, launched
 from fzero.loss_scaling import LossScale, LossScaling
+from fzero.machine_report import Rates, measure_rates
 from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
 from fzero.place import place
@@ -82,6 +83,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Profile",
+    "Rates",
     "Real",
     "ReshardPlan",
     "Round",
@@ -110,6 +112,7 @@ __all__ = [
     "compare_plans",
     "convert_deepspeed",
     "elastic_batch",
+    "elastic_batch_of_nodes",
     "ended",
     "error_feedback",
     "exact",
@@ -126,6 +129,7 @@ __all__ = [
     "load",
     "load_weights",
     "make_train_step",
+    "measure_rates",
     "muon",
     "optimizer_update",
     "place",

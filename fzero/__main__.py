@@ -18,6 +18,7 @@ from fzero import (
     export,
     export_deepspeed,
     launch,
+    machine_report,
 )
 from fzero.commands import parser_of, plan_model, profile_model
 from fzero.config_conflicts import values
@@ -31,6 +32,7 @@ ZeRO as pure functions on PyTorch
   run       start a script in many processes           fzero run --num_procs 2 train.py
   plan      what each rank would hold and send         fzero plan --model 7B --world 64
   profile   where a model's time and work go           fzero profile --model 100M --sequence 256
+  env       this machine: versions, devices, rates     fzero env --path /fast
   config    what a configuration comes to              fzero config ds_config.json
   export    the weights of a checkpoint, as files      fzero export checkpoints weights
   import-deepspeed    a checkpoint of DeepSpeed        fzero import-deepspeed ds_checkpoints checkpoints"""
@@ -107,6 +109,25 @@ def export_weights(arguments: list[str]) -> int:
     return 0
 
 
+def show_machine(arguments: list[str]) -> int:
+    """Versions, devices and rates of this machine; 1 when the folder cannot be written to."""
+    what = "this machine, to paste into an issue: versions, devices, and rates measured in a few seconds"
+    parser = parser_of("env", what, "example:\n  fzero env --path /fast")
+    parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: this one)")
+    parser.add_argument("--json", action="store_true", help="for a program; rates are per second")
+    given = parser.parse_args(arguments)
+    try:
+        found = machine_report.machine_report(given.path)
+    except OSError as error:
+        print(f"--path {given.path}: {error}", file=sys.stderr)
+        return 1
+    if given.json:
+        print(machine_report.as_json(found))
+    else:
+        Console().print(machine_report.table(found))
+    return 0
+
+
 def convert(arguments: list[str]) -> int:
     """Writes a checkpoint of DeepSpeed as one of fzero; 1 when that cannot be."""
     what = "a checkpoint of DeepSpeed as one of fzero, for fzero.load; DeepSpeed is not needed"
@@ -126,6 +147,7 @@ COMMANDS = {
     "run": launch.main,
     "plan": plan_model,
     "profile": profile_model,
+    "env": show_machine,
     "config": show_config,
     "export": export_weights,
     "import-deepspeed": convert,

@@ -22,7 +22,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # tensors cut and joined by a layout; collectives on stacked ranks; what property tests try
     ("sharding.views", "sharding.reference", "sharding.toy_models", "sharding.testing"),
     # the only door to torch.distributed; what is sent
-    ("fzero.launched", "fzero.codecs", "fzero.sent", "fzero.lockstep", "fzero.collectives", "fzero.wires"),
+    (
+        "fzero.launched",
+        "fzero.codecs",
+        "fzero.sent",
+        "fzero.lockstep",
+        "fzero.stacks",
+        "fzero.hangs",
+        "fzero.collectives",
+        "fzero.wires",
+    ),
     # pure
     (
         "fzero.tables",
@@ -41,6 +50,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.config_schedulers",
         "fzero.config_precision",
         "fzero.config_offload",
+        "fzero.elasticity",
+        "fzero.config_elasticity",
         "fzero.config_conflicts",
         "fzero.schedule",
         "fzero.state",
@@ -55,7 +66,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.named_models",
         "fzero.flop_counts",
         "fzero.batches",
-        "fzero.elasticity",
         "fzero.reshard_plan",
         "fzero.checkpoint_plan",
         "fzero.graph_analysis",
@@ -103,6 +113,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.reshard",
         "fzero.checkpoint",
         "fzero.weights",
+        "fzero.machine_report",
         "fzero.deepspeed_checkpoint",
         "fzero.deepspeed_checkpoint_export",
         "fzero.whole",
@@ -139,7 +150,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     # starting ranks, and the command line
     (
-        *("fzero.hosts", "fzero.launch_environment", "fzero.agent", "fzero.launchers"),
+        *("fzero.hosts", "fzero.launch_environment", "fzero.keeper", "fzero.agent", "fzero.launchers"),
         *("fzero.preflight", "fzero.supervise", "fzero.launch", "fzero.commands", "fzero.__main__"),
     ),
 )
