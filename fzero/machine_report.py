@@ -23,6 +23,7 @@ import torch
 from rich.table import Table
 
 from fzero import collectives
+from fzero.profiler import matrix_rate
 
 PACKAGES = (
     "fzero",
@@ -37,7 +38,7 @@ PACKAGES = (
     "deepspeed",
 )
 PROGRAMS = ("ssh", "pdsh", "mpirun", "srun")
-NBYTES, DISK_NBYTES, SIDE = 1 << 26, 1 << 28, 1024  # of a copy and a gather, of a file, and the side of a matrix
+NBYTES, DISK_NBYTES = 1 << 26, 1 << 28  # of a copy and a gather, and of a file
 SECONDS = 0.3  # for each rate
 
 
@@ -106,8 +107,8 @@ def measure_rates(path: Path | str = ".", *, gather: bool = True) -> Rates:
         gather=gather_rate() if gather else None,
         disk_write=write,
         disk_read=read,
-        flops_fp32=matrix_rate(torch.float32, "cuda" if has_gpu else "cpu"),
-        flops_bf16=matrix_rate(torch.bfloat16, "cuda" if has_gpu else "cpu"),
+        flops_fp32=matrix_rate("cuda" if has_gpu else "cpu", torch.float32),
+        flops_bf16=matrix_rate("cuda" if has_gpu else "cpu", torch.bfloat16),
     )
 
 
@@ -117,19 +118,6 @@ def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
         torch.cuda.synchronize()
 
     return best(copy)
-
-
-def matrix_rate(dtype: torch.dtype, device: str) -> float:
-    """Floating point operations per second of a product of square matrices."""
-    side = SIDE if device == "cpu" else 8 * SIDE
-    left, right = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
-
-    def multiply() -> None:
-        left @ right
-        if device != "cpu":
-            torch.cuda.synchronize()
-
-    return 2.0 * side**3 / best(multiply)
 
 
 def disk_rates(folder: Path) -> tuple[float, float]:
