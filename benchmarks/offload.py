@@ -2,20 +2,27 @@
 
     python benchmarks/offload.py                          a table and out/offload/offload.json
     python benchmarks/offload.py --path /mnt/nvme --millions 64 --rounds 9
+    python benchmarks/offload.py --memory                 how much memory a rank takes, by what it places where
 
 One rank trains a model whose forward and backward are next to nothing, with AdamW in fp32; a step's update is the step less
 one that updates nothing. All contenders take turns in rounds: `ns` is the median of the rounds, per parameter, so that another
 load on the machine hits all of them. `fio` reads and writes as many bytes at the same time (apt-get install -y fio), `copy`
 copies the three tensors that an update reads and writes, `kernel` is PyTorch's fused AdamW on whole tensors, and CPUAdam is
 DeepSpeed's where that is installed. On a CPU, host memory is where the state is on the device: the update is the same.
+
+`--memory` trains one rank of each kind in a process of its own, for a model on `meta` of `--millions` parameters in equal blocks,
+and tells the most resident memory that it had beyond what it had before `init`, per parameter.
 """
 
 import argparse
+import gc
 import importlib
 import json
+import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -125,6 +132,64 @@ def contenders(folder: Path, args: argparse.Namespace, console: Console) -> dict
     return made
 
 
+def kinds(folder: str) -> dict[str, dict[str, Any]]:
+    """What is measured: keys of `zero_optimization`."""
+    files = {"device": "nvme", "nvme_path": folder}
+    of_params = {"offload_param": files | {"max_in_cpu": 0}}
+    return {
+        "device": {"stage": 3},
+        "offload_optimizer": {"stage": 3, "offload_optimizer": files},
+        "offload_param": {"stage": 3, **of_params},
+        "both": {"stage": 3, "offload_optimizer": files, **of_params},
+    }
+
+
+def resident(args: argparse.Namespace) -> None:
+    """Prints the bytes that training takes beyond what this process has already."""
+    kind, precision, folder = args.resident
+
+    def train(num_blocks: int) -> None:
+        with torch.device("meta"):
+            model = Light(num_blocks)
+        cfg = {"bf16": {"enabled": precision == "bf16"}, "zero_optimization": kinds(folder)[kind]}
+        step = fzero.make_train_step(model, cfg)
+        state = step.init()
+        for _ in range(3):
+            state, _ = step(state, torch.ones(1, dtype=torch.bfloat16 if precision == "bf16" else None))
+
+    train(2)  # what is loaded and made once is there
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = peak_resident()
+    train(max(args.millions * 1_000_000 // WIDTH**2, 1))
+    print(peak_resident() - before)
+
+
+def peak_resident() -> int:
+    """The most bytes of memory that this process has had since it began, or since the peak was set back."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def memory(args: argparse.Namespace, console: Console) -> None:
+    """A table of the bytes per parameter, by kind and precision."""
+    numel = max(args.millions * 1_000_000 // WIDTH**2, 1) * WIDTH**2
+    table = Table(title=f"bytes per parameter, Adam, one rank, {numel / 1e6:.1f}M parameters", title_justify="left")
+    for column in ("in files", "fp32", "bf16, fp32 master"):
+        table.add_column(column, justify="right" if "p" in column else "left")
+    for kind in kinds(""):
+        row = []
+        for precision in ("fp32", "bf16"):
+            with tempfile.TemporaryDirectory(dir=args.path) as folder:
+                command = [sys.executable, __file__, "--millions", str(args.millions)]
+                command += ["--resident", kind, precision, folder]
+                environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+                done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+                row.append(f"{int(done.stdout) / numel:.2f}")
+        table.add_row(kind, *row)
+    console.print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times updates of state that lives in memory and in files.")
     parser.add_argument("--path", type=Path, help="a folder on the disk to measure (default: the temporary one)")
@@ -133,9 +198,15 @@ def main() -> None:
     parser.add_argument("--sub-group", type=int, default=1 << 20, help="elements of a sub-group")
     parser.add_argument("--block", type=int, default=1 << 20, help="bytes of one call to the system")
     parser.add_argument("--depth", type=int, default=8, help="blocks that move at once")
+    parser.add_argument("--memory", action="store_true", help="how much memory a rank takes")
+    parser.add_argument("--resident", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("out/offload"))
     args = parser.parse_args()
     console = Console(highlight=False)
+    if args.resident:
+        return resident(args)
+    if args.memory:
+        return memory(args, console)
     with tempfile.TemporaryDirectory(dir=args.path) as folder:
         made = contenders(Path(folder), args, console)
         rounds: list[dict[str, float]] = [{name: run() for name, run in made.items()} for _ in range(args.rounds)]

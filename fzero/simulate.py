@@ -195,6 +195,11 @@ class VmapRanks(LockstepRanks):
         way: Literal["vmap", "either"] = "vmap",
     ) -> None:
         super().__init__(recipe, world_size, mesh=mesh)
+        if self.steps[0]._offload.has_files:
+            raise ConfigError(
+                f"by: must be 'lockstep' where state is in files, got 'vmap' with "
+                f"{next(n for n, p in self.plan.placements.items() if p.kind == 'nvme')} there; pass by='lockstep'"
+            )
         self._way: Literal["vmap", "either", "lockstep"] = way
         self._backend = compile
         self._stacked = Stacked(self.plan.mesh, self.plan.axes)

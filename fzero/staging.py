@@ -69,7 +69,7 @@ class Stage:
         self.device, self.scratch, self.most = device, scratch, most
         self._coming: dict[str, Callable[[], Tensor]] = {}
         self._leaving: deque[tuple[FileTensor, Tensor, Callable[[], object]]] = deque()
-        self._copies_in = _stream(device) if device.type == "cuda" else None
+        self._copies_in: torch.cuda.Stream | None = None
         self._copies_out = False  # whether copies to the host may be under way
 
     # --- what comes ----------------------------------------------------------------------------------------------
@@ -102,15 +102,16 @@ class Stage:
             return self._start_file(x)
         if x.device == self.device:
             return lambda: x
+        if self._copies_in is None:
+            self._copies_in = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._copies_in):
             copy = x.to(self.device, non_blocking=True)
-            is_here = self._copies_in.record_event() if self._copies_in else None
+            is_here = self._copies_in.record_event()
 
         def finish() -> Tensor:
-            if is_here is not None:
-                computing = torch.cuda.current_stream(self.device)
-                computing.wait_event(is_here)
-                copy.record_stream(computing)
+            computing = torch.cuda.current_stream(self.device)
+            computing.wait_event(is_here)
+            copy.record_stream(computing)
             return copy
 
         return finish
@@ -173,8 +174,3 @@ class Stage:
             self.scratch.give(wait())
         self._coming.clear()
         self.settle()
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream

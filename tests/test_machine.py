@@ -110,11 +110,11 @@ def moving_without_the_last_update() -> Any:
 
     def broken(state: Any, step: Any) -> Any:
         before, now = training_machine.copied(state), fzero.place(state, step)
-        if any(p.kind == "nvme" for p in step.plan.placements.values()):
-            kept[:] = [before]
-        elif kept and optree.tree_structure(kept[0]) == optree.tree_structure(now):
-            same = [x.shape == y.shape for x, y in zip(*map(optree.tree_leaves, (kept[0], now)), strict=True)]
-            now = now._replace(optimizer=kept.pop().optimizer) if all(same) else now
+        if any(p.kind != "device" for p in step.plan.placements.values()):
+            kept[:] = [before.optimizer]
+        elif kept and optree.tree_structure(kept[0]) == optree.tree_structure(now.optimizer):
+            same = [x.shape == y.shape for x, y in zip(*map(optree.tree_leaves, (kept[0], now.optimizer)), strict=True)]
+            now = now._replace(optimizer=kept.pop()) if all(same) else now
         return now
 
     return patch.object(training_machine, "place", broken)

@@ -203,6 +203,10 @@ def test_a_state_in_memory_is_not_taken_for_one_in_files_nor_the_other_way(tmp_p
         train(there, here.init(), 0, 1)
     with pytest.raises(ValueError, match=r"must live on 'device' in this step, got FileTensor.*; bring .* fzero.place"):
         train(here, there.init(), 0, 1)
+    with pytest.raises(
+        fzero.ConfigError, match=r"by: must be 'lockstep' where state is in files, got 'vmap' with grads/"
+    ):
+        fzero.simulate(step_of(2, **nvme(tmp_path)), 1, by="vmap")
     with pytest.raises(ValueError, match="trace_comm: the state must be in memory"):
         fzero.trace_comm(there, there.init(), data(0))
 

@@ -79,7 +79,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ConfigError(
                 "Trainer: accelerate must set up neither DeepSpeed nor FSDP, got one in its environment; start with torchrun or "
-                "fzero launch, or run `accelerate config` for plain data parallelism"
+                "fzero, or run `accelerate config` for plain data parallelism"
             )
         self.accelerator.backward = self._backward
 
