@@ -4,11 +4,12 @@
     python benchmarks/scale.py --models 7b --ranks 64 --stages 0,1,2,3
     python benchmarks/scale.py --blocks 8,32,128                what the passes cost, by number of blocks
 
-Builds transformers' Llama on `meta`, makes a step on a `fzero.Fake` axis, captures its graph with `step.trace`, and puts it
-in order as a compiled step does: bf16 beside an fp32 master, AdamW, one sequence of 4096 tokens on each rank, collectives
-as on NCCL. Beside what the graph holds and sends stand the formulas: 16Ψ/W bytes of state, and 3Ψ(W-1)/W elements sent in
-stage 3, 2Ψ(W-1)/W in the others (ZeRO, sections 3 and 7). Bytes alive are the graph's: every tensor from the node that makes
-it to its last use, nothing fused, no activation checkpointing. Prints a table; writes it and pictures to out/scale/.
+Builds transformers' Llama on `meta`, plans it in all stages and placements (`fzero.compare_plans`), makes a step on a
+`fzero.Fake` axis, captures its graph with `step.trace`, and puts it in order as a compiled step does: bf16 beside an fp32
+master, AdamW, one sequence of 4096 tokens on each rank, collectives as on NCCL. Beside what the graph holds and sends stand the
+formulas: 16Ψ/W bytes of state, and 3Ψ(W-1)/W elements sent in stage 3, 2Ψ(W-1)/W in the others (ZeRO, sections 3 and 7). Bytes
+alive are the graph's: every tensor from the node that makes it to its last use, nothing fused, no activation checkpointing.
+Prints a table; writes it and pictures to out/scale/.
 """
 
 import argparse
@@ -48,6 +49,7 @@ class Found:
     stage: int
     num_blocks: int
     psi: int
+    compare_s: float
     capture_s: float
     passes_s: float
     num_nodes: int
@@ -77,6 +79,9 @@ def find(
         # Two of the larger model's blocks: the next unit is gathered while one is used.
         "zero_optimization": {"stage": stage, "stage3_max_live_parameters": 2_000_000_000},
     }
+    start = time.process_time()
+    fzero.compare_plans(model, cfg, world_size=world_size)
+    compare_s = time.process_time() - start
     step = fzero.make_train_step(model, cfg, mesh=fzero.Fake("data", world_size))
     start = time.process_time()
     (captured,) = step.trace({"input_ids": tokens, "labels": tokens})
@@ -95,6 +100,7 @@ def find(
         stage=stage,
         num_blocks=sizes["num_hidden_layers"],
         psi=psi,
+        compare_s=compare_s,
         capture_s=capture_s,
         passes_s=min(passes_s),
         num_nodes=len(ordered.graph.nodes),
@@ -121,6 +127,7 @@ def formula_bytes(psi: int, world_size: int, stage: int) -> float:
 
 ROWS: tuple[tuple[str, Callable[[Found], str]], ...] = (
     ("parameters", lambda f: f"{f.psi / 1e9:.2f}e9"),
+    ("plans of all stages and placements, s of one core", lambda f: f"{f.compare_s:.2f}"),
     ("capture, s of one core", lambda f: f"{f.capture_s:.1f}"),
     ("passes, best of 3, s of one core", lambda f: f"{f.passes_s:.2f}"),
     ("passes, μs for a node", lambda f: f"{f.passes_s / f.num_nodes * 1e6:.0f}"),

@@ -15,19 +15,24 @@ from fzero.comm import Comm, CommRow, plan_comm, trace_comm
 from fzero.config import Config, ConfigError, ConfigWarning
 from fzero.deepspeed_checkpoint import convert_deepspeed, import_deepspeed
 from fzero.deepspeed_checkpoint_export import export_deepspeed
-from fzero.elasticity import ElasticBatch, elastic_batch
+from fzero.elasticity import ElasticBatch, elastic_batch, elastic_batch_of_nodes
 from fzero.engine import Engine
 from fzero.file_store import StoreError
 from fzero.file_tensors import FileTensor
+from fzero.fit import Fit, fit
 from fzero.graph_schedule import CompileError
 from fzero.initialize import initialize
 from fzero.launched import Launched, launched
 from fzero.loss_scaling import LossScale, LossScaling
+from fzero.machine_report import Rates, measure_rates
 from fzero.matrix_transforms import adafactor, lamb, muon
 from fzero.pieces import Pieces
 from fzero.place import place
 from fzero.plan import Plan, plan
+from fzero.planner import Column, Comparison, compare_plans
 from fzero.precision import Precision, widened
+from fzero.profile_reports import ModuleProfile, Profile, comms_table, wall_clock_table
+from fzero.profiler import profile
 from fzero.reshard import reshard, reshard_all
 from fzero.reshard_plan import Place, ReshardPlan, plan_reshard
 from fzero.schedule import Event, ScheduleError
@@ -48,8 +53,10 @@ __all__ = [
     "CheckpointError",
     "Codec",
     "CollectiveError",
+    "Column",
     "Comm",
     "CommRow",
+    "Comparison",
     "CompileError",
     "Config",
     "ConfigError",
@@ -59,6 +66,7 @@ __all__ = [
     "Event",
     "Fake",
     "FileTensor",
+    "Fit",
     "Label",
     "Launched",
     "Loaded",
@@ -68,11 +76,14 @@ __all__ = [
     "Machine",
     "Metrics",
     "MismatchError",
+    "ModuleProfile",
     "Pieces",
     "Place",
     "Placement",
     "Plan",
     "Precision",
+    "Profile",
+    "Rates",
     "Real",
     "ReshardPlan",
     "Round",
@@ -97,13 +108,17 @@ __all__ = [
     "chain",
     "check_elementwise",
     "coded",
+    "comms_table",
+    "compare_plans",
     "convert_deepspeed",
     "elastic_batch",
+    "elastic_batch_of_nodes",
     "ended",
     "error_feedback",
     "exact",
     "export",
     "export_deepspeed",
+    "fit",
     "gather",
     "import_deepspeed",
     "initialize",
@@ -114,12 +129,14 @@ __all__ = [
     "load",
     "load_weights",
     "make_train_step",
+    "measure_rates",
     "muon",
     "optimizer_update",
     "place",
     "plan",
     "plan_comm",
     "plan_reshard",
+    "profile",
     "quantize",
     "reduce_scatter_grads",
     "reshard",
@@ -138,5 +155,6 @@ __all__ = [
     "trace_comm",
     "unless",
     "unstacked",
+    "wall_clock_table",
     "widened",
 ]

@@ -1,10 +1,11 @@
-"""The command line: `fzero train.py …`, `fzero config FILE`, `fzero export DIR OUT`; or `python -m fzero …`."""
+"""The command line: `fzero train.py …`, `fzero plan --model 7B`, `fzero config FILE`, …; or `python -m fzero …`."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import sys
 import warnings
+from typing import Any
 
 from rich.console import Console
 
@@ -17,22 +18,35 @@ from fzero import (
     export,
     export_deepspeed,
     launch,
+    machine_report,
 )
+from fzero.commands import parser_of, plan_model, profile_model
+from fzero.config_conflicts import values
 from fzero.config_table import reference, table
 
-HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes (fzero run --help)
-       fzero config FILE                     what a configuration comes to (fzero config --help)
-       fzero export DIR OUT                  the weights of a checkpoint as safetensors files (fzero export --help)
-       fzero import-deepspeed DIR OUT        a checkpoint of DeepSpeed as one of fzero
+HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes
+       fzero COMMAND …                       one of the commands below; fzero COMMAND --help tells more
 
-ZeRO as pure functions on PyTorch"""
+ZeRO as pure functions on PyTorch
+
+  run       start a script in many processes           fzero run --num_procs 2 train.py
+  plan      what each rank would hold and send         fzero plan --model 7B --world 64
+  profile   where a model's time and work go           fzero profile --model 100M --sequence 256
+  env       this machine: versions, devices, rates     fzero env --path /fast
+  config    what a configuration comes to              fzero config ds_config.json
+  export    the weights of a checkpoint, as files      fzero export checkpoints weights
+  import-deepspeed    a checkpoint of DeepSpeed        fzero import-deepspeed ds_checkpoints checkpoints"""
+
+EXPORTS = "example:\n  fzero export checkpoints weights --dtype bfloat16"
+IMPORTS = "example:\n  fzero import-deepspeed ds_checkpoints checkpoints"
 
 
 def show_config(arguments: list[str]) -> int:
     """What a configuration comes to; 1 when it is wrong."""
-    parser = argparse.ArgumentParser(prog="fzero config", description="what a configuration comes to")
+    parser = parser_of("config", "what a configuration comes to", "example:\n  fzero config ds_config.json")
     parser.add_argument("file", nargs="?", help="a JSON or Hjson file with DeepSpeed's keys")
     parser.add_argument("--reference", action="store_true", help="print the reference of all keys, as Markdown")
+    parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
     if given.reference:
         print(reference(), end="")
@@ -43,17 +57,29 @@ def show_config(arguments: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConfigWarning)  # the table tells them
             cfg = Config.load(given.file)
-        Console().print(table(cfg))
+        if given.json:
+            print(json.dumps(_as_dict(cfg), indent=2, default=str))
+        else:
+            Console().print(table(cfg))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
+def _as_dict(cfg: Config) -> dict[str, Any]:
+    told = [note._asdict() for note in (*cfg.notes, *cfg.conflicts)]
+    return {
+        "values": {name: value for name, value, _ in values(cfg)},
+        "given": [name for name, _, is_given in values(cfg) if is_given],
+        "notes": told,
+    }
+
+
 def export_weights(arguments: list[str]) -> int:
     """Writes the weights of a checkpoint as safetensors files, or all of it for DeepSpeed; 1 when that cannot be."""
     what = "the weights of a checkpoint as safetensors files, for from_pretrained; or all of it for DeepSpeed"
-    parser = argparse.ArgumentParser(prog="fzero export", description=what)
+    parser = parser_of("export", what, EXPORTS)
     parser.add_argument("dir", help="a folder that fzero.save wrote to, or one checkpoint in it")
     parser.add_argument("out", help="the folder to write to")
     dtypes = ("bfloat16", "float16", "float32")
@@ -83,10 +109,29 @@ def export_weights(arguments: list[str]) -> int:
     return 0
 
 
+def show_machine(arguments: list[str]) -> int:
+    """Versions, devices and rates of this machine; 1 when the folder cannot be written to."""
+    what = "this machine, to paste into an issue: versions, devices, and rates measured in a few seconds"
+    parser = parser_of("env", what, "example:\n  fzero env --path /fast")
+    parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: this one)")
+    parser.add_argument("--json", action="store_true", help="for a program; rates are per second")
+    given = parser.parse_args(arguments)
+    try:
+        found = machine_report.machine_report(given.path)
+    except OSError as error:
+        print(f"--path {given.path}: {error}", file=sys.stderr)
+        return 1
+    if given.json:
+        print(machine_report.as_json(found))
+    else:
+        Console().print(machine_report.table(found))
+    return 0
+
+
 def convert(arguments: list[str]) -> int:
     """Writes a checkpoint of DeepSpeed as one of fzero; 1 when that cannot be."""
     what = "a checkpoint of DeepSpeed as one of fzero, for fzero.load; DeepSpeed is not needed"
-    parser = argparse.ArgumentParser(prog="fzero import-deepspeed", description=what)
+    parser = parser_of("import-deepspeed", what, IMPORTS)
     parser.add_argument("dir", help="a folder that save_checkpoint wrote to, or one checkpoint in it")
     parser.add_argument("out", help="a folder of fzero's checkpoints, which is made")
     given = parser.parse_args(arguments)
@@ -98,7 +143,15 @@ def convert(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"config": show_config, "export": export_weights, "import-deepspeed": convert, "run": launch.main}
+COMMANDS = {
+    "run": launch.main,
+    "plan": plan_model,
+    "profile": profile_model,
+    "env": show_machine,
+    "config": show_config,
+    "export": export_weights,
+    "import-deepspeed": convert,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

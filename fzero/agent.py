@@ -4,8 +4,8 @@
 
 `fzero` runs one in its own process, or one on each host. It prefixes each line of a rank's output with the rank, ends all
 ranks of the host when one fails, and says once which one it was. An agent on another host is on a *leash*: it reads its
-standard input, which ends when the connection to the one who started it does, and then it ends its ranks. So nothing is left
-running, however the other end died.
+standard input, which ends when the connection to the one who started it does, and then it ends its ranks. An agent that is
+killed has a *keeper* (`fzero.keeper`). So nothing is left running, however the other end died.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,11 +30,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fzero import keeper
 from fzero.hosts import Host, decode, encode
 from fzero.launch_environment import rank_defaults
 
 NUM_LINES = 12  # of a failed rank's log
 SECONDS_TO_END = 10  # which ranks have between being asked and being killed
+LAST_CALL = 30  # seconds in which further hosts may come, when as many as must be are there
 REPORT = "fzero-failure: "  # begins the line that tells a launcher on another host about a failure
 
 
@@ -71,6 +74,8 @@ class Work:
     max_restarts: int = 0
     min_nodes: int | None = None
     """With fewer hosts than `hosts` the job goes on, down to this; then the order of hosts is not kept."""
+    last_call: int = LAST_CALL
+    """Seconds that so few hosts wait for others."""
 
     @property
     def host(self) -> Host:
@@ -86,6 +91,7 @@ class Work:
             "log_dir": self.log_dir,
             "max_restarts": self.max_restarts or None,
             "min_nodes": self.min_nodes,
+            "last_call": self.last_call if self.last_call != LAST_CALL else None,
         }
         return [*(f"--{name}={value}" for name, value in options.items() if value is not None), "--", *self.program]
 
@@ -103,12 +109,16 @@ def run(work: Work, *, reports: bool = False) -> int:
     defaults = rank_defaults(os.environ, num_ranks=len(host.slots), num_cores=len(os.sched_getaffinity(0)))
     os.environ.update(defaults)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))
+    if work.max_restarts:
+        # Else ranks that start again find in the agent's store, which stays, the addresses of those before, and gloo fails.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["PYTHONUNBUFFERED"] = "1"  # output is there when it is written, also that of a rank which is then killed
     if not host.takes_first_slots:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.slots))
     with ExitStack() as stack:
         folder = work.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="fzero-"))
         Path(folder).mkdir(parents=True, exist_ok=True)
+        stack.enter_context(kept())
         try:
             elastic_launch(launch_config(work, folder), work.program[0])(*work.program[1:])
         except ChildFailedError as error:
@@ -124,6 +134,28 @@ def run(work: Work, *, reports: bool = False) -> int:
                 signal.signal(number, signal.SIG_IGN)
             end_sessions(children())  # a second signal may have stopped torchrun in ending them
     return 0
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Marks what is started inside, which the keeper ends when this process is killed."""
+    os.environ["FZERO_JOB"] = uuid.uuid4().hex
+    command = [sys.executable, "-I", "-S", keeper.__file__, f"FZERO_JOB={os.environ['FZERO_JOB']}", str(SECONDS_TO_END)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # no signal of a terminal reaches it, and no end of this session
+        env={},
+        cwd="/",
+    )
+    try:
+        yield
+    finally:
+        with suppress(BrokenPipeError):  # of a keeper that was ended with the children of this process
+            process.communicate(b"in order")
+        del os.environ["FZERO_JOB"]
 
 
 def processes() -> Iterator[tuple[int, int, int]]:
@@ -160,7 +192,9 @@ def launch_config(work: Work, log_dir: str) -> LaunchConfig:
         run_id=f"fzero-{work.master_port}" if num_nodes > 1 else uuid.uuid4().hex[:8],
         rdzv_backend="static" if keeps_order else "c10d",
         rdzv_endpoint=f"{work.master_addr}:{work.master_port}",
-        rdzv_configs={"rank": work.node_rank, "timeout": 300} if keeps_order else {"timeout": 300},
+        rdzv_configs={"rank": work.node_rank, "timeout": 300}
+        if keeps_order
+        else {"timeout": 300, "last_call_timeout": work.last_call},
         max_restarts=work.max_restarts,
         monitor_interval=0.1,
         local_addr=work.master_addr if num_nodes == 1 else work.host.name,
@@ -211,6 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--log_dir")
     parser.add_argument("--max_restarts", type=int, default=0)
     parser.add_argument("--min_nodes", type=int)
+    parser.add_argument("--last_call", type=int, default=LAST_CALL)
     parser.add_argument("program", nargs="+")
     given = vars(parser.parse_args(arguments))
     work = Work(hosts=given.pop("world_info"), program=tuple(given.pop("program")), **given)

@@ -24,23 +24,27 @@ import atexit
 import ctypes
 import functools
 import operator
+import os
 import pickle
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from threading import get_ident
 from typing import Any, Literal, Self, TypeVar
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
+from fzero.hangs import HERE, Watch
 from fzero.launched import launched
 from fzero.lockstep import Hub
 from fzero.sent import Label, Sent
@@ -49,6 +53,8 @@ from sharding import Mesh, reference
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
+TIMEOUTS = {"FZERO_TIMEOUT": "seconds", "DEEPSPEED_TIMEOUT": "minutes"}
+"""Variables that say how long a collective waits, and their units; the first that is set counts."""
 EVERYONE = "everyone"
 """The name of all ranks together, where they stand in a mesh of several axes."""
 GATHER, REDUCE, OTHER = Label("gather"), Label("reduce"), Label("other")
@@ -203,6 +209,8 @@ class Pending:
 
     def end(self) -> None:
         """Waits until everything has been sent and received."""
+        thread = get_ident()
+        HERE.waits[thread] = self.label
         try:
             for work in self.works.result() if isinstance(self.works, Future) else self.works:
                 work.wait()
@@ -210,6 +218,8 @@ class Pending:
             raise
         except RuntimeError as error:
             raise failed(self.label, error) from error
+        finally:
+            HERE.waits.pop(thread, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +263,20 @@ def _never_free() -> None:
 
 
 def failed(label: Label | str, error: Exception) -> CollectiveError:
-    """The error to raise in place of what torch.distributed raised."""
+    """The error to raise in place of what torch.distributed raised.
+
+    Where a timeout has passed, here or on another rank, all ranks are asked first what they do (`fzero.hangs`).
+    """
+    HERE.waits.setdefault(get_ident(), label)  # which a captured step did not tell
+    cause = f"torch.distributed said: {error}"
+    is_late = re.search(r"time(d|-| )*out", str(error), re.IGNORECASE) is not None
+    with suppress(RuntimeError):  # of a store that has ended with its rank
+        if _WATCHES and (is_late or _WATCHES[-1][1].follows(1.0)):
+            told = "\n  ".join(["", *_WATCHES[-1][1].report()])
+            return CollectiveError(f"{label}: the collective did not come back in time. {cause}{told}")
     return CollectiveError(
         f"{label}: the collective failed; most often another rank died, left the job or did not arrive in time, so look "
-        f"for the first error among the logs of all ranks. torch.distributed said: {error}"
+        f"for the first error among the logs of all ranks. {cause}"
     )
 
 
@@ -292,7 +312,9 @@ def _part_of(whole: dist.ProcessGroup | None, ranks: tuple[int, ...], descriptio
         # Only its own ranks make it, for `whole` need not be all of the job.
         try:
             with _name_of_group(f"{whole.group_name} {description} {ranks}"):
-                parts[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+                parts[ranks] = dist.new_group(
+                    list(ranks), timeout=_timeout_of(whole), use_local_synchronization=True, group_desc=description
+                )
         except RuntimeError as error:
             raise failed(f"group {description!r} of ranks {list(ranks)}", error) from error
     return parts[ranks]
@@ -325,7 +347,25 @@ def observed(axis: Bound, observe: Callable[[Sent], None]) -> Bound:
 # --- joining and leaving -----------------------------------------------------------------------------------------
 
 
-def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: timedelta = TIMEOUT) -> Real:
+def timeout_of(environment: Mapping[str, str]) -> timedelta:
+    """How long a collective waits for a rank that does not come, as the environment says.
+
+    >>> timeout_of({"FZERO_TIMEOUT": "90"}), timeout_of({"DEEPSPEED_TIMEOUT": "30"}), timeout_of({})
+    (datetime.timedelta(seconds=90), datetime.timedelta(seconds=1800), datetime.timedelta(seconds=600))
+    """
+    for name, unit in TIMEOUTS.items():
+        if name in environment:
+            try:
+                given = timedelta(**{unit: float(environment[name])})
+            except (ValueError, OverflowError):
+                given = timedelta(0)
+            if given <= timedelta(0):
+                raise ValueError(f"{name}: must be a positive number of {unit}, got {environment[name]!r}")
+            return given
+    return TIMEOUT
+
+
+def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: timedelta | None = None) -> Real:
     """This process' place on the axis `name`: in the job that started it, or the group already initialised, or alone.
 
     *Collective:* every rank of the job, when `fzero.launched()` finds one: of torchrun, mpirun or srun.
@@ -333,7 +373,8 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
     Args:
         device: CUDA picks NCCL and this rank's own GPU (LOCAL_RANK), anything else gloo.
         name: the mesh axis.
-        timeout: how long a collective waits for a rank that does not come.
+        timeout: how long a collective waits for a rank that does not come, where this call makes the group; None is what
+            FZERO_TIMEOUT says, in seconds (`fzero --timeout`), or DEEPSPEED_TIMEOUT, in minutes, or 10 minutes.
     """
     if not dist.is_initialized():
         me = launched()
@@ -346,11 +387,59 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
         by_environment = me.by == "torchrun"
         url = "env://" if by_environment else f"tcp://{me.master_addr}:{me.master_port}"
         rank, world_size = (-1, -1) if by_environment else (me.rank, me.world_size)
+        limit = timeout or timeout_of(os.environ)
         dist.init_process_group(
-            "nccl" if on_cuda else "gloo", init_method=url, timeout=timeout, rank=rank, world_size=world_size
+            "nccl" if on_cuda else "gloo", init_method=url, timeout=limit, rank=rank, world_size=world_size
         )
         atexit.register(_leave)
+    _keep_watch()
     return Real(name, dist.get_world_size(), dist.get_rank())
+
+
+_WATCHES: list[tuple[ref[dist.ProcessGroup], Watch]] = []
+"""The watch of the present default group, if there is one."""
+
+
+def _keep_watch() -> None:
+    """Starts the watch of the default group, unless there is one."""
+    group = dist.group.WORLD
+    assert group is not None
+    if dist.get_world_size() == 1 or (_WATCHES and _WATCHES[-1][0]() is group):
+        return
+    _end_watch()
+    own: Any = dist.distributed_c10d._get_default_store()
+    # Another connection: a thread that waits for a key holds up the others of its connection.
+    store = dist.distributed_c10d.PrefixStore(f"fzero-watch-{group.group_name}", own.clone())
+    on_cuda = "nccl" in str(dist.get_backend_config())
+    limit = _timeout_of(group).total_seconds()
+    # NCCL ends the process when its own timeout has passed, which began a little before the host stood still.
+    seconds = limit - min(30.0, limit / 4) if on_cuda else float("inf")
+    is_stuck = _is_device_stuck if on_cuda else None
+    watch = Watch(store, dist.get_rank(), dist.get_world_size(), is_stuck=is_stuck, seconds=seconds)
+    _WATCHES.append((ref(group), watch))
+
+
+@atexit.register
+def _end_watch() -> None:
+    while _WATCHES:
+        _WATCHES.pop()[1].stop()
+
+
+def _is_device_stuck() -> bool:
+    return not torch.cuda.default_stream().query()
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of a group waits."""
+    device = torch.device("cuda" if "nccl" in str(dist.get_backend_config(group)) else "cpu")
+    options: Any = getattr(group._get_backend(device), "options", None)
+    found: timedelta = getattr(options, "_timeout", TIMEOUT)
+    return found
+
+
+def next_step() -> None:
+    """Collectives are numbered anew, by which ranks are compared when one does not come."""
+    HERE.next_step()
 
 
 def job() -> Real:
@@ -371,6 +460,12 @@ def _leave() -> None:
     """
     if not _ABANDONED and not hasattr(sys, "last_type"):
         shutdown()
+
+
+def backends() -> tuple[str, ...]:
+    """The backends of process groups that this build of torch has."""
+    has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return tuple(name for name, is_there in has.items() if is_there)
 
 
 def check_backend(device: torch.device) -> None:
@@ -394,6 +489,7 @@ def shutdown() -> None:
         if isinstance(pending.works, Future):
             pending.works.cancel()  # what is not started yet must not be, in a group that is joined later
     _ABANDONED.clear()  # a collective under way would keep the connections open
+    _end_watch()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -621,6 +717,7 @@ def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: Lockstep) 
 
 
 def _tell(axis: Bound, collective: str, label: Label, num_elements: int, tensor: Tensor) -> None:
+    HERE.start(label)
     if axis.observe is not None:
         axis.observe(Sent(collective, axis.name, label, num_elements, num_elements * tensor.element_size()))
 

@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from fzero.config_conflicts import conflicts
+from fzero.config_elasticity import Elasticity
 from fzero.config_fields import Beta, Block, Count, Dtype, Elements, Number, Rate, block_of, number, said
 from fzero.config_files import ConfigError as ConfigError  # users know it from here
 from fzero.config_files import read
@@ -198,6 +199,8 @@ class Config(Block):
     """Which units keep only their inputs for the backward."""
     aio: AIO = AIO()
     """How the files of `offload_optimizer` and `offload_param` are read and written."""
+    elasticity: Elasticity = Elasticity()
+    """How the batch follows the number of ranks."""
     _notes: tuple[Note, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
@@ -208,6 +211,17 @@ class Config(Block):
                 f"gradient_accumulation_steps: needs train_batch_size or train_micro_batch_size_per_gpu beside it, got "
                 f"{self.gradient_accumulation_steps} alone; give one of the two"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_source_of_batches(self) -> Self:
+        if self.elasticity.enabled and not self.elasticity.ignore_non_elastic_batch_info:
+            for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}: follows from elasticity, which is enabled, got {getattr(self, name)} beside it; remove one of "
+                        f"them, or set elasticity.ignore_non_elastic_batch_info to have it ignored"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -370,12 +384,20 @@ class Config(Block):
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """The batch sizes on `world_size` ranks, the missing ones inferred: train = micro × accumulation × ranks.
 
+        Where `elasticity` is enabled they are what it says.
+
         Raises:
             ConfigError: they do not fit each other and the world size.
 
         >>> Config.load({"train_batch_size": 24, "gradient_accumulation_steps": 3}).batch_sizes(world_size=4)
         BatchSizes(train=24, micro=2, num_micro_steps=3)
         """
+        if self.elasticity.enabled:
+            try:
+                batch = self.elasticity.batch_on(world_size)
+                return BatchSizes(batch.batch_size, *batch.steps_on(world_size))
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         train, micro, steps = (
             self.train_batch_size,
             self.train_micro_batch_size_per_gpu,

@@ -169,6 +169,15 @@ RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
             else None
         ),
     ),
+    ("elasticity.[!e]*", _unless(lambda v: v["elasticity.enabled"], "elasticity is off")),
+    (
+        "elasticity.num_gpus_per_node",
+        lambda v: "nodes count in version 0.2" if v["elasticity.version"] == 0.1 else None,
+    ),
+    (
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps",
+        _unless(lambda v: not v["elasticity.enabled"], "elasticity says the batch sizes"),
+    ),
     ("optimizer.params.lr", _rate_of_scheduler),
     ("scheduler.params.warmup_num_steps", _warmup),
 )

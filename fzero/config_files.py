@@ -78,3 +78,22 @@ def _repeated(data: Any, prefix: str = "") -> Iterator[str]:
     elif isinstance(data, list):
         for index, value in enumerate(data):
             yield from _repeated(value, f"{prefix}{index}.")
+
+
+def changed(keys: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with these changes, block by block; None takes a key away.
+
+    >>> changed({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 5}},
+    ...         {"zero_optimization": {"stage": 2, "reduce_bucket_size": None}})
+    {'bf16': {'enabled': True}, 'zero_optimization': {'stage': 2}}
+    """
+    made = dict(keys)
+    for key, value in changes.items():
+        if value is None:
+            made.pop(key, None)
+        elif isinstance(value, Mapping):
+            before = made.get(key)
+            made[key] = changed(before if isinstance(before, Mapping) else {}, value)
+        else:
+            made[key] = value
+    return made

@@ -58,6 +58,7 @@ ACCEPTED = {
     "activation_checkpointing.synchronize_checkpoint_boundary": "nothing has to wait for the device there",
     "activation_checkpointing.profile": "fzero prints nothing by itself; use torch.profiler",
     "activation_checkpointing.number_checkpoints": "it sizes contiguous buffers, which there are none of",
+    "elasticity.min_time": "it is for a scheduler of jobs; DeepSpeed reads it and does nothing with it",
     "optimizer.legacy_fusion": "there is one kind of optimizer",
     "optimizer.params.torch_adam": "every Adam here has torch's numbers",
     "optimizer.params.fused": "the update is always PyTorch's fused kernel where it has one",
@@ -102,8 +103,8 @@ HARMLESS = {
     "nebula": _SAVES_NOTHING,
     "datastates": _SAVES_NOTHING,
     "datastates_ckpt": _SAVES_NOTHING,
-    "flops_profiler": "use torch.profiler",
-    "comms_logger": "step.schedule tells the collectives",
+    "flops_profiler": "call fzero.profile(model, batch)",
+    "comms_logger": "fzero.trace_comm(step, state, batch) tells what is sent, fzero.comms_table sums it up",
     "tensorboard": _ENGINE_WRITES,
     "csv_monitor": _ENGINE_WRITES,
     "wandb": _WRITES_NOTHING,
@@ -123,7 +124,6 @@ _REMOVE = "remove it to run without"
 REFUSED = {
     "managed_gradient_accumulation": "leave it out, and give gradient_accumulation_steps",
     "amp": "use bf16, fp16 or torch_autocast",
-    "elasticity": "give the batch sizes themselves",
     **dict.fromkeys(("curriculum_learning", "data_efficiency", "progressive_layer_drop"), _REMOVE),
     **dict.fromkeys(("compression_training", "weight_quantization", "quantize_training", "sparse_attention"), _REMOVE),
     **dict.fromkeys(("tensor_parallel", "expert_parallel", "sequence_parallel_size", "data_parallel_size"), _REMOVE),
@@ -218,8 +218,6 @@ INNER = {
     "datastates": "*",
     "datastates_ckpt": "*",
     "eigenvalue": """enabled verbose max_iter tol stability gas_boundary_resolution layer_name layer_num""",
-    "elasticity": """enabled max_train_batch_size micro_batch_sizes min_gpus max_gpus num_gpus_per_node
-        model_parallel_size min_time prefer_larger_batch ignore_non_elastic_batch_info version""",
     "expert_parallel": """enabled autoep_size expert_tensor_parallel_size validate_folding_routing preset_model
         moe_layer_pattern expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale
         score_apply combine_impl num_expert_groups num_limited_groups score_func top_k load_balance_coeff

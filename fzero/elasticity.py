@@ -1,4 +1,4 @@
-"""Which global batch can be trained on many numbers of ranks? The arithmetic of DeepSpeed's `elasticity` block, version 0.1.
+"""Which global batch can be trained on many numbers of ranks? The arithmetic of DeepSpeed's `elasticity` block.
 
 A job that loses hosts keeps its global batch: the micro-batch and the number of micro-steps adapt. So the batch is chosen to
 be divided in as many ways as possible:
@@ -7,6 +7,9 @@ be divided in as many ways as possible:
 2. Each base, times the largest *highly composite number* (with more divisors than any smaller one) that keeps it within
    the cap, is a candidate.
 3. The candidate that the most numbers of ranks divide is taken; of equals the larger one, or the smaller one if so wished.
+
+That is version 0.1. Version 0.2 counts whole nodes in place of ranks, and where the ranks that are there are none of these
+numbers, takes a batch for them alone.
 """
 
 from __future__ import annotations
@@ -81,6 +84,19 @@ def elastic_batch(
     Raises:
         ValueError: no batch fits, or a number is not positive.
     """
+    best = _best(micro_batches, most, min_ranks, max_ranks, prefer_larger=prefer_larger)
+    if not best.world_sizes:
+        raise ValueError(
+            f"elasticity: no batch of at most {most} samples can be trained on {min_ranks} to {max_ranks} ranks with "
+            f"micro-batches of {[*best.micro_batches]}; raise max_train_batch_size or lower min_gpus"
+        )
+    return best
+
+
+def _best(
+    micro_batches: Sequence[int], most: int, min_ranks: int, max_ranks: int, *, prefer_larger: bool
+) -> ElasticBatch:
+    """The best of the candidates, which it may be that no number of ranks can train."""
     sizes = tuple(sorted({*micro_batches}))
     if not sizes or sizes[0] < 1:
         raise ValueError(
@@ -96,13 +112,52 @@ def elastic_batch(
         ElasticBatch(batch, sizes, valid_world_sizes(batch, sizes, min_ranks, max_ranks))
         for batch in sorted({_scaled(base, most) for base in (*sizes, math.lcm(*sizes)) if base <= most})
     ]
-    best = max(candidates, key=lambda one: (len(one.world_sizes), one.batch_size if prefer_larger else -one.batch_size))
-    if not best.world_sizes:
+    return max(candidates, key=lambda one: (len(one.world_sizes), one.batch_size if prefer_larger else -one.batch_size))
+
+
+def elastic_batch_of_nodes(
+    micro_batches: Sequence[int],
+    *,
+    most: int,
+    world_size: int,
+    ranks_per_node: int = 1,
+    min_ranks: int = 1,
+    max_ranks: int = 10_000,
+    prefer_larger: bool = True,
+) -> ElasticBatch:
+    """The batch that the most numbers of nodes can train, version 0.2; or one for `world_size` ranks, if they cannot.
+
+    >>> elastic_batch_of_nodes([2, 4], most=64, world_size=8, ranks_per_node=4, max_ranks=32)
+    ElasticBatch(batch_size=64, micro_batches=(2, 4), world_sizes=(4, 8, 16, 32))
+    >>> elastic_batch_of_nodes([2, 4], most=64, world_size=20, ranks_per_node=4, max_ranks=32)
+    ElasticBatch(batch_size=40, micro_batches=(2, 4), world_sizes=(20,))
+
+    Args:
+        world_size: the ranks that are there.
+        ranks_per_node: of which a job has whole nodes.
+        micro_batches, most, min_ranks, max_ranks, prefer_larger: see `elastic_batch`.
+
+    Raises:
+        ValueError: a number is not positive; `max_ranks` is less than a node; or not even one micro-batch fits.
+    """
+    if max_ranks < ranks_per_node:
         raise ValueError(
-            f"elasticity: no batch of at most {most} samples can be trained on {min_ranks} to {max_ranks} ranks with "
-            f"micro-batches of {[*sizes]}; raise max_train_batch_size or lower min_gpus"
+            f"elasticity.max_gpus: must be at least num_gpus_per_node, {ranks_per_node}, in version 0.2, got {max_ranks}"
         )
-    return best
+    fewest = max(1, min_ranks // ranks_per_node)
+    node = _best(
+        micro_batches, most // ranks_per_node, fewest, max_ranks // ranks_per_node, prefer_larger=prefer_larger
+    )
+    world_sizes = tuple(number * ranks_per_node for number in node.world_sizes)
+    if world_size in world_sizes:
+        return ElasticBatch(node.batch_size * ranks_per_node, node.micro_batches, world_sizes)
+    batches = [most - most % (size * world_size) for size in node.micro_batches if size * world_size <= most]
+    if not batches:
+        raise ValueError(
+            f"elasticity.max_train_batch_size: {most} samples are less than one micro-batch of "
+            f"{min(node.micro_batches)} on each of {world_size} ranks; raise it, or take fewer ranks"
+        )
+    return ElasticBatch(max(batches) if prefer_larger else min(batches), node.micro_batches, (world_size,))
 
 
 def valid_world_sizes(batch_size: int, micro_batches: Sequence[int], min_ranks: int, max_ranks: int) -> tuple[int, ...]:

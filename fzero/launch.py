@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 
 from fzero import agent
-from fzero.agent import Work
+from fzero.agent import LAST_CALL, Work
 from fzero.hosts import Host, choose, parse_hostfile
 from fzero.launch_environment import forwarded, rank_defaults, read_env_files
 from fzero.launched import DEFAULT_PORT
@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Starts a script in one process for each device, on one machine or on many.",
         usage="fzero [run] [flags] [-m] script.py [args of the script …]",
+        epilog="example: fzero run --num_procs 2 train.py --steps 100",
     )
 
     def add(name: str, *others: str, **how: object) -> None:
@@ -68,6 +69,19 @@ def parser() -> argparse.ArgumentParser:
     add("--exclude", "-e", default="", metavar="FILTER", help="all but these")
     add("--num_nodes", type=int, metavar="N", help="only the first N hosts")
     add("--nnodes", metavar="MIN:MAX", help="go on with as few hosts as MIN when some are lost")
+    add(
+        "--wait_for_hosts",
+        type=int,
+        default=LAST_CALL,
+        metavar="S",
+        help=f"with --nnodes: seconds that the hosts which are there wait for the others (default {LAST_CALL})",
+    )
+    add(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds that a collective waits for a rank (FZERO_TIMEOUT, default 600)",
+    )
     add("--max_restarts", type=int, default=0, metavar="N", help="start the ranks again, N times, when one fails")
     add("--master_addr", metavar="HOST", help="where rank 0 listens (default: the first host)")
     add("--node_rank", type=int, metavar="K", help="with --no_ssh: which of the hosts this machine is")
@@ -149,6 +163,7 @@ def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: boo
         log_dir=log_dir and os.path.abspath(log_dir),
         max_restarts=given.max_restarts,
         min_nodes=fewest_nodes(given, len(hosts)),
+        last_call=given.wait_for_hosts,
     )
 
 
@@ -175,6 +190,10 @@ def start(given: argparse.Namespace) -> int:
     """Does what the flags say; returns the exit code of the rank that failed first, or 0."""
     hosts = choose_hosts(given)
     from_file = read_env_files(given.env_file, os.environ)
+    if given.timeout is not None:
+        if not 0 < given.timeout < float("inf"):
+            raise LaunchError(f"--timeout {given.timeout}: must be a positive number of seconds")
+        from_file["FZERO_TIMEOUT"] = f"{given.timeout:g}"
     is_many = len(hosts) > 1 or given.force_multi
     if given.no_ssh and is_many and given.node_rank is None:
         raise LaunchError("--no_ssh: starts one host, so give --node_rank, the number of this one in the hostfile")

@@ -10,7 +10,20 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-FORWARDED = ("CUDA_DEVICE_", "GLOO", "MALLOC_", "MLFLOW", "MV2", "NCCL", "OMP_", "PYTHON", "TORCH_", "UCX")
+FORWARDED = (
+    "CUDA_DEVICE_",
+    "DEEPSPEED_TIMEOUT",
+    "FZERO_TIMEOUT",
+    "GLOO",
+    "MALLOC_",
+    "MLFLOW",
+    "MV2",
+    "NCCL",
+    "OMP_",
+    "PYTHON",
+    "TORCH_",
+    "UCX",
+)
 """Variables whose names begin so are set on other hosts as they are here. None may hold a secret: `ps` shows commands."""
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}

@@ -51,7 +51,7 @@ class Job:
     order: Literal["declaration", "round robin"] = "declaration"
     memory: Literal["donated", "kept"] = "donated"
     """Whether a step may write into the state that it is given."""
-    placement: Literal["device", "host", "nvme"] = "device"
+    placement: Literal["device", "host", "nvme", "parameters too"] = "device"
     """Where masters and optimizer state live."""
     initial_scale_power: int = 8
     """Of the loss scale, in fp16; so are the next three."""

@@ -572,6 +572,7 @@ class TrainStep:
             round_ = step.backward(round_, criterion(outputs, y))
             state, metrics = step.update(round_)
         """
+        collectives.next_step()
         # Buffers change in a copy, so that the state given stays good when this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}

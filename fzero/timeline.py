@@ -49,17 +49,21 @@ class Machine:
         memory: bytes read and written.
         network: bytes that a rank sends.
         latency: seconds that every collective takes besides.
+        host: bytes between host memory and the device; of plans alone, not of a graph.
+        disk: bytes read from files and written to them; of plans alone.
     """
 
     flops: float = 1e14
     memory: float = 1e12
     network: float = 5e10
     latency: float = 1e-5
+    host: float = 2e10
+    disk: float = 1e9
 
     def __post_init__(self) -> None:
         if self.latency < 0:
             raise ValueError(f"Machine: latency must not be negative, got {self.latency}; it is seconds")
-        for name in ("flops", "memory", "network"):
+        for name in ("flops", "memory", "network", "host", "disk"):
             if getattr(self, name) <= 0:
                 raise ValueError(
                     f"Machine: {name} must be positive, got {getattr(self, name)}; it is a rate per second"

@@ -216,10 +216,12 @@ class TrainingMachine(RuleBasedStateMachine):
         self.move(replace(self.job, world_size=world_size))
         self.train(then)
 
-    @rule(placement=st.sampled_from(("host", "nvme")), stage=st.integers(0, 3), then=steps)
-    def train_elsewhere(self, placement: Literal["host", "nvme"], stage: int, then: list[int]) -> None:
-        """The state moves to host memory or files (in stage 3 with the parameters), trains there, changes its stage on the way
-        back, and goes on."""
+    @rule(placement=st.sampled_from(("host", "nvme", "parameters too")), stage=st.integers(0, 3), then=steps)
+    def train_elsewhere(
+        self, placement: Literal["host", "nvme", "parameters too"], stage: int, then: list[int]
+    ) -> None:
+        """The state moves to host memory or files (in stage 3 with the parameters, or without), trains there, changes its stage
+        on the way back, and goes on."""
         self._place(placement)
         self.train(then)
         self.every_law_holds()
@@ -332,7 +334,7 @@ class TrainingMachine(RuleBasedStateMachine):
             self.folder = self.folder or tempfile.TemporaryDirectory(prefix="fzero-machine-")
             where = {"device": device, "nvme_path": self.folder.name}
             cfg["zero_optimization"]["offload_optimizer"] = where
-            if job.stage == 3:  # parameters, too
+            if job.placement == "parameters too" and job.stage == 3:
                 cfg["zero_optimization"]["offload_param"] = where | {"max_in_cpu": 0}
         step = make_train_step(
             self.model, cfg, units=job.units, transform=type(self).transform, donate=job.memory == "donated"
@@ -347,7 +349,7 @@ class TrainingMachine(RuleBasedStateMachine):
         assert state is not None
         self.job, self.step, self.state = job, new, state
 
-    def _place(self, placement: Literal["device", "host", "nvme"]) -> None:
+    def _place(self, placement: Literal["device", "host", "nvme", "parameters too"]) -> None:
         self.job = self._fitting(replace(self.job, placement=placement))
         self.step, before = self.step_of(self.job), copied(self.state)
         self.state = place(self.state, self.step)
@@ -400,7 +402,8 @@ class TrainingMachine(RuleBasedStateMachine):
         is_tied = len(names) < sum(1 for _ in self.model.named_parameters(remove_duplicate=False))
         precision = "bfloat16" if is_tied and job.precision == "float16" else job.precision
         # There is one generation of files.
-        placement = "host" if job.memory == "kept" and job.placement == "nvme" else job.placement
+        in_files = job.placement in ("nvme", "parameters too")
+        placement = "host" if job.memory == "kept" and in_files else job.placement
         return replace(job, units=units or None, precision=precision, placement=placement)
 
     def _batch(self, seed: int) -> Any:

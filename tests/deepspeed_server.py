@@ -40,6 +40,8 @@ def train(job: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
         others = [p for name, p in named if not re.search(DECAY_FREE, name)]
         groups = [{"params": others}, {"params": free, "weight_decay": 0.0}]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=dict(job["config"]))
+    if job.get("forgets_first_step"):  # which FP16_Optimizer makes with gradients of zero, for Adam to count
+        engine.optimizer.optimizer.state.clear()
     start, stop = 0, job["before"] + job["after"]
     if "load" in job:
         _, client = engine.load_checkpoint(job["load"])
@@ -48,7 +50,7 @@ def train(job: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
     for number in range(start, stop):
         if number == job["before"] and "save" in job:
             engine.save_checkpoint(job["save"], client_state={"next": number, "words": ["a", "b"]})
-        loss = engine(*batch(number, rank, world_size))
+        loss = engine(*batch(number % job.get("batches", stop), rank, world_size))
         engine.backward(loss)
         engine.step()
         mean = loss.detach().float()

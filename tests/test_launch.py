@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero.agent import Work
+from fzero.agent import SECONDS_TO_END, Work
 from fzero.hosts import Host, choose, decode, encode, hostfile, parse_hostfile
 from fzero.launch import main
 from fzero.launch_environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
@@ -236,6 +236,16 @@ def test_a_dry_run_prints_the_commands_of_the_hosts_that_are_left(tmp_path, caps
     assert " -w a " in (forced := capsys.readouterr().out) and "--master_addr=m" in forced
 
 
+def test_how_long_a_collective_waits_is_told_to_the_ranks_of_all_hosts(tmp_path, capsys):
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    flags = ["--hostfile", str(tmp_path / "hosts"), "--timeout", "90", "--nnodes", "1:2", "--wait_for_hosts", "5"]
+    assert main([*flags, "--dry_run", "train.py"]) == 0
+    commands = capsys.readouterr().out.splitlines()
+    assert (
+        all("export FZERO_TIMEOUT=90; " in line and "--last_call=5" in line for line in commands) and len(commands) == 2
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -243,6 +253,7 @@ def test_a_dry_run_prints_the_commands_of_the_hosts_that_are_left(tmp_path, caps
         (["--module", "--no_python"], "exclude each other"),
         (["--nnodes", "1:3"], "MAX the number of hosts, 1"),
         (["--max_restarts", "-1"], "must be 0 or more"),
+        (["--timeout", "0"], "--timeout 0.0: must be a positive number of seconds"),
         (["--node_rank", "1"], "there are 1 hosts"),
         (["--env_file", "/nowhere"], "/nowhere"),
     ],
@@ -329,6 +340,17 @@ def test_a_signal_is_passed_on_and_nothing_is_left(tmp_path, number):
     assert job.returncode == 128 + number and not errors
     assert [(tmp_path / f"signal.{rank}").read_text() for rank in range(2)] == [number.name] * 2
     assert_none_left(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="the keeper finds processes in /proc")
+def test_nothing_is_left_when_fzero_itself_is_killed(tmp_path):
+    job = fzero(tmp_path, "tells signals", "--num_procs", "2")
+    wait_for(*(tmp_path / f"ready.{rank}" for rank in range(2)))
+    job.kill()
+    job.communicate(timeout=30)
+    wait_for(*(tmp_path / f"signal.{rank}" for rank in range(2)))
+    assert [(tmp_path / f"signal.{rank}").read_text() for rank in range(2)] == ["SIGTERM"] * 2  # first they are asked
+    assert_none_left(tmp_path, within=SECONDS_TO_END + 10)  # also what they had started
 
 
 def test_with_restarts_the_ranks_come_back(tmp_path):

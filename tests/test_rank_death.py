@@ -10,9 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,8 +30,6 @@ def run_rank(scenario: str, stage: int, victim: int) -> None:
     torch.set_num_threads(1)
     scenario, _, num_nodes = scenario.partition(" of ")
     zero = {"mics_shard_size": 2} if num_nodes else {}
-    if scenario == "sleeps":
-        fzero.join(timeout=timedelta(seconds=4))
 
     def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         x, y, index = batch
@@ -46,8 +42,6 @@ def run_rank(scenario: str, stage: int, victim: int) -> None:
                 x.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
             if strikes and number == 2 and scenario == "raises in the backward":
                 x.register_hook(lambda grad: 1 / 0)
-            if strikes and number == 2 and scenario == "sleeps":
-                time.sleep(3600)
         return torch.nn.functional.mse_loss(x, y)
 
     step = fzero.make_train_step(make(Plain), config(stage, **zero), loss_fn=loss_of)
@@ -134,13 +128,6 @@ def test_when_a_rank_raises_it_ends_with_its_own_error_and_the_others_with_their
         code, errors = job.end_of(1)
         assert code == 1 and "ZeroDivisionError" in errors and "CollectiveError" not in errors
         assert_ends_with_collective_error(job, 0)
-
-
-def test_when_a_rank_is_stuck_the_others_end_after_the_timeout() -> None:
-    with Job(2, "sleeps", 0, victim=1) as job:
-        code, errors = job.end_of(0)
-        assert code == 1 and "CollectiveError: " in errors and "did not arrive in time" in errors
-        assert job.ranks[1].poll() is None, "the stuck rank has ended"
 
 
 def test_a_normal_end_is_silent_every_time() -> None:

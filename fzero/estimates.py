@@ -1,0 +1,197 @@
+"""What do the formulas of the ZeRO paper and of DeepSpeed's estimators say? For comparison with `fzero.plan`, which counts.
+
+A formula knows numbers of parameters and ranks, and nothing of padding, small parameters, buckets or activations. The names and
+arguments `estimate_zero*` are DeepSpeed's, and so are the numbers: its stage-2 formula charged whole gradients to each GPU up
+to 0.8 (`formula="old"`), and since then their shards (`"present"`).
+
+Letters: Ψ parameters, N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+GiB = 2**30
+
+
+def zero_nbytes(psi: float, num_ranks: int, stage: int, *, optimizer: int = 12) -> float:
+    """Bytes of model state on a rank, as ZeRO §3 (figure 1, table 1) counts them.
+
+    Args:
+        psi: parameters Ψ, of 2 bytes, as their gradients are.
+        optimizer: K, the bytes of master and optimizer state for each; 12 is Adam with an fp32 master.
+
+    >>> [round(zero_nbytes(7.5e9, 64, stage) / 1e9, 1) for stage in range(4)]
+    [120.0, 31.4, 16.6, 1.9]
+    """
+    shares = [num_ranks if stage >= divided_from else 1 for divided_from in (3, 2, 1)]
+    return sum(nbytes * psi / share for nbytes, share in zip((2, 2, optimizer), shares, strict=True))
+
+
+class MemNeeds(NamedTuple):
+    """Bytes, of the host memory of a node ("per CPU") and of a GPU."""
+
+    cpu: int
+    gpu: int
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+    *,
+    formula: Literal["present", "old"] = "present",
+) -> MemNeeds:
+    """DeepSpeed's estimate for stages 1 and 2.
+
+    Args:
+        total_params: Ψ.
+        formula: `"old"` is that of 0.8 and before, and still of DeepSpeed's documentation.
+
+    >>> [estimate_zero2_model_states_mem_needs(1e9, 8, cpu_offload=False, formula=f).gpu for f in ("present", "old")]
+    [4250000000, 6000000000]
+    """
+    num_gpus = num_nodes * num_gpus_per_node
+    if cpu_offload:
+        return MemNeeds(int(total_params * max(4 * num_gpus, 16) * additional_buffer_factor), int(2 * total_params))
+    whole, divided = {"present": (2, 18), "old": (4, 16)}[formula]
+    gpu = whole * total_params + int(divided * total_params / num_gpus)
+    return MemNeeds(int(total_params * 4 * num_gpus_per_node * additional_buffer_factor), int(gpu))
+
+
+class MemNeeds3(NamedTuple):
+    """`MemNeeds` and the bytes of the largest layer, which are gathered and whose gradients are whole."""
+
+    cpu: int
+    gpu: int
+    largest_layer_memory: int
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: float,
+    largest_layer_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> MemNeeds3:
+    """DeepSpeed's estimate for stage 3; parameters are offloaded only where the optimizer is.
+
+    Args:
+        total_params: Ψ.
+        largest_layer_params: the most that one module has, without its children.
+        zero_init: whether the model is made under `deepspeed.zero.Init`.
+
+    >>> estimate_zero3_model_states_mem_needs(1e9, 1e7, 8, 1, cpu_offload=False)
+    MemNeeds3(cpu=480000000, gpu=2290000000, largest_layer_memory=40000000)
+    """
+    largest = int(4 * largest_layer_params)
+    whole = 4 * num_gpus_per_node
+    if not cpu_offload:
+        cpu = (largest_layer_params if zero_init else total_params) * whole
+        gpu = largest + int(18 * total_params / (num_nodes * num_gpus_per_node))
+        return MemNeeds3(int(cpu * additional_buffer_factor), gpu, largest)
+    moved = (18 if cpu_offload_params else 16) / num_nodes
+    cpu = total_params * (moved if zero_init else max(whole, moved))
+    gpu = largest + (0 if cpu_offload_params else int(2 * total_params / (num_nodes * num_gpus_per_node)))
+    return MemNeeds3(int(cpu * additional_buffer_factor), gpu, largest)
+
+
+def model_to_params(model: nn.Module) -> tuple[int, int]:
+    """Parameters of a model, tied ones once, and those of its largest module, without that one's children."""
+    total = sum(param.numel() for param in model.parameters())
+    return total, max(sum(param.numel() for param in m.parameters(recurse=False)) for m in model.modules())
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    *,
+    formula: Literal["present", "old"] = "present",
+    show: Callable[[str], object] = print,
+) -> None:
+    """Shows the estimates for stage 2 with and without offload, as DeepSpeed prints them; `show` gets each line."""
+    _head(f"{int(total_params / 1e6)}M total params.", num_nodes, num_gpus_per_node, show)
+    for offload in (True, False):
+        needs = estimate_zero2_model_states_mem_needs(
+            total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor, formula=formula
+        )
+        show(f"{_cells(needs.cpu, needs.gpu)} | offload_optimizer={_device(offload).strip()}")
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    *,
+    formula: Literal["present", "old"] = "present",
+    show: Callable[[str], object] = print,
+) -> None:
+    """The same of a model, which may be on `meta`."""
+    total, _ = model_to_params(model)
+    estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor, formula=formula, show=show
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: float,
+    largest_layer_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    *,
+    show: Callable[[str], object] = print,
+) -> None:
+    """Shows the six estimates for stage 3 as DeepSpeed prints them; `show` gets each line."""
+    sizes = f"{int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M largest layer params."
+    _head(sizes, num_nodes, num_gpus_per_node, show)
+    for offload, params in ((True, True), (True, False), (False, False)):
+        for zero_init in (True, False):
+            needs = estimate_zero3_model_states_mem_needs(
+                total_params, largest_layer_params, num_gpus_per_node, num_nodes, offload, params, zero_init,
+                additional_buffer_factor,
+            )  # fmt: skip
+            where = f"offload_param={_device(params)}, offload_optimizer={_device(offload)}, zero_init={zero_init:d}"
+            show(f"{_cells(needs.cpu, needs.gpu)} | {where}")
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    *,
+    show: Callable[[str], object] = print,
+) -> None:
+    """The same of a model, which may be on `meta`."""
+    total, largest = model_to_params(model)
+    estimate_zero3_model_states_mem_needs_all_cold(
+        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor, show=show
+    )
+
+
+def _head(sizes: str, num_nodes: int, num_gpus_per_node: int, show: Callable[[str], object]) -> None:
+    nodes, gpus = ("s" if count != 1 else "" for count in (num_nodes, num_gpus_per_node))
+    show("Estimated memory needed for params, optim states and gradients for a:")
+    show(f"HW: Setup with {num_nodes} node{nodes}, {num_gpus_per_node} GPU{gpus} per node.")
+    show(f"SW: Model with {sizes}")
+    show("  per CPU  |  per GPU |   Options")
+
+
+def _device(offload: bool) -> str:
+    return "cpu " if offload else "none"
+
+
+def _cells(cpu: int, gpu: int) -> str:
+    return f" {cpu / GiB:7.2f}GB | {gpu / GiB:6.2f}GB"

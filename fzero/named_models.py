@@ -1,0 +1,283 @@
+"""Which model is meant by a word of the command line? A module on `meta`, which holds no weights, and nothing is downloaded.
+
+7B, 350M, 1.3e9            a plain GPT of about so many parameters, with a vocabulary of 32,000
+pkg.mod:fn                 what the function returns, called without arguments; or a module of that name
+config.json, a folder      a configuration of transformers
+LlamaForCausalLM           a class of transformers, with the defaults of its configuration; LlamaConfig is the same
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+COUNT = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMBT]?)", re.IGNORECASE)
+SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+HEAD, VOCABULARY = 128, 32_000
+ASPECT = 96
+"""Width over depth of the GPTs that are tried first; those of the literature have about as much."""
+
+
+class ModelError(ValueError):
+    """No model is meant by what was said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A model on `meta`, and in words which one it is."""
+
+    model: nn.Module
+    told: str
+
+    @property
+    def num_params(self) -> int:
+        """Ψ, tied ones once."""
+        return sum(param.numel() for param in self.model.parameters())
+
+
+def named(word: str) -> Named:
+    """The model that is meant by a word; see above.
+
+    Raises:
+        ModelError: none is, or it cannot be made.
+
+    >>> named("350M").told
+    'a plain GPT of 17 blocks, width 1152, vocabulary 32000: 344.7M parameters'
+    """
+    if match := COUNT.fullmatch(word.strip()):
+        return _gpt(float(match[1]) * SCALES[match[2].upper()])
+    path = Path(word)
+    if path.is_dir() and (path / "config.json").exists():
+        path = path / "config.json"
+    if path.is_file():
+        return _of_file(path)
+    if ":" in word:
+        return _imported(word)
+    return _of_class(word)
+
+
+def sample_of(model: nn.Module, batch: int, sequence: int) -> dict[str, Tensor]:
+    """A batch of token ids and labels on `meta`, (batch, sequence) each, for a model that takes both.
+
+    Raises:
+        ModelError: the model takes something else.
+    """
+    takes = inspect.signature(model.forward).parameters
+    if not {"input_ids", "labels"} <= set(takes):
+        raise ModelError(
+            f"model: {type(model).__name__} must take input_ids and labels for --batch and --sequence, and takes "
+            f"{', '.join(takes)}; give a function that makes a batch, --sample pkg.mod:fn"
+        )
+    tokens = torch.empty((batch, sequence), dtype=torch.int64, device="meta")
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def filled(model: nn.Module, device: str) -> nn.Module:
+    """The model with small random values in place of none; what is not on `meta` keeps its own."""
+    if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
+        model = model.to_empty(device=device)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_(std=0.02)
+            for buffer in model.buffers():
+                buffer.zero_()
+    return model.to(device)
+
+
+def sample_from(word: str) -> Any:
+    """What the function at an import path returns, as a batch; its tensors may be on `meta`.
+
+    Raises:
+        ModelError: there is none, or it fails.
+    """
+    return _called(word, "sample", "a function without arguments that returns a batch")
+
+
+# --- a plain GPT -------------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    """Without values: to fill them on `meta` takes torch a second of imports."""
+
+    def reset_parameters(self) -> None:
+        """Does nothing."""
+
+
+class Embedding(nn.Embedding):
+    """The same."""
+
+    def reset_parameters(self) -> None:
+        """Does nothing."""
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each after a norm and beside the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = Linear(width, 3 * width), Linear(width, width)
+        self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        heads = (*x_BTC.shape[:2], 3, x_BTC.shape[2] // HEAD, HEAD)
+        q, k, v = self.qkv(self.ln_1(x_BTC)).view(heads).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTC = x_BTC + self.proj(mixed.transpose(1, 2).reshape(x_BTC.shape))
+        wide_BTF = functional.gelu(self.up(self.ln_2(x_BTC)), approximate="tanh")
+        y_BTC: Tensor = self.down(wide_BTF)
+        return x_BTC + y_BTC
+
+
+class PlainGPT(nn.Module):
+    """A GPT without positions (they are a rounding error of its size), with a head of its own; gives the loss."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.embedding = Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x_BTC = self.embedding(input_ids)
+        for block in self.blocks:
+            x_BTC = block(x_BTC)
+        logits = self.head(self.norm(x_BTC)).flatten(0, 1)
+        return functional.cross_entropy(logits.float(), labels.flatten())
+
+
+def _gpt(count: float) -> Named:
+    """The shape within 2 % of the count whose width over depth is nearest to `ASPECT`, or else the nearest in count."""
+    if not 1e5 <= count <= 1e14:
+        raise ModelError(
+            f"model: a count of parameters must be between 100K and 100T, got {count:.3g}; say what you mean as in 7B or 350M"
+        )
+    shapes = []
+    widths = [HEAD * n for n in range(1, 2500)] if count >= 5e7 else [HEAD]
+    for width in widths:
+        of_block = 12 * width**2 + 13 * width
+        depth = max(round((count - 2 * VOCABULARY * width) / of_block), 1)
+        error = abs(depth * of_block + 2 * VOCABULARY * width + 2 * width - count) / count
+        shapes.append((max(error, 0.02), abs(width / depth / ASPECT - 1), depth, width))
+    *_, depth, width = min(shapes)
+    with torch.device("meta"):
+        model = PlainGPT(depth, width)
+    num_params = sum(param.numel() for param in model.parameters())
+    return Named(
+        model, f"a plain GPT of {depth} blocks, width {width}, vocabulary {VOCABULARY}: {_short(num_params)} parameters"
+    )
+
+
+def _short(count: float) -> str:
+    scale, letter = next((s, n) for n, s in reversed(SCALES.items()) if count >= s)
+    return f"{count / scale:.4g}{letter}"
+
+
+# --- import paths and transformers -------------------------------------------------------------------------------
+
+
+def _imported(word: str) -> Named:
+    made = _called(word, "model", "a function without arguments that returns a module")
+    if not isinstance(made, nn.Module):
+        raise ModelError(f"model: {word!r} must give a torch.nn.Module, got {type(made).__name__}; return one")
+    return Named(
+        made, f"{type(made).__name__} of {word}: {_short(sum(p.numel() for p in made.parameters()))} parameters"
+    )
+
+
+def _called(word: str, field: str, what: str) -> Any:
+    module_name, _, name = word.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it
+    try:
+        made: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            made = getattr(made, part)
+        if callable(made) and not isinstance(made, nn.Module):
+            with torch.device("meta"):
+                made = made()
+    except Exception as error:
+        raise ModelError(
+            f"{field}: {word!r} must name {what}, and gave {type(error).__name__}: {error}; mend it, or name another as in "
+            f"pkg.mod:fn"
+        ) from error
+    return made
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(
+            f"model: a model of transformers needs that package, which is not here ({error}); install transformers, or "
+            f"say a count such as 7B, or an import path such as pkg.mod:fn"
+        ) from None
+    return transformers
+
+
+def _of_file(path: Path) -> Named:
+    try:
+        given = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model: {str(path)!r} must be a JSON file, and is not: {error}; mend the file") from None
+    if not isinstance(given, Mapping) or "model_type" not in given:
+        raise ModelError(
+            f"model: {str(path)!r} must be a configuration of transformers with a 'model_type', and has none; give the "
+            f"config.json of a model, and fzero's own configuration as --config"
+        )
+    transformers = _transformers()
+    fields = dict(given)
+    try:
+        config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except Exception as error:
+        raise ModelError(f"model: {str(path)!r}: transformers does not take it: {error}; mend the file") from error
+    names = given.get("architectures") or []
+    return _built(getattr(transformers, names[0], None) if names else None, config, str(path))
+
+
+def _of_class(word: str) -> Named:
+    transformers = _transformers()
+    found = getattr(transformers, word, None) if word.isidentifier() else None
+    if found is None or not isinstance(found, type):
+        raise ModelError(
+            f"model: {word!r} must be a count of parameters (7B), an import path (pkg.mod:fn), the config.json of a model, or "
+            f"the name of a class of transformers (LlamaForCausalLM), and is none of these; nothing is downloaded, so give "
+            f"the config.json of a model on a hub"
+        )
+    if issubclass(found, transformers.PretrainedConfig):
+        return _built(None, found(), word)
+    config_class: Any = getattr(found, "config_class", None)
+    if config_class is None:
+        raise ModelError(
+            f"model: {word!r} must be a model or a configuration of transformers, and is neither; name one"
+        )
+    return _built(found, config_class(), word)
+
+
+def _built(cls: Any, config: Any, source: str) -> Named:
+    transformers = _transformers()
+    config.use_cache = False  # of no use in training, and a capture cannot follow it
+    try:
+        with torch.device("meta"):
+            if cls is not None:
+                model = cls(config)
+            elif type(config) in transformers.AutoModelForCausalLM._model_mapping:
+                model = transformers.AutoModelForCausalLM.from_config(config)
+            else:
+                model = transformers.AutoModel.from_config(config)
+    except Exception as error:
+        raise ModelError(f"model: {source!r}: transformers cannot build it: {error}; mend the configuration") from error
+    model.train()
+    count = sum(param.numel() for param in model.parameters())
+    return Named(model, f"{type(model).__name__} of {source}: {_short(count)} parameters")

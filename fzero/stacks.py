@@ -1,0 +1,84 @@
+"""Where is each thread of a process, of this one or of another on this host? Told also where C code holds the interpreter."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+WATCH = "fzero-watch"
+"""The name of the thread that asks and answers."""
+NUMBER = signal.SIGRTMAX - 7 if hasattr(signal, "SIGRTMAX") else None  # of real time, for which nobody else has a use
+
+
+def stack_here() -> str:
+    """The stacks of this process' threads but the watch's and idle workers', in Python's own words."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    told = []
+    for ident, frame in sys._current_frames().items():
+        frames = traceback.extract_stack(frame)
+        while frames and Path(frames[-1].filename).name in ("hangs.py", "stacks.py"):
+            frames.pop()
+        is_idle = not frames or frames[-1].filename.endswith("concurrent/futures/thread.py")
+        if not is_idle and names.get(ident) != WATCH:
+            told.append(f"  Thread {names.get(ident, ident)}:\n" + "".join(frames.format()))
+    return "".join(told)
+
+
+def answer_signals() -> IO[bytes] | None:
+    """The file, without a name, that the stacks are written to when the signal comes; None where that cannot be."""
+    if NUMBER is None or signal.getsignal(NUMBER) != signal.SIG_DFL or not Path("/proc/self/fd").exists():
+        return None
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process may be asked
+    faulthandler.register(NUMBER, file=file, all_threads=True)
+    return file
+
+
+def identity_of(file: IO[bytes] | None) -> dict[str, Any]:
+    """Where this process is found: its host, its number among those of its host, and the file of its stacks."""
+    found = os.fstat(file.fileno()) if file is not None else None
+    return {
+        "host": socket.gethostname(),
+        "pids": os.readlink("/proc/self/ns/pid") if Path("/proc/self/ns/pid").exists() else "",
+        "pid": os.getpid(),
+        "fd": file.fileno() if file is not None else None,
+        "file": [found.st_dev, found.st_ino] if found is not None else None,
+    }
+
+
+def stack_of(identity: Mapping[str, Any]) -> str:
+    """The stacks of another process of this host, which writes them without its interpreter; "" where that cannot be."""
+    if identity["fd"] is None or NUMBER is None:
+        return ""
+    path = Path(f"/proc/{identity['pid']}/fd/{identity['fd']}")
+    with suppress(OSError):
+        found = path.stat()
+        if [found.st_dev, found.st_ino] != identity["file"]:
+            return ""  # another process has this number now, and would be killed by the signal
+        os.kill(identity["pid"], NUMBER)
+        deadline = time.monotonic() + 2
+        text = ""
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            before, text = text, path.read_text(errors="replace")
+            if text and text == before:
+                break
+        return text
+    return ""
+
+
+def answer_no_signals(file: IO[bytes]) -> None:
+    """Undoes `answer_signals`."""
+    assert NUMBER is not None
+    faulthandler.unregister(NUMBER)
+    file.close()

@@ -1,0 +1,155 @@
+"""The laws of a wait without end: when a rank does not come, all are told which one, where it is and what it does.
+
+Real jobs without an agent, which would end the rank that hangs. This file is also what each rank runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from test_rank_death import Job
+from training import Plain, config, make, part, vectors
+
+import fzero
+from fzero import collectives
+from fzero.hangs import HERE, Progress
+from fzero.sent import Label
+
+TIMEOUT = 12  # seconds of a collective, and until all ranks have imported torch on a busy machine
+VICTIM, BAD_STEP, BAD_BLOCK = 1, 2, 2
+SCENARIOS = ("sleeps", "loops", "skips")
+
+
+# --- what a rank runs --------------------------------------------------------------------------------------------
+
+
+def run_rank(scenario: str) -> None:
+    torch.set_num_threads(1)
+    fzero.join(timeout=timedelta(seconds=TIMEOUT))
+
+    def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        x, y, index = batch
+        for number, block in enumerate(model.blocks):
+            x = block(x)
+            if index == BAD_STEP and step.rank == VICTIM and number == BAD_BLOCK:
+                if scenario == "sleeps":
+                    time.sleep(3600)
+                elif scenario == "loops":
+                    re.match("(a|a)*b", "a" * 99)  # 2^99 tries in C, which gives the interpreter to no other thread
+        return torch.nn.functional.mse_loss(x, y)
+
+    step = fzero.make_train_step(make(Plain), config(3), loss_fn=loss_of)
+    state = step.init()
+    for index in range(4):
+        x, y = part(vectors(index), step.rank, step.world_size)
+        state, _ = step(state, (x, y, index))
+        if scenario == "skips" and index == BAD_STEP and step.rank != VICTIM:
+            step.gather(state)  # as in `if rank == 0: save(...)`
+
+
+# --- the laws ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[dict[str, Job]]:
+    with ExitStack() as stack:  # all at once, for most of their time is waiting
+        yield {name: stack.enter_context(Job(2, name, 3, file=__file__)) for name in SCENARIOS}
+
+
+def told_by(job: Job, rank: int) -> tuple[str, str]:
+    """What a rank wrote before its traceback, and its last lines."""
+    code, errors = job.end_of(rank)
+    assert code == 1, errors
+    errors = re.sub(r"^\[rank\d\]: ", "", errors, flags=re.MULTILINE)  # torch's own, before each line
+    stacks, error, lines = errors.partition("fzero.collectives.CollectiveError: ")
+    assert error, errors
+    return stacks.partition("Traceback (most recent call last)")[0], lines
+
+
+def assert_blames(lines: str, job: Job, doing: str) -> None:
+    """The victim is named, with where it is, and the other one with the unit that it waits for."""
+    first, blamed, other, *_ = lines.splitlines()
+    unit = r"gather blocks\.[34]/float32"  # as far as what the victim had started was sent
+    assert re.match(f"{unit}: the collective did not come back in time", first), lines
+    assert re.fullmatch(rf"  rank 1 \(.*, pid {job.ranks[VICTIM].pid}\) has not come: {doing}", blamed), lines
+    assert re.fullmatch(rf"  rank 0: waiting for {unit} \(forward, collective \d of step 3\)", other), lines
+
+
+def test_a_rank_that_stands_in_python_is_named_with_its_unit_and_its_stack(jobs: dict[str, Job]) -> None:
+    job = jobs["sleeps"]
+    stacks, lines = told_by(job, 0)
+    at = r"in no collective, the last was gather blocks.3/float32 \(forward, collective 4 of step 3\)"
+    assert_blames(lines, job, at)
+    _, waiting, sleeping = stacks.split("fzero: the stack of rank ")
+    assert waiting.startswith("0:") and "in _gathered" in waiting
+    assert sleeping.startswith("1:") and "time.sleep(3600)" in sleeping
+    assert job.ranks[VICTIM].poll() is None, "the stuck rank has ended"
+
+
+def test_a_rank_in_an_endless_loop_of_c_is_named_with_its_stack(jobs: dict[str, Job]) -> None:
+    job = jobs["loops"]
+    stacks, lines = told_by(job, 0)
+    assert_blames(lines, job, "cannot answer, for code in C holds its interpreter")
+    looping = stacks.split("fzero: the stack of rank ")[2]
+    assert re.search(r"in match\n.*test_hangs.py\", line \d+ in loss_of", looping), looping
+    assert job.ranks[VICTIM].poll() is None, "the signal has ended the rank"
+
+
+def test_a_rank_that_skips_a_collective_is_named_with_what_both_wait_for(jobs: dict[str, Job]) -> None:
+    ends = [told_by(jobs["skips"], rank) for rank in range(2)]
+    assert sum("fzero: the stack of" in stacks for stacks, _ in ends) == 1  # by the first to ask
+    (_, *here), (_, *there) = (lines.splitlines()[:3] for _, lines in ends)
+    assert here == there, ends  # all say the same
+    behind, ahead = here
+    assert re.fullmatch(
+        r"  rank 0 \(.*\) has not come: waiting for .* \(backward, collective \d+ of step 4\)", behind
+    ), here
+    assert re.fullmatch(r"  rank 1: waiting for gradient norm \(update, collective \d+ of step 4\)", ahead), here
+
+
+def test_a_step_pays_less_than_a_microsecond_for_each_collective() -> None:
+    """Of which NCCL takes some 20 to be started: on CUDA nothing else is done in the step."""
+    progress, label = Progress(), Label("gather", "x", "forward")
+    began = time.perf_counter()
+    for _ in range(10_000):
+        progress.start(label)
+        progress.waits[1] = label
+        progress.waits.pop(1)
+    assert (time.perf_counter() - began) / 10_000 < 5e-6  # measured 0.5 µs on a busy core
+
+
+def test_one_rank_alone_keeps_no_watch() -> None:
+    fzero.join()
+    assert not collectives._WATCHES and not HERE.waits
+
+
+def test_the_groups_of_a_mesh_wait_no_longer_than_the_job(ranks: Any) -> None:
+    assert ranks(2, limits) == [[120.0, 120.0]] * 2
+
+
+def limits() -> list[float]:
+    from torch.distributed import group
+
+    axis = fzero.join()
+    assert group.WORLD is not None
+    part = collectives._part_of(None, (0, 1), "a part")
+    return [collectives._timeout_of(g).total_seconds() for g in (axis.group or group.WORLD, part)]
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "soon", "nan"])
+def test_a_timeout_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match=f"FZERO_TIMEOUT: must be a positive number of seconds, got '{value}'"):
+        collectives.timeout_of(os.environ | {"FZERO_TIMEOUT": value})
+
+
+if __name__ == "__main__":
+    run_rank(sys.argv[1])

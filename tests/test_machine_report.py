@@ -1,0 +1,45 @@
+"""The laws of `fzero env`: what it tells is there, and every rate is a rate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fzero.__main__ import main
+from fzero.machine_report import NAMES, MachineReport, Rates, best, disk_rates, table
+from fzero.tables import as_text
+
+
+def test_a_machine_is_told_with_its_versions_and_its_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json", "--path", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["versions"]["torch"] == torch.__version__ and "gloo" in told["backends"]
+    assert told["rates"].keys() == NAMES.keys()
+    on_gpu = {"device_copy", "to_device"} if not torch.cuda.is_available() else set()
+    for name, rate in told["rates"].items():
+        assert rate is None if name in on_gpu else 1e6 < rate < 1e17, name
+    assert not list(tmp_path.iterdir())  # the file that was measured is gone
+    shown = as_text(table(MachineReport(**told | {"rates": Rates(**told["rates"])})))
+    assert all(what in shown for what, _ in NAMES.values()) and f"{told['rates']['gather'] / 1e9:.2f} GB/s" in shown
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--path", "/nowhere"]) == 1
+    assert "--path /nowhere: " in capsys.readouterr().err
+
+
+def test_a_rate_is_that_of_the_fastest_repetition() -> None:
+    import time
+
+    pauses = iter([0.05, 0.04, 0.01, *[0.03] * 1000])
+    assert 0.01 <= best(lambda: time.sleep(next(pauses)), seconds=0.2) < 0.03
+
+
+def test_the_disk_is_measured_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fzero.machine_report.DISK_NBYTES", 1 << 22)
+    assert min(disk_rates(tmp_path)) > 0
+    with pytest.raises(OSError):
+        disk_rates(tmp_path / "missing")
