@@ -734,7 +734,8 @@ _OVER = (
 )
 _BETWEEN = (
     "backward: must be that of the engine or step, for it sends and gathers on all ranks at once, and autograd was called by "
-    "itself; call engine.backward(loss) in place of loss.backward()"
+    "itself; call engine.backward(loss) in place of loss.backward(), and make a gradient of inputs (torch.autograd.grad) with "
+    "torch.func, or in stages 0 to 2"
 )
 
 _KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")

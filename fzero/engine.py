@@ -67,7 +67,7 @@ class Engine(HoldsModule, KeepsFiles):
         self.config = dict(config or {})
         self.metrics: Metrics | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        self._gas = train_step.plan.num_micro_steps
+        self._gas, self._counted_from = train_step.plan.num_micro_steps, 0
         self._micro_batch = train_step._cfg.batch_sizes(train_step.world_size).micro
         self._round: Round | None = None
         self._boundary: bool | None = None

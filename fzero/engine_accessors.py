@@ -35,6 +35,8 @@ class Accessors:
     global_samples: int
     skipped_steps: int
     _gas: int
+    _counted_from: int
+    """The micro-step at which the first accumulation of `_gas` began."""
     _micro_batch: int | None
     _boundary: bool | None
     _monitors: list[CsvMonitor | TensorBoardMonitor]
@@ -57,13 +59,18 @@ class Accessors:
         return self.train_micro_batch_size_per_gpu() * self._gas * self.train_step.world_size
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of accumulation steps, from the next update on."""
+        """Another number of accumulation steps, from here on: an accumulation must not have begun."""
         one = self.train_micro_batch_size_per_gpu() * self.train_step.world_size
         if train_batch_size % one or train_batch_size < one:
             raise ConfigError(
                 f"train_batch_size: must be a multiple of {one} (train_micro_batch_size_per_gpu × ranks), got {train_batch_size}"
             )
-        self._gas = train_batch_size // one
+        if self._num_collected and self._boundary is None:
+            raise RuntimeError(
+                f"engine.set_train_batch_size: must be called between an update and the next micro-step, got a call after "
+                f"{self._num_collected} of {self._gas} micro-steps; call it after an update"
+            )
+        self._gas, self._counted_from = train_batch_size // one, self.micro_steps
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Another number of samples per rank and micro-step; the accumulation steps stay."""
@@ -73,7 +80,12 @@ class Accessors:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates."""
-        return (self.micro_steps + 1) % self._gas == 0 if self._boundary is None else self._boundary
+        return self._num_collected + 1 == self._gas if self._boundary is None else self._boundary
+
+    @property
+    def _num_collected(self) -> int:
+        """Micro-steps since an accumulation began, by count."""
+        return (self.micro_steps - self._counted_from) % self._gas
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says itself whether the next `step` updates, in place of counting; call it before the backward."""

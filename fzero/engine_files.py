@@ -94,6 +94,11 @@ def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *,
     step = engine.train_step
     tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
     _check_tag(engine, tag)
+    if engine._round is not None and engine._round.told:
+        warnings.warn(
+            "save_checkpoint: gradients since the last update are not saved; call it after an update to lose none",
+            stacklevel=3,
+        )
     told = {
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "scheduler": _scheduler_state(engine),
@@ -136,6 +141,7 @@ def _load(
     if counters:
         for name in COUNTERS:
             setattr(engine, name, told["counters"][name])
+        engine._counted_from = engine.micro_steps
         if engine.training_dataloader is not None and told["data"] is not None:
             engine.training_dataloader.load_state_dict(told["data"])
     engine._look()

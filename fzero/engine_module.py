@@ -65,7 +65,12 @@ class HoldsModule(Accessors):
     def __getattr__(self, name: str) -> Any:
         if "module" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.module, name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"engine: has no attribute {name!r}, nor has its module ({error}); docs/deepspeed.md lists what it has"
+            ) from None
 
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         raise NotImplementedError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -326,3 +327,50 @@ def test_gradients_that_an_error_took_are_missed_at_the_end_of_the_accumulation(
     with pytest.raises(RuntimeError, match="were lost by an error"):
         engine.step()
     engine.zero_grad()
+
+
+def _changes_the_accumulation(stage: int) -> tuple[list[float], dict[str, Tensor]]:
+    engine = made(stage, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=SAMPLES // 2)
+    norms: list[Any] = []
+    index = 0
+    for num in (2, 4, 1):
+        engine.set_train_batch_size(num * SAMPLES)
+        for at in range(num):
+            x, y = mine(engine, data(index))
+            engine.backward(criterion(engine(x), y))
+            assert engine.is_gradient_accumulation_boundary() == (at == num - 1)
+            engine.step()
+            index += 1
+        norms.append(engine.get_global_grad_norm())
+    return norms, engine.module_state_dict()
+
+
+def test_another_number_of_accumulation_steps_begins_a_whole_accumulation(ranks: RankPool) -> None:
+    parts = [range(2), range(2, 6), range(6, 7)]
+
+    def losses(model: Any, index: int) -> list[Tensor]:
+        return [criterion(model(data(i)[0]), data(i)[1]) / len(parts[index]) for i in parts[index]]
+
+    plain_norms, expected = plainly(losses, len(parts))
+    for norms, weights in ranks(2, _changes_the_accumulation, 2):
+        assert norms == pytest.approx(plain_norms, rel=1e-4)
+        assert_close(weights, expected)
+
+
+def test_the_middle_of_an_accumulation_is_told_where_it_would_be_lost(tmp_path: Path) -> None:
+    engine = made(1, gradient_accumulation_steps=3, train_micro_batch_size_per_gpu=SAMPLES)
+    x, y = data(0)
+    engine.backward(criterion(engine(x), y))
+    engine.step()
+    with pytest.raises(
+        RuntimeError, match=r"set_train_batch_size: .* after 1 of 3 micro-steps; call it after an update"
+    ):
+        engine.set_train_batch_size(SAMPLES)
+    with pytest.warns(UserWarning, match="gradients since the last update are not saved"):
+        engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    for at in range(3):
+        assert engine.is_gradient_accumulation_boundary() == (at == 2)
+        engine.backward(criterion(engine(x), y))
+        engine.step()
+    assert engine.global_steps == 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engines import assert_close, mine, settings
-from ranks import RankPool
+from ranks import RankError, RankPool
 from torch import Tensor, nn
 from training import make
 
@@ -239,3 +239,35 @@ def _alone_when_gathered(stage: int) -> tuple[bool, int]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_inside_gathered_an_engine_runs_on_each_rank_as_it_likes(ranks: RankPool, stage: int) -> None:
     assert ranks(2, _alone_when_gathered, stage) == [(True, 0)] * 2
+
+
+def _penalised(stage: int) -> dict[str, Tensor]:
+    engine = _engine(stage, make(_generator))
+    for index in range(NUM_STEPS):
+        engine.backward(_with_penalty(engine, mine(engine, _samples(index)[0])))
+        engine.step()
+    return engine.module_state_dict()
+
+
+def _with_penalty(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.requires_grad_()
+    y = model(x)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.square().mean() + grad.square().sum(1).mean()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_penalty_of_gradients_trains_where_parameters_are_whole(ranks: RankPool, stage: int) -> None:
+    plain = make(_generator)
+    own = _adamw(plain)
+    for index in range(NUM_STEPS):
+        own.zero_grad()
+        _with_penalty(plain, _samples(index)[0]).backward()
+        own.step()
+    for found in ranks(2, _penalised, stage):
+        assert_close(found, plain.state_dict())
+
+
+def test_a_penalty_of_gradients_is_an_error_where_parameters_are_divided(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"torch\.autograd\.grad.*in stages 0 to 2"):
+        ranks(2, _penalised, 3)
