@@ -77,6 +77,10 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
             for key, own in module._buffers.items():
                 if own is not None:
                     name = aliases.get(dot + key, dot + key)
+                    if name not in buffers:
+                        raise ValueError(
+                            f"buffer {name!r}: must be there when the step is made, and was registered later; register it before"
+                        )
                     module._buffers[key] = buffers[name]
                     homes.append((module._buffers, key, name, buffers[name]))
         yield

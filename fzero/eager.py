@@ -148,7 +148,7 @@ class Pass:
         self.executed: list[Event] = []
         self.schedule: Sequence[Event] | None = None  # of what runs, after what has run
         self._orders, self._begun = orders, 0
-        self._is_open, self._is_over = False, False
+        self._is_open, self._is_over, self._is_passed = False, False, False
         self._stays: list[Counter[str]] = []  # of each forward: how often it entered each unit
         self._num_forwards, self._num_backwards = 0, 0  # since the last backward, since the last forward
         self._is_kept = False  # whether a graph may be gone through again
@@ -238,6 +238,29 @@ class Pass:
         return told
 
     @contextmanager
+    def passing(self, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
+        """Inside, a backward of another pass goes through forwards of this one; what was collected here stays as it is.
+
+        *Collective* in stage 3: gathers again.
+        """
+        last, found = len(self._stays) - 1, self._reached(loss)
+        with self._running(("through", *(last - index for index in sorted(found)))):
+            self._is_passed, self._is_kept = True, self._is_kept or keeps
+            try:
+                yield
+            finally:
+                self._is_passed = False
+            if self.schedule is None:
+                self._negotiate(None)
+            else:
+                for event in self.schedule[len(self.executed) :]:
+                    self._issue(event)
+            self._leaves.clear()
+            self._drop_gathers()
+            self._release_all_but("")
+            self.stage.abandon()
+
+    @contextmanager
     def _running(self, run: Run) -> Iterator[None]:
         """Follows the order of what runs, or learns it; after an error the pass is over."""
         if self._is_over:
@@ -284,15 +307,9 @@ class Pass:
     def _reached(self, loss: Tensor) -> dict[int, Counter[str]]:
         """The stays of each forward of which the loss is."""
         found: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        seen: set[Any] = {None}
-        nodes: list[Any] = [loss.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            if node not in seen:
-                seen.add(node)
-                if getattr(node, "work", None) is self and hasattr(node, "unit"):
-                    found[node.index][node.unit] += 1
-                nodes += [following for following, _ in node.next_functions]
+        for node in _roots_of(loss):
+            if node.work is self:
+                found[node.index][node.unit] += 1
         return found
 
     def _check_runs(self) -> None:
@@ -304,6 +321,10 @@ class Pass:
 
     def fetch(self, name: str) -> Tensor:
         """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
+        if name not in self._homes:
+            raise ValueError(
+                f"parameter {name!r}: must be there when the step is made, and was registered later; register it before"
+            )
         unit = self._homes[name][0].name
         if unit != self._present:
             self._enter(unit)
@@ -415,6 +436,8 @@ class Pass:
 
     def _write_grad(self, name: str, grad: Tensor) -> None:
         self._check_runs()
+        if self._is_passed:
+            return
         unit, buffer = self._homes[name]
         grad = grad.to_dense() if grad.layout != torch.strided else grad
         filling = self._filling[unit.name]
@@ -457,6 +480,8 @@ class Pass:
         return isinstance(store, Tensor) and store.device == self._device
 
     def _stay_ended(self, unit: str) -> None:
+        if self._is_passed:
+            return
         self._open_stays[unit] -= 1
         if self._open_stays[unit] <= 0:
             self._ready.add(unit)
@@ -683,6 +708,24 @@ class Pass:
         self._release_all_but("")
         self._ready.clear()
         self.stage.abandon()
+
+
+def passes_of(loss: Tensor) -> list[Pass]:
+    """The passes whose forwards a loss is of, in the order of its graph, which is that of all ranks."""
+    return list({id(node.work): node.work for node in _roots_of(loss)}.values())
+
+
+def _roots_of(loss: Tensor) -> Iterator[Any]:
+    """The nodes of a graph at which forwards entered units."""
+    seen: set[Any] = {None}
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            if isinstance(getattr(node, "work", None), Pass) and hasattr(node, "unit"):
+                yield node
+            nodes += [following for following, _ in node.next_functions]
 
 
 _OVER = (

@@ -17,14 +17,16 @@ exception inside `forward` or `backward` the gradients collected since the last 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from fzero import live_params
 from fzero.client_optimizers import changed, lr_of
 from fzero.dataloader import ResumableLoader
+from fzero.eager import passes_of
 from fzero.engine_files import KeepsFiles
 from fzero.engine_keys import EngineKeys
 from fzero.engine_module import HoldsModule
@@ -84,6 +86,8 @@ class Engine(HoldsModule, KeepsFiles):
 
         *Collective* in stage 3: every rank.
         """
+        if self._is_gathered:
+            return self.module(*inputs, **kwargs)
         return self._run(self.module, inputs, kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -113,7 +117,7 @@ class Engine(HoldsModule, KeepsFiles):
         if round_ is None:
             raise RuntimeError("engine.backward: no forward has come since the last update; call engine(...) first")
         self._is_reduced = self.is_gradient_accumulation_boundary() and self._is_syncing
-        with self._watch.of("backward"), self._guarded():
+        with self._watch.of("backward"), self._guarded(), self._others_passing(loss, keeps=retain_graph):
             self._round = step.backward(
                 round_, loss.reshape(()), num_parts=parts, is_last=self._is_reduced, keeps=retain_graph
             )
@@ -158,6 +162,7 @@ class Engine(HoldsModule, KeepsFiles):
                 "engine.step: the last backward must be the one that reduces gradients, and was inside no_sync or no boundary; "
                 "call set_gradient_accumulation_boundary(True) before it"
             )
+        self.live.check()
         groups = self.hyper
         step = step.following([lr_of(group) for group in groups], changed(step._optimizers, groups))
         try:
@@ -245,6 +250,16 @@ class Engine(HoldsModule, KeepsFiles):
     def _autocast(self) -> Any:
         dtype = self.train_step._autocast
         return nullcontext() if dtype is None else torch.autocast(self.train_step.device.type, dtype=dtype)
+
+    @contextmanager
+    def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:
+        """Lets a backward go through forwards of other engines, whose gradients stay as they are."""
+        rounds = {id(e._round.work): e for e in live_params.engines() if e is not self and e._round is not None}
+        with ExitStack() as stack:
+            for engine in [rounds[id(work)] for work in passes_of(loss) if id(work) in rounds] if rounds else []:
+                stack.enter_context(engine._guarded())
+                stack.enter_context(engine.train_step.passing(engine._round, loss, keeps=keeps))
+            yield
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

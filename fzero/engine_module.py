@@ -22,6 +22,30 @@ from fzero.whole import params_of
 T = TypeVar("T")
 
 
+class _Forward:
+    """What stands in place of a module's `forward` while an engine holds it. A copy of the module has its own again."""
+
+    def __init__(self, engine: HoldsModule, module: nn.Module) -> None:
+        self.engine, self.module, self.original = engine, module, module.forward
+        functools.update_wrapper(self, self.original)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        engine = self.engine
+        if engine._is_inside or engine._is_gathered or engine.live.is_replaced:
+            return self.original(*inputs, **kwargs)
+        return engine._run(self.original, inputs, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and pickles: the method of the copy's class, or a copy of the function that stood in its place."""
+        if "forward" in self.engine._own_forward:
+            return _same, (self.original,)
+        return getattr, (self.module, "forward")
+
+
+def _same(x: T) -> T:
+    return x
+
+
 class HoldsModule(Accessors):
     """The part of `Engine` that is about the module and where the state is."""
 
@@ -31,17 +55,10 @@ class HoldsModule(Accessors):
 
     def _hold(self, module: nn.Module) -> None:
         """Makes a call of the module one of the engine, wherever it comes from (a `generate`, a `loss` of the module's)."""
-        self.module, original = module, module.forward
+        self.module = module
         self.live = LiveParams(module, self.train_step.plan)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
-
-        @functools.wraps(original)
-        def forward(*inputs: Any, **kwargs: Any) -> Any:
-            if self._is_inside or self._is_gathered or self.live.is_replaced:
-                return original(*inputs, **kwargs)
-            return self._run(original, inputs, kwargs)
-
-        module.__dict__["forward"] = forward
+        module.__dict__["forward"] = _Forward(self, module)
         self._look()
         live_params.register(self)
 

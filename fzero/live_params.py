@@ -96,6 +96,9 @@ class LiveParams:
                 if buffer is not None:
                     self._buffer_slots.append((module, key, plan.aliases.get(dot + key, dot + key)))
         self._names = {id(param): name for name, param in self.own.items()}
+        self._masters = {n for b in plan.flat_buffers if b.has_master for n in b.layout.names}
+        self._trained = {n for b in plan.flat_buffers if b.trainable for n in b.layout.names}
+        self._given: dict[str, tuple[int, torch.dtype, int]] = {}  # what `bring` gave: address, dtype, version
 
     @staticmethod
     def _present(param: nn.Parameter, dtype: str) -> nn.Parameter:
@@ -126,12 +129,14 @@ class LiveParams:
         if isinstance(param, Away):
             param.__class__ = nn.Parameter  # type: ignore[assignment]
         param.data = value
+        self._given[name] = _identity(param)
 
     def send_away(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         """Takes a parameter's values away."""
         param = self.own[name]
         if isinstance(param, Away):
             param.__class__ = nn.Parameter  # type: ignore[assignment]
+        self._given.pop(name, None)
         nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
         param.data = nothing.expand(shape)
         param.grad = None
@@ -139,6 +144,41 @@ class LiveParams:
             plain = nn.Parameter(param.data, requires_grad=param.requires_grad)
             param.__class__ = Away
             param.__dict__ |= {"fzero_name": name, "fzero_plain": plain}
+
+    def check(self) -> None:
+        """Raises where a script has changed its module in a way that the state does not see, before that is lost.
+
+        Of the values only those are looked at that have a master, which the update would write over them; `param.data` hides
+        what is written through it.
+        """
+        for module, key, name in self._slots:
+            if module._parameters.get(key) is not self.own[name]:
+                raise ValueError(
+                    f"parameter {name!r}: must stay the one that initialize was given, and another stands in its place, which "
+                    f"is not trained; write to it inside GatheredParameters(..., modifier_rank=0), or change the model before "
+                    f"initialize"
+                )
+        for name, param in self.own.items():
+            if param.requires_grad != (name in self._trained):
+                raise ValueError(
+                    f"parameter {name!r}: requires_grad must be {name in self._trained} in every update, as when initialize was "
+                    f"called, got {param.requires_grad}; set it back before engine.step(), or save, and make a new engine with "
+                    f"it from the start"
+                )
+            given = self._given.get(name)
+            now = _identity(param) if given is not None else None
+            if now is not None and given is not None and now[:2] != given[:2]:
+                raise ValueError(
+                    f"parameter {name!r}: must stay a view of the state, and was given other memory (module.half(), .to(...), "
+                    f"param.data = ...), which is not trained; leave that out, and write values inside "
+                    f"GatheredParameters(..., modifier_rank=0)"
+                )
+            if now != given and name in self._masters:
+                raise ValueError(
+                    f"parameter {name!r}: was written to, and the update would write its {param.dtype} values anew from the "
+                    f"master, which has not changed; write inside GatheredParameters(..., modifier_rank=0), or with "
+                    f"safe_set_full_fp32_param"
+                )
 
     def name_of(self, param: Tensor) -> str | None:
         """The name of one of these parameters."""
@@ -154,12 +194,21 @@ class LiveParams:
         return any(isinstance(param, Away) for param in self.own.values())
 
 
+def _identity(param: Tensor) -> tuple[int, torch.dtype, int]:
+    return param.data_ptr(), param.dtype, param._version
+
+
 _ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
 """Those that are there, to find the one that a parameter belongs to."""
 
 
 def register(engine: Any) -> None:
     _ENGINES.add(engine)
+
+
+def engines() -> list[Any]:
+    """Those that are there."""
+    return list(_ENGINES)
 
 
 def engine_of(param: Tensor) -> Any:

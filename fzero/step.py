@@ -644,6 +644,20 @@ class TrainStep:
         self._check_passes(told[:, 3])
         return round_._replace(told=(*round_.told, told[:, :3]), is_sum=weight is not None)
 
+    @contextmanager
+    def passing(self, round_: Round, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
+        """Inside, `backward` of another step's round may go through forwards of this one (a generator's loss, through its
+        discriminator); parameters of this step get no gradients of it.
+
+        *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
+
+        Args:
+            round_, keeps: as for `backward`.
+            loss: the one that goes backward inside.
+        """
+        with self._bound_to(round_), round_.work.passing(loss, keeps=keeps):
+            yield
+
     def update(self, round_: Round, rng: dict[str, Tensor] | None = None) -> tuple[TrainState[Tensor], Metrics]:
         """Clips, skips an overflow, and updates with the gradients of a round, which is over then.
 

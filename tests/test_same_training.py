@@ -6,7 +6,6 @@ is at fault in DeepSpeed 0.19.6, which docs/deepspeed.md lists.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,11 +23,11 @@ WORLD_SIZE, NUM_BATCHES = 2, 8
 class Case(NamedTuple):
     stage: int
     precision: str
-    offload: bool = False
+    offload: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
-        offload = {"offload_optimizer": {"device": "cpu", "pin_memory": False}} if self.offload else {}
+        offload = {f"offload_{what}": {"device": "cpu", "pin_memory": False} for what in self.offload}
         adam = {"lr": 0.005, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}
         # one loss scale throughout: DeepSpeed divides by the new one in the step that doubles it, and in stage 0 does not
         # multiply by it; the start is so high that the first steps overflow
@@ -56,13 +55,10 @@ class Case(NamedTuple):
         }  # fmt: skip
 
 
-CASES = tuple(
-    Case(stage, precision, offload)
-    for (stage, offload), precision in itertools.product(
-        [*((stage, False) for stage in range(4)), *((stage, True) for stage in (1, 2, 3))], ("fp32", "bf16", "fp16")
-    )
-)
-SHORT = (Case(0, "fp32"), Case(1, "fp16"), Case(2, "bf16"), Case(2, "fp16", True), Case(3, "bf16"))
+OPTIMIZER, BOTH = ("optimizer",), ("optimizer", "param")
+PLACES = (*((stage, ()) for stage in range(4)), *((stage, OPTIMIZER) for stage in (1, 2, 3)), (3, BOTH))
+CASES = tuple(Case(stage, precision, where) for stage, where in PLACES for precision in ("fp32", "bf16", "fp16"))
+SHORT = (Case(0, "fp32"), Case(1, "fp16"), Case(2, "bf16"), Case(2, "fp16", OPTIMIZER), Case(3, "bf16"))
 
 
 @pytest.fixture(scope="module")
@@ -92,20 +88,25 @@ def _by_step(config: dict[str, Any], num_steps: int) -> list[float]:
     return losses
 
 
-def all_three(ranks: RankPool, deepspeed: DeepSpeed, case: Case, num_steps: int) -> list[list[float]]:
-    """The losses of the engine, of `make_train_step` and of DeepSpeed, averaged over the ranks."""
+def of_deepspeed(deepspeed: DeepSpeed, case: Case, num_steps: int) -> list[float]:
+    """Its losses. On the CPU one of some ten runs of its stage 3 goes another way than all others: the first two that agree."""
     job = {"config": case.config, "before": 0, "after": num_steps, "batches": NUM_BATCHES}
     job["forgets_first_step"] = case.stage == 0 and case.precision != "fp32"  # no key turns that step off
-    (told,) = deepspeed.run(WORLD_SIZE, [job])
-    ours = [ranks(WORLD_SIZE, function, case.config, num_steps)[0] for function in (_by_engine, _by_step)]
-    return [*ours, told["losses"]]
+    runs: list[list[float]] = []
+    while True:
+        (told,) = deepspeed.run(WORLD_SIZE, [job])
+        if case.stage < 3 or told["losses"] in runs:
+            return told["losses"]
+        runs.append(told["losses"])
+        assert len(runs) < 4, f"DeepSpeed does not repeat itself: {[run[-1] for run in runs]}"
 
 
 def check_same(ranks: RankPool, deepspeed: DeepSpeed, case: Case, num_steps: int) -> None:
     """Both of ours give the same bits. DeepSpeed's losses differ by the order in which it adds up gradients and losses: by a unit
     in the last place in fp32; in 16 bits some gradients round the other way, by up to 2**-8 or 2**-11 of them, and the loss, a
     mean over all, moves by less."""
-    by_engine, by_step, theirs = all_three(ranks, deepspeed, case, num_steps)
+    by_engine, by_step = (ranks(WORLD_SIZE, way, case.config, num_steps)[0] for way in (_by_engine, _by_step))
+    theirs = of_deepspeed(deepspeed, case, num_steps)
     assert by_engine == by_step
     assert by_engine[0] == pytest.approx(theirs[0], rel=2e-7)
     assert by_engine == pytest.approx(theirs, rel={"fp32": 3e-7, "bf16": 2**-9, "fp16": 2**-11}[case.precision])

@@ -1,0 +1,241 @@
+"""Several engines in one script, and what a script does to its module while an engine holds it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engines import assert_close, mine, settings
+from ranks import RankPool
+from torch import Tensor, nn
+from training import make
+
+import fzero
+import fzero.deepspeed as deepspeed
+
+NUM_STEPS = 3
+
+
+def _generator() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+class Judge(nn.Module):
+    """Runs a part of itself again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mid, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(deepspeed.checkpointing.checkpoint(lambda x: torch.tanh(self.mid(x)), x))
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def _engine(stage: int, model: nn.Module) -> fzero.Engine:
+    return fzero.initialize(model=model, config=settings(stage, gradient_clipping=0.0))[0]
+
+
+def _samples(index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(12, 5, generator=generator), torch.randn(12, 6, generator=generator)
+
+
+def _scores(scores: Tensor, value: float) -> Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, value))
+
+
+# --- losses that go through two engines ------------------------------------------------------------------------------
+
+
+def _adversaries(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    generator, judge = make(_generator), make(Judge)
+    engine_g, engine_j = _engine(stage, generator), _engine(stage, judge)
+    for index in range(NUM_STEPS):
+        noise, real = mine(engine_g, _samples(index))
+        engine_j.backward(_scores(engine_j(real), 1))
+        fake = engine_g(noise)
+        engine_j.backward(_scores(engine_j(fake.detach()), 0))
+        engine_j.step()
+        judge.requires_grad_(False)  # as scripts do to save its gradients
+        engine_g.backward(_scores(engine_j(fake), 1))
+        engine_g.step()
+        judge.requires_grad_(True)
+    return engine_g.module_state_dict(), engine_j.module_state_dict()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_loss_through_another_engine_trains_its_own_alone(ranks: RankPool, stage: int) -> None:
+    generator, judge = make(_generator), make(Judge)
+    own_g, own_j = _adamw(generator), _adamw(judge)
+    for index in range(NUM_STEPS):
+        noise, real = _samples(index)
+        fake = generator(noise)
+        own_j.zero_grad()
+        (_scores(judge(real), 1) + _scores(judge(fake.detach()), 0)).backward()
+        own_j.step()
+        own_g.zero_grad()
+        _scores(judge(fake), 1).backward()
+        own_g.step()
+    for found_g, found_j in ranks(2, _adversaries, stage):
+        assert_close(found_g, generator.state_dict())
+        assert_close(found_j, judge.state_dict())
+
+
+def _jointly(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    first, second = _engine(stage, make(_generator)), _engine(stage, make(Judge))
+    for index in range(NUM_STEPS):
+        loss = second(first(mine(first, _samples(index))[0])).square().mean()
+        first.backward(loss, retain_graph=True)
+        second.backward(loss)
+        first.step()
+        second.step()
+    return first.module_state_dict(), second.module_state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loss_of_two_engines_trains_both_when_it_goes_backward_in_each(ranks: RankPool, stage: int) -> None:
+    first, second = make(_generator), make(Judge)
+    both = [_adamw(first), _adamw(second)]
+    for index in range(NUM_STEPS):
+        second(first(_samples(index)[0])).square().mean().backward()
+        for own in both:
+            own.step()
+            own.zero_grad()
+    for found in ranks(2, _jointly, stage):
+        assert_close(found[0], first.state_dict())
+        assert_close(found[1], second.state_dict())
+
+
+# --- the module ------------------------------------------------------------------------------------------------------
+
+
+def _pickled(module: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(module))
+
+
+def _saved(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled, _saved])
+def test_a_copy_of_the_module_is_one_by_itself(copied: Callable[[Any], Any]) -> None:
+    engine = _engine(2, make(_generator))
+    x = _samples(0)[0]
+    twin, expected = copied(engine.module), engine(x).detach()
+    torch.testing.assert_close(twin(x), expected, rtol=0, atol=0)
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.zero_()
+    assert not twin(x).any()
+    twin(x).sum().backward()
+    assert twin[2].bias.grad is not None
+    torch.testing.assert_close(engine(x).detach(), expected, rtol=0, atol=0)
+    assert inspect.signature(engine.module.forward) == inspect.signature(nn.Sequential().forward)
+
+
+def _halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+def test_a_copy_keeps_a_forward_that_stood_in_place_of_its_class() -> None:
+    model = make(_generator)
+    model.__dict__["forward"] = _halved
+    twin = copy.deepcopy(_engine(2, model).module)
+    assert twin(torch.ones(2)).tolist() == [0.5, 0.5]
+
+
+def _loads(module: nn.Module) -> None:
+    module.load_state_dict({name: value * 0 for name, value in module.state_dict().items()})
+
+
+def _writes(module: nn.Module) -> None:
+    with torch.no_grad():
+        module[0].weight.zero_()
+
+
+def _replaces(module: nn.Module) -> None:
+    module[0].weight = nn.Parameter(torch.zeros(8, 5))
+
+
+def _adds_a_buffer(module: nn.Module) -> None:
+    module[0].register_buffer("late", torch.zeros(1))
+
+
+def _adds_a_layer(module: nn.Module) -> None:
+    module.append(nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_loads, "parameter '0.weight': was written to, .* modifier_rank"),
+        (_writes, "parameter '0.weight': was written to, .* modifier_rank"),
+        (lambda module: module.double(), "parameter '0.weight': must stay a view of the state"),
+        (_replaces, "parameter '0.weight': must stay the one that initialize was given"),
+        (lambda module: module[0].requires_grad_(False), "parameter '0.weight': requires_grad must be True"),
+        (_adds_a_buffer, "buffer '0.late': must be there when the step is made"),
+        (_adds_a_layer, "parameter '3.weight': must be there when the step is made"),
+    ],
+)
+def test_a_change_of_the_module_that_training_would_lose_is_an_error(
+    change: Callable[[Any], Any], message: str
+) -> None:
+    model = make(_generator)
+    engine = fzero.initialize(model=model, config=settings(2, bf16={"enabled": True}))[0]
+    x = _samples(0)[0].bfloat16()
+
+    def train() -> None:
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+
+    train()
+    train()
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        train()
+
+
+def test_what_is_written_where_there_is_no_master_counts() -> None:
+    """Those are the weights themselves."""
+    engine, plain = _engine(1, make(_generator)), make(_generator)
+    own = _adamw(plain)
+    x = _samples(0)[0]
+    for model in (engine.module, plain):
+        _loads(model)
+    for _ in range(2):
+        engine.backward(engine(x).sub(1).square().mean())
+        engine.step()
+        plain(x).sub(1).square().mean().backward()
+        own.step()
+        own.zero_grad()
+    assert_close(engine.module_state_dict(), plain.state_dict())
+
+
+def _alone_when_gathered(stage: int) -> tuple[bool, int]:
+    engine = _engine(stage, make(_generator))
+    x = _samples(0)[0]
+    expected = engine(x).detach()
+    with engine.gathered():
+        same = all(
+            torch.equal(run(x), expected) for run in (engine, engine.module) for _ in range(engine.global_rank + 1)
+        )
+    return same, engine.micro_steps
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_inside_gathered_an_engine_runs_on_each_rank_as_it_likes(ranks: RankPool, stage: int) -> None:
+    assert ranks(2, _alone_when_gathered, stage) == [(True, 0)] * 2
