@@ -222,6 +222,8 @@ def start(given: argparse.Namespace) -> int:
     if given.no_ssh and is_many and given.node_rank is None:
         raise LaunchError("--no_ssh: starts one host, so give --node_rank, the number of this one in the hostfile")
     work = work_of(given, hosts, is_local=not is_many)
+    if not is_many and (given.launcher != "ssh" or given.launcher_args):
+        say("one host needs no launcher: --launcher and --launcher_args have no effect; --force_multi uses them")
     if not is_many or given.no_ssh:
         if given.dry_run:
             print(Command((sys.executable, "-u", "-m", "fzero.agent", *work.arguments()), from_file))

@@ -297,6 +297,12 @@ def test_an_agent_that_is_started_by_hand_is_on_no_leash(tmp_path, capsys):
     assert ended.returncode == 0 and "timeout 7\n" in ended.stdout, ended
 
 
+@pytest.mark.parametrize("flags", [["--launcher", "slurm"], ["--launcher_args=-x"]])
+def test_a_launcher_that_one_host_does_not_need_is_told(flags, capsys):
+    assert main([*flags, "--num_procs", "2", "--dry_run", "train.py"]) == 0
+    assert "--launcher and --launcher_args have no effect" in capsys.readouterr().err
+
+
 def test_a_missing_hostfile_is_one_machine_and_a_line_that_says_so(capsys):
     assert main(["--hostfile", "/nowhere/hosts", "--num_procs", "2", "--dry_run", "train.py"]) == 0
     assert "there is no hostfile /nowhere/hosts: running on this machine alone" in capsys.readouterr().err
