@@ -4,8 +4,9 @@
 
 `fzero` runs one in its own process, or one on each host. It prefixes each line of a rank's output with the rank, ends all
 ranks of the host when one fails, and says once which one it was. An agent on another host is on a *leash*: it reads its
-standard input, which ends when the connection to the one who started it does, and then it ends its ranks. An agent that is
-killed has a *keeper* (`fzero.keeper`). So nothing is left running, however the other end died.
+standard input, which ends when the connection to the one who started it does, and then it ends its ranks. What is left of a
+job that did not end in order, and of an agent that is killed, is for its *keeper* (`fzero.keeper`). So nothing is left
+running, however the other end died.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import logging
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -53,8 +56,8 @@ class Failure:
     lines: tuple[str, ...]
 
     def __str__(self) -> str:
-        was_killed = 128 < self.code <= 128 + signal.SIGRTMAX
-        how = f"was killed by {signal.Signals(self.code - 128).name}" if was_killed else f"ended with code {self.code}"
+        name = {128 + number: number.name for number in signal.Signals}.get(self.code)
+        how = f"was killed by {name}" if name else f"ended with code {self.code}"
         told = "; its last lines:" + "".join(f"\n    {line}" for line in self.lines) if self.lines else ""
         return f"fzero: rank {self.rank} on {self.host} {how}, so the job has been ended{told}"
 
@@ -118,11 +121,11 @@ def run(work: Work, *, reports: bool = False) -> int:
     with ExitStack() as stack:
         folder = work.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="fzero-"))
         Path(folder).mkdir(parents=True, exist_ok=True)
-        stack.enter_context(kept())
+        in_order = stack.enter_context(kept())
         try:
             elastic_launch(launch_config(work, folder), work.program[0])(*work.program[1:])
+            in_order()
         except ChildFailedError as error:
-            end_sessions({failed.pid for failed in error.failures.values()})
             failure = first_failure(error, host.name, folder)
             with suppress(BrokenPipeError):
                 print(REPORT + json.dumps(asdict(failure)) if reports else failure, file=sys.stderr, flush=True)
@@ -131,14 +134,17 @@ def run(work: Work, *, reports: bool = False) -> int:
             return 128 + int(error.sigval)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                signal.signal(number, signal.SIG_IGN)
-            end_sessions(children())  # a second signal may have stopped torchrun in ending them
+                signal.signal(number, signal.SIG_IGN)  # the keeper ends what is left, and is not to be interrupted
     return 0
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """Marks what is started inside, which the keeper ends when this process is killed."""
+def kept() -> Iterator[Callable[[], object]]:
+    """Marks what is started inside. Unless the function that it gives is called, the keeper ends what is left of that.
+
+    torchrun ends its ranks and their process groups. What a rank has started in a session of its own is left to the keeper,
+    and so are ranks that a second signal kept torchrun from ending, or that the end of this process did.
+    """
     os.environ["FZERO_JOB"] = uuid.uuid4().hex
     command = [sys.executable, "-I", "-S", keeper.__file__, f"FZERO_JOB={os.environ['FZERO_JOB']}", str(SECONDS_TO_END)]
     process = subprocess.Popen(
@@ -151,32 +157,10 @@ def kept() -> Iterator[None]:
         cwd="/",
     )
     try:
-        yield
+        yield partial(process.communicate, b"in order")
     finally:
-        with suppress(BrokenPipeError):  # of a keeper that was ended with the children of this process
-            process.communicate(b"in order")
+        process.communicate()
         del os.environ["FZERO_JOB"]
-
-
-def processes() -> Iterator[tuple[int, int, int]]:
-    """All processes of this machine: number, parent, session."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            _, parent, _, session, *_ = path.read_text().rpartition(")")[2].split()
-            yield int(path.parent.name), int(parent), int(session)
-
-
-def children() -> set[int]:
-    """The processes that this one has started."""
-    return {process for process, parent, _ in processes() if parent == os.getpid()}
-
-
-def end_sessions(leaders: set[int]) -> None:
-    """Kills what is left of the ranks `leaders`, each the leader of a session, and of what they have started."""
-    for process, _, session in [*processes()]:
-        if session in leaders and session != os.getsid(0):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(process, signal.SIGKILL)
 
 
 def launch_config(work: Work, log_dir: str) -> LaunchConfig:
@@ -220,9 +204,12 @@ def first_failure(error: ChildFailedError, host: str, log_dir: str) -> Failure:
     return min(failures, key=lambda failure: (failure.code == 128 + signal.SIGTERM, failure.follows))
 
 
-def watch_leash() -> None:
-    """Ends this agent as SIGTERM does, as soon as standard input ends."""
-
+def watch_leash() -> bool:
+    """Ends this agent as SIGTERM does, as soon as standard input ends. False, and nothing, where that is no pipe or socket:
+    who started the agent by hand, or in a pod, whose input is /dev/null, holds no leash."""
+    mode = os.fstat(0).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        return False
     leash = os.dup(0)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # what ranks read, so that none takes the end from us
@@ -233,6 +220,7 @@ def watch_leash() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
+    return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -250,8 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser.parse_args(arguments))
     work = Work(hosts=given.pop("world_info"), program=tuple(given.pop("program")), **given)
     print(f"fzero: {work.host.name} starts {len(work.host.slots)} ranks ({socket.gethostname()})", flush=True)
-    watch_leash()
-    return run(work, reports=True)
+    return run(work, reports=watch_leash())
 
 
 if __name__ == "__main__":

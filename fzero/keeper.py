@@ -1,10 +1,10 @@
-"""What if an agent is killed, and can end nothing any more? Its *keeper*, a small process, ends its ranks in its place.
+"""What if a job does not end in order, or its agent is killed? The *keeper*, a small process, ends what is left of it.
 
     python -I -S keeper.py MARK SECONDS
 
-The keeper holds the end of a pipe that closes with the agent. Then it asks every process whose environment has the mark to
-end, which are the ranks and all that they have started, and kills after so many seconds what is left. It is run as a file of
-its own, without anything that would have to be imported first.
+The keeper holds the end of a pipe that closes with the job, or with the agent. Then it asks every process whose environment
+has the mark to end, which are the ranks and all that they have started, and kills after so many seconds what is left. It is
+run as a file of its own, without anything that would have to be imported first.
 """
 
 import os

@@ -19,6 +19,7 @@ import torch
 
 from fzero import agent
 from fzero.agent import LAST_CALL, Work
+from fzero.collectives import timeout_of
 from fzero.hosts import Host, choose, parse_hostfile
 from fzero.launch_environment import forwarded, rank_defaults, read_env_files
 from fzero.launched import DEFAULT_PORT
@@ -51,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     add("--num_procs", type=int, metavar="N", help="the same, for machines without devices")
     add(
         "--master_port",
-        type=int,
+        type=port,
         metavar="P",
         help=f"where rank 0 listens (free on one machine, {DEFAULT_PORT} on many)",
     )
@@ -87,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     add("--node_rank", type=int, metavar="K", help="with --no_ssh: which of the hosts this machine is")
     add("--no_ssh", action="store_true", help="start the ranks of this host alone; start the others yourself")
     add("--no_ssh_check", action="store_true", help="do not look at the hosts before the start")
-    add("--ssh_port", type=int, metavar="P")
+    add("--ssh_port", type=port, metavar="P")
     add("--force_multi", action="store_true", help="use the launcher also for a single host")
     add("--launcher", choices=LAUNCHERS, default="ssh")
     add("--launcher_args", default="", metavar="ARGS", help="more arguments for ssh, pdsh, mpirun or srun, in one word")
@@ -98,6 +99,18 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def port(text: str) -> int:
+    """The number of a port.
+
+    >>> port("70000")
+    Traceback (most recent call last):
+    argparse.ArgumentTypeError: must be from 1 to 65535, got '70000'; leave it out for the default
+    """
+    if not (text.isdecimal() and 1 <= int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"must be from 1 to 65535, got {text!r}; leave it out for the default")
+    return int(text)
+
+
 def say(line: str) -> None:
     """Tells the user something, beside the output of ranks."""
     print(f"fzero: {line}", file=sys.stderr, flush=True)
@@ -105,9 +118,17 @@ def say(line: str) -> None:
 
 def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
     """The hosts and slots of the job; this machine where there is no hostfile."""
+    if given.num_gpus is not None and given.num_procs is not None:
+        raise LaunchError(
+            "--num_gpus and --num_procs exclude each other: both are the ranks of a host; give one of them"
+        )
+    if given.num_procs is not None and given.num_procs < 1:
+        raise LaunchError(f"--num_procs {given.num_procs}: must be at least 1")
     slots_per_host: int | None = given.num_gpus if given.num_procs is None else given.num_procs
     chosen = {"include": given.include, "exclude": given.exclude, "slots_per_host": slots_per_host}
     path: Path = given.hostfile or HOSTFILE
+    if path.is_dir():
+        raise LaunchError(f"--hostfile {path}: is a folder; give a file with lines of 'host slots=N'")
     if path.is_file():
         return choose(parse_hostfile(path.read_text(), source=str(path)), num_nodes=given.num_nodes, **chosen)
     if (given.num_nodes or 1) > 1:
@@ -149,6 +170,8 @@ def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: boo
     """What the agents run; on this machine alone at a free port."""
     if given.max_restarts < 0:
         raise LaunchError(f"--max_restarts {given.max_restarts}: must be 0 or more")
+    if given.wait_for_hosts < 0:
+        raise LaunchError(f"--wait_for_hosts {given.wait_for_hosts}: must be 0 or more seconds")
     if not 0 <= (given.node_rank or 0) < len(hosts):
         raise LaunchError(
             f"--node_rank {given.node_rank}: must be from 0 to {len(hosts) - 1}; there are {len(hosts)} hosts"
@@ -194,13 +217,16 @@ def start(given: argparse.Namespace) -> int:
         if not 0 < given.timeout < float("inf"):
             raise LaunchError(f"--timeout {given.timeout}: must be a positive number of seconds")
         from_file["FZERO_TIMEOUT"] = f"{given.timeout:g}"
+    timeout_of(os.environ | from_file)  # refuses here what each rank would have to refuse
     is_many = len(hosts) > 1 or given.force_multi
     if given.no_ssh and is_many and given.node_rank is None:
         raise LaunchError("--no_ssh: starts one host, so give --node_rank, the number of this one in the hostfile")
     work = work_of(given, hosts, is_local=not is_many)
+    if not is_many and (given.launcher != "ssh" or given.launcher_args):
+        say("one host needs no launcher: --launcher and --launcher_args have no effect; --force_multi uses them")
     if not is_many or given.no_ssh:
         if given.dry_run:
-            print(shlex.join([sys.executable, "-u", "-m", "fzero.agent", *work.arguments()]))
+            print(Command((sys.executable, "-u", "-m", "fzero.agent", *work.arguments()), from_file))
             return 0
         os.environ.update(from_file)
         return agent.run(work)

@@ -59,7 +59,7 @@ def main(scenario: str, folder: Path) -> None:
         return None
     # Something that a rank has started, as loaders of data are.
     sleeper = [sys.executable, "-c", f"import time; time.sleep({SECONDS})", str(folder)]
-    subprocess.Popen(sleeper, stderr=subprocess.DEVNULL)
+    subprocess.Popen(sleeper, stderr=subprocess.DEVNULL, start_new_session=rank == 0)
     (folder / f"started.{rank}").touch()
     if scenario == "tells signals":
 

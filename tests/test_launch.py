@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero.agent import SECONDS_TO_END, Work
+from fzero.agent import SECONDS_TO_END, Failure, Work
 from fzero.hosts import Host, choose, decode, encode, hostfile, parse_hostfile
 from fzero.launch import main
 from fzero.launch_environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
@@ -253,6 +253,11 @@ def test_how_long_a_collective_waits_is_told_to_the_ranks_of_all_hosts(tmp_path,
         (["--module", "--no_python"], "exclude each other"),
         (["--nnodes", "1:3"], "MAX the number of hosts, 1"),
         (["--max_restarts", "-1"], "must be 0 or more"),
+        (["--master_port", "70000"], "must be from 1 to 65535, got '70000'"),
+        (["--num_procs", "0"], "--num_procs 0: must be at least 1"),
+        (["--num_procs", "2", "--num_gpus", "2"], "exclude each other"),
+        (["--hostfile", "/"], "--hostfile /: is a folder"),
+        (["--wait_for_hosts", "-1"], "--wait_for_hosts -1: must be 0 or more"),
         (["--timeout", "0"], "--timeout 0.0: must be a positive number of seconds"),
         (["--node_rank", "1"], "there are 1 hosts"),
         (["--env_file", "/nowhere"], "/nowhere"),
@@ -262,6 +267,40 @@ def test_wrong_flags_are_refused_before_anything_is_started(flags, told, capsys)
     with pytest.raises(SystemExit) as end:
         main([*flags, "train.py"])
     assert end.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "nan"])
+def test_a_timeout_of_the_environment_that_is_none_is_refused_before_anything_is_started(value, capsys, monkeypatch):
+    monkeypatch.setenv("FZERO_TIMEOUT", value)
+    with pytest.raises(SystemExit) as end:
+        main(["--num_procs", "2", "--dry_run", "train.py"])
+    assert (
+        end.value.code == 2
+        and f"FZERO_TIMEOUT: must be a positive number of seconds, got '{value}'" in capsys.readouterr().err
+    )
+
+
+def test_every_exit_code_can_be_told():
+    for code in range(1, 256):  # of which some above 128 are no signal's
+        told = str(Failure(0, "here", code, 0.0, False, ()))
+        assert f"code {code}," in told or signal.Signals(code - 128).name in told
+
+
+def test_an_agent_that_is_started_by_hand_is_on_no_leash(tmp_path, capsys):
+    """As in a pod, whose standard input is /dev/null, with the command that --dry_run prints."""
+    (tmp_path / "script.py").write_text(
+        "import os, time\ntime.sleep(1)\nprint('timeout', os.environ['FZERO_TIMEOUT'])\n"
+    )
+    assert main(["--num_procs", "1", "--timeout", "7", "--dry_run", str(tmp_path / "script.py")]) == 0
+    command = capsys.readouterr().out
+    ended = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "timeout 7\n" in ended.stdout, ended
+
+
+@pytest.mark.parametrize("flags", [["--launcher", "slurm"], ["--launcher_args=-x"]])
+def test_a_launcher_that_one_host_does_not_need_is_told(flags, capsys):
+    assert main([*flags, "--num_procs", "2", "--dry_run", "train.py"]) == 0
+    assert "--launcher and --launcher_args have no effect" in capsys.readouterr().err
 
 
 def test_a_missing_hostfile_is_one_machine_and_a_line_that_says_so(capsys):
