@@ -319,6 +319,7 @@ def _llama_with_inductor() -> tuple[dict[str, tuple[float, float]], float]:
     return _further_than_nudges(MODELS["llama"], text, cfg, {"compile": "step"}, everywhere=True)
 
 
+@pytest.mark.nightly
 def test_generated_code_for_a_llama_goes_no_further_than_roundings_take_it(ranks: RankPool) -> None:
     # Generated code adds in other orders and rounds elsewhere, in the forward and the backward, too.
     for further, ratio in ranks(2, _llama_with_inductor):

@@ -70,7 +70,7 @@ def test_the_demo_goes_on_from_what_it_saved(tmp_path):
     assert len(losses[1]) == 6 and losses[1][:4] == losses[0] and losses[1][4] < losses[0][2]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.nightly), "fp16"])
 def test_the_demo_learns_in_16_bits_and_keeps_what_the_paper_says(tmp_path, examples, dtype):
     run = subprocess.run(
         [*COMMAND, tmp_path, "--steps", "20", "--dtype", dtype], capture_output=True, text=True, timeout=120
@@ -85,6 +85,7 @@ def test_the_demo_learns_in_16_bits_and_keeps_what_the_paper_says(tmp_path, exam
     assert 1 <= result["state_nbytes"] / (16 * numel / 2) < 1.01  # 2 + 4 + 8 + 2 bytes, divided among two ranks
 
 
+@pytest.mark.nightly
 def test_the_demo_sends_less_through_wires_and_shows_that_it_learns_as_well(tmp_path):
     command = [*COMMAND, tmp_path, "--steps", "40", "--wires", "zero++"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
