@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -130,6 +131,9 @@ def run(work: Work, *, reports: bool = False) -> int:
             with suppress(BrokenPipeError):
                 print(REPORT + json.dumps(asdict(failure)) if reports else failure, file=sys.stderr, flush=True)
             return failure.code
+        except DistNetworkError as error:
+            where = f"--master_port {work.master_port} of {work.master_addr}"
+            raise OSError(f"{where}: {error}; give a port that is free there and can be reached") from error
         except SignalException as error:
             return 128 + int(error.sigval)
         finally:
@@ -167,7 +171,8 @@ def launch_config(work: Work, log_dir: str) -> LaunchConfig:
     """torchrun's description of the host's part. Ranks follow the order of hosts, unless they may start again."""
     num_nodes = len(work.hosts)
     # torchrun's static rendezvous keeps the order, and cannot bring agents of several hosts together a second time.
-    keeps_order = num_nodes > 1 and work.min_nodes is None and work.max_restarts == 0
+    # On one host it makes the ranks listen at the port that was asked for, where the other takes a free one for them.
+    keeps_order = (num_nodes > 1 or work.master_port > 0) and work.min_nodes is None and work.max_restarts == 0
     prefix = f"[{work.host.name} rank ${{rank}}] " if num_nodes > 1 else "[rank ${rank}] "
     return LaunchConfig(
         min_nodes=work.min_nodes or num_nodes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -295,6 +296,15 @@ def test_an_agent_that_is_started_by_hand_is_on_no_leash(tmp_path, capsys):
     command = capsys.readouterr().out
     ended = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0 and "timeout 7\n" in ended.stdout, ended
+
+
+def test_a_port_that_is_taken_is_told(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ["--num_procs", "1", "--master_port", port, "script.py"]
+        command = [sys.executable, "-m", "fzero", *flags]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and f"fzero: --master_port {port} of 127.0.0.1" in ended.stderr
 
 
 @pytest.mark.parametrize("flags", [["--launcher", "slurm"], ["--launcher_args=-x"]])
