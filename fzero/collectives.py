@@ -209,6 +209,8 @@ class Pending:
 
     def end(self) -> None:
         """Waits until everything has been sent and received."""
+        if not self.works:  # as always in a graph, which could not hold what follows
+            return
         thread = get_ident()
         HERE.waits[thread] = self.label
         try:

@@ -53,7 +53,7 @@ def test_the_demo_learns_with_its_optimizer_state_in_files_which_go_at_the_end(t
     )
     assert run.returncode == 0, run.stderr
     result = json.loads((tmp_path / "demo.json").read_text())
-    assert "in files: optimizer" in run.stdout and result["nbytes_by_memory"]["nvme"]["optimizer"] > 0
+    assert "in files: gradients" in run.stdout and result["nbytes_by_memory"]["nvme"]["optimizer"] > 0
     losses = result["training_bits_per_byte"]
     assert len(losses) == 10 and losses[-1] < losses[0]
     assert not list(tmp_path.rglob("*.flat"))
