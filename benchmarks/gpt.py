@@ -65,6 +65,12 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
+def first_values(module: nn.Module) -> None:
+    """Values for the parameters of a module that was built without memory."""
+    for param in module.parameters(recurse=False):
+        nn.init.normal_(param, std=0.02)
+
+
 def make_batch(size: Size, *, step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Rows that count up by a stride of their own, modulo the vocabulary: easy to learn, so the losses have to fall."""
     generator = torch.Generator().manual_seed(1_000 * step + rank)

@@ -9,6 +9,7 @@ for batch in loader:
 
 from fzero.checkpoint import Loaded, Saving, load, save, start_save
 from fzero.checkpoint_files import CheckpointError
+from fzero.chrome_trace import save_trace
 from fzero.codecs import Codec, cast, quantize
 from fzero.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
 from fzero.comm import Comm, CommRow, plan_comm, trace_comm
@@ -143,6 +144,7 @@ __all__ = [
     "reshard_all",
     "restarted",
     "save",
+    "save_trace",
     "scale",
     "sgd",
     "shard",

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.table import Table
 
 from fzero import (
-    CheckpointError,
     Config,
-    ConfigError,
     ConfigWarning,
     convert_deepspeed,
     export,
     export_deepspeed,
-    launch,
     machine_report,
 )
-from fzero.commands import parser_of, plan_model, profile_model
+from fzero.commands import count, nbytes, parser_of, plan_model, profile_model, told
 from fzero.config_conflicts import values
 from fzero.config_table import reference, table
+from fzero.tune import run, tune
 
 HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes
        fzero COMMAND …                       one of the commands below; fzero COMMAND --help tells more
@@ -32,6 +33,7 @@ ZeRO as pure functions on PyTorch
   run       start a script in many processes           fzero run --num_procs 2 train.py
   plan      what each rank would hold and send         fzero plan --model 7B --world 64
   profile   where a model's time and work go           fzero profile --model 100M --sequence 256
+  tune      the fastest configuration of a script      fzero tune --num_procs 2 train.py --config c.json
   env       this machine: versions, devices, rates     fzero env --path /fast
   config    what a configuration comes to              fzero config ds_config.json
   export    the weights of a checkpoint, as files      fzero export checkpoints weights
@@ -53,26 +55,21 @@ def show_config(arguments: list[str]) -> int:
         return 0
     if given.file is None:
         parser.error("give a FILE, or --reference")
-    try:
+
+    def make() -> tuple[Table, dict[str, Any]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConfigWarning)  # the table tells them
             cfg = Config.load(given.file)
-        if given.json:
-            print(json.dumps(_as_dict(cfg), indent=2, default=str))
-        else:
-            Console().print(table(cfg))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        return table(cfg), _as_dict(cfg)
+
+    return told(make, given.json)
 
 
 def _as_dict(cfg: Config) -> dict[str, Any]:
-    told = [note._asdict() for note in (*cfg.notes, *cfg.conflicts)]
     return {
         "values": {name: value for name, value, _ in values(cfg)},
         "given": [name for name, _, is_given in values(cfg) if is_given],
-        "notes": told,
+        "notes": [note._asdict() for note in (*cfg.notes, *cfg.conflicts)],
     }
 
 
@@ -84,13 +81,16 @@ def export_weights(arguments: list[str]) -> int:
     parser.add_argument("out", help="the folder to write to")
     dtypes = ("bfloat16", "float16", "float32")
     parser.add_argument("--dtype", choices=dtypes, help="of the parameters (default 16 bits)")
-    parser.add_argument("--max-file-nbytes", type=int, default=5 * 10**9, help="bytes of one file (default 5e9)")
+    parser.add_argument(
+        "--max-file-nbytes", type=nbytes, default=5e9, metavar="BYTES", help="of one file (default 5GB)"
+    )
     formats = ("safetensors", "deepspeed-universal")
     parser.add_argument(
         "--format", choices=formats, default=formats[0], help="the weights, or a checkpoint of DeepSpeed"
     )
-    told = "of a checkpoint of DeepSpeed: its optimizer is one of torch's (torch_adam, or made by a script)"
-    parser.add_argument("--torch-optimizer", action="store_true", help=told)
+    torch_optimizer = "of a checkpoint of DeepSpeed: its optimizer is one of torch's (torch_adam, or made by a script)"
+    parser.add_argument("--torch-optimizer", action="store_true", help=torch_optimizer)
+    parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
     if given.format == formats[1] and given.dtype is not None:
         parser.error(
@@ -98,34 +98,57 @@ def export_weights(arguments: list[str]) -> int:
         )
     if given.format == formats[0] and given.torch_optimizer:
         parser.error("--torch-optimizer is for --format deepspeed-universal; leave it out")
-    try:
+    before = _files_in(given.out)
+
+    def make() -> tuple[Table, dict[str, Any]]:
         if given.format == formats[0]:
-            export(given.dir, given.out, dtype=given.dtype, max_file_nbytes=given.max_file_nbytes)
+            export(given.dir, given.out, dtype=given.dtype, max_file_nbytes=int(given.max_file_nbytes))
         else:
             export_deepspeed(given.dir, given.out, steps="tensor" if given.torch_optimizer else "number")
-    except (CheckpointError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        written = {path: size for path, size in _files_in(given.out).items() if before.get(path) != size}
+        return _written(given.out, written), {
+            "out": given.out,
+            "files": {path: size[0] for path, size in written.items()},
+        }
+
+    return told(make, given.json)
+
+
+def _files_in(folder: str) -> dict[str, tuple[int, int]]:
+    """Bytes of each file below a folder, and when it was written."""
+    found = ((path, path.stat()) for path in sorted(Path(folder).rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): (about.st_size, about.st_mtime_ns) for path, about in found}
+
+
+def _written(folder: str, files: Mapping[str, tuple[int, int]]) -> Table:
+    made = Table("file", title=f"written to {folder}", title_justify="left", box=None)
+    made.add_column("bytes", justify="right")
+    for path, (size, _) in files.items():
+        made.add_row(path, f"{size:,}")
+    return made
 
 
 def show_machine(arguments: list[str]) -> int:
     """Versions, devices and rates of this machine; 1 when the folder cannot be written to."""
     what = "this machine, to paste into an issue: versions, devices, and rates measured in a few seconds"
-    parser = parser_of("env", what, "example:\n  fzero env --path /fast")
+    parser = parser_of("env", what, "examples:\n  fzero env --path /fast\n  fzero env --ranks 2 --json > rates.json")
+    parser.add_argument(
+        "--ranks", type=count, default=1, metavar="N", help="processes that measure at once (default 1)"
+    )
     parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: this one)")
     parser.add_argument("--json", action="store_true", help="for a program; rates are per second")
     given = parser.parse_args(arguments)
-    try:
-        found = machine_report.machine_report(given.path)
-    except OSError as error:
-        print(f"--path {given.path}: {error}", file=sys.stderr)
-        return 1
-    if given.json:
-        print(machine_report.as_json(found))
-    else:
-        Console().print(machine_report.table(found))
-    return 0
+
+    def make() -> tuple[Table, dict[str, Any]]:
+        try:
+            found = machine_report.machine_report(given.path, num_ranks=given.ranks)
+        except OSError as error:
+            raise ValueError(f"--path {given.path}: {error}") from error
+        except RuntimeError as error:  # a rank failed
+            raise ValueError(str(error)) from error
+        return machine_report.table(found), asdict(found)
+
+    return told(make, given.json)
 
 
 def convert(arguments: list[str]) -> int:
@@ -134,17 +157,19 @@ def convert(arguments: list[str]) -> int:
     parser = parser_of("import-deepspeed", what, IMPORTS)
     parser.add_argument("dir", help="a folder that save_checkpoint wrote to, or one checkpoint in it")
     parser.add_argument("out", help="a folder of fzero's checkpoints, which is made")
+    parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
-    try:
-        print(convert_deepspeed(given.dir, given.out))
-    except (CheckpointError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+
+    def make() -> tuple[str, dict[str, Any]]:
+        made = str(convert_deepspeed(given.dir, given.out))
+        return made, {"checkpoint": made}
+
+    return told(make, given.json)
 
 
 COMMANDS = {
-    "run": launch.main,
+    "run": run,
+    "tune": tune,
     "plan": plan_model,
     "profile": profile_model,
     "env": show_machine,
@@ -161,7 +186,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(HELP)
         return 0 if words else 2
     command = COMMANDS.get(words[0])
-    return launch.main(words) if command is None else command(words[1:])
+    near = get_close_matches(words[0], COMMANDS, 1)
+    if command is None and near and not Path(words[0]).exists():
+        print(f"fzero: {words[0]!r} is no command and no file; did you mean fzero {near[0]}?", file=sys.stderr)
+        return 2
+    return run(words) if command is None else command(words[1:])
 
 
 if __name__ == "__main__":

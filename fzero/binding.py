@@ -7,10 +7,11 @@ parameters a forward will touch. Afterwards the module is as it was.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, takewhile
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -100,6 +101,25 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
 
 
 @contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards modules have the attributes that they had, also in lists, sets and dicts of their own.
+
+    For a run on tensors without memory: a table that the model makes once would be one of them.
+    """
+    owned = [(vars(module), dict(vars(module))) for module in model.modules()]
+    held = [(value, value.copy()) for _, own in owned for value in own.values() if type(value) in _CONTAINERS]
+    try:
+        yield
+    finally:
+        for now, before in (*held, *owned):
+            now.clear()
+            now.extend(before) if isinstance(now, list) else now.update(before)
+
+
+_CONTAINERS = (list, set, dict, OrderedDict, defaultdict)
+
+
+@contextmanager
 def replaced_forwards(
     model: nn.Module, names: Sequence[str], replace: Callable[[str, nn.Module], Callable[..., Any]]
 ) -> Iterator[None]:
@@ -125,6 +145,17 @@ def replaced_forwards(
 def own_forward(module: nn.Module) -> dict[str, Any]:
     """The module's `forward` where it has one besides its class'."""
     return {key: module.__dict__[key] for key in ("forward",) if key in module.__dict__}
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy for `torch.compile`, whose cache belongs to the code: that of a method is shared by all objects of its class."""
+    if isinstance(function, MethodType):
+        return MethodType(with_own_code(function.__func__), function.__self__)
+    assert isinstance(function, FunctionType)
+    code, name = function.__code__.replace(), function.__name__
+    copy = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _parents_of_ties(aliases: dict[str, str]) -> set[str]:

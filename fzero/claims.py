@@ -25,20 +25,31 @@ MARKER = "owner.json"
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process: its id, when it began (in clock ticks since the machine did), and the machine's name, start and name space."""
+    """A process: its id, when it began (in clock ticks since the machine did), the machine's name, start and name space, and the
+    same two of what started it."""
 
     pid: int
     started: int
     host: str
     boot: str
     names: str
+    parent: int
+    parent_started: int
 
     @classmethod
     def this_process(cls) -> Self:
         """The one that asks."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        pid = os.getpid()
-        return cls(pid, _started(pid) or 0, socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"))
+        pid, parent = os.getpid(), os.getppid()
+        names = os.readlink("/proc/self/ns/pid")
+        return cls(pid, _started(pid) or 0, socket.gethostname(), boot, names, parent, _started(parent) or 0)
+
+    def is_followed(self) -> bool:
+        """Whether this process was started in its place, by what had started both (`--max_restarts`)."""
+        here = Owner.this_process()
+        is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        ours, theirs = ((x.host, x.boot, x.names, x.parent, x.parent_started) for x in (here, self))
+        return is_again and ours == theirs and not self.may_live()
 
     def may_live(self) -> bool:
         """Whether the process lives, as far as one can tell here."""
@@ -67,14 +78,25 @@ def claim(folder: Path, leftover: Literal["refuse", "clean"], files: str) -> Non
     """Makes the folder this process's own, and empty of what an earlier one left there.
 
     Args:
-        leftover: what to do with what a process left that has ended.
+        leftover: what to do with what a process left that has ended; of one in whose place this one was started it is removed.
         files: the pattern of the files that belong to a run. No other file is ever removed.
 
     Raises:
         FileExistsError: the folder is another's, or holds what another left and `leftover` is "refuse".
-        OSError: of the system, if the folder cannot be made or written to.
+        OSError: of the system, if the folder cannot be made or written to; what was made is removed.
     """
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _mark(folder, leftover, files)
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(OSError):  # unless another process is there by now
+                folder.rmdir()
+        raise
+
+
+def _mark(folder: Path, leftover: Literal["refuse", "clean"], files: str) -> None:
     marker = folder / MARKER
     with _alone(folder):
         left = sorted(folder.glob(files))
@@ -83,7 +105,7 @@ def claim(folder: Path, leftover: Literal["refuse", "clean"], files: str) -> Non
             raise FileExistsError(
                 f"is in use by {owner}; give each run a path of its own, or remove it if that has ended"
             )
-        if (left or marker.exists()) and leftover == "refuse":
+        if (left or marker.exists()) and leftover == "refuse" and not (owner and owner.is_followed()):
             nbytes = sum(path.stat().st_size for path in left)
             by = owner or "an unknown process"
             raise FileExistsError(
@@ -94,8 +116,12 @@ def claim(folder: Path, leftover: Literal["refuse", "clean"], files: str) -> Non
             path.unlink()
         # Written beside and moved, so that a marker is whole or not there.
         fresh = marker.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(Owner.this_process())))
-        fresh.rename(marker)
+        try:
+            fresh.write_text(json.dumps(asdict(Owner.this_process())))
+            fresh.rename(marker)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
 
 
 def is_mine(folder: Path) -> bool:

@@ -98,6 +98,7 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
     if isinstance(block, bool) or not isinstance(block, int) or block < 2 or block % 2:
         raise ValueError(f"quantize: block must be an even number of elements, got {block!r}; 256 say")
     most = 2 ** (bits - 1) - 1
+    steepest = torch.finfo(torch.float32).max / most * (1 - 2**-22)  # however it is rounded, `most` times it is finite
 
     def num_blocks(numel: int) -> int:
         return -(-numel // block)
@@ -113,7 +114,8 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
         """The numbers in blocks (…, blocks, block), and the scale of each block (…, blocks, 1)."""
         wide = torch.nn.functional.pad(x.float(), (0, num_blocks(x.shape[-1]) * block - x.shape[-1]))
         blocks = rearrange(wide, "... (blocks block) -> ... blocks block", block=block)
-        return blocks, blocks.abs().amax(-1, keepdim=True) / most
+        scales = blocks.abs().amax(-1, keepdim=True) / most
+        return blocks, torch.where(scales.isfinite(), scales.clamp(max=steepest), scales)
 
     def encode(x: Tensor) -> Tensor:
         blocks, scales = scales_of(x)
@@ -133,8 +135,7 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
         else:
             whole = _bits(codes, torch.int8).float()
         blocks = rearrange(whole, "... (blocks block) -> ... blocks block", block=block) * scales[..., None]
-        largest = torch.finfo(blocks.dtype).max  # where the scale was rounded up the product may exceed it
-        flat: Tensor = rearrange(blocks.clamp(-largest, largest), "... blocks block -> ... (blocks block)")
+        flat: Tensor = rearrange(blocks, "... blocks block -> ... (blocks block)")
         return flat[..., :numel].to(wide)
 
     def bound(x: Tensor) -> Tensor:

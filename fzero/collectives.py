@@ -28,13 +28,14 @@ import os
 import pickle
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from threading import get_ident
+from threading import current_thread, get_ident
 from typing import Any, Literal, Self, TypeVar
 from unittest.mock import patch
 from weakref import WeakKeyDictionary, ref
@@ -47,6 +48,7 @@ from torch import Tensor
 from fzero.hangs import HERE, Watch
 from fzero.launched import launched
 from fzero.lockstep import Hub
+from fzero.ranges import ranged
 from fzero.sent import Label, Sent
 from sharding import Mesh, reference
 
@@ -59,7 +61,8 @@ EVERYONE = "everyone"
 """The name of all ranks together, where they stand in a mesh of several axes."""
 GATHER, REDUCE, OTHER = Label("gather"), Label("reduce"), Label("other")
 """The labels of collectives that are given none."""
-_STARTER = ThreadPoolExecutor(1, thread_name_prefix="fzero-send")
+_SENDER = "fzero-send"
+_STARTER = ThreadPoolExecutor(1, thread_name_prefix=_SENDER)
 _ABANDONED: list[Pending] = []
 _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 """The groups made of the ranks of another one, which live as long as that."""
@@ -211,17 +214,20 @@ class Pending:
         """Waits until everything has been sent and received."""
         if not self.works:  # as always in a graph, which could not hold what follows
             return
-        thread = get_ident()
+        thread, began = get_ident(), time.perf_counter()
         HERE.waits[thread] = self.label
         try:
-            for work in self.works.result() if isinstance(self.works, Future) else self.works:
-                work.wait()
+            with ranged("wait", self.label):
+                for work in self.works.result() if isinstance(self.works, Future) else self.works:
+                    work.wait()
         except CollectiveError:
             raise
         except RuntimeError as error:
             raise failed(self.label, error) from error
         finally:
             HERE.waits.pop(thread, None)
+            if not current_thread().name.startswith(_SENDER):  # which waits in place of the caller
+                HERE.waited[self.label.purpose] += time.perf_counter() - began
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +443,11 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     options: Any = getattr(group._get_backend(device), "options", None)
     found: timedelta = getattr(options, "_timeout", TIMEOUT)
     return found
+
+
+def waited() -> dict[str, float]:
+    """Seconds that the host has waited for collectives since the process began, by their purpose."""
+    return dict(HERE.waited)
 
 
 def next_step() -> None:

@@ -16,14 +16,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import optree
-import torch
 from rich.console import Group
 from rich.table import Table
 from torch import Tensor
 
 from fzero.collectives import Fake
 from fzero.meshes import told
+from fzero.place import copied
 from fzero.plan import Plan
 from fzero.sent import PURPOSES, Phase, Purpose, Sent
 from fzero.simulate import LockstepRanks, VmapRanks
@@ -75,7 +74,8 @@ class Comm:
       them), an eager step all;
     - `told`: a rank tells the others four numbers in an eager step, and three in a graph;
     - `buffers`: a graph makes all module buffers equal over the ranks, an eager step those that move;
-    - `negotiate`: of eager steps with that schedule.
+    - `negotiate`: of eager steps with that schedule;
+    - `files`: where state is in files, the ranks of a step tell each other whether theirs are whole; a graph has no files.
 
     Attributes:
         rows: in the order in which the collectives start.
@@ -155,8 +155,9 @@ class Comm:
 def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch: Any) -> Comm:
     """What a step on this state and batch sends: runs one, on a copy.
 
-    State and step stay as they are. A step that has not run yet runs twice, for the first time the ranks agree on the
-    order of the collectives: the second is told. The model runs like in a step, and what it counts in Python goes on.
+    State and step stay as they are. The copy of a state in files is in files as well, beside them, and goes when the step is
+    told. A step that has not run yet runs twice, for the first time the ranks agree on the order of the collectives: the second
+    is told. The model runs like in a step, and what it counts in Python goes on.
 
     *Collective:* every rank, like a step; each gets its own report. Where some ranks alone call it, all end with a
     `CollectiveError`: when the next step finds it, or a rank has waited as long as `fzero.join(timeout=…)` allows.
@@ -169,6 +170,7 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
 
     Raises:
         ValueError: the step's axis is a `Fake` one, which `plan_comm` takes; and what a step raises.
+        StoreError, MemoryError: there is no room for the copy of a state in files; the state given is as it was.
     """
     if not isinstance(step, TrainStep | LockstepRanks):
         raise ValueError(
@@ -182,18 +184,13 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
             f"trace_comm: the step must be of ranks that are there, got one on {step._ranks}; use plan_comm(step, batch), or "
             f"trace_comm(fzero.simulate(step), state, batch)"
         )
-    if not all(isinstance(x, Tensor) for x in optree.tree_leaves(state)):
-        raise ValueError(
-            "trace_comm: the state must be in memory, for the step runs on a copy, got one with tensors in files; trace a step "
-            "without them (fzero.place(state, step)): it sends the same, but for a few bytes that tell of failures"
-        )
     log: list[Sent] = []
     twin = step.observed(log.append)
     # An iterator gives its micro-batches once.
     taken = list(islice(batch, step.plan.num_micro_steps)) if isinstance(batch, Iterator) else None
     for _ in range(1 if step.has_agreed else 2):
         log.clear()
-        twin(optree.tree_map(torch.clone, state), batch if taken is None else iter(taken))
+        twin(copied(state, step), batch if taken is None else iter(taken))
     return Comm.of(log, step.plan, _title(step.plan))
 
 

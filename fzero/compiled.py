@@ -41,7 +41,9 @@ import torch._dynamo.exc
 import torch.fx.traceback
 from rich.console import Console
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
+from fzero.binding import with_own_code
 from fzero.collectives import Fake, InGraph, Real, collective_that_raised, failed
 from fzero.graph_analysis import name_units
 from fzero.graph_backends import Backend as TorchBackend
@@ -269,9 +271,9 @@ class CompiledStep:
         checkpoint: Sequence[str] = (),
         stacked: Stacked | None = None,
     ) -> None:
-        if backend is not None and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        if backend is not None and TorchVersion(torch.__version__) < "2.13":
             raise ValueError(
-                f"compile: 'step' needs torch 2.13, where a gradient can be traced in a graph, got {torch.__version__}; "
+                f"compile: 'step' and explain() need torch 2.13, where a graph may hold its backward, got {torch.__version__}; "
                 f"pass compile='block', or install a newer torch"
             )
         units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
@@ -301,6 +303,8 @@ class CompiledStep:
         self._whole = self._compile(self._whole_step, self.backend)
         self._micro = self._compile(self._micro_step, self.backend)
         self._end = self._compile(self._update, self.backend)
+        self._alone = self._compile(self._gradients, self.backend)
+        self._summed = self._compile(self._sums, self.backend)
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self._graph_of: dict[Callable[..., Any], torch.fx.Graph] = {}  # the last that a function ran as
         self._sent_by: dict[Callable[..., Any], list[Sent]] = {}
@@ -309,8 +313,7 @@ class CompiledStep:
     def _compile(self, function: Callable[..., Any], backend: TorchBackend) -> Callable[..., Any]:
         if not self._is_captured:
             return function
-        # A cache of its own: that of a method is otherwise shared by all steps of a process.
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload,no-any-return]
+        return torch.compile(with_own_code(function), fullgraph=True, dynamic=False, backend=backend)
 
     def __call__(
         self,
@@ -336,6 +339,18 @@ class CompiledStep:
                 self._whole, *flat, buffers, wires, state.loss_scale, micro_batches[0], number
             )
             return made
+        told_A, is_sum = self._accumulate(state, buffers, wires, micro_batches, number)
+        return self._run(self._end, *flat, buffers, wires, state.loss_scale, told_A, is_sum), is_sum
+
+    def _accumulate(
+        self,
+        state: TrainState[Tensor],
+        buffers: dict[str, Tensor],
+        wires: Wires,
+        micro_batches: Sequence[Any],
+        number: Tensor,
+    ) -> tuple[Tensor, bool]:
+        """Adds up the gradients of micro-steps; what every rank told in each (A, W, 3), and whether losses are sums."""
         for grads in state.grads.values():
             grads.zero_()
         told = []
@@ -344,8 +359,32 @@ class CompiledStep:
                 self._micro, state.params, state.grads, buffers, wires, state.loss_scale, batch, number
             )
             told.append(rows)
-        told_A = torch.stack(told, rows.dim() - 2)
-        return self._run(self._end, *flat, buffers, wires, state.loss_scale, told_A, is_sum), is_sum
+        return torch.stack(told, rows.dim() - 2), is_sum
+
+    def collect(
+        self,
+        state: TrainState[Tensor],
+        buffers: dict[str, Tensor],
+        wires: Wires,
+        micro_batches: Sequence[Any],
+        number: Tensor,
+    ) -> tuple[Tensor, bool]:
+        """All of a step but the update: leaves the mean gradients in `state.grads`, and makes `buffers` equal. *Collective.*
+
+        For state that is not where the graph is. Arguments as in a call.
+
+        Returns:
+            What every rank told in each micro-step (A, W, 3), and whether losses are sums.
+        """
+        buffers = _shielded(buffers)
+        if len(micro_batches) == 1:
+            rows, is_sum = self._run(
+                self._alone, state.params, state.grads, buffers, wires, state.loss_scale, micro_batches[0], number
+            )
+            return rows[None], is_sum
+        told_A, is_sum = self._accumulate(state, buffers, wires, micro_batches, number)
+        self._run(self._summed, state.grads, wires, buffers)
+        return told_A, is_sum
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a captured function, and tells how long it took to capture it."""
@@ -456,15 +495,34 @@ class CompiledStep:
             row: Tensor,
             gradients: dict[str, Tensor],
         ) -> Outcome:
-            told, reduced = self._told(row)[None], {}
-            for flat, grad_P in self._flattened(gradients):
-                grad = self._reduce(_times(grad_P, self._share(is_sum), flat.reduce_dtype), flat, wires)
-                grad = self._sum_late(grad, flat, wires) if flat.sums_late else grad
-                reduced[flat.key] = self._keep(grads, flat, grad)
+            told, reduced = self._told(row)[None], self._reduced(gradients, grads, wires, is_sum=is_sum)
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
         finished = self._ranks.each(finish)
         return finished(params, master, grads, optimizer, buffers, wires, loss_scale, row, gradients), is_sum
+
+    def _gradients(
+        self,
+        params: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        wires: Wires,
+        loss_scale: LossScale[Tensor],
+        batch: Any,
+        number: Tensor,
+    ) -> tuple[Tensor, bool]:
+        """The whole step without the update; what every rank told (W, 3), and whether losses are sums."""
+        buffers = _bare(buffers)
+        row, gradients, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number)
+        told = self._told(row)
+        self._reduced(gradients, grads, wires, is_sum=is_sum)
+        self._agree(buffers)
+        return told, is_sum
+
+    def _sums(self, grads: dict[str, Tensor], wires: Wires, buffers: dict[str, Tensor]) -> None:
+        """What is left to be added up over ranks, when all micro-steps are made without an update."""
+        self._summed_up(grads, wires)
+        self._agree(_bare(buffers))
 
     def _micro_step(
         self,
@@ -508,14 +566,7 @@ class CompiledStep:
 
         def finish(grads: dict[str, Tensor], wires: Wires, *state: Any) -> Outcome:
             params, master, optimizer, buffers, loss_scale, told = state
-            reduced = {}
-            for flat in self._trained:
-                grad = grads[flat.key]
-                if flat.collects_whole:
-                    grad = self._keep(grads, flat, self._reduce(grad, flat, wires))
-                elif flat.sums_late:
-                    grad = self._keep(grads, flat, self._sum_late(grad, flat, wires))
-                reduced[flat.key] = grad
+            reduced = self._summed_up(grads, wires)
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
         return self._ranks.each(finish)(
@@ -523,6 +574,29 @@ class CompiledStep:
         )
 
     # --- its parts: on one rank --------------------------------------------------------------------------------------
+
+    def _reduced(
+        self, gradients: dict[str, Tensor], grads: dict[str, Tensor], wires: Wires, *, is_sum: bool
+    ) -> dict[str, Tensor]:
+        """The sums over ranks of the gradients of the only micro-step, written to `grads` as well."""
+        reduced = {}
+        for flat, grad_P in self._flattened(gradients):
+            grad = self._reduce(_times(grad_P, self._share(is_sum), flat.reduce_dtype), flat, wires)
+            grad = self._sum_late(grad, flat, wires) if flat.sums_late else grad
+            reduced[flat.key] = self._keep(grads, flat, grad)
+        return reduced
+
+    def _summed_up(self, grads: dict[str, Tensor], wires: Wires) -> dict[str, Tensor]:
+        """The sums over ranks of what micro-steps have collected in `grads`, written there as well."""
+        reduced = {}
+        for flat in self._trained:
+            grad = grads[flat.key]
+            if flat.collects_whole:
+                grad = self._keep(grads, flat, self._reduce(grad, flat, wires))
+            elif flat.sums_late:
+                grad = self._keep(grads, flat, self._sum_late(grad, flat, wires))
+            reduced[flat.key] = grad
+        return reduced
 
     def _updated(
         self,

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from fzero.binding import own_forward, replaced_forwards
+from fzero.binding import own_forward, replaced_forwards, with_own_code
 
 
 class CompiledBlocks:
@@ -30,10 +30,8 @@ class CompiledBlocks:
     def __init__(self, names: Sequence[str], backend: Literal["inductor", "aot_eager"]) -> None:
         self.names = tuple(names)
         # The eager step's random numbers.
-        options = {"fallback_random": True} if backend == "inductor" else {}
-        self._run: Callable[..., Any] = torch.compile(
-            _run_block, dynamic=False, backend=backend, options=options or None, isolate_recompiles=True
-        )  # type: ignore[call-overload]
+        options: dict[str, Any] = {"fallback_random": True} if backend == "inductor" else {}
+        self._run = torch.compile(with_own_code(_run_block), dynamic=False, backend=backend, options=options or None)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:

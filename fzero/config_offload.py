@@ -54,7 +54,8 @@ class OffloadOptimizer(Offloaded):
     buffer_count: Count | None = None
     """The most tensors of a sub-group in host memory on their way from and to files (for Adam: gradient, two moments, and the
     master or the parameter): with fewer than the neighbours need, fewer neighbours move meanwhile. None is as many as are
-    needed (DeepSpeed's default is 4)."""
+    needed (DeepSpeed's default is 4). Where there are more, they hold what is read beside the backward, so that the update need
+    not wait for it."""
     pipeline_read: bool = True
     """The next sub-group is read while one is updated. (DeepSpeed's default is false.)"""
     pipeline_write: bool = True

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fzero.config import Config
+from fzero.config_autotuning import Autotuning
 from fzero.config_conflicts import values
 from fzero.config_fields import Block, block_of
 from fzero.config_optimizers import OPTIMIZERS, TorchOptimizer
@@ -59,6 +60,7 @@ def reference() -> str:
     for name, scheduler in SCHEDULERS.items():
         lines += _section(f"{name}", scheduler.model_fields["params"].annotation, level=3)
     lines += [TorchScheduler.__doc__ or "", ""]
+    lines += _section("`autotuning`", Autotuning, prefix="autotuning.")
     for title, keys in (("Accepted", ACCEPTED), ("Not honoured yet, with a warning", HARMLESS)):
         lines += [f"## {title}", "", "| key | why |", "| --- | --- |"]
         lines += [f"| `{key}` | {reason} |" for key, reason in keys.items()]

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -35,7 +35,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from fzero import collectives
 from fzero.bound_mesh import BoundMesh, States
 from fzero.collectives import Pending
+from fzero.file_tensors import part_of
 from fzero.plan import BufferPlan, Plan, UnitPlan
+from fzero.ranges import is_recording, ranged
 from fzero.schedule import TURN, Event, Orders, Run, ScheduleError, early
 from fzero.sent import Label, Phase
 from fzero.staging import Leaf, Stage
@@ -175,6 +177,7 @@ class Pass:
         self._held: set[str] = set()  # keys of whole gradients that hold something, to which the next is added
         self._reduced: set[str] = set()  # keys of gradients that have been reduced in this backward, or for good
         self._is_done = False  # whether a backward was the last one
+        self._stay: AbstractContextManager[object] | None = None  # the range of the unit that the forward is in
 
     # --- the two halves ----------------------------------------------------------------------------------------
 
@@ -194,6 +197,7 @@ class Pass:
             self._num_forwards, self._num_backwards = self._num_forwards + 1, 0
             with self.saving() if saves else nullcontext():
                 yield
+            self._end_stay()
             self._advance_to(TURN)
             self._drop_gathers()
             self._in_forward = False
@@ -250,15 +254,9 @@ class Pass:
                 yield
             finally:
                 self._is_passed = False
-            if self.schedule is None:
-                self._negotiate(None)
-            else:
-                for event in self.schedule[len(self.executed) :]:
-                    self._issue(event)
             self._leaves.clear()
-            self._drop_gathers()
-            self._release_all_but("")
-            self.stage.abandon()
+            self._take_part()
+            self._let_go()
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[None]:
@@ -281,6 +279,7 @@ class Pass:
 
     def _abandon(self) -> None:
         """Lets go of what is gathered, of what is collected and of collectives under way."""
+        self._end_stay()
         gathers = [gather.pending for started in self._gathering.values() for gather in started]
         reductions = [sending.pending for reduction in self._in_flight for _, sending, _ in reduction.started]
         collectives.abandon(gathers + reductions + ([self._rows] if self._rows else []))
@@ -347,6 +346,10 @@ class Pass:
     def _enter(self, unit_name: str) -> None:
         """Makes `unit_name` the present unit and its parameters the leaves."""
         unit = self._units[unit_name]
+        self._end_stay()
+        if self._in_forward and is_recording():
+            self._stay = ranged("unit", unit_name)
+            self._stay.__enter__()
         self._entered.add(unit_name)
         # Also inside the model's own no_grad, inference mode or torch.func transform: what is entered there may be used
         # outside it later.
@@ -361,6 +364,12 @@ class Pass:
                 if buffer.trainable and root is not None:
                     views = {name: _leaf(root, view, self, name) for name, view in views.items()}
                 self._leaves.update(views)
+
+    def _end_stay(self) -> None:
+        """Ends the range of the unit that the forward was in."""
+        stay, self._stay = self._stay, None
+        if stay is not None:
+            stay.__exit__(None, None, None)
 
     def _release_all_but(self, unit: str) -> None:
         if self._present != unit:
@@ -547,10 +556,14 @@ class Pass:
 
     def _issue(self, event: Event) -> None:
         self.executed.append(event)
-        if event.kind == "gather":
-            self._start_gather(self._units[event.unit])
-        elif event.kind == "reduce":
-            self._start_reduce(self._units[event.unit])
+        if event.kind == "turn":
+            return
+        unit = self._units[event.unit]
+        with ranged(_verb(event, unit), event.unit):
+            if event.kind == "gather":
+                self._start_gather(unit)
+            else:
+                self._start_reduce(unit)
 
     def _start_gather(self, unit: UnitPlan) -> None:
         # A gather that nobody here waited for served other ranks only: its result is dropped.
@@ -693,10 +706,7 @@ class Pass:
                 event = Event("reduce", unit.name)
                 if self.trains and unit.trainable and (unit.name in self._filling or event not in executed):
                     self._negotiate(event)
-            self._negotiate(None)
-        else:
-            for event in self.schedule[len(self.executed) :]:
-                self._issue(event)
+        self._take_part()
         if self._filling:
             raise ScheduleError(
                 f"gradients of unit {next(iter(self._filling))!r} came after its reduction, which they did not do in the "
@@ -704,9 +714,21 @@ class Pass:
             )
         while self._in_flight:
             self._end_reduce()
+        self._ready.clear()
+        self._let_go()
+
+    def _take_part(self) -> None:
+        """Starts what is left of the schedule, or serves the wishes of other ranks until none has one."""
+        if self.schedule is None:
+            self._negotiate(None)
+        else:
+            for event in self.schedule[len(self.executed) :]:
+                self._issue(event)
+
+    def _let_go(self) -> None:
+        """Releases all that a backward gathered."""
         self._drop_gathers()
         self._release_all_but("")
-        self._ready.clear()
         self.stage.abandon()
 
 
@@ -741,6 +763,13 @@ _BETWEEN = (
 _KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")
 
 
+def _verb(event: Event, unit: UnitPlan) -> str:
+    """What a trace calls it."""
+    if event.kind == "gather":
+        return "gather"
+    return "all_reduce" if isinstance(unit.buffers[0].row.grads, Replicated) else "reduce_scatter"
+
+
 def _serve(rows: list[list[int]], *, in_forward: bool) -> list[int] | None:
     """Whose wish is served: that of the unit declared first, in the backward last; None at the end.
 
@@ -773,9 +802,9 @@ def own_shard(flat: AnyLeaf, buffer: BufferPlan, shard: int) -> AnyLeaf:
     numel = buffer.shard_numel
     if flat.numel() == numel:
         return flat
-    assert isinstance(flat, Tensor), "what lives elsewhere is a shard"
     start = shard % (flat.numel() // numel) * numel
-    return flat[start : start + numel]
+    own: Any = part_of(flat, start, start + numel)
+    return own  # type: ignore[no-any-return]
 
 
 def may_start_early(plan: Plan, present: str, following: str) -> bool:

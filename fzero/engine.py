@@ -31,7 +31,8 @@ from fzero.engine_files import KeepsFiles
 from fzero.engine_keys import EngineKeys
 from fzero.engine_module import HoldsModule
 from fzero.engine_optimizer import EngineOptimizer
-from fzero.monitor import Watch, monitors
+from fzero.engine_watch import CommsLog, StepWatch, dtype_of
+from fzero.monitor import monitors
 from fzero.state import Metrics, TrainState
 from fzero.step import Round, TrainStep
 
@@ -49,6 +50,7 @@ class Engine(HoldsModule, KeepsFiles):
         lr_scheduler: stepped after each update that was not skipped, or None.
         training_dataloader: of `training_data`, or None.
         metrics: of the last update, or None.
+        comms_log: what this rank has sent, where `comms_logger` is enabled; else None.
         micro_steps, global_steps, global_samples, skipped_steps: as DeepSpeed counts them.
     """
 
@@ -73,8 +75,14 @@ class Engine(HoldsModule, KeepsFiles):
         self._boundary: bool | None = None
         self._is_syncing, self._has_lost, self._is_reduced = True, False, False
         self._monitors = monitors(keys) if train_step.rank == 0 else []
-        self._watch = Watch()
-        self._hold(train_step.recipe.model)
+        says, model = train_step.rank == 0, train_step.recipe.model
+        dtype = dtype_of(train_step.plan, train_step._autocast)
+        self._watch = StepWatch(keys, model, train_step.plan, train_step.device, dtype, is_on=says)
+        self.comms_log = None
+        if keys.comms_logger.enabled:
+            self.comms_log = CommsLog(keys.comms_logger, self._say if says else None)
+            self.train_step = train_step.observed(self.comms_log)
+        self._hold(model)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.forward(*inputs, **kwargs)
@@ -117,7 +125,11 @@ class Engine(HoldsModule, KeepsFiles):
         if round_ is None:
             raise RuntimeError("engine.backward: no forward has come since the last update; call engine(...) first")
         self._is_reduced = self.is_gradient_accumulation_boundary() and self._is_syncing
-        with self._watch.of("backward"), self._guarded(), self._others_passing(loss, keeps=retain_graph):
+        with (
+            self._guarded(),
+            self._watch.of("backward", self.global_steps),
+            self._others_passing(loss, keeps=retain_graph),
+        ):
             self._round = step.backward(
                 round_, loss.reshape(()), num_parts=parts, is_last=self._is_reduced, keeps=retain_graph
             )
@@ -142,9 +154,10 @@ class Engine(HoldsModule, KeepsFiles):
                 "engine.step: must not be called inside no_sync, whose gradients are not reduced; call it after"
             )
         if self.is_gradient_accumulation_boundary():
-            with self._watch.of("step"):
+            before = self.global_steps
+            with self._watch.of("update", before):
                 self._update(lr_kwargs or {})
-            self._report()
+            self._report(before)
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
@@ -239,8 +252,11 @@ class Engine(HoldsModule, KeepsFiles):
                 self._is_inside = False
 
         is_func = torch._C._are_functorch_transforms_active()
-        with self._watch.of("forward"):
-            if not torch.is_grad_enabled() or is_func or self.optimizer is None:
+        trains = torch.is_grad_enabled() and not is_func and self.optimizer is not None
+        if step._probe and trains:
+            step._probe.sees((inputs, kwargs), is_call=True)
+        with self._watch.of("forward", self.global_steps, trains=trains):
+            if not trains:
                 return step.inspect(self.state, call, run=f"{run} {'func' if is_func else 'alone'}")
             with self._guarded():
                 if self._round is None:

@@ -5,27 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.console import RenderableType
 from torch import Tensor
 
 from fzero.client_optimizers import lr_of
-from fzero.config import Config, ConfigError
-from fzero.engine_keys import EngineKeys
+from fzero.config import ConfigError
+from fzero.engine_settings import Settings
+from fzero.engine_watch import CommsLog, StepWatch
 from fzero.launched import launched
-from fzero.monitor import CsvMonitor, TensorBoardMonitor, Watch
+from fzero.monitor import CsvMonitor, TensorBoardMonitor
+from fzero.profile_reports import Profile
 from fzero.state import Metrics, TrainState
-from fzero.step import TrainStep
+from fzero.tables import as_text
 
 if TYPE_CHECKING:
     from fzero.dataloader import ResumableLoader
     from fzero.engine_optimizer import EngineOptimizer
 
 
-class Accessors:
+class Accessors(Settings):
     """The part of `Engine` that computes nothing."""
 
-    train_step: TrainStep
     state: TrainState[Tensor]
-    keys: EngineKeys
     optimizer: EngineOptimizer | None
     lr_scheduler: Any
     training_dataloader: ResumableLoader | None
@@ -40,7 +41,8 @@ class Accessors:
     _micro_batch: int | None
     _boundary: bool | None
     _monitors: list[CsvMonitor | TensorBoardMonitor]
-    _watch: Watch
+    _watch: StepWatch
+    comms_log: CommsLog | None
 
     # --- batch sizes ---------------------------------------------------------------------------------------------
 
@@ -78,6 +80,10 @@ class Accessors:
             raise ConfigError(f"train_micro_batch_size_per_gpu: must be at least 1, got {micro_batch_size}")
         self._micro_batch = micro_batch_size
 
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples per update of all ranks, and of a rank per micro-step, and micro-steps."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates."""
         return self._num_collected + 1 == self._gas if self._boundary is None else self._boundary
@@ -98,11 +104,6 @@ class Accessors:
     # --- what it is ----------------------------------------------------------------------------------------------
 
     @property
-    def cfg(self) -> Config:
-        """The configuration of the step."""
-        return self.train_step.recipe.cfg
-
-    @property
     def device(self) -> torch.device:
         return self.train_step.device
 
@@ -121,40 +122,6 @@ class Accessors:
         return self.train_step.world_size
 
     dp_world_size = world_size
-
-    def zero_optimization_stage(self) -> int:
-        return self.train_step.plan.stage
-
-    def zero_optimization(self) -> bool:
-        return self.train_step.plan.stage > 0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self.train_step.plan.stage >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self.train_step.plan.stage == 3
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """True: the weights can always be gathered."""
-        return True
-
-    def fp16_enabled(self) -> bool:
-        return self.cfg.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        return self.cfg.bf16.enabled
-
-    def gradient_clipping(self) -> float:
-        return self.cfg.gradient_clipping
-
-    def steps_per_print(self) -> int | None:
-        return self.keys.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        return bool(self.keys.wall_clock_breakdown)
-
-    def dynamic_loss_scale(self) -> bool:
-        return self.train_step._scaling.dynamic
 
     # --- where it stands -----------------------------------------------------------------------------------------
 
@@ -179,30 +146,68 @@ class Accessors:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
-    def module_state_dict(self) -> dict[str, Tensor]:
-        """The full weights, on every rank's CPU. *Collective:* every rank."""
-        return self.train_step.gather(self.state)
+    def set_lr(self, lr: float) -> None:
+        """Another learning rate for all groups, until a scheduler writes one."""
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """The full weights, on every rank's CPU. *Collective:* every rank.
+
+        Args:
+            destination: takes them, too.
+            prefix: of their names.
+            keep_vars: must be False: they are copies.
+            exclude_frozen_parameters: leaves those out.
+        """
+        if keep_vars:
+            raise ValueError(
+                "module_state_dict: keep_vars must be False, got True: what is gathered is a copy; leave it out"
+            )
+        frozen = self._frozen if exclude_frozen_parameters else set()
+        full = self.train_step.gather(self.state)
+        found = {f"{prefix}{name}": x for name, x in full.items() if name not in frozen}
+        if destination is None:
+            return found
+        destination.update(found)
+        return destination
+
+    @property
+    def _frozen(self) -> set[str]:
+        params = self.train_step.recipe.model.named_parameters(remove_duplicate=False)
+        return {name for name, param in params if not param.requires_grad}
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The full weights as the model computes with them, on rank 0; None on the others. *Collective:* every rank."""
         step = self.train_step
         full = step.gather(self.state, to="rank0")
         params = dict(step.recipe.model.named_parameters(remove_duplicate=False))
-        frozen = {name for name, param in params.items() if exclude_frozen_parameters and not param.requires_grad}
+        frozen = self._frozen if exclude_frozen_parameters else set()
         like = {name: param.dtype for name, param in params.items()}
         told = {name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen}
         return told if step.rank == 0 else None
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
+    @property
+    def profile(self) -> Profile | None:
+        """Of the step that `flops_profiler` names, on rank 0; None before it is over, and on other ranks."""
+        return self._watch.profile
+
     # --- what it tells -------------------------------------------------------------------------------------------
 
-    def _say(self, line: str) -> None:
+    def _say(self, line: RenderableType) -> None:
         if self.train_step.rank == 0:
-            print(line, flush=True)
+            print(line if isinstance(line, str) else as_text(line), flush=True)
 
-    def _report(self) -> None:
-        """After an update: monitors, and what `steps_per_print` and `wall_clock_breakdown` promise."""
+    def _report(self, before: int) -> None:
+        """After the update that followed so many others: monitors, `steps_per_print`, and the tables that keys ask for."""
         metrics, every = self.metrics, self.keys.steps_per_print
         assert metrics is not None
         if self._monitors:
@@ -215,5 +220,5 @@ class Accessors:
             self._say(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
             )
-        if self.keys.wall_clock_breakdown:
-            self._say(self._watch.told())
+        for table in self._watch.told(before):
+            self._say(table)

@@ -88,6 +88,8 @@ class KeepsFiles(Accessors):
         """
         return _save_16bit(self, Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
 
+    save_fp16_model = save_16bit_model
+
 
 def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *, save_latest: bool) -> None:
     """See `KeepsFiles.save_checkpoint`."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import BeforeValidator, ValidationError, field_validator
 
 from fzero.config import Config, ConfigError, ConfigWarning
-from fzero.config_fields import Block, Count, said
+from fzero.config_fields import Block, Count, Elements, Number, number, said
 
 
 class Monitor(Block):
@@ -21,6 +21,61 @@ class Monitor(Block):
     """A folder; empty is `csv_monitor`, or `runs` for tensorboard."""
     job_name: str = "DeepSpeedJobName"
     """The folder in it."""
+
+
+class FlopsProfilerKeys(Block):
+    """DeepSpeed key `flops_profiler`: one step of rank 0, module by module (`fzero.Profile`)."""
+
+    enabled: bool = False
+    recompute_fwd_factor: Number = 0.0
+    """Must be 0: forwards that run again in a backward are counted as they run."""
+    profile_step: Elements = 1
+    """The updates that come before the step."""
+    module_depth: Annotated[int, BeforeValidator(number)] = -1
+    """Of the deepest modules shown; -1 is all."""
+    top_modules: Count = 1
+    """How many classes of each depth are named as the largest."""
+    detailed: bool = True
+    """Whether the tree is shown."""
+    output_file: str | None = None
+    """Where it is written; None prints it."""
+
+
+class CommsLoggerKeys(Block):
+    """DeepSpeed key `comms_logger`: what is sent, summed up by `fzero.deepspeed.comm.log_summary()`."""
+
+    enabled: bool = False
+    verbose: bool = False
+    """Rank 0 prints every collective when it starts."""
+    prof_all: bool = True
+    """Whether all collectives are logged; False logs those of `prof_ops`."""
+    debug: bool = False
+    """Whether rows tell what was sent for what, too."""
+    prof_ops: tuple[str, ...] = ()
+    """Names of collectives, fzero's or those of torch.distributed."""
+
+    @property
+    def only(self) -> frozenset[str]:
+        """The collectives that are logged; empty is all."""
+        named = {_OPERATIONS.get(name, name) for name in self.prof_ops}
+        return frozenset() if self.prof_all else frozenset(named or {"none"})
+
+    @field_validator("prof_ops")
+    @classmethod
+    def _are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        known = {*_OPERATIONS, *_OPERATIONS.values()}
+        for name in names:
+            if name not in known:
+                raise ValueError(f"must name collectives ({', '.join(sorted(known))}), and {name!r} is none")
+        return names
+
+
+_OPERATIONS = {
+    "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all",
+    "all_reduce": "all_reduce", "broadcast": "broadcast", "all_gather": "all_gather", "stack": "stack", "swap": "swap",
+    "reduce_scatter": "reduce_scatter", "all_to_all": "all_to_all",
+}  # fmt: skip
+"""Collectives of fzero by their names and those of torch.distributed."""
 
 
 def _upper(value: object) -> object:
@@ -44,9 +99,9 @@ class EngineKeys(Block):
     steps_per_print: Annotated[Count | None, BeforeValidator(_steps)] = None
     """Rank 0 prints step, skipped steps, learning rate and momentum after so many steps."""
     wall_clock_breakdown: bool | None = False
-    """Rank 0 prints how long forward, backward and step took, after each step."""
+    """Rank 0 prints after each step how long its parts took, and the waits for collectives in them."""
     memory_breakdown: bool | None = False
-    """Rank 0 prints the plan, with the bytes of model state, when the engine is made."""
+    """Rank 0 prints the plan, with the bytes of model state, when the engine is made, and memory after each part of a step."""
     dump_state: bool | None = False
     """Rank 0 prints the configuration and the plan when the engine is made."""
     dataloader_drop_last: bool | None = False
@@ -54,6 +109,8 @@ class EngineKeys(Block):
     csv_monitor: Monitor = Monitor()
     tensorboard: Monitor = Monitor()
     checkpoint: CheckpointKeys = CheckpointKeys()
+    flops_profiler: FlopsProfilerKeys = FlopsProfilerKeys()
+    comms_logger: CommsLoggerKeys = CommsLoggerKeys()
 
 
 def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, EngineKeys]:
@@ -70,10 +127,18 @@ def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, Engin
     if isinstance(given.get("checkpoint"), Mapping):
         given["checkpoint"] = _known(given["checkpoint"])
     try:
-        return cfg, EngineKeys.model_validate({key: value for key, value in given.items() if value is not None})
+        keys = EngineKeys.model_validate({key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc']))}: {said(e)}, got {e['input']!r}" for e in error.errors()]
         raise ConfigError("\n".join(lines)) from None
+    if keys.flops_profiler.enabled and keys.flops_profiler.recompute_fwd_factor:
+        warnings.warn(
+            f"flops_profiler.recompute_fwd_factor: must be 0, got {keys.flops_profiler.recompute_fwd_factor:g}, which is not "
+            f"used: forwards that run again in a backward are counted as they run; leave it out",
+            ConfigWarning,
+            stacklevel=3,
+        )
+    return cfg, keys
 
 
 _CHECKPOINT_OFF = {

@@ -17,7 +17,7 @@ from fzero import live_params
 from fzero.engine_accessors import Accessors
 from fzero.live_params import LiveParams
 from fzero.step import TrainStep
-from fzero.whole import params_of
+from fzero.whole import params_of, with_weight
 
 T = TypeVar("T")
 
@@ -110,6 +110,41 @@ class HoldsModule(Accessors):
             )
         recipe = replace(self.train_step.recipe, compile="block", compile_backend=backend)
         self.train_step = TrainStep(recipe, self.train_step._ranks)
+        if self.comms_log is not None:
+            self.train_step = self.train_step.observed(self.comms_log)
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **others: Any
+    ) -> None:
+        """Other weights, of the model and of its masters; what the optimizer remembers stays. *Collective:* every rank.
+
+        Args:
+            checkpoint: a full state dict, the same on all ranks, or a mapping that has one as `"module"`.
+            strict: whether it must have each name of the model, and no other.
+            custom_load_fn, others: must be None: no module is loaded as such.
+        """
+        if custom_load_fn is not None or any(others.values()):
+            raise ValueError(
+                "load_module_state_dict: custom_load_fn and further arguments must be None: the state is loaded, and no module; "
+                "make a state dict of your own, and pass that"
+            )
+        step = self._here()
+        values: Mapping[str, Tensor] = (
+            checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
+        )
+        differing = sorted({*values} ^ {*step._stored_names})
+        if strict and differing:
+            raise ValueError(
+                f"load_module_state_dict: names must be those of the model, got {'no' if differing[0] not in values else 'a'} "
+                f"{differing[0]!r} ({len(differing)} differ); pass strict=False to leave the others as they are"
+            )
+        params = {name for buffer in step.plan.flat_buffers for name in buffer.layout.names}
+        for key, name in step._stored_names.items():
+            if key in values and name in params:
+                self.state = with_weight(step, self.state, name, values[key])
+            elif key in values:
+                self.state.buffers[name].copy_(values[key])
+        self._look()
 
     def offload_states(
         self,

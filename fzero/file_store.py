@@ -26,7 +26,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self
@@ -42,10 +42,20 @@ from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
 
 PATTERN = "*.flat"
+_THREADS = "fzero-files"
 
 
 class StoreError(RuntimeError):
     """A file cannot be made, read or written; says which, where, what must hold, and what to do."""
+
+
+def bare(error: BaseException) -> StoreError:
+    """What an error says, to be kept: without the frames that it passed, which hold whatever a step worked on.
+
+    >>> bare(AssertionError())
+    StoreError('AssertionError()')
+    """
+    return StoreError(str(error) or repr(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,37 @@ class FileSpec:
     def nbytes(self) -> int:
         """The bytes of the elements."""
         return self.numel * itemsize(self.dtype)
+
+
+@dataclass(slots=True)
+class _Health:
+    """What broke a store, if anything did. Threads hold this and not the store, which goes when its caller lets it go."""
+
+    folder: Path
+    cause: StoreError | None = None
+    """Raised by nobody: see `bare`."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def check(self) -> None:
+        if self.cause is not None:
+            raise StoreError(f"{self.folder}: cannot be used any more since: {self.cause}") from self.cause
+
+    def fail(self, cause: BaseException) -> None:
+        with self._lock:
+            self.cause = self.cause or bare(cause)
+
+    def attempt(self, path: Path, at: int, nbytes: int, work: Callable[[], None]) -> None:
+        """Does it, unless something failed before; the first failure breaks the store."""
+        self.check()
+        try:
+            work()
+        except BaseException as error:
+            told = StoreError(
+                f"{path}, bytes {at} to {at + nbytes}: must be read and written in full, got: {error}. The state is "
+                f"part old and part new; mend the disk or the path and go on from a checkpoint"
+            )
+            self.fail(told)
+            raise told from error
 
 
 class FileStore:
@@ -110,8 +151,7 @@ class FileStore:
         self.folder = folder_of(path, rank)
         self.grain = CHECKED if checksums else SECTOR
         self.block_nbytes = _up(block_nbytes, self.grain)
-        self._cause: BaseException | None = None
-        self._lock = threading.Lock()
+        self._health = _Health(self.folder)
         self._moving: set[Future[None]] = set()
         self._specs = dict(files)
         self._files: dict[str, DirectFile] = {}
@@ -119,7 +159,7 @@ class FileStore:
             claims.claim(self.folder, leftover, PATTERN)
         except OSError as error:
             raise StoreError(_unusable(self.folder, error)) from error
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="fzero-files")
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREADS)
         # Also at the end of the interpreter, but not of a process that was forked from this one.
         self._end = weakref.finalize(self, _end, os.getpid(), self._threads, self._files, self.folder)
         try:
@@ -166,14 +206,22 @@ class FileStore:
         """
         wait(list(self._moving))
         for file in self._files.values():
-            if self._cause is None:
-                self._attempt(file.path, 0, file.nbytes, file.settle)
+            if self._health.cause is None:
+                self._health.attempt(file.path, 0, file.nbytes, file.settle)
         self.check()
 
     def fail(self, cause: BaseException) -> None:
         """Breaks the store: what it holds is no state to go on with. Waits until no buffer is in use."""
-        with self._lock:
-            self._cause = self._cause or cause
+        self._health.fail(cause)
+        wait(list(self._moving))
+
+    @property
+    def cause(self) -> StoreError | None:
+        """What broke the store, to be raised; None while it is whole."""
+        return None if self._health.cause is None else bare(self._health.cause)
+
+    def rest(self) -> None:
+        """Waits until nothing moves. What fails breaks the store, and raises nothing here."""
         wait(list(self._moving))
 
     def close(self) -> None:
@@ -205,7 +253,7 @@ class FileStore:
         for at in range(0, nbytes, self.block_nbytes):
             block = memory[at : at + self.block_nbytes]
             work = partial(one, file, begin + at, block)
-            future = self._threads.submit(self._attempt, file.path, begin + at, len(block), work)
+            future = self._threads.submit(self._health.attempt, file.path, begin + at, len(block), work)
             self._moving.add(future)
             future.add_done_callback(self._moving.discard)
             futures.append(future)
@@ -213,7 +261,9 @@ class FileStore:
         def finish() -> Tensor:
             wait(futures)  # all of them, before one that has failed lets the caller have the buffer back
             for future in futures:
-                future.result()
+                if error := future.exception():
+                    # Not itself: a thread that still holds it would hold the frames that it passes, and all that they hold.
+                    raise bare(error) from error.__cause__
             return self.view(name, start, stop, buffer)
 
         return finish
@@ -242,25 +292,9 @@ class FileStore:
             )
         return _up((stop - start) * size, self.grain)
 
-    def _attempt(self, path: Path, at: int, nbytes: int, work: Callable[[], None]) -> None:
-        """Does it, unless something failed before; the first failure breaks the store."""
-        self.check()
-        try:
-            work()
-        except BaseException as error:
-            told = StoreError(
-                f"{path}, bytes {at} to {at + nbytes}: must be read and written in full, got: {error}. The state is "
-                f"part old and part new; mend the disk or the path and go on from a checkpoint"
-            )
-            told.__cause__ = error
-            with self._lock:
-                self._cause = self._cause or told
-            raise told from error
-
     def check(self) -> None:
         """Raises a StoreError if the store is broken or closed."""
-        if self._cause is not None:
-            raise StoreError(f"{self.folder}: cannot be used any more since: {self._cause}") from self._cause
+        self._health.check()
 
 
 def folder_of(path: str | Path, rank: int) -> Path:
@@ -297,6 +331,9 @@ def _unusable(folder: Path, error: OSError, needed: int | None = None) -> str:
 
 def _end(pid: int, threads: ThreadPoolExecutor, files: dict[str, DirectFile], folder: Path) -> None:
     if os.getpid() != pid:
+        return
+    if threading.current_thread().name.startswith(_THREADS):  # which happened to free it, and cannot wait for itself
+        threading.Thread(target=_end, args=(pid, threads, files, folder)).start()
         return
     threads.shutdown(cancel_futures=True)
     for file in files.values():

@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
 from fzero import claims
-from fzero.file_store import FileSpec, FileStore, StoreError, folder_of
+from fzero.file_store import FileSpec, FileStore, StoreError, bare, folder_of
 from fzero.host_buffers import bytes_of, check_host_memory
-from fzero.movers import FileMover
+from fzero.movers import FileMover, Part
 from fzero.placements import Streaming
 from sharding.dtypes import itemsize
 from sharding.views import dtype_name, torch_dtype
@@ -60,8 +60,9 @@ class Files:
         rank: int,
     ) -> None:
         self.plan, self.generation = files, 0
-        self.cause: BaseException | None = None
+        self._cause: BaseException | None = None
         self._movers: dict[str, FileMover] = {}
+        self._room = _room(streaming, sub_group_numel, most, further)
         by_path: dict[str, dict[str, FileSpec]] = {}
         for name, (path, spec) in files.items():
             by_path.setdefault(path, {})[name] = spec
@@ -74,14 +75,19 @@ class Files:
                         block_nbytes=streaming.block_nbytes, checksums=streaming.checksums, leftover=streaming.leftover,
                     )
                 )  # fmt: skip
-                num_buffers = max((most + further) * (1 + sum(streaming.ahead(most).values())), 1)
                 nbytes = sub_group_numel * max(itemsize(spec.dtype) for spec in specs.values())
-                self._movers[path] = FileMover(stores[-1], num_buffers=num_buffers, buffer_nbytes=nbytes)
+                self._movers[path] = FileMover(stores[-1], num_buffers=self._room.num_buffers, buffer_nbytes=nbytes)
             check_host_memory(staged_nbytes, f"shards of {staged_nbytes:,} bytes on their way between files and a step")
         except BaseException:
             for store in stores:
                 store.close()
             raise
+
+    def has_room(self, streaming: Streaming, *, sub_group_numel: int, most: int, further: int) -> bool:
+        """Whether what another step streams, with arguments like those of this, may move through the buffers of these files."""
+        asked = _room(streaming, sub_group_numel, most, further)
+        is_large = all(have >= need for have, need in zip(self._room, asked, strict=True))
+        return is_large and self._room.checksums == asked.checksums
 
     def close(self) -> None:
         """Removes the files."""
@@ -102,11 +108,36 @@ class Files:
         for mover in self._movers.values():
             mover.store.check()
 
+    @property
+    def cause(self) -> BaseException | None:
+        """Why these files cannot be used any more, to be raised; None while they are whole. Also if nobody has waited for it."""
+        if self._cause is not None:
+            return bare(self._cause) if isinstance(self._cause, StoreError) else self._cause
+        return next((x.store.cause for x in self._movers.values() if x.store.cause is not None), None)
+
+    def rest(self) -> None:
+        """Waits until nothing moves. What fails is a `cause`, and raises nothing here."""
+        for mover in self._movers.values():
+            mover.store.rest()
+
     def fail(self, cause: BaseException) -> None:
-        """Nothing of this can be used any more. The first cause counts."""
-        self.cause = self.cause or cause
+        """Nothing of this can be used any more. The first cause counts; one not of files stays itself until `tell`."""
+        self._cause = self._cause or (bare(cause) if isinstance(cause, StoreError) else cause)
         for mover in self._movers.values():
             mover.fail(cause)
+
+    def tell(self, cause: BaseException) -> None:
+        """As `fail`, of what is raised now: from now on it is only what the cause says."""
+        self._cause = bare(self._cause or cause)
+        self.fail(cause)
+
+    def ahead(self, name: str, start: int, stop: int) -> None:
+        """Starts to read what a sub-group has of a tensor, where there is room for it; an error breaks the files."""
+        mover = self.mover(name)
+        try:
+            mover.ahead(Part(name, start, stop))
+        except StoreError as error:
+            self.fail(error)
 
     def start_read(self, name: str, flat: Tensor) -> Callable[[], object]:
         """Starts to fill a tensor of `host_buffers.paged` with a whole file; returns what waits for the end, and raises."""
@@ -114,7 +145,9 @@ class Files:
 
     def start_write(self, name: str, flat: Tensor) -> Callable[[], object]:
         """Starts to write such a tensor, which must not change until the end. The error of `start_read`."""
-        return self.mover(name).store.write(name, 0, flat.numel(), bytes_of(flat))
+        mover = self.mover(name)
+        mover.forget(Part(name, 0, flat.numel()))
+        return mover.store.write(name, 0, flat.numel(), bytes_of(flat))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a file, any of them, in new memory on the CPU."""
@@ -129,6 +162,7 @@ class Files:
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Writes elements from `start` on, any of them, and returns when they are in the file; others stay."""
         store, stop = self.mover(name).store, start + values.numel()
+        self.mover(name).forget(Part(name, start, stop))
         with self._pieces(name, start, stop) as pieces:
             for begin, end, buffer in pieces:
                 first, last = max(begin, start), min(end, stop)
@@ -144,7 +178,7 @@ class Files:
         unit = mover.store.grain // itemsize(spec.dtype)
         step = mover.pool.nbytes // mover.store.grain * unit
         begin, end = start // unit * unit, min(-(-stop // unit) * unit, spec.numel)
-        buffer = mover.pool.take()
+        buffer = mover.take()
         try:
             yield ((at, min(at + step, end), buffer) for at in range(begin, end if stop > start else begin, step))
         finally:
@@ -197,6 +231,10 @@ class FileTensor:
     def check(self) -> None:
         """Raises a StoreError unless the file holds this tensor: nothing has updated it, and nothing failed."""
         self.files.check()
+        self.check_age()
+
+    def check_age(self) -> None:
+        """Raises a StoreError, on every rank alike, if a step has updated the files since."""
         if self.generation != self.files.generation:
             raise StoreError(
                 f"{self.name}: this state is stale, for a step took it and updated the files of {self.path} (generation "
@@ -223,6 +261,19 @@ class FilePart:
 
     def numel(self) -> int:
         return self.stop - self.start
+
+    @property
+    def files(self) -> Files:
+        return self.tensor.files
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def part(self, elements: slice) -> FilePart:
+        """Some of these elements."""
+        start, stop, _ = elements.indices(self.stop - self.start)
+        return FilePart(self.tensor, self.start + start, self.start + max(start, stop))
 
     def __getitem__(self, elements: slice) -> Tensor:
         self.tensor.check()
@@ -268,12 +319,12 @@ def in_memory(tree: Any) -> Any:
     def one(x: Any) -> Any:
         if isinstance(x, FileTensors):
             return torch.stack([handle[:] for handle in x.of_ranks])
-        return x[:] if isinstance(x, FileTensor) else x
+        return x[:] if isinstance(x, FileTensor | FilePart) else x
 
     return optree.tree_map(one, tree)
 
 
-def kept(x: FileTensor, work: Callable[[], T]) -> T | None:
+def kept(x: FileTensor | FilePart, work: Callable[[], T]) -> T | None:
     """What the work gives; None where a file fails, which breaks the state that `x` is of and is raised by `fzero.offload.agree`.
 
     So a rank whose files fail goes on to where all ranks are told.
@@ -295,6 +346,19 @@ def renewed(tree: Any) -> Any:
     return optree.tree_map(
         lambda x: replace(x, generation=x.files.generation) if isinstance(x, FileTensor) else x, tree
     )
+
+
+class _Room(NamedTuple):
+    """The buffers of files, and whether their blocks have checksums, which bounds where sub-groups may begin."""
+
+    num_buffers: int
+    sub_group_numel: int
+    checksums: bool
+
+
+def _room(streaming: Streaming, sub_group_numel: int, most: int, further: int) -> _Room:
+    alone = 1 + sum(streaming.ahead(most).values())  # of one tensor that moves by itself
+    return _Room(max(streaming.num_pooled(most, further), alone), sub_group_numel, streaming.checksums)
 
 
 def _free(path: str, rank: int) -> Path:

@@ -5,9 +5,9 @@
     found.save("fits.json")
 
 All combinations of stage, placement, checkpointing and bucket size that the configuration allows are planned. Of those that
-fit, the one with the fewest seconds counts: what it sends, streams and computes, each at the rate of a `fzero.Machine`, one after
-the other. That is a measure to compare by, not the time of a step, in which much of it overlaps. Of equally fast ones that with
-the fewest bytes on the device counts, but a small bucket, which overlaps less, is the last resort.
+fit, the one whose step takes the fewest seconds on paper counts (`fzero.paper_step`), at the rates of a `fzero.Machine`; without
+a batch nothing computes but updates. Of equally fast ones that with the fewest bytes on the device counts, but a small bucket,
+which overlaps less, is the last resort.
 
 The *ladder* goes from the configuration as it is to the one that needs the least of the device, one change at a time.
 """
@@ -27,6 +27,8 @@ from torch import nn
 
 from fzero.config import ConfigError
 from fzero.fit_search import Choice, Rung, Search
+from fzero.measure import LossFn
+from fzero.paper_moves import Device
 from fzero.planner import Keys, keys_of
 from fzero.tables import as_text, scale_of, shown
 from fzero.timeline import Machine
@@ -114,6 +116,8 @@ def fit(
     nvme_path: str | None = None,
     machine: Machine | None = None,
     batch: Any = None,
+    loss_fn: LossFn | None = None,
+    device: Device = "cuda",
 ) -> Fit:
     """The fastest configuration with which a rank fits into its memories, and the ladder to the smallest.
 
@@ -126,12 +130,14 @@ def fit(
         nvme_path: a folder for files; None tries none, unless the configuration has one.
         machine: the rates.
         batch: one rank's samples of a micro-step, on `meta` too: counts activations, by tracing the step. None counts none.
+        loss_fn: see `make_train_step`.
+        device: where the model is; see `compare_plans`.
 
     Raises:
         ConfigError: the configuration is wrong in itself, or for the model.
-        CompileError: the step cannot be traced.
+        ValueError: the model does not run on that batch.
     """
-    search = Search(model, keys_of(cfg), world_size, machine or Machine(), nvme_path, batch)
+    search = Search(model, keys_of(cfg), world_size, machine or Machine(), nvme_path, batch, device, loss_fn)
     search.rung("as it is", search.start)  # which must be possible
     limits = Limits(device_nbytes, host_nbytes, disk_nbytes)
     tried = [rung for choice in search.choices() if (rung := search.rung("", choice)) is not None]
@@ -163,8 +169,11 @@ def _report(found: Fit) -> Group:
         best = found.best
         where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
         lines.insert(
-            0, f"Fastest that fits: {_told(best.choice)}; {where}, {best.seconds:.3g} s besides what overlaps."
+            0,
+            f"Fastest that fits: {_told(best.choice)}; {where}, {best.seconds:.3g} s"
+            + (" for a step." if best.activations else " besides what it computes."),
         )
+        lines.insert(1, f"{best.column.step.told}.")
         lines += [best.column.note] if best.column.note else []
     else:
         lines.insert(0, "Nothing fits.")

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
-from fzero.config import ConfigError
+from fzero.config import Config, ConfigError
 from fzero.config_files import changed
+from fzero.measure import LossFn
+from fzero.paper_moves import Device
 from fzero.planner import Column, Keys, column, quietly
 from fzero.timeline import Machine
 from fzero.traced_activations import Activations
-from sharding.dtypes import itemsize
 
 SMALL_BUCKET = 1 << 22
 """Elements of full gradients that wait for their reduction, where memory is short."""
@@ -30,15 +31,26 @@ class Choice:
     checkpoints: bool = False
     small: bool = False
 
-    def keys(self, nvme_path: str | None) -> Keys:
-        """The keys that say so; what is on the device has none."""
+    @classmethod
+    def of(cls, cfg: Config) -> Self:
+        """What a configuration has chosen."""
+        zero = cfg.zero_optimization
+        optimizer, params = (
+            "device" if block is None else {"cpu": "host"}.get(block.device, block.device)
+            for block in (zero.offload_optimizer, zero.offload_param)
+        )
+        is_small = zero.reduce_bucket_size == SMALL_BUCKET
+        return cls(zero.stage, optimizer, params, cfg.activation_checkpointing.every is not None, is_small)
+
+    def keys(self, nvme_path: str | None, every: int | None = None) -> Keys:
+        """The keys that say so; what is on the device has none. Checkpointed is every n-th unit, or else every one."""
         zero: dict[str, Any] = {"stage": self.stage, "offload_optimizer": _block(self.optimizer, nvme_path)}
         zero["offload_param"] = _block(self.params, nvme_path)
         if self.small:
             zero |= {"reduce_bucket_size": SMALL_BUCKET}
         if self.small and self.stage == 3:
             zero |= {"stage3_prefetch_bucket_size": 0}
-        checkpointing = {"activation_checkpointing": {"every": 1}} if self.checkpoints else {}
+        checkpointing = {"activation_checkpointing": {"every": every or 1}} if self.checkpoints else {}
         return {"zero_optimization": zero, **checkpointing}
 
 
@@ -54,50 +66,56 @@ class Rung:
         name: what it changes.
         choice: the configuration, in short.
         column: the same, planned.
-        activations: bytes of activations, 0 where they are not counted.
-        seconds: see the top of this file.
     """
 
     name: str
     choice: Choice
     column: Column = field(repr=False)
-    activations: int
-    seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; without a batch, of what is sent, streamed and updated alone."""
+        return self.column.seconds
+
+    @property
+    def activations(self) -> int:
+        """Bytes of activations at the peak, 0 where they are not counted."""
+        return self.column.memory["device"].get("activations", 0)
 
     @property
     def device_nbytes(self) -> int:
-        """All bytes on the device that are counted."""
-        return self.column.nbytes("device") + self.activations
+        """All bytes on the device that are counted, at the peak."""
+        return self.column.nbytes("device")
 
 
 class Search:
     """Plans choices, each once."""
 
     def __init__(
-        self, model: nn.Module, keys: Keys, world_size: int, machine: Machine, nvme_path: str | None, batch: Any
-    ) -> None:
-        self.model, self.keys, self.world_size, self.machine = model, keys, world_size, machine
+        self, model: nn.Module, keys: Keys, world_size: int, machine: Machine, nvme_path: str | None, batch: Any,
+        device: Device = "cuda", loss_fn: LossFn | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.keys, self.world_size, self.machine, self.device = model, keys, world_size, machine, device
         cfg = quietly(keys)
         zero = cfg.zero_optimization
-        blocks = [getattr(zero, name, None) for name in ("offload_optimizer", "offload_param")]
-        paths = [block.nvme_path for block in blocks if block is not None and block.nvme_path]
+        paths = [block.nvme_path for block in (zero.offload_optimizer, zero.offload_param) if block and block.nvme_path]
         self.nvme_path = nvme_path or next(iter(paths), None)
-        optimizer, params = (
-            "device" if block is None else {"cpu": "host"}.get(block.device, block.device) for block in blocks
-        )
-        self.start = Choice(zero.stage, optimizer, params, cfg.activation_checkpointing.every is not None)
-        self.activations = Activations(model, keys, batch) if batch is not None else None
-        self._found: dict[Choice, tuple[Column, int, float] | None] = {}
+        self.start = Choice.of(cfg)
+        self.every = cfg.activation_checkpointing.every
+        self.activations = Activations(model, keys, batch, loss_fn) if batch is not None else None
+        self._found: dict[Choice, Column | None] = {}
         self.refused: dict[str, None] = {}
+
+    @property
+    def _adds_checkpoints(self) -> bool:
+        return self.activations is not None and self.activations.has_units and not self.start.checkpoints
 
     def choices(self) -> Iterator[Choice]:
         """All that are tried, those with fewer changes first."""
         kinds = ["device", "host", *(["nvme"] if self.nvme_path else [])]
-        checkpoints = [True] if self.start.checkpoints or self.activations is None else [False, True]
+        checkpoints = [False, True] if self._adds_checkpoints else [self.start.checkpoints]
         for values in product(range(self.start.stage, 4), kinds, kinds, checkpoints, [False, True]):
             choice = Choice(*values)
-            if self.activations is None:
-                choice = replace(choice, checkpoints=self.start.checkpoints)
             if choice.stage == 3 or choice.params == "device":
                 yield choice
 
@@ -105,7 +123,7 @@ class Search:
         """One change after the other, without those that change nothing."""
         steps: list[tuple[str, dict[str, Any]]] = [
             ("as it is", {}),
-            ("activation checkpointing", {"checkpoints": True} if self.activations is not None else {}),
+            ("activation checkpointing", {"checkpoints": True} if self._adds_checkpoints else {}),
             ("stage 2", {"stage": max(self.start.stage, 2)}),
             ("optimizer state in host memory", {"optimizer": "host"} if self.start.optimizer == "device" else {}),
             ("stage 3", {"stage": 3}),
@@ -134,38 +152,19 @@ class Search:
                 self._found[choice] = None
                 self.refused[str(error).splitlines()[0]] = None
         found = self._found[choice]
-        return None if found is None else Rung(name, choice, *found)
+        return None if found is None else Rung(name, choice, found)
 
-    def _planned(self, choice: Choice) -> tuple[Column, int, float]:
-        keys = self.keys if choice == self.start else changed(self.keys, choice.keys(self.nvme_path))
-        found = column(self.model, "", keys, self.world_size)
-        activations = 0 if self.activations is None else self.activations.of(checkpoints=choice.checkpoints).nbytes
-        return found, activations, self._seconds(found, choice)
-
-    def _seconds(self, found: Column, choice: Choice) -> float:
-        micro_steps, machine = found.plan.num_micro_steps, self.machine
-        sent = sum(found.sent_by_axis.values())
-        host, disk = (_streamed(found, kind, micro_steps) for kind in ("host", "nvme"))
-        # What lives in files is updated on the host: gradients go there, and new parameters come back.
-        shards = sum(b.shard_numel * itemsize(b.dtypes.param) for b in found.plan.flat_buffers if b.trainable)
-        crossing = 2 * shards if disk else 0
-        flops = 0.0
-        if self.activations is not None:
-            flops = self.activations.of(checkpoints=choice.checkpoints).flops * micro_steps
-        rates = ((sent, machine.network), (host + crossing, machine.host), (disk, machine.disk), (flops, machine.flops))
-        return sum(amount / rate for amount, rate in rates)
+    def _planned(self, choice: Choice) -> Column:
+        keys = self.keys if choice == self.start else changed(self.keys, choice.keys(self.nvme_path, self.every))
+        trace = None if self.activations is None else self.activations.of(checkpoints=choice.checkpoints)
+        return column(self.model, "", keys, self.world_size, trace=trace, machine=self.machine, device=self.device)
 
     def notes(self) -> Iterator[str]:
         """What was not tried or not counted."""
         if self.activations is None:
             yield "Activations are not counted: give a batch (--batch and --sequence), or leave room for them."
+        elif not self.activations.has_units:
+            yield f"Activation checkpointing was not tried: {type(self.model).__name__} has no repeated blocks."
         if self.nvme_path is None:
             yield "Files were not tried: give a folder (--nvme PATH)."
         yield from (f"Not possible: {reason}" for reason in self.refused)
-
-
-def _streamed(found: Column, kind: str, micro_steps: int) -> int:
-    """Bytes that cross to and from a memory in a step: state once each way, parameters for every gather besides."""
-    held = found.memory.get(kind, {})
-    state = sum(held.get(name, 0) for name in ("master", "optimizer", "gradients"))
-    return 2 * state + (2 * micro_steps + 1) * held.get("parameters", 0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 
@@ -31,10 +32,35 @@ def counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=known)
 
 
-_FORMULAS = counter().flop_registry
+_ON_CPU = {name: formula for name, formula in counter().flop_registry.items() if name in ON_CPU}
+
+
+def _formula(func: Any) -> Callable[..., Any] | None:
+    packet = getattr(func, "overloadpacket", None)
+    return flop_registry.get(packet) or _ON_CPU.get(packet)  # torch's grows: an operator of ours may join it
 
 
 def flops_of_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
     """Of one operator that was called; 0 of what is no matrix product, convolution or attention."""
-    formula = _FORMULAS.get(getattr(func, "overloadpacket", None))
+    formula = _formula(func)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def is_counted(func: Any) -> bool:
+    """Whether operations of an operator are counted."""
+    return _formula(func) is not None
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells `tell` the operations of every operator that runs inside, if it has any."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        flops = flops_of_call(func, args, kwargs or {}, out)
+        if flops:
+            self._tell(flops)
+        return out

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
+
+from fzero.flop_counts import flops_of_call, is_counted
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -154,11 +155,10 @@ def nbytes_of(node: Node) -> int:
 
 def flops_of(node: Node) -> int:
     """Floating point operations of a matrix product, a convolution or an attention; 0 for everything else."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None or node.op != "call_function":
+    if node.op != "call_function" or not is_counted(node.target):
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return flops_of_call(node.target, args, kwargs, node.meta["val"])
 
 
 def _tensors(val: Any) -> list[Tensor]:

@@ -49,6 +49,8 @@ class Progress:
     """Of the last one."""
     waits: dict[int, Label | str] = field(default_factory=dict)
     """What threads wait for."""
+    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds that the host has waited for collectives since the process began, by their purpose."""
 
     def next_step(self) -> None:
         self.num_steps, self.number = self.num_steps + 1, 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +99,16 @@ def check_host_memory(nbytes: int, what: str) -> None:
                 f"{what}: needs {nbytes:,} bytes of host memory, and {limit} leaves {max(available, 0):,}; make sub-groups "
                 f"or the number of buffers smaller, or raise the limit"
             )
+
+
+def host_memory() -> int:
+    """Bytes that this process can have now, by every limit that the system tells."""
+    return max(0, min((available for _, available in _available()), default=sys.maxsize))
+
+
+def process_memory(field: str) -> int:
+    """Bytes that this process holds: `VmRSS` resident, `VmHWM` the most of that, `VmData` its own; 0 where nothing tells."""
+    return _numbers(Path("/proc/self/status")).get(field, 0)
 
 
 def _available() -> Iterator[tuple[str, int]]:

@@ -93,6 +93,7 @@ def parser() -> argparse.ArgumentParser:
     add("--launcher", choices=LAUNCHERS, default="ssh")
     add("--launcher_args", default="", metavar="ARGS", help="more arguments for ssh, pdsh, mpirun or srun, in one word")
     add("--env_file", type=Path, metavar="FILE", help="lines of NAME=VALUE for every rank (default .deepspeed_env)")
+    add("--autotuning", choices=("tune", "run"), help="find the fastest configuration (fzero tune), and run with it")
     add("--dry_run", action="store_true", help="print the commands and run nothing")
     made.add_argument("script")
     made.add_argument("args", nargs=argparse.REMAINDER)

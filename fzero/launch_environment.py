@@ -14,6 +14,7 @@ FORWARDED = (
     "CUDA_DEVICE_",
     "DEEPSPEED_TIMEOUT",
     "FZERO_TIMEOUT",
+    "FZERO_TUNE",
     "GLOO",
     "MALLOC_",
     "MLFLOW",

@@ -57,10 +57,11 @@ class Away(nn.Parameter):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         is_told = name in _TOLD or (name in ("__get__", "__set__") and attribute not in _VALUES)
         if not is_told:
+            used = attribute if name in ("__get__", "__set__") else name or func
             found = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Away)), None)
             raise AwayError(
                 f"parameter {getattr(found, 'fzero_name', '')!r}: is divided among the ranks and has no values here, and "
-                f"{name or func} needs them; compute inside the engine's forward, or on all ranks inside "
+                f"{used} needs them; compute inside the engine's forward, or on all ranks inside "
                 f"`with fzero.deepspeed.zero.GatheredParameters(...)`; engine.gathered() gives a dict of all, for "
                 f"torch.func.functional_call, and engine.save_16bit_model writes them"
             )

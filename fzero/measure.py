@@ -134,13 +134,20 @@ class Measure:
 
     def norm_part(self, shards: Iterable[Tensor], device: torch.device) -> Tensor:
         """One shard's part of the norm (0-d float64): from the same numbers in the same order in all stages."""
+        return self.joined(map(self.of_shard, shards), device)
+
+    def of_shard(self, grad_S: Tensor) -> Tensor:
+        """What one flat shard of gradients adds to a part of the norm (0-d float64)."""
+        if self.is_inf:
+            return grad_S.abs().max().double()
+        norm: Tensor = torch.linalg.vector_norm(grad_S, dtype=torch.promote_types(grad_S.dtype, torch.float32))
+        return norm.double().square()
+
+    def joined(self, measured: Iterable[Tensor], device: torch.device) -> Tensor:
+        """A part of the norm, of what its shards add to it."""
         part = torch.zeros((), dtype=torch.float64, device=device)
-        for grad_S in shards:
-            if self.is_inf:
-                part = torch.maximum(part, grad_S.abs().max().double())
-            else:
-                dtype = torch.promote_types(grad_S.dtype, torch.float32)
-                part = part + torch.linalg.vector_norm(grad_S, dtype=dtype).double().square()
+        for number in measured:
+            part = torch.maximum(part, number) if self.is_inf else part + number
         return part
 
     def norm(self, parts_F: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where do the numbers of a training run go besides the script? Into CSV files, to TensorBoard, and onto the screen.
+"""Where do the numbers of a training run go besides the script? Into CSV files, and to TensorBoard.
 
 Events are DeepSpeed's: `Train/Samples/{train_loss, lr, loss_scale}` over the samples seen by all ranks. Rank 0 writes them.
 """
@@ -6,10 +6,7 @@ Events are DeepSpeed's: `Train/Samples/{train_loss, lr, loss_scale}` over the sa
 from __future__ import annotations
 
 import csv
-import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,24 +61,3 @@ def monitors(keys: EngineKeys) -> list[CsvMonitor | TensorBoardMonitor]:
     if keys.tensorboard.enabled:
         found.append(TensorBoardMonitor(keys.tensorboard))
     return found
-
-
-class Watch:
-    """How long the parts of a step took, in milliseconds, since it was last told."""
-
-    def __init__(self) -> None:
-        self._ms: defaultdict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def of(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._ms[part] += (time.perf_counter() - start) * 1e3
-
-    def told(self) -> str:
-        """A line with all parts, which begin anew."""
-        line = " | ".join(f"{part}: {ms:.2f}" for part, ms in self._ms.items())
-        self._ms.clear()
-        return f"time (ms) | {line}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,14 @@ from torch import Tensor
 from fzero.file_store import FileStore
 from fzero.host_buffers import Pool
 from fzero.stream import Mover, SubGroup
+
+
+class Part(NamedTuple):
+    """Elements [start, stop) of the tensor of that name."""
+
+    name: str
+    start: int
+    stop: int
 
 
 class FileMover:
@@ -39,14 +47,16 @@ class FileMover:
         # Room for the padding behind the last elements.
         self.pool = Pool(num_buffers, -(-buffer_nbytes // store.grain) * store.grain)
         self._here: dict[SubGroup, list[Tensor]] = {}
+        self._coming: dict[Part, tuple[Tensor, Callable[[], Tensor]]] = {}
 
     def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
         """See `Mover`."""
         self.store.check()
         needed = num_alive * max((len(group.names) for group in sub_groups), default=0)
-        if needed > self.pool.num_free:
+        num_free = self.pool.num_free + len(self._coming)
+        if needed > num_free:
             raise ValueError(
-                f"FileMover: {num_alive} sub-groups at once need {needed} buffers, and {self.pool.num_free} of "
+                f"FileMover: {num_alive} sub-groups at once need {needed} buffers, and {num_free} of "
                 f"{self.pool.num} are free; pass num_buffers={needed}, or less read_ahead and write_behind"
             )
         for group in sub_groups:
@@ -57,20 +67,55 @@ class FileMover:
                     f"{self.pool.nbytes}; pass buffer_nbytes={nbytes}, or a smaller sub_group_numel"
                 )
 
+    def ahead(self, part: Part) -> None:
+        """Starts to read what a sub-group has of one tensor before that is fetched, if there is a buffer for it."""
+        if part not in self._coming and self.pool.num_free:
+            buffer = self.pool.take()
+            try:
+                wait = self.store.read(part.name, part.start, part.stop, buffer)
+            except BaseException:
+                self.pool.give_back(buffer)
+                raise
+            self._coming[part] = buffer, wait
+
+    def forget(self, part: Part) -> None:
+        """Drops what was read ahead of elements that are written now."""
+        for read in [x for x in self._coming if x.name == part.name and x.start < part.stop and part.start < x.stop]:
+            self.pool.give_back(self._come(read))
+
+    def take(self) -> Tensor:
+        """A buffer: a free one, or that of what was read ahead last."""
+        return self.pool.take() if self.pool.num_free or not self._coming else self._come(next(reversed(self._coming)))
+
+    def _come(self, part: Part) -> Tensor:
+        """The buffer of what was read ahead, when nothing moves in it any more."""
+        buffer, wait = self._coming.pop(part)
+        wait()
+        return buffer
+
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
         """See `Mover`."""
-        buffers = self._here[sub_group] = [self.pool.take() for _ in sub_group.names]
-        waits = [
-            partial(self.store.view, name, sub_group.start, sub_group.stop, buffer)
-            if name in sub_group.made
-            else self.store.read(name, sub_group.start, sub_group.stop, buffer)
-            for name, buffer in zip(sub_group.names, buffers, strict=True)
-        ]
+        buffers, waits = [], []
+        for name in sub_group.names:
+            part = Part(name, sub_group.start, sub_group.stop)
+            if part in self._coming and name not in sub_group.made:
+                buffer, wait = self._coming.pop(part)
+            else:
+                buffer = self.take()
+                wait = partial(self.store.view, *part, buffer)
+                if name not in sub_group.made:
+                    wait = self.store.read(*part, buffer)
+            buffers.append(buffer)
+            waits.append(wait)
+        self._here[sub_group] = buffers
         return lambda: [wait() for wait in waits]
 
     def put(self, sub_group: SubGroup) -> Callable[[], object]:
         """See `Mover`."""
         buffers = self._here.pop(sub_group)
+        for name in sub_group.names:
+            if name not in sub_group.kept:
+                self.forget(Part(name, sub_group.start, sub_group.stop))
         waits = [
             None if name in sub_group.kept else self.store.write(name, sub_group.start, sub_group.stop, buffer)
             for name, buffer in zip(sub_group.names, buffers, strict=True)

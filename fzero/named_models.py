@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 COUNT = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMBT]?)", re.IGNORECASE)
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -180,7 +181,7 @@ def _gpt(count: float) -> Named:
 
 
 def _short(count: float) -> str:
-    scale, letter = next((s, n) for n, s in reversed(SCALES.items()) if count >= s)
+    scale, letter = next((s, n) for n, s in reversed(SCALES.items()) if count >= s or s == 1)
     return f"{count / scale:.4g}{letter}"
 
 
@@ -226,6 +227,19 @@ def _transformers() -> Any:
     return transformers
 
 
+class _Unfilled(TorchFunctionMode):
+    """Leaves tensors on `meta` without initial values, which to take there costs torch seconds of imports."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.arange:  # torch has it on `meta` in Python alone, with all of sympy
+            return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
+        filled = kwargs.get("tensor", args[0] if args else None)  # torch.nn.init names it
+        if getattr(func, "__name__", "") in ("normal_", "uniform_") and isinstance(filled, Tensor) and filled.is_meta:
+            return filled
+        return func(*args, **kwargs)
+
+
 def _of_file(path: Path) -> Named:
     try:
         given = json.loads(path.read_text("utf-8"))
@@ -269,7 +283,7 @@ def _built(cls: Any, config: Any, source: str) -> Named:
     transformers = _transformers()
     config.use_cache = False  # of no use in training, and a capture cannot follow it
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Unfilled():
             if cls is not None:
                 model = cls(config)
             elif type(config) in transformers.AutoModelForCausalLM._model_mapping:

@@ -12,6 +12,7 @@ If one rank's files fail, no rank may go on: before updated parameters are joine
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor
 
 from fzero import collectives
-from fzero.collectives import Bound
+from fzero.bound_mesh import BoundMesh
+from fzero.collectives import Bound, Pending
+from fzero.eager import own_shard
 from fzero.file_store import FileSpec, StoreError
 from fzero.file_tensors import FilePlan, Files, FileTensor, handles_of, renewed
 from fzero.movers import ByName, DeviceMover, Resident
@@ -60,12 +63,18 @@ class Leaves(NamedTuple):
     """The same as `updated` where there is no master."""
     grad: str
     """Empty where nothing is trained."""
+    numel: int
+    """Elements that the rank updates."""
     homes: Mapping[str, Home]
 
     @property
     def names(self) -> tuple[str, ...]:
         """What an update reads and writes."""
         return (self.updated, *self.longs)
+
+
+Join = Callable[[Tensor, Tensor], Pending]
+"""Starts to fill the second tensor with what the ranks have updated of it, of which this one's is the first."""
 
 
 class Update(NamedTuple):
@@ -80,7 +89,8 @@ class Update(NamedTuple):
     transform_at: Callable[..., Transform]
     """Of elements [start, stop), and as the third what takes the new parameters, where these live elsewhere."""
     param: Leaf
-    """This rank's share of what the model computes with."""
+    """This rank's share of what the model computes with; where it is joined elsewhere (`joins`), all that it holds."""
+    join: Join
 
 
 class Offload:
@@ -95,14 +105,20 @@ class Offload:
             for name, home in leaves.homes.items()
             if home.placement.path is not None
         }
-        every = self._leaves.values()
-        in_files = [
-            sum(name in self._files for name in (*leaves.names, leaves.grad)) for leaves in every if leaves.grad
-        ]
-        self._most = max(in_files, default=0)
-        self._further = max(leaves.param != leaves.updated and leaves.param in self._files for leaves in every)
+        self._away = {
+            key for key, leaves in self._leaves.items() if not all(self._is_here(leaves, name) for name in leaves.homes)
+        }
+        trained = [b for b in plan.flat_buffers if b.trainable]
+        self._wholes = {b.key for b in trained if not b.elementwise or self.joins(b)}
+        cut_ = [self._leaves[b.key] for b in trained if b.key not in self._wholes]
+        self._most = max((sum(n in self._files for n in (*of.names, of.grad)) for of in cut_), default=0)
+        self._further = max((of.param != of.updated and of.param in self._files for of in cut_), default=False)
         self._ahead = plan.streaming.ahead(self._most)
-        longest = max((leaves.homes[leaves.updated].numel for leaves in every), default=0)
+        alive, spare = 1 + sum(self._ahead.values()), plan.streaming.num_pooled(self._most, self._further)
+        spare -= alive * (self._most + self._further)
+        early = max((sum(name in self._files for name in of.names) for of in cut_), default=0)
+        self._num_early = alive + spare // max(early, 1) if plan.streaming.read_ahead else 0
+        longest = max((of.numel for of in self._leaves.values()), default=0)
         numel = plan.streaming.sub_group_numel
         self.sub_group_numel = min(numel, max(-(-longest // CHECKED_GRAIN), 1) * CHECKED_GRAIN)  # room for the longest
         self._staged_nbytes = self._staged(plan)
@@ -111,7 +127,11 @@ class Offload:
         """About the bytes of whole shards that are on their way between files and a pass at once."""
         params = [sum(self._nbytes(self._leaves[b.key].param) for b in unit.buffers) for unit in plan.units]
         grads = [self._nbytes(leaves.grad) for leaves in self._leaves.values()]
-        return 2 * max(params) + MOST_LEAVING * max(grads)
+        wholes = [sum(map(self._nbytes, self._leaves[key].homes)) for key in self._wholes]
+        return 2 * max([*params, *wholes]) + MOST_LEAVING * max([*grads, *map(self._longest, self._wholes)])
+
+    def _longest(self, key: str) -> int:
+        return max(map(self._nbytes, self._leaves[key].homes))
 
     def _nbytes(self, name: str) -> int:
         return self._files[name][1].nbytes if name in self._files else 0
@@ -126,9 +146,25 @@ class Offload:
         """Whether a forward or backward reads or writes files."""
         return any(name in self._files for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
 
-    def stage(self, scratch: Scratch) -> Stage:
-        """What brings shards to one pass, and takes gradients from it."""
-        return Stage(self.device, scratch, self._streaming.num_staged)
+    def stage(self, scratch: Scratch, measure: Callable[[Tensor], Tensor] | None = None) -> Stage:
+        """What brings shards to one pass, and takes gradients from it, of which it may `measure` each."""
+        return Stage(self.device, scratch, self._streaming.num_staged, measure=measure)
+
+    def read_ahead(self, state: TrainState[Any]) -> None:
+        """Starts to read what the next update asks for first, but for gradients: as many sub-groups as have room.
+
+        For a backward, beside which it comes. Errors are kept for `agree`.
+        """
+        files, rest = next((handle.files for handle in handles_of(state)), None), self._num_early
+        if files is None or files.cause is not None:  # which this rank alone may know
+            return
+        for key, leaves in self._leaves.items():
+            is_cut = leaves.grad and key not in self._wholes
+            names = [name for name in leaves.names if name in self._files and is_cut]
+            for group in cut(names, leaves.numel, self.sub_group_numel)[:rest] if names else ():
+                for name in names:
+                    files.ahead(name, group.start, group.stop)
+                rest -= 1
 
     def kind(self, placement: Placement) -> Literal["here", "host", "nvme"]:
         """Where a tensor is, as this device sees it."""
@@ -141,11 +177,17 @@ class Offload:
 
     def is_away(self, buffer: BufferPlan) -> bool:
         """Whether a part of what an update of this buffer reads or writes lives elsewhere."""
+        return buffer.key in self._away
+
+    def joins(self, buffer: BufferPlan) -> bool:
+        """Whether updated parameters are joined in a shard that lives elsewhere."""
         leaves = self._leaves[buffer.key]
-        return not all(self._is_here(leaves, name) for name in leaves.homes)
+        return buffer.joins_shards and not self._is_here(leaves, leaves.param)
 
     def runs_on(self, buffer: BufferPlan) -> torch.device:
-        """Where the buffer is updated."""
+        """Where the buffer is updated: in files on the CPU, unless it is as a whole, with sums over ranks maybe."""
+        if buffer.key in self._wholes:
+            return self.device
         in_files = any(name in self._files for name in self._leaves[buffer.key].homes)
         return torch.device("cpu") if in_files else self.device
 
@@ -178,8 +220,15 @@ class Offload:
         return files
 
     def is_served_by(self, files: Files | None) -> bool:
-        """Whether a state with these files (None: without any) has all that this plan wants in files there, and no more."""
-        return self._files == ({} if files is None else files.plan)
+        """Whether a state with these files (None: without any) has in files just what this plan wants there, and room to move."""
+        if files is None:
+            return not self._files
+        return self._files == files.plan and self._has_room(files)
+
+    def _has_room(self, files: Files) -> bool:
+        return files.has_room(
+            self._streaming, sub_group_numel=self.sub_group_numel, most=self._most, further=self._further
+        )
 
     def init(
         self, buffer: BufferPlan, files: Files | None, param: Tensor, values_S: Tensor, make: Callable[[], Transform]
@@ -194,6 +243,11 @@ class Offload:
         leaves = self._leaves[buffer.key]
         if not buffer.trainable:
             return {"params": self._moved(param, leaves.param, leaves, files)}
+        if self.is_away(buffer) and buffer.key in self._wholes:
+            home = leaves.homes[leaves.grad]
+            zeros_S = torch.zeros(home.numel, dtype=torch_dtype(home.dtype), device=self.device)
+            whole = {"params": param, "master": values_S, "grads": zeros_S, "optimizer": make().init(values_S)}
+            return self.move(buffer, files, whole)
         made = self._empty(leaves, files)
         if not self.is_away(buffer):
             found: dict[str, Leaf] = {leaves.updated: values_S}
@@ -236,7 +290,7 @@ class Offload:
             here: Any = grad
             grad_at = lambda start, stop: here[start:stop].to(device)  # noqa: E731
         return Streamed(
-            leaves.names, leaves.homes[leaves.updated].numel, transform_at, grad_at, state,
+            leaves.names, leaves.numel, transform_at, grad_at, state,
             out=leaves.param if is_copy else None, grad=None if grad_at else leaves.grad,
         )  # fmt: skip
 
@@ -244,7 +298,7 @@ class Offload:
         """Raises unless each tensor of a state is in a file or not as its spec says, and those in files are good.
 
         Raises:
-            ValueError: one is not.
+            ValueError: one is not, or their buffers do not fit this step's streams.
             StoreError: the state is stale, or its files are broken.
         """
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
@@ -259,36 +313,105 @@ class Offload:
                 )
             if in_file:
                 leaf.check()
+        files = next((leaf.files for leaf in leaves if isinstance(leaf, FileTensor)), None)
+        if files is not None and not self._has_room(files):
+            raise ValueError(
+                "state: its files must have the checksums of this step, and no smaller or fewer buffers than it needs, and are "
+                "of a step with other streaming (sub_group_size, buffer_count, checksums, pipeline_read, pipeline_write); bring "
+                "the state there with fzero.place(state, step)"
+            )
 
     def step(
-        self, state: TrainState[Any], updates: Sequence[Update], everyone: Bound, skip: Tensor | None
+        self,
+        state: TrainState[Any],
+        updates: Sequence[Update],
+        mesh: BoundMesh,
+        skip: Tensor | None,
+        *,
+        scratch: Scratch,
     ) -> TrainState[Any]:
-        """The state after these updates, as one stream; where files are updated, with handles of the next generation.
+        """The state after these updates; where files are updated, with handles of the next generation.
 
-        *Collective* where there are files: every rank. An overflow (`skip`) writes no file.
+        What is elementwise is one stream. The other buffers come before it, one after the other: those of an optimizer that looks
+        at whole parameters, and those whose updated shards are joined elsewhere.
+
+        *Collective* where there are files, or such buffers: every rank. An overflow (`skip`) writes no file.
 
         Raises:
             StoreError: on every rank, when files of one failed; the state cannot be used any more.
         """
-        files = files_of(state)
+        handles = handles_of(state)
+        for handle in handles:
+            handle.check_age()
+        files = handles[0].files if handles else None  # a failure that this rank alone knows is for `agree`
         if files is not None and skip is not None and bool(skip):
+            files.rest()  # of what was read ahead
+            agree(files, mesh.everyone)
             return state
-        self._update(updates, files)
+        try:
+            self._update_wholes(
+                [update for update in updates if update.buffer.key in self._wholes], mesh.shard, scratch
+            )
+        except BaseException as error:
+            if files is not None:
+                files.tell(error)
+            raise
+        self._update([update for update in updates if update.buffer.key not in self._wholes], files)
         if files is None:
             return state
-        agree(files, everyone)
+        agree(files, mesh.everyone)
         files.generation += 1
         return state._replace(**{name: renewed(getattr(state, name)) for name in QUANTITIES})
 
+    def _update_wholes(self, updates: Sequence[Update], shard: int, scratch: Scratch) -> None:
+        """Updates buffers one after the other, while the next one's tensors are on their way and the last one's are put back.
+
+        What fails of files raises nothing here. A rank goes on with zeros, for others wait for its part of the sums.
+        """
+        stage, rest = Stage(self.device, scratch), deque(updates)
+        while rest:
+            update = rest.popleft()
+            buffer, leaves, homes = update.buffer, self._leaves[update.buffer.key], self._tensors(update)
+            here = {
+                name: stage.fresh(x) if self._is_made(buffer, name) else stage.bring(name, x)
+                for name, x in homes.items()
+            }
+            for name, x in self._tensors(rest[0]).items() if rest else ():
+                if not self._is_made(rest[0].buffer, name):
+                    stage.ahead(name, x)
+            param, grad = here[leaves.param], here[leaves.grad]
+            share = own_shard(param, buffer, shard) if self.joins(buffer) else param
+            transform = update.transform_at(0, leaves.numel, share if buffer.has_master else None)
+            updated = here[leaves.updated] if buffer.has_master else share
+            transform.update(grad, updated, _with_long(update.state, leaves, here))
+            if self.joins(buffer):
+                update.join(share, param).wait()
+            del param, grad, share, updated, transform  # so that memory for files is taken back
+            for name in [name for name in here if here[name] is not homes[name]]:
+                if name != leaves.grad:
+                    stage.put(homes[name], here[name], adds=False)
+                scratch.give(here.pop(name))
+        stage.settle()
+
+    def _is_made(self, buffer: BufferPlan, name: str) -> bool:
+        """Whether nobody asks for the old numbers of a tensor of this buffer: of parameters that are made of a master."""
+        return buffer.has_master and name == self._leaves[buffer.key].param
+
+    def _tensors(self, update: Update) -> dict[str, Leaf]:
+        """What the update of a buffer reads and writes, where it lives."""
+        leaves = self._leaves[update.buffer.key]
+        found = dict(zip(leaves.names, (update.master, *_long(update.state, leaves)), strict=True))
+        return {leaves.param: update.param, leaves.grad: update.grad} | found
+
     def _update(self, updates: Sequence[Update], files: Files | None) -> None:
         """Updates buffers where their tensors live. Errors are kept for `agree` where there are files."""
+        if files is not None and files.cause is not None:
+            return
         streamed, tensors = [], []
         for update in updates:
-            leaves = self._leaves[update.buffer.key]
-            found = dict(zip(leaves.names, (update.master, *_long(update.state, leaves)), strict=True))
             streamed.append(self._streamed(update.buffer, update.transform_at, update.grad, update.state))
-            others = {leaves.param: update.param, leaves.grad: update.grad} | found
-            tensors.append((update.buffer, {name: others[name] for name in streamed[-1].all_names}))
+            found = self._tensors(update)
+            tensors.append((update.buffer, {name: found[name] for name in streamed[-1].all_names}))
         mover = self._mover(tensors, files)
         self._stream(
             files,
@@ -388,7 +511,7 @@ def agree(files: Files | None, everyone: Bound, *, error: BaseException | None =
         StoreError, MemoryError: what failed on this rank, or that something did on another.
     """
     cause = error or (files.cause if files is not None else None)
-    told = collectives.exchange(None if cause is None else str(cause), everyone, label=Label("files"))
+    told = collectives.exchange(None if cause is None else str(cause) or repr(cause), everyone, label=Label("files"))
     failed = [rank for rank, message in enumerate(told) if message is not None]
     if not failed:
         return
@@ -397,8 +520,11 @@ def agree(files: Files | None, everyone: Bound, *, error: BaseException | None =
             f"rank {failed[0]}: its state in files cannot be used any more, and so no rank's can: {told[failed[0]]}"
         )
     if files is not None:
-        files.fail(cause)
-    raise cause
+        files.tell(cause)
+    try:
+        raise cause
+    finally:
+        del cause, error  # of which this frame is a part
 
 
 def files_of(tree: Any) -> Files | None:
@@ -417,21 +543,21 @@ def _leaves_of(plan: Plan, buffer: BufferPlan) -> Leaves:
     params = buffer.params
     shard_of_params = Home(params.placement, params.dtype, params.local_shape(plan.mesh)[0])
     if not buffer.trainable:
-        return Leaves(updated, (), param, "", {param: shard_of_params})
+        return Leaves(updated, (), param, "", 0, {param: shard_of_params})
     numel = buffer.master.local_shape(plan.mesh)[0]
-    homes = {updated: Home(params.placement, params.dtype, numel)}
+    homes = {updated: shard_of_params}
     if buffer.has_master:
         param = f"{buffer.key}/params"
         homes = {updated: Home(buffer.placement, buffer.dtypes.master, numel), param: shard_of_params}
     accessors, specs, _ = optree.tree_flatten_with_accessor(plan.optimizer[buffer.key])
     longs = []
     for accessor, spec in zip(accessors, specs, strict=True):
-        if spec.shape == (buffer.padded_numel,):
+        if buffer.is_long(spec):
             longs.append(f"{buffer.key}/{accessor.codify('state')}")
             homes[longs[-1]] = Home(spec.placement, spec.dtype, numel)
     grads, grad = buffer.grads, f"{buffer.key}/grads"
     homes[grad] = Home(grads.placement, grads.dtype, grads.local_shape(plan.mesh)[0])
-    return Leaves(updated, tuple(longs), param, grad, homes)
+    return Leaves(updated, tuple(longs), param, grad, numel, homes)
 
 
 def _is_long(accessor: Any, leaves: Leaves) -> bool:

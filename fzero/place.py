@@ -11,6 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
+from torch import Tensor
+
+from fzero.file_tensors import Files
 from fzero.offload import QUANTITIES, agree, files_of
 from fzero.simulate import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
@@ -39,20 +43,42 @@ def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState
         placed: TrainState[Any] = stacked(ranks._run(lambda rank: place(states[rank], ranks.steps[rank])))
         return placed
     step._check_shapes(state)
-    offload, everyone = step._offload, step._mesh.everyone
     old = files_of(state)
-    files = old if offload.is_served_by(old) else offload.make_files(everyone)
+    is_served = step._offload.is_served_by(old)
+    return _brought(state, step, old, old if is_served else step._offload.make_files(step._mesh.everyone))
+
+
+def copied(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState[Any]:
+    """The same state once more, for a step of its own: what lives in files, in files of its own, through the buffers of a stream.
+
+    *Collective* if state is in files: every rank. The files go with the copy.
+
+    Raises:
+        ValueError: the state is not one of this step.
+        StoreError, MemoryError: as `place`.
+    """
+    if isinstance(step, LockstepRanks):
+        ranks, states = step, unstacked(state, step.world_size)
+        found: TrainState[Any] = stacked(ranks._run(lambda rank: copied(states[rank], ranks.steps[rank])))
+        return found
+    step._check_state(state)
+    in_memory: TrainState[Any] = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+    return _brought(in_memory, step, files_of(state), step._offload.make_files(step._mesh.everyone))
+
+
+def _brought(state: TrainState[Any], step: TrainStep, old: Files | None, files: Files | None) -> TrainState[Any]:
+    """The state with every tensor where `step` wants it, in these files."""
     parts: dict[str, Any] = {name: dict(getattr(state, name)) for name in QUANTITIES}
     error: Exception | None = None
     try:
         for buffer in step.plan.flat_buffers:
             held = {name: parts[name][buffer.key] for name in QUANTITIES if buffer.key in parts[name]}
-            for name, moved in offload.move(buffer, files, held).items():
+            for name, moved in step._offload.move(buffer, files, held).items():
                 parts[name][buffer.key] = moved
     except Exception as raised:
         error = raised
     if old is not None or files is not None:
-        agree(files, everyone, error=error)
+        agree(files, step._mesh.everyone, error=error)
     elif error is not None:
         raise error
     return state._replace(**parts)

@@ -42,7 +42,8 @@ class Streaming:
     Attributes:
         sub_group_numel: elements of a flat tensor that are updated at a time.
         read_ahead, write_behind: sub-groups that are read before, and written after, the one that is updated.
-        num_buffers: most tensors of sub-groups that are in host memory; None is as many as that needs.
+        num_buffers: most tensors of sub-groups that are in host memory; None is as many as that needs. What is more than that
+            holds what the next update asks for first, which is read beside the backward.
         num_staged: most shards of parameters that are in host memory on their way from files; None is as many as that needs.
         num_threads, block_nbytes: blocks of a file that move at once, and their bytes.
         checksums: whether what is read is compared with what was written.
@@ -99,6 +100,15 @@ class Streaming:
             )
         read_ahead = min(self.read_ahead, most - 1)
         return {"read_ahead": read_ahead, "write_behind": min(self.write_behind, most - 1 - read_ahead)}
+
+    def num_pooled(self, num_tensors: int, further: int = 0) -> int:
+        """How many buffers there are for sub-groups of at most so many tensors in files, and at most so many `further` ones.
+
+        >>> Streaming().num_pooled(3), Streaming(num_buffers=4).num_pooled(3), Streaming(num_buffers=64).num_pooled(3)
+        (9, 4, 64)
+        """
+        needed = (num_tensors + further) * (1 + sum(self.ahead(num_tensors).values()))
+        return max(needed, self.num_buffers or 0) if num_tensors else needed
 
 
 @dataclass(slots=True)

@@ -101,6 +101,8 @@ class BufferPlan:
     group: int = 0
     way: str = ""
     """Which of its optimizer's ways the parameters go (`OptimizerBlock.kind_of`)."""
+    elementwise: bool = True
+    """Whether the optimizer treats each element by itself."""
     placement: Placement = DEVICE
     """Where the master lives, if there is one."""
     param_placement: Placement = DEVICE
@@ -119,24 +121,46 @@ class BufferPlan:
         """Whether the optimizer updates a copy of its own, from which the parameters are made."""
         return self.trainable and self.dtypes.master != self.dtypes.param
 
+    def is_long(self, spec: TensorSpec) -> bool:
+        """Whether a tensor of the optimizer's state has an element for each of the buffer's, and is divided as they are.
+
+        (Sums over rows, which every rank has, may happen to be as many.)
+        """
+        return spec.shape == (self.padded_numel,) and spec.spec == self.row.optimizer
+
+    @property
+    def joins_shards(self) -> bool:
+        """Whether a rank holds a shard of the parameters, and updates a part of that (hpZ)."""
+        return isinstance(self.row.params, Sharded) and self.row.params != self.row.optimizer
+
+    @property
+    def updates_whole(self) -> bool:
+        """Whether what lives elsewhere is updated as a whole, not by sub-groups: elements depend on each other, or are joined
+        with those of other ranks before they go back."""
+        return not self.elementwise or (self.joins_shards and self.param_placement.kind != "device")
+
     @property
     def params(self) -> TensorSpec:
         """What the model computes with."""
-        return replace(self._spec(self.row.params, self.dtypes.param), placement=self.param_placement)
+        return self._spec(self.row.params, self.dtypes.param, self.param_placement)
 
     @property
     def master(self) -> TensorSpec:
         """What the optimizer updates; in stages 1 and 2 without a copy of its own, a shard of `params`."""
-        return replace(self._spec(self.row.optimizer, self.dtypes.master), placement=self.placement)
+        return self._spec(self.row.optimizer, self.dtypes.master, self.placement)
 
     @property
     def grads(self) -> TensorSpec:
         """Where gradients are collected."""
-        return replace(self._spec(self.row.grads, self.dtypes.grad), placement=self.grad_placement)
+        return self._spec(self.row.grads, self.dtypes.grad, self.grad_placement)
 
-    def _spec(self, spec: Spec, dtype: str) -> TensorSpec:
+    def _spec(self, spec: Spec, dtype: str, placement: Placement) -> TensorSpec:
         """The padded flat buffer (P), divided as `spec` says."""
-        return TensorSpec((self.padded_numel,), dtype, spec, multiple_of=ALIGNMENT)
+        return TensorSpec((self.padded_numel,), dtype, spec, placement, ALIGNMENT)
+
+
+class LiveLimitError(ConfigError):
+    """`stage3_max_live_parameters` does not hold the largest unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,7 +469,7 @@ def plan(
         UnitPlan(
             name,
             tuple(
-                _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, mesh)
+                _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, mesh, optimizers)
                 for kind, names in _by_kind(members, modules, owners, cfg, param_groups, optimizers).items()
             ),
         )
@@ -453,7 +477,7 @@ def plan(
     )
     largest = max(unit_plans, key=lambda unit: unit.gathered_numel)
     if largest.gathered_numel > zero.stage3_max_live_parameters:
-        raise ConfigError(
+        raise LiveLimitError(
             f"zero_optimization.stage3_max_live_parameters: must hold the largest unit, got "
             f"{zero.stage3_max_live_parameters} for unit {largest.name!r} of {largest.gathered_numel} elements; "
             f"raise it, or name smaller modules in units="
@@ -647,7 +671,12 @@ def _by_kind(
 
 
 def _plan_buffer(
-    unit: str, kind: Kind, params: Sequence[tuple[str, nn.Parameter]], zero: ZeroOptimization, mesh: Mesh
+    unit: str,
+    kind: Kind,
+    params: Sequence[tuple[str, nn.Parameter]],
+    zero: ZeroOptimization,
+    mesh: Mesh,
+    optimizers: Sequence[Optimizer | Own],
 ) -> BufferPlan:
     axes = shard_axes(mesh, zero)
     num_shards = num_ranks(mesh, axes)
@@ -658,7 +687,8 @@ def _plan_buffer(
         multiple_of=ALIGNMENT * mesh.size // num_shards,
     )  # fmt: skip
     row = row_of(2 if kind.small and zero.stage == 3 else zero.stage, axes)
-    return BufferPlan(f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way)
+    elementwise = optimizers[kind.group].is_elementwise(kind.way)
+    return BufferPlan(f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way, elementwise)
 
 
 def place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimizer | Own]) -> dict[str, Any]:
@@ -672,7 +702,7 @@ def place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimiz
     specs = {}
     for buffer in buffers:
         how = (buffer.group, buffer.way, buffer.dtypes.optimizer)
-        if not optimizers[buffer.group].is_elementwise(buffer.way):
+        if not buffer.elementwise:
             transform = transform_of(buffer)
         elif (transform := elementwise.get(how)) is None:  # type: ignore[assignment]
             transform = elementwise[how] = transform_of(buffer)
@@ -686,8 +716,7 @@ def _placed(
     """The units and the specs of the optimizer's state, with the placements that were asked for."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
     trained = [buffer for buffer in buffers if buffer.trainable]
-    # Where shards of parameters are longer than what a rank updates (hpZ), they are joined on the device.
-    shards = {b.key: b.params.local_shape(mesh)[0] for b in buffers if b.row.params == b.row.optimizer != Replicated()}
+    shards = {b.key: b.params.local_shape(mesh)[0] for b in buffers if isinstance(b.row.params, Sharded)}
     chooser = Chooser(cfg, given, {b.key: b.master.local_shape(mesh)[0] for b in trained}, shards)
     masters = {b.key: chooser.of("master", b.key) for b in trained if b.has_master}
     names, placed = [f"master/{key}" for key in masters], dict(optimizer)
@@ -735,7 +764,7 @@ def _long_leaves(optimizer: Mapping[str, Any], buffer: BufferPlan) -> list[tuple
     return [
         (name, spec)
         for name, spec in zip(_short_names(state), optree.tree_leaves(state), strict=True)
-        if spec.shape == (buffer.padded_numel,)
+        if buffer.is_long(spec)
     ]
 
 

@@ -4,30 +4,35 @@
     print(comparison)
 
 Each column is a configuration: the given one with another stage, or with state placed elsewhere. Its numbers are those of
-`fzero.plan`, from the layouts and specs that a step would use, padding included, and of `fzero.working_buffers`.
+`fzero.plan`, from the layouts and specs that a step would use, padding included, and of a step that is followed on paper
+(`fzero.paper_step`): what the peak is made of, and how long the step takes.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import optree
 from rich.console import Group
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
-from fzero.config import Config, ConfigError, ConfigWarning
+from fzero.config import Config, ConfigError, ConfigWarning, ZeroOptimization
 from fzero.config_files import changed, read
+from fzero.config_sieve import is_off
+from fzero.deepspeed_keys import INSTEAD
+from fzero.measure import LossFn
 from fzero.meshes import told
-from fzero.plan import Plan, plan
+from fzero.paper_moves import Device
+from fzero.paper_step import PaperStep, follow
+from fzero.plan import LiveLimitError, Plan, plan
 from fzero.tables import as_text, scale_of, shown
-from fzero.traced_activations import trace_activations
-from fzero.working_buffers import working_buffers
+from fzero.timeline import Machine
+from fzero.traced_activations import Traced, trace_activations
 from sharding import Mesh, Sharded, TensorSpec
 from sharding.dtypes import itemsize
 
@@ -41,7 +46,10 @@ QUANTITIES = (
     "wires",
     "gathers",
     "reductions",
+    "arrivals",
+    "kept",
     "streams",
+    "activations",
     "sub-groups",
 )
 
@@ -70,23 +78,30 @@ class Column:
         name: what distinguishes it.
         keys: the configuration, as in a file.
         plan: of `fzero.plan`.
+        step: the same, followed on paper.
         memory: bytes on a rank by kind of memory (`device`, `host`, `nvme`) and by what they are: those of
-            `Plan.bytes_by_memory`, and `gathers`, `reductions`, `streams` and `sub-groups` of `fzero.working_buffers`.
+            `Plan.bytes_by_memory`; on the device, at the peak, `gathers`, `reductions`, `arrivals` (sums apart from them),
+            `streams`, `activations`, and on the CPU `kept` buffers; in host memory `sub-groups` on their way.
         note: what was added to the configuration so that it holds, in words.
+        tokens: of all ranks in a step; 0 where no batch says.
     """
 
     name: str
     keys: Keys
     plan: Plan = field(repr=False)
+    step: PaperStep = field(repr=False)
     memory: dict[str, dict[str, int]]
     note: str = ""
+    tokens: int = 0
 
     def nbytes(self, kind: str) -> int:
         """The most bytes alive on one kind of memory."""
-        held = Counter(self.memory.get(kind, {}))
-        # Streams begin when nothing is gathered, reduced or kept for the backward any more.
-        besides = min(held["activations"] + held["gathers"] + held["reductions"], held["streams"])
-        return sum(held.values()) - besides
+        return sum(self.memory.get(kind, {}).values())
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; without a batch, of what is sent, streamed and updated alone."""
+        return self.step.seconds
 
     @property
     def padding_nbytes(self) -> int:
@@ -107,6 +122,9 @@ class Column:
             "total": {kind: self.nbytes(kind) for kind in MEMORIES},
             "padding": self.padding_nbytes,
             "sent": self.sent_by_axis,
+            "seconds": self.seconds,
+            "peak": self.step.peak.label,
+            **({"tokens_per_second": self.tokens / self.seconds} if self.tokens else {}),
             "config": self.keys,
             **({"note": self.note} if self.note else {}),
         }
@@ -120,11 +138,13 @@ class Comparison:
         columns: in the order of `VARIANTS`, after the given configuration if it is none of them.
         refused: what is not possible, with the reason.
         num_params: parameters of the model.
+        given: the name of the column that is the given configuration.
     """
 
     columns: tuple[Column, ...]
     refused: dict[str, str]
     num_params: int
+    given: str = ""
 
     def __getitem__(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
@@ -147,7 +167,15 @@ class Comparison:
 
 
 def compare_plans(
-    model: nn.Module, cfg: Any = None, *, world_size: int = 1, mesh: Mesh | None = None, batch: Any = None
+    model: nn.Module,
+    cfg: Any = None,
+    *,
+    world_size: int = 1,
+    mesh: Mesh | None = None,
+    batch: Any = None,
+    loss_fn: LossFn | None = None,
+    machine: Machine | None = None,
+    device: Device = "cuda",
 ) -> Comparison:
     """What a rank holds and sends, for all stages and placements of a configuration.
 
@@ -157,6 +185,9 @@ def compare_plans(
         world_size: number of ranks W.
         mesh: how they stand along several axes; None is as the configuration says, or one axis.
         batch: one rank's samples of a micro-step, on `meta` too: counts activations (`trace_activations`); None does not.
+        loss_fn: see `make_train_step`.
+        machine: the rates of one rank, for the seconds of a step.
+        device: where the model is; on the CPU, host memory is the device's, and working buffers stay with the process.
 
     Raises:
         ConfigError: the configuration is wrong in itself, or for the model.
@@ -164,28 +195,52 @@ def compare_plans(
     """
     keys = keys_of(cfg)
     given = Config.load(dict(keys))  # tells of keys that are not honoured
-    activations = 0 if batch is None else trace_activations(model, given, batch).nbytes
+    trace = None if batch is None else trace_activations(model, given, batch, loss_fn=loss_fn)
+
+    def planned(name: str, keys: Keys) -> Column:
+        found = column(model, name, keys, world_size, mesh, trace=trace, machine=machine, device=device)
+        return replace(found, tokens=tokens_of(batch) * world_size * found.plan.num_micro_steps)
+
     columns, refused = [], {}
     for name, zero in VARIANTS.items():
         try:
-            columns.append(column(model, name, changed(keys, {"zero_optimization": zero}), world_size, mesh))
+            columns.append(planned(name, changed(keys, {"zero_optimization": zero})))
         except ConfigError as error:
             refused[name] = str(error).splitlines()[0]
     same = next((c.name for c in columns if _is_like(c, given)), None)
     if same is None:
-        columns.insert(0, column(model, "as given", keys, world_size, mesh))
-    if activations:
-        for one in columns:
-            one.memory["device"]["activations"] = activations
-    return Comparison(tuple(columns), refused, sum(param.numel() for param in model.parameters()))
+        columns.insert(0, planned("as given", keys))
+    num_params = sum(param.numel() for param in model.parameters())
+    return Comparison(tuple(columns), refused, num_params, same or "as given")
+
+
+def tokens_of(batch: Any) -> int:
+    """Elements of the first tensor of integers, as are the ids of tokens; 0 if there is none."""
+    tensors = (x for x in optree.tree_leaves(batch, none_is_leaf=True) if isinstance(x, Tensor))
+    return next((x.numel() for x in tensors if not x.is_floating_point()), 0)
 
 
 def _is_like(other: Column, given: Config) -> bool:
     return quietly(other.keys).zero_optimization == given.zero_optimization
 
 
-def column(model: nn.Module, name: str, keys: Keys, world_size: int, mesh: Mesh | None = None) -> Column:
+def column(
+    model: nn.Module,
+    name: str,
+    keys: Keys,
+    world_size: int,
+    mesh: Mesh | None = None,
+    *,
+    trace: Traced | None = None,
+    machine: Machine | None = None,
+    device: Device = "cuda",
+) -> Column:
     """One configuration, planned. Where stage 3 could not hold its largest unit, `stage3_max_live_parameters` is raised.
+
+    Args:
+        trace: of its activations, with the same dtypes and checkpointing.
+        machine: the rates of one rank.
+        device: where the model is.
 
     Raises:
         ConfigError: it is not possible.
@@ -193,9 +248,9 @@ def column(model: nn.Module, name: str, keys: Keys, world_size: int, mesh: Mesh 
     note = ""
     try:
         found = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
-    except ConfigError as error:
+    except LiveLimitError:
         zero = quietly(keys).zero_optimization
-        if "stage3_max_live_parameters: must hold" not in str(error) or _names_max_live(keys):
+        if _names_max_live(keys):
             raise
         whole = plan(model, quietly(changed(keys, {"zero_optimization": {"stage3_max_live_parameters": 1 << 60}})),
                      world_size=world_size, mesh=mesh)  # fmt: skip
@@ -206,7 +261,8 @@ def column(model: nn.Module, name: str, keys: Keys, world_size: int, mesh: Mesh 
             f"{zero.stage3_max_live_parameters} hold none"
         )
         found = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
-    return Column(name, keys, found, memory_of(found), note)
+    step = follow(found, trace, machine=machine, device=device, title=name)
+    return Column(name, keys, found, step, memory_of(step), note)
 
 
 def _names_max_live(keys: Keys) -> bool:
@@ -214,12 +270,12 @@ def _names_max_live(keys: Keys) -> bool:
     return "stage3_max_live_parameters" in zero or "max_live_parameters" in zero
 
 
-def memory_of(plan: Plan) -> dict[str, dict[str, int]]:
-    """`Plan.bytes_by_memory` and the working buffers, in which 0 bytes are left out."""
-    buffers, held = working_buffers(plan), {kind: dict(parts) for kind, parts in plan.bytes_by_memory.items()}
-    device, host = held.setdefault("device", {}), held.setdefault("host", {})
-    device |= {"gathers": buffers.gathers, "reductions": buffers.reductions, "streams": buffers.streams}
-    host["sub-groups"] = buffers.host_pool
+def memory_of(step: PaperStep) -> dict[str, dict[str, int]]:
+    """Bytes by kind of memory and by what they are, of which those on the device are at their peak."""
+    held = {kind: dict(parts) for kind, parts in step.memory.items()}
+    held["device"] = step.at_peak
+    of_state = {name: n for name, n in held.get("host", {}).items() if step.device == "cuda"}  # else the device has it
+    held["host"] = of_state | {"sub-groups": step.host_pool}
     return {kind: {name: n for name, n in parts.items() if n} for kind, parts in held.items() if any(parts.values())}
 
 
@@ -227,13 +283,33 @@ def memory_of(plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def keys_of(cfg: Any) -> Keys:
-    """A configuration as in a file; None is bf16 beside an fp32 master, and AdamW."""
+    """A configuration as in a file, in today's names; None is bf16 beside an fp32 master, and AdamW."""
     if cfg is None:
         return {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
     if isinstance(cfg, Config):
         kept: dict[str, Any] = cfg.model_dump(mode="json", exclude_unset=True)
         return kept
-    return dict(read(cfg)) if isinstance(cfg, str | Path) else dict(cfg)
+    keys = dict(read(cfg)) if isinstance(cfg, str | Path) else dict(cfg)
+    zero = keys.get("zero_optimization")
+    return keys | {"zero_optimization": _in_todays_names(zero)} if isinstance(zero, Mapping) else keys
+
+
+def _in_todays_names(zero: Keys) -> Keys:
+    """Without older keys, which would stand beside those that a column sets; what `Config` refuses stays for it."""
+    spellings = {field.alias: name for name, field in ZeroOptimization.model_fields.items()}
+    made = {}
+    for key, value in zero.items():
+        name = f"zero_optimization.{key}"
+        today = spellings.get(key) or INSTEAD.get(name, name).removeprefix("zero_optimization.")
+        if today == key or today in zero:
+            made[key] = value
+        elif name not in INSTEAD:
+            made[today] = value
+        elif value is True:
+            made[today] = {"device": "cpu"}
+        elif not is_off(name, value):
+            made[key] = value
+    return made
 
 
 def quietly(keys: Keys) -> Config:
@@ -273,7 +349,10 @@ TITLES = {
     "optimizer": "optimizer state",
     "gathers": "gather buffers",
     "reductions": "reduce buffers",
+    "arrivals": "reduced shards",
     "streams": "streams",
+    "kept": "kept buffers",
+    "activations": "activations",
     "sub-groups": "on its way",
 }
 
@@ -295,11 +374,20 @@ def _report(comparison: Comparison) -> Group:
     for axis in columns[0].plan.mesh.names:
         sent = (one.sent_by_axis.get(axis, 0) for one in columns)
         table.add_row(f"sent along {axis}", *(shown(nbytes, scale) for nbytes in sent))
-    notes = [f"{one.name}: {one.note}" for one in columns if one.note]
+    if any("activations" in one.memory["device"] for one in columns):
+        table.add_row("seconds of a step", *(f"{one.seconds:.3g}" for one in columns))
+    if any(one.tokens for one in columns):
+        table.add_row("  tokens/s", *(f"{one.tokens / one.seconds:,.0f}" for one in columns))
+    notes = [_peak(one) for one in columns if one.name == comparison.given]
+    notes += [f"{one.name}: {one.note}" for one in columns if one.note]
     notes += [f"{name} is not possible: {reason}" for name, reason in comparison.refused.items()]
     if not any("activations" in one.memory["device"] for one in columns):
-        notes.insert(0, "Activations are not counted: give a batch (--batch and --sequence).")
+        notes.append("Activations are not counted: give a batch (--batch and --sequence).")
     return Group(table, *(["", *notes] if notes else []))
+
+
+def _peak(one: Column) -> str:
+    return f"{one.name}: {one.step.told}."
 
 
 def _memory_rows(table: Table, columns: Sequence[Column], scale: float) -> None:

@@ -15,7 +15,8 @@ import importlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
+from operator import is_
 from typing import Any, NamedTuple
 
 import optree
@@ -191,7 +192,8 @@ def widened(
         out: takes the new parameter too, in its own dtype.
         tile: how many elements are updated at a time; None is all.
     """
-    kept, is_long, is_cast = torch_dtype(state_dtype), long_leaves(transform), cast_leaves(transform)
+    kept, specs = torch_dtype(state_dtype), _probed(transform)
+    is_long, is_cast = [spec.shape == _PROBE.shape for spec in specs], [_is_cast(spec) for spec in specs]
 
     def init(param: Tensor) -> Any:
         leaves, treespec = optree.tree_flatten(transform.init(param.to(_wide_dtype(param))))
@@ -223,10 +225,11 @@ def widened(
             wide = [widen(x, i) if cast else x for i, (x, cast) in enumerate(zip(old, is_cast, strict=True))]
             updated = transform.update(wide_grad, widen(narrow_param, "param"), treespec.unflatten(wide))
             narrows, news = [narrow_param, *old], [updated[1], *treespec.flatten_up_to(updated[2])]
-            news = separate(news, narrows)
-            for index, (narrow, new, cast) in enumerate(zip(narrows, news, [True, *is_cast], strict=True)):
-                if new.data_ptr() != narrow.data_ptr():
-                    (rounding if cast else to_nearest)(new, narrow, start, index)
+            if not all(map(is_, narrows, news)):
+                news = separate(news, narrows)
+                for index, (narrow, new, cast) in enumerate(zip(narrows, news, [True, *is_cast], strict=True)):
+                    if new.data_ptr() != narrow.data_ptr():
+                        (rounding if cast else to_nearest)(new, narrow, start, index)
             if out is not None:
                 out[part].copy_(narrow_param)
         return grad, param, state
@@ -242,16 +245,25 @@ def widened(
 
 def long_leaves(transform: Transform) -> list[bool]:
     """Which tensors of the transform's state have the parameter's shape."""
-    return [spec.shape == _PROBE.shape for spec in optree.tree_leaves(transform.place(_PROBE))]
+    return [spec.shape == _PROBE.shape for spec in _probed(transform)]
 
 
 def cast_leaves(transform: Transform) -> list[bool]:
     """Which of them have its dtype too, so that they are kept in the dtype of the state; others keep their own."""
-    specs = optree.tree_leaves(transform.place(_PROBE))
-    return [(spec.shape, spec.dtype) == (_PROBE.shape, _PROBE.dtype) for spec in specs]
+    return [_is_cast(spec) for spec in _probed(transform)]
 
 
 _PROBE = TensorSpec((1_000_003,), "float32")  # no other tensor of a state has this many elements
+
+
+@lru_cache(maxsize=64)  # steps keep their transforms from update to update
+def _probed(transform: Transform) -> list[TensorSpec]:
+    specs: list[TensorSpec] = optree.tree_leaves(transform.place(_PROBE))
+    return specs
+
+
+def _is_cast(spec: TensorSpec) -> bool:
+    return (spec.shape, spec.dtype) == (_PROBE.shape, _PROBE.dtype)
 
 
 def update_in_graph(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -26,6 +26,7 @@ class ModuleProfile:
         num_params: tied ones once.
         forward_flops, backward_flops: floating point operations of matrix products, convolutions and attention.
         forward, backward: seconds.
+        again_flops: of forwards that ran again in the backward (activation checkpointing).
     """
 
     name: str
@@ -36,6 +37,7 @@ class ModuleProfile:
     backward_flops: int
     forward: float
     backward: float
+    again_flops: int = 0
 
     @property
     def macs(self) -> int:
@@ -44,7 +46,7 @@ class ModuleProfile:
 
     @property
     def flops(self) -> int:
-        """Of forward and backward."""
+        """Of forward and backward, without what ran again: those of the model, however it is trained."""
         return self.forward_flops + self.backward_flops
 
     @property
@@ -52,6 +54,11 @@ class ModuleProfile:
         """Operations per second, of forward and backward."""
         seconds = self.forward + self.backward
         return self.flops / seconds if seconds else 0.0
+
+
+def fastest(counted: ModuleProfile, *runs: ModuleProfile) -> ModuleProfile:
+    """The operations of one run, and the least seconds of others."""
+    return replace(counted, forward=min(r.forward for r in runs), backward=min(r.backward for r in runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,7 @@ class Profile:
         forward, backward: seconds of one forward and backward that nothing disturbs.
         update: seconds of the optimizer's update.
         ceiling: floating point operations per second that a matrix product reaches here.
+        waited: seconds of these three in which the host waited for collectives, by what they are for.
     """
 
     modules: tuple[ModuleProfile, ...] = field(repr=False)
@@ -70,6 +78,7 @@ class Profile:
     backward: float
     update: float
     ceiling: float
+    waited: Mapping[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> ModuleProfile:
         return next(module for module in self.modules if module.name == name)
@@ -90,11 +99,12 @@ class Profile:
         if output_file is None:
             Console().print(shown, soft_wrap=True)
         else:
+            Path(output_file).parent.mkdir(parents=True, exist_ok=True)
             Path(output_file).write_text(as_text(shown) + "\n")
 
     @property
     def rate(self) -> float:
-        """Operations per second of the whole step."""
+        """Operations of the model per second of the whole step; forwards that run again count as none."""
         return self.model.flops / self.seconds
 
     @property
@@ -119,7 +129,7 @@ class Profile:
             row = {name: getattr(m, name) for name in (*m.__slots__, "macs", "rate")}
             rows.append(row)
         whole = {name: getattr(self, name) for name in ("forward", "backward", "update", "ceiling", "utilisation")}
-        return whole | {"modules": rows}
+        return whole | {"waited": dict(self.waited), "modules": rows}
 
     def __rich__(self) -> Group:
         return self.report()
@@ -150,14 +160,16 @@ def _whole(profile: Profile) -> Table:
         "MACs of the forward": short(model.macs),
         "FLOPs of the forward": short(model.forward_flops),
         "FLOPs of the backward": short(model.backward_flops),
+        **({"FLOPs of forwards that ran again": short(model.again_flops)} if model.again_flops else {}),
         "forward": milliseconds(profile.forward),
         "backward": milliseconds(profile.backward),
         "update": milliseconds(profile.update),
+        **{f"wait: {name}": milliseconds(seconds) for name, seconds in profile.waited.items()},
         "FLOP/s of the forward": short(model.forward_flops / profile.forward),
         "FLOP/s of forward and backward": short(model.flops / (profile.forward + profile.backward)),
         "FLOP/s of the step": short(profile.rate),
         "FLOP/s of a matrix product here": short(profile.ceiling),
-        "utilisation of that": f"{profile.utilisation:.1%}",
+        "utilisation of that (MFU)": f"{profile.utilisation:.1%}",
     }
     for name, value in rows.items():
         table.add_row(name, value)
@@ -248,12 +260,54 @@ def wall_clock_table(seconds: Mapping[str, float], *, step: int | None = None) -
       all       400   100%
     """
     title = "wall clock" if step is None else f"wall clock of step {step}"
-    table = Table("part", title=title, title_justify="left", box=None)
-    table.add_column("ms")
-    table.add_column("share")
+    table = Table(title=title, title_justify="left", box=None)
+    _add_columns(table, ("part", "ms", "share"))
     total = sum(seconds.values())
     for name, value in {**seconds, "all": total}.items():
         table.add_row(name, f"{value * 1e3:.4g}", f"{value / total:.0%}" if total else "")
+    return table
+
+
+def _add_columns(table: Table, names: Sequence[str]) -> None:
+    """A column of words, and further ones of numbers."""
+    for place, name in enumerate(names):
+        table.add_column(name, justify="right" if place else "left", no_wrap=True)
+
+
+class MemoryRow(NamedTuple):
+    """Bytes after a part of a step: of the process in host memory; of tensors on a GPU, and the most of them in the part."""
+
+    part: str
+    host: int
+    device: int | None
+    most: int | None
+
+
+def memory_table(rows: Iterable[MemoryRow], *, step: int) -> Table:
+    """`memory_breakdown`: what a rank held after each part of a step."""
+    table = Table(title=f"memory of step {step}, GB", title_justify="left", box=None)
+    _add_columns(table, ("after", "on the device", "the most", "host"))
+    for row in rows:
+        table.add_row(row.part, *("" if n is None else f"{n / 1e9:.3f}" for n in (row.device, row.most, row.host)))
+    return table
+
+
+def waits_table(waited: Sequence[Mapping[str, float]]) -> Table:
+    """`comms_logger`: how long hosts waited for collectives, by what these are for; of several ranks the least and the most.
+
+    >>> from fzero.tables import as_text
+    >>> print(as_text(waits_table([{"gather": 0.1}, {"gather": 0.3, "join": 0.05}])))  # doctest: +NORMALIZE_WHITESPACE
+    waited for, ms
+      what    rank 0  least  most
+      gather     100    100   300
+      join         0      0    50
+    """
+    table = Table(title="waited for, ms", title_justify="left", box=None)
+    _add_columns(table, ("what", "rank 0", "least", "most") if len(waited) > 1 else ("what", ""))
+    for name in dict.fromkeys(name for of_rank in waited for name in of_rank):
+        found = [1e3 * of_rank.get(name, 0.0) for of_rank in waited]
+        shown = (found[0], min(found), max(found)) if len(found) > 1 else (found[0],)
+        table.add_row(name, *(f"{ms:.4g}" for ms in shown))
     return table
 
 
@@ -270,18 +324,18 @@ class SentRow(Protocol):
     def nbytes(self) -> int: ...
 
 
-def comms_table(sent: Iterable[SentRow], *, only: Iterable[str] = ()) -> Table:
+def comms_table(sent: Iterable[SentRow] | Mapping[tuple[str, str, int], int], *, only: Iterable[str] = ()) -> Table:
     """`comms_logger`: what a rank sent, by collective, axis and size of a message.
 
     Args:
-        sent: the rows of `fzero.trace_comm`, or what the `observe` of an axis was told.
+        sent: the rows of `fzero.trace_comm`, or what the `observe` of an axis was told; or how often each collective sent so
+            many bytes along an axis.
         only: the collectives that are shown (`prof_ops`); none is all.
     """
     wanted = set(only)
-    counts: defaultdict[tuple[str, str, int], int] = defaultdict(int)
-    for row in sent:
-        if not wanted or row.collective in wanted:
-            counts[row.collective, row.axis, row.nbytes] += 1
+    if not isinstance(sent, Mapping):
+        sent = Counter((row.collective, row.axis, row.nbytes) for row in sent)
+    counts = {key: calls for key, calls in sent.items() if not wanted or key[0] in wanted}
     table = Table("collective", "along", title="sent by this rank", title_justify="left", box=None)
     for name in ("message, bytes", "calls", "bytes"):
         table.add_column(name, justify="right")

@@ -19,7 +19,7 @@ from torch import nn
 from fzero import lr_schedules
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.config import Config, ConfigError
-from fzero.config_optimizers import Optimizer, TorchOptimizer
+from fzero.config_optimizers import Optimizer
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, Measure
 from fzero.placements import GivenPlacements
@@ -72,31 +72,18 @@ class Recipe:
         away = {name: p.kind for name, p in the_plan.placements.items() if p.kind in kinds}
         if not away:
             return
-        name, kind = next(iter(away.items()))
-        if self.compile == "step":
+        name = next((name for name in away if name.startswith("params/")), None)
+        if self.compile == "step" and name is not None:
             raise ConfigError(
-                f"compile: must be None or 'block' where state streams from other memory, got 'step' with {name} on {kind!r}; "
-                f"drop it, or leave the state on the device"
+                f"compile: must be None or 'block' where parameters come from other memory, for a graph reads all of them as it "
+                f"begins, got 'step' with {name} on {away[name]!r}; drop it, or leave parameters on the device (offload_param)"
             )
+        name = next(iter(away))
         if not self.donate and "nvme" in away.values():
             raise ConfigError(
                 f"donate: must be True where state is in files, of which there is one generation, got False with {name} on "
                 f"'nvme'; drop it, or leave the state in memory"
             )
-        for buffer in (buffer for buffer in the_plan.flat_buffers if buffer.trainable):
-            optimizer = self.optimizers[buffer.group]
-            is_ours = not isinstance(optimizer, TorchOptimizer) and optimizer.is_elementwise(buffer.way)
-            moved = [
-                n
-                for n in away
-                if f"optimizer/{buffer.key}" == n.rpartition("/")[0] or n.partition("/")[2] == buffer.key
-            ]
-            if moved and not is_ours:
-                raise ConfigError(
-                    f"optimizer.type: must be elementwise and of fzero's own (AdamW, Adam, SGD, Adagrad, Lion, or a transform) "
-                    f"where state streams, got {getattr(optimizer, 'type', optimizer)!r} with {moved[0]} on "
-                    f"{away[moved[0]]!r}; choose another, or leave this state on the device (placements=)"
-                )
 
     @property
     def device(self) -> torch.device:

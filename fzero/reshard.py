@@ -354,7 +354,8 @@ def first_optimizer(
                 optimizer[buffer.key] = make().init(values)
             else:
                 values = values.to(new.device)
-                optimizer[buffer.key] = new._offload.init(buffer, files, values, values, make)["optimizer"]
+                whole = in_memory(param).to(new.device) if new._offload.joins(buffer) else values
+                optimizer[buffer.key] = new._offload.init(buffer, files, whole, values, make)["optimizer"]
     return optimizer
 
 

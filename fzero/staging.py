@@ -6,7 +6,8 @@ makes them, and goes on while they are written. Where a shard is on the device a
 
 What moves between files and a device stands in host memory that files are read into as it is (`fzero.host_buffers.paged`), and is
 kept for the next shard of the same size. A file that fails breaks its state and raises nothing here: the rank goes on with
-zeros, so that the others do not wait for it, and all of them are told when the pass is over (`fzero.offload.agree`).
+zeros, so that the others do not wait for it, and all of them are told when the pass is over (`fzero.offload.agree`). What the
+norm has to know of a gradient is measured when it leaves, so that nobody reads it again for that.
 
 Shape letters: S elements of a shard.
 """
@@ -63,10 +64,19 @@ class Stage:
         device: where the pass works.
         scratch: where its buffers come from.
         most: how many shards may be on their way from files at once, of those that are asked for before they are needed.
+        measure: what is to be known of each shard of gradients that leaves, and costs no reading while it is here.
     """
 
-    def __init__(self, device: torch.device, scratch: Scratch, most: int | None = None) -> None:
-        self.device, self.scratch, self.most = device, scratch, most
+    def __init__(
+        self,
+        device: torch.device,
+        scratch: Scratch,
+        most: int | None = None,
+        *,
+        measure: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.device, self.scratch, self.most, self._measure = device, scratch, most, measure
+        self.measured: dict[str, Tensor] = {}  # of what was put last, by the name of its file
         self._coming: dict[str, Callable[[], Tensor]] = {}
         self._leaving: deque[tuple[FileTensor, Tensor, Callable[[], object]]] = deque()
         self._copies_in: torch.cuda.Stream | None = None
@@ -84,6 +94,14 @@ class Stage:
         """The shard on the device: itself where it lives there, else a copy, to be given back with `scratch.give`."""
         wait = self._coming.pop(name, None) or self._start(x)
         return wait()
+
+    def fresh(self, x: Leaf) -> Tensor:
+        """A tensor like the shard that `bring` gives, for new numbers; itself where it lives on the device."""
+        if isinstance(x, Tensor) and x.device == self.device:
+            return x
+        if self.device.type == "cpu":
+            return self.scratch.take_paged(x.numel(), x.dtype)
+        return torch.empty(x.numel(), dtype=x.dtype, device=self.device)
 
     def each(self, shards: Iterable[tuple[str, Leaf]]) -> Iterator[Tensor]:
         """One shard after the other, on the device, good until the next is asked for; the next is on its way meanwhile."""
@@ -150,6 +168,9 @@ class Stage:
         if adds and flat.device != torch.device("cpu"):
             flat = self.scratch.take_paged(home.numel(), home.dtype).copy_(flat)
         _ = flat.add_(values.to(flat.device)) if adds else flat.copy_(values)
+        self.measured.pop(home.name, None)
+        if self._measure is not None and flat.device == self.device and flat.numel():
+            self.measured[home.name] = self._measure(flat)
         wait = kept(home, lambda: home.files.start_write(home.name, flat))
         if wait is not None:
             self._leaving.append((home, flat, wait))

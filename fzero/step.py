@@ -37,7 +37,7 @@ from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Pending, R
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer, TorchOptimizer
 from fzero.eager import Pass, own_shard
-from fzero.file_tensors import Files, handles_of
+from fzero.file_tensors import Files, FileTensor, handles_of
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule, constant
 from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
@@ -47,6 +47,7 @@ from fzero.pieces import Pieces
 from fzero.placements import GivenPlacements
 from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, place_optimizers
 from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
+from fzero.ranges import ranged
 from fzero.recipe import Recipe
 from fzero.safetensors_files import Export, exported_dtype
 from fzero.schedule import Event, Orders
@@ -55,6 +56,7 @@ from fzero.staging import Scratch
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Machine, Timeline, joined, make_timeline
 from fzero.transforms import Transform, unless
+from fzero.tune_probe import probe_of
 from fzero.wiring import GivenWire
 from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
@@ -134,9 +136,10 @@ def make_train_step(
             backward runs. None does as `activation_checkpointing.every` says. The numbers stay the same, bit for bit (with
             generated code: to rounding). With `compile="step"` each must be called as a module.
         compile: `"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in
-            place; `"block"` compiles the forward of each unit that is one module, once for equal ones, and runs the rest as
-            it is. None compiles nothing. A captured step tells how long that took, on rank 0; batches of another shape are
-            captured once more. `evaluate` is not compiled with `"step"`.
+            place; of a step whose state lives in other memory, which parameters must not, all but the update. `"block"`
+            compiles the forward of each unit that is one module, once for equal ones, and runs the rest as it is. None
+            compiles nothing. A captured step tells how long that took, on rank 0; batches of another shape are captured
+            once more. `evaluate` is not compiled with `"step"`.
         compile_backend: `"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation.
         seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
 
@@ -204,6 +207,7 @@ class TrainStep:
         self._ranks: Bound | Fake = axis
         self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
         self._optimizers, self._rates, self._momentum = recipe.optimizers, recipe.rates, recipe.momentum
+        self._transforms: dict[tuple[int, str], tuple[Any, Transform]] = {}  # made last, with their rate and momentum
         self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
         self._orders: Orders | None = {} if self._learns else None  # of the collectives of forwards and backwards
         self._num_passes = 0
@@ -219,8 +223,9 @@ class TrainStep:
             axis.size, self.plan.num_micro_steps, self._cfg.batch_sizes(axis.size).micro,
             None if casts_to is None else torch_dtype(casts_to),
         )  # fmt: skip
-        autocast = self._cfg.precision.autocast
-        self._autocast = None if autocast is None else torch_dtype(autocast)
+        precision = self._cfg.precision
+        self._autocast = None if precision.autocast is None else torch_dtype(precision.autocast)
+        self._is_stochastic = precision.stochastic_rounding
         self._stored_names = recipe.stored_names
         if not isinstance(axis, Fake):
             _check_same(axis, recipe.fingerprint(self.plan))
@@ -230,12 +235,16 @@ class TrainStep:
         self._shard = self.plan.shard_of(axis.rank)  # of the finest ones
         self._compiled: CompiledStep | None = None
         self._blocks: CompiledBlocks | None = None
+        # Where what is updated lives elsewhere, the graph of a step ends with the gradients.
+        is_away = any(map(self._offload.is_away, self.plan.flat_buffers))
+        self._until: Literal["gradients", "update"] = "gradients" if is_away else "update"
         if recipe.compile == "step":
-            self._compiled, self._knobs = self._one_graph(recipe.compile_backend)
+            self._compiled, self._knobs = self._one_graph(recipe.compile_backend, until=self._until)
         elif recipe.compile == "block":
             from fzero.compiled_blocks import CompiledBlocks
 
             self._blocks = CompiledBlocks(recipe.blocks_to_compile, recipe.compile_backend)
+        self._probe = probe_of(axis, self._model, self._cfg, self._loss_fn, self.device)
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:
@@ -254,9 +263,13 @@ class TrainStep:
         return self._bound
 
     def _one_graph(
-        self, backend: Literal["inductor", "aot_eager"] | None, stacked: Stacked | None = None
+        self,
+        backend: Literal["inductor", "aot_eager"] | None,
+        stacked: Stacked | None = None,
+        *,
+        until: Literal["gradients", "update"] = "update",
     ) -> tuple[CompiledStep, _Knobs]:
-        """The step as one graph, and what it reads about the update."""
+        """The step as one graph, or what comes before its update; and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
         if self._checkpointing.names and self._checkpointing.moves is not None:
@@ -273,7 +286,7 @@ class TrainStep:
         )
         transforms = {}
         for buffer in self.plan.flat_buffers:
-            if buffer.trainable:
+            if buffer.trainable and until == "update":
                 optimizer = self._optimizers[buffer.group]
                 if isinstance(optimizer, TorchOptimizer) or not optimizer.is_elementwise(buffer.way):
                     raise ConfigError(
@@ -285,7 +298,7 @@ class TrainStep:
                 )
         rules = Rules(
             self._measures, self._scaling, self._cfg.skips_overflow, transforms,
-            self._places if self._cfg.precision.stochastic_rounding else None, knobs.salts,
+            self._places if self._is_stochastic else None, knobs.salts,
         )  # fmt: skip
         axis = self._ranks
         if isinstance(axis, Lockstep):
@@ -543,14 +556,17 @@ class TrainStep:
             ScheduleError: the units ran in another order than in the first step.
             CollectiveError: another rank died or did not come.
         """
+        if self._probe:
+            self._probe.sees(batch)
         self._check_state(state)
         # At once: an iterator of the user's must not meet the state's random generators.
         micro_batches = list(self._batches.split(batch))
         if not self._donate:
             state = optree.tree_map(torch.clone, state)
-        round_ = self.begin(state)
+        round_ = self._begin(state)
         if self._compiled is not None:
-            return self._call_compiled(self._compiled, state, round_.buffers, micro_batches)
+            call = self._call_compiled if self._until == "update" else self._call_and_update
+            return call(self._compiled, state, round_.buffers, micro_batches)
         with _random_state(state.rng, self.device) as rng:
             for index, micro_batch in enumerate(micro_batches):
                 loss, weight = self.forward(round_, partial(self._loss, micro_batch))
@@ -571,8 +587,18 @@ class TrainStep:
             outputs = step.forward(round_, lambda: model(x))
             round_ = step.backward(round_, criterion(outputs, y))
             state, metrics = step.update(round_)
+
+        Raises:
+            ValueError: the state is not one of this step.
+            StoreError: it is stale, or files of it failed.
         """
+        self._check_state(state)
+        return self._begin(state)
+
+    def _begin(self, state: TrainState[Tensor]) -> Round:
         collectives.next_step()
+        if self._probe:
+            self._probe.begins()
         # Buffers change in a copy, so that the state given stays good when this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
@@ -582,7 +608,7 @@ class TrainStep:
             state.params,
             state.grads,
             self._orders,
-            self._offload.stage(self._scratch),
+            self._offload.stage(self._scratch, self._measures.of_shard),
             wires=state.wires,
         )
         return Round(state, work, buffers, before)
@@ -602,7 +628,7 @@ class TrainStep:
         """
         self._num_passes += 1  # ranks of which one has raised are told apart by it
         work = round_.work
-        with self._bound_to(round_), work.forward(run):
+        with ranged("forward"), self._bound_to(round_), work.forward(run):
             return function()
 
     def backward(
@@ -636,7 +662,9 @@ class TrainStep:
         scaled = loss
         if self._cfg.scales_loss:
             scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
-        with self._bound_to(round_):
+        if is_last and self._offload.has_files:
+            self._offload.read_ahead(round_.state)
+        with ranged("backward"), self._bound_to(round_):
             told = work.backward(
                 scaled, torch.stack([x.double() for x in row]), share=1 / (self._measures.predivide * num_parts),
                 is_first=not round_.told, is_last=is_last, keeps=keeps,
@@ -674,22 +702,40 @@ class TrainStep:
             raise ValueError(
                 "update: needs a backward since the last one, and there was none; call backward(loss) first"
             )
-        state, buffers = round_.state, round_.buffers
-        round_.work.close()
-        if self._offload.passes_use_files:
-            self._agree_on_files(state)
-        before_it, told_AW3 = int(state.step), torch.stack(round_.told)
-        moved = _moved(buffers, round_.before)
-        if self._moving_buffers is None:  # kernels such as BatchNorm's change a buffer and not its version
-            moved |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
-        buffers = self._agree(buffers, moved, has_news=self._has_news(told_AW3[..., 2]))
-        metrics, factor = self._measure(told_AW3[..., :2], state, is_sum=round_.is_sum, num_updates=before_it)
-        state = self._update(state, factor, metrics.overflow, num_updates=before_it)
+        with ranged("update"):
+            state, buffers = round_.state, round_.buffers
+            round_.work.close()
+            if self._offload.passes_use_files:
+                self._agree_on_files(state)
+            told_AW3 = torch.stack(round_.told)
+            moved = _moved(buffers, round_.before)
+            if self._moving_buffers is None:  # kernels such as BatchNorm's change a buffer and not its version
+                moved |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
+            buffers = self._agree(buffers, moved, has_news=self._has_news(told_AW3[..., 2]))
+            wires: dict[str, Any] = round_.work.wires
+            rng = state.rng if rng is None else rng
+            measured = round_.work.stage.measured
+            return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=round_.is_sum, measured=measured)
+
+    def _updated(
+        self,
+        state: TrainState[Tensor],
+        losses: Tensor,
+        buffers: dict[str, Tensor],
+        rng: dict[str, Tensor],
+        wires: dict[str, dict[str, Any]],
+        *,
+        is_sum: bool,
+        measured: Mapping[str, Tensor],
+    ) -> tuple[TrainState[Tensor], Metrics]:
+        """The state after the update with the gradients that it holds; `losses` and `measured` as in `_measure`."""
+        num_updates = int(state.step)
+        metrics, factor = self._measure(losses, state, is_sum=is_sum, num_updates=num_updates, measured=measured)
+        state = self._update(state, factor, metrics.overflow, num_updates=num_updates)
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
-        wires: dict[str, Any] = round_.work.wires
-        return self._next(state, metrics, loss_scale, buffers, state.rng if rng is None else rng, wires), metrics
+        return self._next(state, metrics, loss_scale, buffers, rng, wires), metrics
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | Own] | None = None) -> Self:
         """The same step, whose updates use other learning rates, and optimizers with other hyper-parameters.
@@ -703,7 +749,7 @@ class TrainStep:
         twin = copy.copy(self)
         twin._rates, twin._momentum = [constant(rate) for rate in rates], None
         if optimizers is not None:
-            twin._optimizers = list(optimizers)
+            twin._optimizers, twin._transforms = list(optimizers), {}
             placed = place_optimizers([b for b in self.plan.flat_buffers if b.trainable], twin._optimizers)
             if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
                 raise ConfigError(
@@ -735,6 +781,8 @@ class TrainStep:
         wires: dict[str, dict[str, Any]],
     ) -> TrainState[Tensor]:
         """The state after an update, which an overflow skipped."""
+        if self._probe:
+            self._probe.has_updated()
         num_updates = state.step.add_(1)
         if self._cfg.skips_overflow:
             num_updates.sub_(metrics.overflow.to(num_updates.dtype))
@@ -757,12 +805,43 @@ class TrainStep:
         wires = optree.tree_map(torch.clone, state.wires)
         with _random_state(state.rng, self.device) as rng:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            outcome, is_sum = compiled(state, buffers, wires, batches, number)
+            with ranged("step", "in one graph"):
+                outcome, is_sum = compiled(state, buffers, wires, batches, number)
         self._check_outcome(outcome, state, is_sum=is_sum)
         metrics = Metrics(
             outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
         )
         return self._next(state, metrics, outcome.loss_scale, buffers, rng, wires), metrics
+
+    def _call_and_update(
+        self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
+    ) -> tuple[TrainState[Tensor], Metrics]:
+        """The step as a graph up to its gradients, which go to where they live, and the update as without a graph."""
+        self._num_passes += 1
+        batches = [self._batches.cast(batch) for batch in micro_batches]
+        wires = optree.tree_map(torch.clone, state.wires)
+        stage = self._offload.stage(self._scratch, self._measures.of_shard)
+        if self._offload.has_files:
+            self._offload.read_ahead(state)
+        grads = {
+            key: x
+            if isinstance(x, Tensor) and x.device == self.device
+            else self._scratch.take(x.numel(), x.dtype, self.device)
+            for key, x in state.grads.items()
+        }
+        with _random_state(state.rng, self.device) as rng:
+            number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
+            told_AW3, is_sum = compiled.collect(state._replace(grads=grads), buffers, wires, batches, number)
+        for key, home in state.grads.items():
+            grad = grads.pop(key)
+            if grad is not home:
+                stage.put(home, grad, adds=False)
+                self._scratch.give(grad)
+        del grad
+        stage.settle()
+        self._agree_on_files(state)
+        self._check_passes(told_AW3[..., 2].flatten())
+        return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=is_sum, measured=stage.measured)
 
     def _turn_knobs(self, knobs: _Knobs, num_updates: int) -> None:
         """Writes what the graph reads about the update after `num_updates` others."""
@@ -770,7 +849,7 @@ class TrainStep:
             lr.fill_(rate(num_updates))
         if knobs.beta is not None and self._momentum is not None:
             knobs.beta.fill_(self._momentum(num_updates))
-        if self._cfg.precision.stochastic_rounding:
+        if self._is_stochastic:
             knobs.salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
 
     def _check_outcome(self, outcome: Outcome, state: TrainState[Tensor], *, is_sum: bool) -> None:
@@ -802,7 +881,7 @@ class TrainStep:
         self._model.eval()
         try:
             with torch.no_grad(), _random_state(state.rng, self.device):
-                loss, weight = self.inspect(state, lambda: self._loss(batch), run="evaluate")
+                loss, weight = self._inspect(state, lambda: self._loss(batch), "evaluate")
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -827,7 +906,15 @@ class TrainStep:
 
         Args:
             function, run: as for `forward`.
+
+        Raises:
+            ValueError: the state is not one of this step.
+            StoreError: it is stale, or files failed, now (on every rank) or before.
         """
+        self._check_state(state)
+        return self._inspect(state, function, run)
+
+    def _inspect(self, state: TrainState[Tensor], function: Callable[[], T], run: str) -> T:
         self._num_passes += 1
         work = Pass(self.plan, self._mesh, state.params, None, self._orders, self._offload.stage(self._scratch))
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
@@ -859,7 +946,13 @@ class TrainStep:
             raise
 
     def _measure(
-        self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool, num_updates: int
+        self,
+        losses: Tensor,
+        state: TrainState[Tensor],
+        *,
+        is_sum: bool,
+        num_updates: int,
+        measured: Mapping[str, Tensor],
     ) -> tuple[Metrics, Tensor | None]:
         """The metrics, and the factor that the gradients still need, None for 1. *Collective* where they are sharded.
 
@@ -868,11 +961,12 @@ class TrainStep:
             state: holds the gradients.
             is_sum: whether each loss is a sum, to be divided by the sum of the weights.
             num_updates: made before this step.
+            measured: of gradients that were put in files, by name: what they add to the norm.
         """
         check_rows(losses.flatten(0, 1), is_sum=is_sum)
         mean_loss, weight = mean_of(losses.flatten(0, 1), is_sum=is_sum)
         multiple = self._measures.multiple(weight, state.loss_scale.scale)
-        norm = self._norm(state) / multiple
+        norm = self._norm(state, measured) / multiple
         overflow = ~(norm + mean_loss).isfinite()
         if self._cfg.skips_overflow:
             self._check_loss_scale(state, overflow)
@@ -886,18 +980,20 @@ class TrainStep:
         scale = state.loss_scale.scale.clone()
         return Metrics(mean_loss.float(), norm.float(), lr, overflow, scale), factor
 
-    def _norm(self, state: TrainState[Tensor]) -> Tensor:
+    def _norm(self, state: TrainState[Any], measured: Mapping[str, Tensor]) -> Tensor:
         """The global norm of what was collected (0-d float64): from the same numbers in the same order in all stages."""
         mesh = self._mesh
         held = [shard for shard in range(mesh.num_shards) if self.plan.stage == 0 or shard == mesh.shard]
         cut = [b for b in self.plan.flat_buffers if b.trainable and b.shard_numel]
-        stage = self._offload.stage(self._scratch)
-        parts = [
-            self._measures.norm_part(
-                stage.each((b.key, own_shard(state.grads[b.key], b, shard)) for b in cut), self.device
-            )
-            for shard in held
-        ]
+
+        def numbers(shard: int) -> Iterator[Tensor]:
+            homes = [(b.key, own_shard(state.grads[b.key], b, shard)) for b in cut]
+            known = [measured.get(home.name) if isinstance(home, FileTensor) else None for _, home in homes]
+            unknown = [named for named, number in zip(homes, known, strict=True) if number is None]
+            rest = map(self._measures.of_shard, self._offload.stage(self._scratch).each(unknown))
+            return (next(rest) if number is None else number for number in known)
+
+        parts = [self._measures.joined(numbers(shard), self.device) for shard in held]
         if len(held) < mesh.num_shards:
             return self._measures.norm(mesh.stack(parts[0], label=Label("norm", phase="update")))
         return self._measures.norm(torch.stack(parts))
@@ -941,7 +1037,9 @@ class TrainStep:
         from torch._subclasses import FakeTensorMode
 
         micro_batches = list(self._batches.split(batch))
-        compiled = self._compiled or self._one_graph("aot_eager")[0]
+        compiled = self._compiled
+        if compiled is None or self._until == "gradients":  # on paper all state is on the device
+            compiled = self._one_graph("aot_eager")[0]
         with FakeTensorMode(allow_non_fake_inputs=True):
             state = optree.tree_map(
                 lambda spec: torch.empty(
@@ -1017,20 +1115,22 @@ class TrainStep:
     ) -> Transform:
         """The transform of a flat buffer, from element `start` of what this rank updates on, for the update after
         `num_updates` others; `how` is for `widened`."""
-        optimizer, pieces = self._optimizers[buffer.group], Pieces.whole(buffer.layout)
-        if isinstance(buffer.row.optimizer, Sharded):
-            pieces = Pieces(buffer.layout, (self._shard,), stack=self._stack, join=self._join)
-        transform = optimizer.transform(
-            lr=self._rates[buffer.group](num_updates),
-            momentum=self._momentum(num_updates) if self._momentum else None,
-            pieces=pieces,
-            kind=buffer.way,
-        )
+        optimizer, way = self._optimizers[buffer.group], (buffer.group, buffer.way)
+        lr, momentum = self._rates[buffer.group](num_updates), self._momentum(num_updates) if self._momentum else None
         if not optimizer.is_elementwise(buffer.way):
+            pieces = Pieces.whole(buffer.layout)
+            if isinstance(buffer.row.optimizer, Sharded):
+                pieces = Pieces(buffer.layout, (self._shard,), stack=self._stack, join=self._join)
+            transform = optimizer.transform(lr=lr, momentum=momentum, pieces=pieces, kind=buffer.way)
             how["tile"] = None
+        elif self._transforms.get(way, (None,))[0] == (lr, momentum):
+            transform = self._transforms[way][1]
+        else:
+            transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.way)
+            self._transforms[way] = (lr, momentum), transform
         if skip is not None:
             transform = unless(skip, transform)
-        if self._cfg.precision.stochastic_rounding:
+        if self._is_stochastic:
             how["rounding"] = stochastic(num_updates, self._place(buffer) + start)
         return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
 
@@ -1060,28 +1160,31 @@ class TrainStep:
             param, grad = state.params[buffer.key], state.grads[buffer.key]
             share = param
             if isinstance(buffer.row.optimizer, Sharded):
-                share, grad = own_shard(param, buffer, mesh.shard), own_shard(grad, buffer, mesh.shard)
+                share = param if self._offload.joins(buffer) else own_shard(param, buffer, mesh.shard)
+                grad = own_shard(grad, buffer, mesh.shard)
             master = state.master.get(buffer.key, share)
             optimizer[buffer.key] = state.optimizer[buffer.key]
+            axes, label = mesh.axes[len(mesh.axes_of(buffer.row.params)) :], Label("join", buffer.key, "update")
+            start_join = partial(mesh.start_all_gather, axes=axes, label=label)
             is_away = self._offload.is_away(buffer)
             if is_away:
                 at = self._transforms_of(buffer, num_updates, skip, factor, share if buffer.has_master else None)
-                away.append(Update(buffer, grad, master, optimizer[buffer.key], at, share))
+                away.append(Update(buffer, grad, master, optimizer[buffer.key], at, share, start_join))
             else:
                 transform = self._transform_of(
                     buffer, num_updates, skip=skip, factor=factor, out=share if buffer.has_master else None
                 )
                 _, _, optimizer[buffer.key] = transform.update(grad, master, optimizer[buffer.key])
             if share is not param:
-                axes, label = mesh.axes[len(mesh.axes_of(buffer.row.params)) :], Label("join", buffer.key, "update")
-                join = partial(mesh.start_all_gather, share, param, axes, label=label)
+                join = partial(start_join, share, param)
                 if is_away:
                     joins.append(join)  # when it has been updated, after those that are here
                 else:
-                    pending.append(join())
+                    with ranged("join", buffer.key):
+                        pending.append(join())
         state = state._replace(optimizer=optimizer)
         if away:
-            state = self._offload.step(state, away, mesh.everyone, skip)
+            state = self._offload.step(state, away, mesh, skip, scratch=self._scratch)
             pending += [join() for join in joins]
         for joined_ in pending:
             joined_.wait()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO
 
@@ -24,6 +24,11 @@ from fzero.launchers import Command
 GRACE = 3.0  # seconds in which other hosts may tell what they have seen, so that the first failure is told
 
 
+def ends_with_us() -> tuple[str, ...]:
+    """What stands before a command that is to be asked to end when this process dies, however it does."""
+    return ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()
+
+
 class Supervised:
     """The running commands of a job and the failures they have told."""
 
@@ -31,7 +36,7 @@ class Supervised:
         self.failures: list[Failure] = []
         self.commands = commands
         # pdsh, mpirun and srun hold the leash of what they started, and would not notice that we are killed.
-        self.ends_with_us = ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()
+        self.ends_with_us = ends_with_us()
         self.processes: list[subprocess.Popen[str]] = []
         self.readers: list[threading.Thread] = []
 
@@ -65,9 +70,9 @@ class Supervised:
                     to.write(line)
                     to.flush()
 
-    def wait(self, num_needed: int) -> None:
-        """Returns when all commands have ended, or so many have failed that fewer than `num_needed` are left."""
-        while any(process.poll() is None for process in self.processes):
+    def wait(self, num_needed: int, until: Callable[[], bool]) -> None:
+        """Returns when all commands have ended, or so many have failed that fewer than `num_needed` are left, or at `until`."""
+        while any(process.poll() is None for process in self.processes) and not until():
             # An agent tells a failure before it ends; pdsh, which has many, ends after the last of them.
             num_failed = max(len(self.failures), sum(bool(process.poll()) for process in self.processes))
             if num_failed > self.num_hosts - num_needed:
@@ -117,20 +122,15 @@ def supervise(commands: Sequence[Command], *, num_needed: int | None = None) -> 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     got: list[int] = []
 
-    def stop(number: int, frame: object) -> None:
-        if not got:  # asking once is enough
-            got.append(number)
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in numbers}
+    # Only noted: an error raised by a handler is lost where it meets a finalizer.
+    before = {number: signal.signal(number, lambda number, _: got.append(number)) for number in numbers}
     try:
         job.start()
-        job.wait(job.num_hosts if num_needed is None else num_needed)
+        job.wait(job.num_hosts if num_needed is None else num_needed, until=lambda: bool(got))
         codes = [process.poll() for process in job.processes]
-        job.end(grace=GRACE if any(codes) or job.failures else 0)
-    except KeyboardInterrupt:
-        job.end(grace=0)
-        return 128 + got[0]
+        job.end(grace=GRACE if not got and (any(codes) or job.failures) else 0)
+        if got:
+            return 128 + got[0]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

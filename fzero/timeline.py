@@ -5,7 +5,8 @@ operations at a given rate or the bytes that it reads and writes at a given band
 collective costs the bytes that a rank sends. A collective starts when both the compute lane has come to it and the
 collective before it has ended; a `wait_tensor` holds the compute lane until its collective has ended.
 
-The times are no measurement. They show what overlaps what, and what waits.
+The times are no measurement. They show what overlaps what, and what waits. A step that is planned and has no graph
+(`fzero.paper_step`) goes through the same `Lanes`, with two more: copies to and from host memory, and files.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class Machine:
         latency: seconds that every collective takes besides.
         host: bytes between host memory and the device; of plans alone, not of a graph.
         disk: bytes read from files and written to them; of plans alone.
+        processor: bytes read and written by the processor, where it updates what lives in files; of plans alone.
+        flops_fp32: operations on numbers of more than 16 bits; None is `flops`.
+        overlap: whether anything moves while the device computes; on a CPU whose cores all compute, nothing does.
     """
 
     flops: float = 1e14
@@ -59,15 +63,23 @@ class Machine:
     latency: float = 1e-5
     host: float = 2e10
     disk: float = 1e9
+    processor: float = 1e11
+    flops_fp32: float | None = None
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.latency < 0:
             raise ValueError(f"Machine: latency must not be negative, got {self.latency}; it is seconds")
-        for name in ("flops", "memory", "network", "host", "disk"):
-            if getattr(self, name) <= 0:
+        for name in ("flops", "memory", "network", "host", "disk", "processor", "flops_fp32"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(
                     f"Machine: {name} must be positive, got {getattr(self, name)}; it is a rate per second"
                 )
+
+    def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False) -> float:
+        """Of an operator, whichever takes longer: its operations, or the bytes that it reads and writes."""
+        rate = (self.flops_fp32 or self.flops) if is_wide else self.flops
+        return max(flops / rate, nbytes / self.memory)
 
 
 class Along(Protocol):
@@ -80,15 +92,63 @@ class Along(Protocol):
     def size(self) -> int: ...
 
 
+Lane = Literal["compute", "wait", "collective", "host", "back", "files"]
+
+
 class Span(NamedTuple):
     """One node in its lane, in seconds from the beginning of the step; `nbytes` is what a rank sends along an `axis`."""
 
-    lane: Literal["compute", "wait", "collective"]
+    lane: Lane
     label: str
     begin: float
     end: float
     nbytes: int = 0
     axis: str = ""
+
+
+class Lanes:
+    """One lane computes; each of the others does what was started, one after the other.
+
+    >>> lanes = Lanes()
+    >>> lanes.compute("forward", 2.0)
+    >>> end = lanes.start("collective", "gather", 3.0)
+    >>> lanes.compute("beside it", 1.0)
+    >>> lanes.wait("gather", end)
+    >>> lanes.now, [span.lane for span in lanes.spans]
+    (5.0, ['compute', 'collective', 'compute', 'wait'])
+    """
+
+    def __init__(self, *, overlap: bool = True) -> None:
+        self.now, self._overlap = 0.0, overlap
+        self.spans: list[Span] = []
+        self._free: defaultdict[str, float] = defaultdict(float)  # when a lane has nothing left to do
+
+    def compute(self, label: str, seconds: float) -> None:
+        """Holds the compute lane for so long."""
+        if seconds:
+            self.spans.append(Span("compute", label, self.now, self.now + seconds))
+        self.now += seconds
+
+    def start(
+        self, lane: Lane, label: str, seconds: float, *, after: float = 0.0, nbytes: int = 0, axis: str = ""
+    ) -> float:
+        """Begins when the lane is free, and what it comes `after` has ended; the compute lane goes on. Tells the end."""
+        begin = max(self.now, self._free[lane], after)
+        end = self._free[lane] = begin + seconds
+        self.spans.append(Span(lane, label, begin, end, nbytes, axis))
+        if not self._overlap:
+            self.wait(label, end)
+        return end
+
+    def wait(self, label: str, end: float) -> None:
+        """Holds the compute lane until then."""
+        if end > self.now:
+            self.spans.append(Span("wait", label, self.now, end))
+            self.now = end
+
+    def settle(self) -> None:
+        """Holds it until all lanes have ended."""
+        self.wait("end", max(self._free.values(), default=0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,30 +243,19 @@ def make_timeline(
     labels: dict[Node, str] = {}
     for gather in analysis.gathers:
         labels |= {node: f"gather {gather.unit}" for node in gather.issue if is_collective(node)}
-    now = free = 0.0  # when the compute lane and the collectives' lane have nothing left to do
-    ends: dict[Node, float] = {}
-    spans: list[Span] = []
-    times: list[float] = []
+    lanes, ends, times = Lanes(overlap=machine.overlap), dict[Node, float](), list[float]()
     for node in graph.nodes:
-        times.append(now)
+        times.append(lanes.now)
         if is_collective(node):
             along = axes.get(group_of(node))
             axis, nbytes = ("data", sent_by(node, most)) if along is None else (along.name, sent_by(node, along.size))
-            begin = max(now, free)
-            free = begin + machine.latency + nbytes / machine.network
-            ends[node] = free
-            spans.append(Span("collective", labels.get(node, kind_of(node)), begin, free, nbytes, axis))
+            label, seconds = labels.get(node, kind_of(node)), machine.latency + nbytes / machine.network
+            ends[node] = lanes.start("collective", label, seconds, nbytes=nbytes, axis=axis)
         elif node.target is WAIT:
-            end = max(now, ends.get(start_of(node), now))
-            if end > now:
-                spans.append(Span("wait", node.name, now, end))
-            now = end
+            lanes.wait(node.name, ends.get(start_of(node), 0.0))
         else:
-            seconds = _seconds(node, machine)
-            if seconds:
-                spans.append(Span("compute", node.name, now, now + seconds))
-            now += seconds
-    return Timeline(tuple(spans), tuple(times), liveness(graph, analysis), title)
+            lanes.compute(node.name, _seconds(node, machine))
+    return Timeline(tuple(lanes.spans), tuple(times), liveness(graph, analysis), title)
 
 
 def kind_of(node: Node) -> str:
@@ -270,7 +319,7 @@ def _seconds(node: Node, machine: Machine) -> float:
     if node.op != "call_function" or is_view(node):
         return 0.0
     moved = nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes))
-    return max(flops_of(node) / machine.flops, moved / machine.memory)
+    return machine.seconds(flops_of(node), moved)
 
 
 def _report(timeline: Timeline) -> Group:
@@ -315,7 +364,14 @@ _LANES = {
     "all_reduce": "tab:red",
     "all_to_all": "tab:purple",
     "broadcast": "tab:green",
+    "reduce": "tab:orange",
+    "join": "tab:cyan",
+    "host": "tab:olive",
+    "back": "tab:pink",
+    "files": "tab:brown",
 }
+_ROWS = {"host": -1, "back": -2, "files": -3}
+"""The lanes below compute and collectives."""
 _MEMORY = {"state and batch": "#b9aec9", "gathered parameters": "#6f9ec9", "activations, gradients, new state": "0.88"}
 
 
@@ -365,6 +421,9 @@ def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[
                 text = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 6, "color": "white"}
                 axes.text(bar[0] + bar[1] / 2, 0, unit, **text)
             continue
+        if span.lane in _ROWS:
+            bars[span.lane, _ROWS[span.lane]].append(bar)
+            continue
         column = bars["compute" if span.lane == "compute" else "waits", 1]
         if column and bar[0] - sum(column[-1]) < 1e-9 * scale:  # one bar for what follows at once
             column[-1] = (column[-1][0], sum(bar) - column[-1][0])
@@ -374,8 +433,9 @@ def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[
         edge = {"edgecolor": "white", "linewidth": 0.4} if y == 0 and len(parts) < 40 else {"linewidth": 0}
         axes.broken_barh(parts, (y - 0.4, 0.8), facecolor=_LANES.get(kind, "0.6"), **edge)
     axes.set_title(timeline.title, loc="left", fontsize=10, fontweight="bold")
-    axes.set_yticks([1, 0], ["compute", "collectives"], fontsize=8)
-    axes.set_ylim(-0.5, 1.5)
+    rows = {"compute": 1, "collectives": 0} | {lane: y for lane, y in _ROWS.items() if (lane, y) in bars}
+    axes.set_yticks(list(rows.values()), list(rows), fontsize=8)
+    axes.set_ylim(min(rows.values()) - 0.5, 1.5)
     axes.tick_params(labelbottom=False)
     return {kind for kind, _ in bars}
 

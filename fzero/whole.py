@@ -58,6 +58,7 @@ def weight_of(step: TrainStep, state: TrainState[Tensor], name: str) -> Tensor:
 def with_weight(step: TrainStep, state: TrainState[Tensor], name: str, value: Tensor) -> TrainState[Tensor]:
     """The state with another value of a parameter, also in its master; written in place. *Collective* where it is divided."""
     buffer = _home(step, name)
+    _check_written(name, *(flats[buffer.key] for flats in (state.master, state.params) if buffer.key in flats))
     if buffer.key in state.master:
         _write(step, buffer, state.master[buffer.key], buffer.master, name, value)
     _write(step, buffer, state.params[buffer.key], buffer.params, name, value)
@@ -75,6 +76,7 @@ def with_grad(step: TrainStep, state: TrainState[Tensor], name: str, value: Tens
     """The state with another mean gradient of a parameter, written in place. *Collective.*"""
     buffer = _trained(step, name)
     multiple = step._measures.multiple(None, state.loss_scale.scale)
+    _check_written(name, state.grads[buffer.key])
     _write(step, buffer, state.grads[buffer.key], buffer.grads, name, value.to(multiple.device) * multiple)
     return state
 
@@ -92,6 +94,7 @@ def with_optimizer_state(
     """The state with another value of what the optimizer remembers, written in place. *Collective* where it is divided."""
     buffer = _trained(step, name)
     flat, spec = _leaf(step, state, buffer, key)
+    _check_written(name, flat)
     _write(step, buffer, flat, spec, name, value)
     return state
 
@@ -159,12 +162,17 @@ def _one(step: TrainStep, buffer: BufferPlan, flat_P: Tensor, name: str) -> Tens
     return view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
 
 
+def _check_written(name: str, *flats: Any) -> None:
+    """Raises if one of these is in a file, before any is written."""
+    for flat in flats:
+        if isinstance(flat, FileTensor):
+            raise ValueError(
+                f"parameter {name!r}: must have its state in memory to be written, and it is in {flat.path}; change it before "
+                f"training, or leave this state out of files (offload_optimizer.device, offload_param.device)"
+            )
+
+
 def _write(step: TrainStep, buffer: BufferPlan, flat: Any, spec: TensorSpec, name: str, value: Tensor) -> None:
-    if isinstance(flat, FileTensor):
-        raise ValueError(
-            f"parameter {name!r}: must have its state in memory to be written, and it is in {flat.path}; change it before "
-            f"training, or leave this state out of files (offload_optimizer.device)"
-        )
     whole = _whole(step, buffer, flat, spec).clone()
     target = unflatten(whole, buffer.layout)[step.plan.aliases.get(name, name)]
     if target.shape != value.shape:

@@ -7,12 +7,16 @@ they took.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import laws  # noqa: F401 - the profiles, before any test module
 import pytest
 import torch
 from hypothesis import is_hypothesis_test
 from ranks import RankPool
+
+if TYPE_CHECKING:
+    from test_deepspeed_checkpoints import DeepSpeed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,3 +41,13 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeepSpeed]:
+    """The real one, in processes of its own."""
+    from test_deepspeed_checkpoints import DeepSpeed  # not for every selection of tests
+
+    made = DeepSpeed(tmp_path_factory.mktemp("deepspeed"))
+    yield made
+    made.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -112,15 +111,6 @@ def request_of(job: Job, path: Path) -> dict[str, Any]:
         "after": AFTER,
         "save": str(path),
     }
-
-
-@pytest.fixture(scope="module")
-def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeepSpeed]:
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed; `make env` installs it")
-    made = DeepSpeed(tmp_path_factory.mktemp("deepspeed"))
-    yield made
-    made.close()
 
 
 def ranks_of(job: Job, world_size: int | None = None, **changes: Any) -> fzero.LockstepRanks:

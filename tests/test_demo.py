@@ -70,7 +70,8 @@ def test_the_demo_goes_on_from_what_it_saved(tmp_path):
     assert len(losses[1]) == 6 and losses[1][:4] == losses[0] and losses[1][4] < losses[0][2]
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.nightly), "fp16"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_demo_learns_in_16_bits_and_keeps_what_the_paper_says(tmp_path, examples, dtype):
     run = subprocess.run(
         [*COMMAND, tmp_path, "--steps", "20", "--dtype", dtype], capture_output=True, text=True, timeout=120

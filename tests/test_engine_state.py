@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,7 @@ def _away() -> list[str]:
         lambda: param + 1,
         lambda: engine.module.head(torch.ones(1, WIDTH)),
         lambda: engine.module.state_dict(),
+        lambda: param.T,
     ):
         with pytest.raises(AwayError) as caught:
             use()
@@ -246,6 +248,7 @@ def _away() -> list[str]:
 
 def test_a_parameter_that_is_divided_has_a_shape_and_no_values(ranks: RankPool) -> None:
     for errors in ranks(2, _away):
+        assert "and T needs them" in errors[3], "the attribute, and not __get__"
         assert all("is divided among the ranks" in error and "GatheredParameters" in error for error in errors)
 
 
@@ -353,30 +356,50 @@ def test_evaluation_leaves_no_trace_and_all_stages_agree(ranks: RankPool) -> Non
     assert [ranks_[0][2] for ranks_ in found] == [0, 0, 0, len(list(make(Noisy).parameters()))]
 
 
-def _streams(stage: int, folder: Path) -> dict[str, Tensor]:
-    """With parameters, masters and moments in files."""
-    nvme = {"device": "nvme", "nvme_path": str(folder)}
-    cfg = settings(stage)
-    cfg["zero_optimization"] |= {"offload_optimizer": nvme} | ({"offload_param": nvme} if stage == 3 else {})
+def _streams(stage: int, folder: Path, where: str, precision: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """The weights at times, with parameters, gradients, masters and moments on the device or in files."""
+    cfg = settings(stage) | dict(precision)
+    if where == "files":
+        nvme = {"device": "nvme", "nvme_path": str(folder)}
+        in_files = {"offload_optimizer": nvme, "offload_param": nvme | {"max_in_cpu": 0}}
+        cfg["zero_optimization"] |= in_files if stage == 3 else {"offload_optimizer": nvme}
     engine = fzero.initialize(model=make(Net), config=cfg)[0]
-    for index in range(2):
-        x, y = mine(engine, data(index))
-        engine.backward(criterion(engine(x), y))
-        engine.step()
+    found = []
+
+    def train(*steps: int) -> None:
+        for index in steps:
+            x, y = mine(engine, data(index))
+            engine.backward(criterion(engine(x), y))
+            engine.step()
+        with engine.gathered() as params:
+            found.append({name: value.clone() for name, value in params.items()})
+
+    train(0, 1)
     assert deepspeed.utils.safe_get_full_optimizer_state(engine.module.head.weight, "exp_avg").any()
-    with engine.gathered() as params:
-        told = {name: value.clone() for name, value in params.items()}
-    engine.save_checkpoint(folder / "saved")
-    engine.load_checkpoint(folder / "saved")
-    assert all(torch.equal(told[name], value) for name, value in engine.module_state_dict().items())
-    return told
+    engine.save_checkpoint(folder / where)
+    assert all(
+        torch.equal(found[0][name], value.to(found[0][name])) for name, value in engine.module_state_dict().items()
+    )
+    train(2)
+    engine.load_checkpoint(folder / where)
+    train(2)
+    return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_what_lives_in_files_trains_as_on_the_device(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(1, {}), (3, {}), (3, {"bf16": {"enabled": True, "auto_cast": True}})]
+)
+def test_what_lives_in_files_trains_as_on_the_device_and_goes_through_checkpoints(
+    ranks: RankPool, tmp_path: Path, stage: int, precision: Mapping[str, Any]
+) -> None:
     _, expected = plainly(lambda m, i: [criterion(m(data(i)[0]), data(i)[1])], 2)
-    for weights in ranks(2, _streams, stage, tmp_path):
-        assert_close(weights, expected)
+    here, there = (ranks(2, _streams, stage, tmp_path, where, precision) for where in ("device", "files"))
+    for (first, after, again), others in zip(here, there, strict=True):
+        if not precision:
+            assert_close(first, expected)
+        for weights, theirs in zip((first, after, again), others, strict=True):
+            assert all(torch.equal(weights[name], theirs[name]) for name in weights)
+        assert all(torch.equal(after[name], again[name]) for name in after)
 
 
 def test_states_that_are_away_are_missed() -> None:
@@ -409,3 +432,44 @@ def test_a_model_on_meta_is_filled_unit_by_unit_and_trains(stage: int) -> None:
         losses.append(engine.backward(criterion(engine(x), y)).item())
         engine.step()
     assert losses[-1] < losses[0]
+
+
+# --- what scripts ask of it ------------------------------------------------------------------------------------------
+
+
+def _loaded(stage: int) -> tuple[Any, ...]:
+    engine = made(stage, bf16={"enabled": True})
+    other = {name: x + 1.0 for name, x in engine.module_state_dict().items()}
+    engine.load_module_state_dict({"module": other})
+    whole = engine.module_state_dict()
+    some: dict[str, Any] = {}
+    engine.module_state_dict(destination=some, prefix="module.")
+    x, y = mine(engine, data(0))
+    engine.backward(criterion(engine(x.bfloat16()), y))
+    engine.step()
+    with pytest.raises(ValueError, match=r"^load_module_state_dict: names must be those of the model, got no 'blocks"):
+        engine.load_module_state_dict({"head.bias": other["head.bias"]})
+    engine.load_module_state_dict({"head.bias": torch.full((3,), 7.0)}, strict=False)
+    return other, whole, some, engine.module_state_dict()["head.bias"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_that_are_loaded_are_those_of_the_masters_in_every_stage(stage: int, ranks: RankPool) -> None:
+    for other, whole, some, bias in ranks(2, _loaded, stage):
+        assert other.keys() == whole.keys() and all(torch.equal(whole[name], other[name]) for name in other)
+        assert {name.removeprefix("module.") for name in some} == other.keys()
+        assert bias.tolist() == [7.0, 7.0, 7.0]
+
+
+def test_an_engine_tells_its_settings_by_the_names_of_deepspeed() -> None:
+    engine = made(2, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=3, bf16={"enabled": True})
+    assert engine.get_batch_info() == (12, 4, 3)
+    assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16) and engine.get_type() == ["adamw"]
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("adamw", None)
+    assert engine.zero_offload_optimizer() is None and not engine.zero_cpu_offload()
+    assert not engine.flops_profiler_enabled() and engine.flops_profiler_profile_step() == 1
+    assert (engine.get_data_parallel_rank(), engine.get_model_parallel_rank()) == (0, 0)
+    engine.set_lr(0.25)
+    assert engine.get_lr() == [0.25]
+    with pytest.raises(ValueError, match=r"^module_state_dict: keep_vars must be False"):
+        engine.module_state_dict(keep_vars=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import os
 import resource
@@ -11,11 +13,13 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -290,6 +294,23 @@ def test_too_many_files_are_told(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("where", ["os.open", "Path.write_text", "Path.rename"])
+def test_a_folder_that_cannot_be_claimed_is_as_it_was(where: str, tmp_path: Path) -> None:
+    (tmp_path / "fzero-rank1").mkdir()
+    (tmp_path / "fzero-rank1" / "notes").touch()
+    before = sorted(tmp_path.rglob("*"))
+
+    def halfway(path: Path, *args: Any) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with mock.patch(f"fzero.claims.{where}", halfway):
+        for rank in range(2):
+            with pytest.raises(StoreError, match="No space left on device"):
+                FileStore(tmp_path, FILES, rank=rank)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_too_little_memory_is_told_with_the_numbers_before_it_is_taken() -> None:
     with pytest.raises(
         MemoryError, match=r"a pool of 4 buffers of 1,099,511,627,776 bytes: needs 4,398,046,511,104 bytes"
@@ -426,6 +447,31 @@ def test_a_process_removes_its_files_at_its_end_and_its_children_do_not(tmp_path
     with another_process(tmp_path, "ends") as process:
         assert process.communicate(timeout=100)[0] == "1 file\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_one_of_its_threads_frees_removes_its_files(tmp_path: Path) -> None:
+    held = [FileStore(tmp_path, FILES)]
+    held[0]._threads.submit(held.clear).result()
+    deadline = time.monotonic() + 10
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wait_that_fails_holds_nothing_of_who_waited(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, FILES)
+    os.truncate(next(tmp_path.rglob("*.flat")), 0)
+    waiting = store.read("h.0/float32", 0, 1024, Pool(1, 1 << 16).take())
+
+    def waiter() -> weakref.ref[Tensor]:
+        state = torch.zeros(1)
+        with suppress(StoreError):
+            waiting()
+        return weakref.ref(state)
+
+    state = waiter()
+    gc.collect()
+    assert state() is None
 
 
 def test_nothing_is_left_after_a_store_is_closed(tmp_path: Path) -> None:

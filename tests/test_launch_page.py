@@ -20,13 +20,13 @@ HOSTS = re.search(r"^```\n(# hosts.*?)```", PAGE, flags=re.MULTILINE | re.DOTALL
 
 
 def printed(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command prints on a machine of 64 cores, in the folder /work/me."""
+    """What a command prints on a machine of 64 cores, in the folder /home/me."""
     for name in [*os.environ]:
         if name.startswith(("GLIBC", *FORWARDED)):
             monkeypatch.delenv(name)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "getcwd", lambda: "/work/me")
+    monkeypatch.setattr(os, "getcwd", lambda: "/home/me")
     monkeypatch.setenv("HOME", str(folder))
     assert HOSTS is not None
     (folder / "hosts").write_text(HOSTS[1])

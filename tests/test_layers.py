@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.launched",
         "fzero.codecs",
         "fzero.sent",
+        "fzero.ranges",
         "fzero.lockstep",
         "fzero.stacks",
         "fzero.hangs",
@@ -52,11 +53,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.config_offload",
         "fzero.elasticity",
         "fzero.config_elasticity",
+        "fzero.tuner",
         "fzero.config_conflicts",
         "fzero.schedule",
         "fzero.state",
         "fzero.measure",
         "fzero.config",
+        "fzero.config_autotuning",
         "fzero.config_table",
         "fzero.meshes",
         "fzero.wiring",
@@ -103,17 +106,25 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
     (
-        *("fzero.working_buffers", "fzero.traced_activations", "fzero.planner", "fzero.fit_search", "fzero.fit"),
-        *("fzero.profile_reports", "fzero.profiler"),
+        *(
+            "fzero.stream_buffers",
+            "fzero.traced_activations",
+            "fzero.paper_parts",
+            "fzero.paper_moves",
+            "fzero.paper_pass",
+        ),
+        *("fzero.paper_update", "fzero.paper_step", "fzero.planner", "fzero.fit_search", "fzero.fit"),
+        *("fzero.profile_reports", "fzero.module_watch", "fzero.profiler"),
+        *("fzero.machine_report", "fzero.tune_space", "fzero.tune_probe"),
         "fzero.recipe",
         "fzero.step",
         "fzero.simulate",
-        "fzero.comm",
         "fzero.place",
+        "fzero.comm",
+        "fzero.chrome_trace",
         "fzero.reshard",
         "fzero.checkpoint",
         "fzero.weights",
-        "fzero.machine_report",
         "fzero.deepspeed_checkpoint",
         "fzero.deepspeed_checkpoint_export",
         "fzero.whole",
@@ -123,6 +134,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *(
             "fzero.client_optimizers",
             "fzero.engine_keys",
+            "fzero.engine_settings",
+            "fzero.engine_watch",
             "fzero.engine_optimizer",
             "fzero.dataloader",
             "fzero.monitor",
@@ -152,13 +165,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # starting ranks, and the command line
     (
         *("fzero.hosts", "fzero.launch_environment", "fzero.keeper", "fzero.agent", "fzero.launchers"),
-        *("fzero.preflight", "fzero.supervise", "fzero.launch", "fzero.commands", "fzero.__main__"),
+        *("fzero.preflight", "fzero.supervise", "fzero.launch", "fzero.commands"),
+        *("fzero.tune_runs", "fzero.tune_report", "fzero.tune", "fzero.__main__"),
     ),
 )
 """From the lowest up. A module imports modules of lower layers, and those to its left in its own."""
 
 BELOW_THE_SURFACE = {
-    "benchmarks.nvme": {f"fzero.{name}" for name in ("file_store", "host_buffers", "movers", "stream")}
+    "benchmarks.nvme": {f"fzero.{name}" for name in ("file_store", "host_buffers", "movers", "stream")},
+    "benchmarks.offload_timeline": {"fzero.direct_files", "fzero.stream"},
 }
 """What measures parts that users do not call, and the modules of these."""
 

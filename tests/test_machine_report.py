@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,40 @@ def test_a_machine_is_told_with_its_versions_and_its_rates(tmp_path: Path, capsy
     assert told["rates"].keys() == NAMES.keys()
     on_gpu = {"device_copy", "to_device"} if not torch.cuda.is_available() else set()
     for name, rate in told["rates"].items():
-        assert rate is None if name in on_gpu else 1e6 < rate < 1e17, name
+        if name == "overlap":
+            assert rate is (torch.cuda.is_available() or torch.get_num_threads() < len(os.sched_getaffinity(0)))
+        elif name == "latency":
+            assert 0 < rate < 1
+        else:
+            assert rate is None if name in on_gpu else 1e6 < rate < 1e17, name
     assert not list(tmp_path.iterdir())  # the file that was measured is gone
     shown = as_text(table(MachineReport(**told | {"rates": Rates(**told["rates"])})))
     assert all(what in shown for what, _ in NAMES.values()) and f"{told['rates']['gather'] / 1e9:.2f} GB/s" in shown
+
+
+def test_ranks_that_measure_at_once_are_what_a_plan_is_made_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["env", "--json", "--ranks", "2", "--path", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    rates = Rates(**json.loads(printed)["rates"])
+    assert all(getattr(rates, name) for name in ("host_copy", "gather", "disk_write", "flops_bf16", "latency"))
+    machine = rates.machine
+    assert (machine.network, machine.latency, machine.flops_fp32) == (rates.gather, rates.latency, rates.flops_fp32)
+    assert machine.memory == 2 * (rates.device_copy or rates.host_copy), "a copy reads and writes"
+    (tmp_path / "rates.json").write_text(printed)
+    plan = ["plan", "--model", "20M", "--sequence", "64", "--world", "2", "--device", "cpu", "--json"]
+    picture = tmp_path / "peak.png"
+    given = ["--rates", str(tmp_path / "rates.json"), "--picture", str(picture)]
+    seconds = []
+    for more in ([], given, [*given, "--flops", "1e6"]):
+        assert main([*plan, *more]) == 0
+        seconds.append([one["seconds"] for one in json.loads(capsys.readouterr().out)["configurations"]])
+    assert len({tuple(one) for one in seconds}) == 3 and min(seconds[2]) > max(seconds[1])
+    assert picture.stat().st_size > 10_000
+    (tmp_path / "rates.json").write_text("{}")
+    assert main([*plan, *given]) == 1
+    assert "must be what `fzero env --json` printed" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_to_is_told(capsys: pytest.CaptureFixture[str]) -> None:

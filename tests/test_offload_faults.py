@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import subprocess
@@ -18,7 +19,7 @@ from test_offload_params import in_files
 from training import make, part
 
 import fzero
-from fzero import direct_files
+from fzero import direct_files, offload
 
 
 def everything(path: Path | str, **keys: Any) -> dict[str, Any]:
@@ -68,9 +69,9 @@ def _told(work: Callable[[], object]) -> str:
     return "nothing"
 
 
-def _after(path: str, fault: str, failing: int) -> list[str]:
+def _after(path: str, fault: str, failing: int, optimizer: str) -> list[str]:
     """On a real rank: what a step, the same again, an evaluation and a save say after a fault of one rank's files."""
-    cfg = config(3, optimizer=ADAMW, **everything(path, checksums=True)) | PRECISIONS["bfloat16"]
+    cfg = config(3, optimizer={"type": optimizer}, **everything(path, checksums=True)) | PRECISIONS["bfloat16"]
     step = fzero.make_train_step(make(blocks), cfg)
     mine = [part(data(index), step.rank, step.world_size) for index in range(2)]
     state, _ = step(step.init(), mine[0])
@@ -83,11 +84,15 @@ def _after(path: str, fault: str, failing: int) -> list[str]:
     return [_told(uses[0])]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "optimizer"),
+    # LAMB adds up over ranks in the middle of the update.
+    [*((fault, "AdamW") for fault in FAULTS), ("moments are cut off", "Lamb"), ("files are removed", "Lamb")],
+)
 def test_a_fault_of_one_rank_is_told_on_all_in_the_same_step_and_nobody_goes_on(
-    ranks: RankPool, fault: str, tmp_path: Path
+    ranks: RankPool, fault: str, optimizer: str, tmp_path: Path
 ) -> None:
-    theirs, ours = ranks(2, _after, str(tmp_path), fault, 1)
+    theirs, ours = ranks(2, _after, str(tmp_path), fault, 1, optimizer)
     says = FAULTS[fault][1]
     if says is None:
         assert ours == theirs == ["nothing"], "what is open works on"
@@ -110,6 +115,54 @@ def test_a_fault_in_an_evaluation_is_told_on_all(ranks: RankPool, tmp_path: Path
     theirs, ours = ranks(2, _evaluation_fails, str(tmp_path), 1)
     assert "made with" in ours[0] and theirs[0].startswith("rank 1: its state"), (ours, theirs)
     assert "cannot be used any more" in ours[1] and "cannot be used any more" in theirs[1]
+
+
+def _read_ahead_fails(path: str, failing: int, precision: str) -> list[str]:
+    """On a real rank: of a step whose passes use no files, and the same again; an overflow (float16) skips the update."""
+    step = fzero.make_train_step(make(blocks), config(1, optimizer=ADAMW, **nvme(path)) | PRECISIONS[precision])
+    state = step.init()
+    if step.rank == failing:
+        cut("*exp_avg*.flat")(Path(path) / f"fzero-rank{failing}")
+    mine = part(data(0), step.rank, step.world_size)
+    return [_told(lambda: step(state, mine)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_read_ahead_that_fails_on_one_rank_is_told_on_all(ranks: RankPool, precision: str, tmp_path: Path) -> None:
+    theirs, ours = ranks(2, _read_ahead_fails, str(tmp_path), 1, precision)
+    assert "made with" in ours[0] and theirs[0].startswith("rank 1: its state"), (ours, theirs)
+    assert "cannot be used any more" in ours[1] and "cannot be used any more" in theirs[1]
+
+
+@pytest.mark.parametrize("pattern", ["*exp_avg.flat", "*grads.flat", "*params.flat"])
+def test_the_files_of_a_state_that_broke_in_a_backward_go_with_it(pattern: str, tmp_path: Path) -> None:
+    step = fzero.make_train_step(
+        make(blocks), config(3, optimizer=ADAMW, **everything(tmp_path)) | PRECISIONS["bfloat16"]
+    )
+
+    def life() -> None:
+        state, _ = step(step.init(), data(0))
+        cut(pattern)(tmp_path / "fzero-rank0")
+        assert "made with" in _told(lambda: step(state, data(1)))
+
+    life()
+    gc.collect()
+    assert not list(tmp_path.rglob("*.flat"))
+
+
+def test_an_error_of_an_update_is_raised_as_it_is_and_the_files_go_with_the_state(tmp_path: Path) -> None:
+    step = fzero.make_train_step(make(blocks), config(2, optimizer=ADAMW, **nvme(tmp_path)))
+
+    def life() -> None:
+        state = step.init()
+        with mock.patch.object(offload, "update_streamed", side_effect=AssertionError), pytest.raises(AssertionError):
+            step(state, data(0))
+        with pytest.raises(fzero.StoreError, match=r"cannot be used any more since: AssertionError\(\)"):
+            step(state, data(0))
+
+    life()
+    gc.collect()
+    assert not list(tmp_path.rglob("*.flat"))
 
 
 def test_the_system_may_read_and_write_less_than_it_was_asked_for(tmp_path: Path) -> None:

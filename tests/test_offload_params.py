@@ -13,12 +13,14 @@ import optree
 import pytest
 import torch
 from ranks import RankPool
-from test_offload import ADAMW, PRECISIONS, blocks, config, data, differing, nvme, on, step_of, train
+from test_offload import ADAMW, PRECISIONS, WIDTH, blocks, config, data, differing, nvme, on, step_of, train
+from torch import Tensor, nn
 from training import Odd, make, tokens
 
 import fzero
 from fzero.file_store import FileStore
-from fzero.file_tensors import FileTensors, in_memory
+from fzero.file_tensors import Files, FileTensors, in_memory
+from fzero.whole import with_weight
 from sharding import Placement
 
 NUMEL = 6528
@@ -64,6 +66,72 @@ def test_parameters_in_files_give_the_bits_of_the_device(world_size: int, precis
         assert torch.equal(here.evaluate(expected, batch), ranks.evaluate(state, batch)), name
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        ("Lamb", "float32"),
+        ("Lamb", "float16"),
+        ("Lamb", "bfloat16 alone"),
+        ("Adafactor", "bfloat16"),
+        ("Muon", "float32"),
+        ("Muon", "bfloat16"),
+        ("NAdam", "float32"),
+        ("RMSprop", "bfloat16"),
+    ],
+)
+def test_optimizers_that_look_at_whole_parameters_and_torchs_own_have_the_bits_of_the_device_too(
+    optimizer: str, precision: str, tmp_path: Path
+) -> None:
+    where = {"float32": (3, 3), "bfloat16": (2, 1), "float16": (1, 3), "bfloat16 alone": (2, 0)}
+    world_size, stage = where[precision]
+    files = Placement("nvme", path=str(tmp_path))
+
+    def run(given: Any = None, **zero: Any) -> tuple[Any, list[str]]:
+        keys = config(stage, clip=0.1, optimizer={"type": optimizer, "params": {"lr": 1e-3}}, **zero)
+        keys |= PRECISIONS[precision] | {"train_batch_size": 24}
+        ranks = on(world_size, fzero.make_train_step(make(Mixed), keys, placements=given))
+        return train(ranks, ranks.init(), 0, 2)
+
+    expected, told = run()
+    everything = nvme(tmp_path) | (in_files(tmp_path) if stage == 3 else {})
+    some = run(lambda quantity, key, leaf: files if "1" in key and quantity != "grads" else None)
+    for state, found in (some, run(**everything)):
+        assert found == told
+        assert differing(state, expected) == []
+
+
+class Mixed(nn.Module):
+    """Blocks with matrices and vectors, whose shards are cut inside of them, and a tiny one: most of its shards are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 70), nn.Tanh(), nn.Linear(70, WIDTH)) for _ in range(2)
+        )
+        self.tiny = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        for tiny in self.tiny:
+            x = tiny(x[..., None])[..., 0]
+        return nn.functional.mse_loss(x, y)
+
+
+def test_frozen_parameters_alone_may_live_in_files(tmp_path: Path) -> None:
+    def frozen() -> nn.Module:
+        model = blocks()
+        return model.requires_grad_(False) and model.blocks[1].requires_grad_(True) and model  # type: ignore[operator]
+
+    def run(given: Any) -> Any:
+        ranks = on(2, fzero.make_train_step(make(frozen), config(3, optimizer=ADAMW), placements=given))
+        return train(ranks, ranks.init(), 0, 2)
+
+    (expected, told), (state, found) = run(None), run({"params/*frozen": Placement("nvme", path=str(tmp_path))})
+    assert found == told and differing(state, expected) == []
+    assert len(list(tmp_path.rglob("*.flat"))) == 2
+
+
 def _odd_bits(path: str | None, micro_steps: int) -> list[bytes]:
     """On a real rank: a model with tied, frozen, empty, unused and 0-d parameters, some of which stay whole."""
     zero = {} if path is None else {**nvme(path), **in_files(path)}
@@ -88,6 +156,18 @@ def test_real_ranks_have_the_bits_of_the_device_for_odd_models_too(
     assert list(tmp_path.iterdir()) == [], "files go with the state"
 
 
+def test_a_weight_whose_parameters_are_in_files_is_refused_before_its_master_is_written(tmp_path: Path) -> None:
+    cfg = config(3, optimizer=ADAMW, **in_files(tmp_path)) | PRECISIONS["bfloat16"]
+    step = fzero.make_train_step(make(blocks), cfg)
+    state = step.init()
+    before = {key: master.clone() for key, master in state.master.items()}
+    buffer = step.plan.flat_buffers[0]
+    name, shape = buffer.layout.names[0], buffer.layout.shapes[0]
+    with pytest.raises(ValueError, match=r"must have its state in memory to be written, and it is in .*offload_param"):
+        with_weight(step, state, name, torch.full(shape, 3.0))
+    assert all(torch.equal(before[key], master) for key, master in state.master.items())
+
+
 def test_the_specs_say_where_every_shard_lives(tmp_path: Path) -> None:
     ranks = on(2, step_of(3, "bfloat16", **nvme(tmp_path), **in_files(tmp_path, max_in_cpu=NUMEL // 2)))
     by_memory = ranks.plan.bytes_by_memory
@@ -103,19 +183,16 @@ def test_the_specs_say_where_every_shard_lives(tmp_path: Path) -> None:
     ("zero", "options", "message"),
     [
         ({"buffer_size": 100}, {}, r"offload_param.buffer_size: must hold the longest shard .* 6496 elements, got 100"),
-        ({}, {"compile": "step"}, r"compile: must be None or 'block' .* 'nvme'"),
+        ({}, {"compile": "step"}, r"compile: must be None or 'block' where parameters come .* params/.* on 'nvme'; drop it"),
         ({}, {"donate": False}, r"donate: must be True where state is in files"),
-        ({}, {"type": "Lamb"}, r"optimizer.type: must be elementwise .* got 'Lamb' with params/.* on 'nvme'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_fix(
     zero: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    how = dict(options)
-    cfg = config(3, optimizer=ADAMW | ({"type": how.pop("type"), "params": {}} if "type" in how else {}))
-    cfg["zero_optimization"] |= in_files(tmp_path, **zero)
+    cfg = config(3, optimizer=ADAMW, **in_files(tmp_path, **zero))
     with pytest.raises(fzero.ConfigError, match=message):
-        fzero.make_train_step(make(blocks), cfg, **how)
+        fzero.make_train_step(make(blocks), cfg, **options)
 
 
 def test_a_unit_of_two_buffers_needs_as_many_on_their_way(tmp_path: Path) -> None:
@@ -130,26 +207,29 @@ def test_a_unit_of_two_buffers_needs_as_many_on_their_way(tmp_path: Path) -> Non
 
 
 def _started(path: str, monkeypatch: pytest.MonkeyPatch, world_size: int, **zero: Any) -> list[list[str]]:
-    """By rank, what a step starts to read (r) and write (w): of parameters (p) and gradients (g), with the block's number."""
+    """By rank, what a step starts: its passes read (r) and write (w), something is read ahead for the update (a), or it asks a
+    file for anything (f); of parameters (p) and gradients (g), with the block's number."""
     logs: list[list[str]] = [[] for _ in range(world_size)]
 
-    def spy(name: str) -> None:
-        before = getattr(FileStore, name)
+    def spy(owner: type, name: str, what: str) -> None:
+        before = getattr(owner, name)
 
-        def call(store: FileStore, tensor: str, *args: Any) -> Any:
-            if "exp_avg" not in tensor:
-                kind = "g" if "grads" in tensor else "p"
-                logs[int(store.folder.name[-1])].append(f"{name[0]}{kind}{tensor.split('/')[0][-1]}")
-            return before(store, tensor, *args)
+        def call(files: Any, tensor: str, *args: Any) -> Any:
+            store = files if isinstance(files, FileStore) else files.mover(tensor).store
+            kind = "g" if "grads" in tensor else "p"
+            logs[int(store.folder.name[-1])].append(f"{what}{kind}{tensor.split('/')[0][-1]}")
+            return before(files, tensor, *args)
 
-        monkeypatch.setattr(FileStore, name, call)
+        monkeypatch.setattr(owner, name, call)
 
     placements = {"grads/*": Placement("nvme", path=path), "params/*": Placement("nvme", path=path)}
     cfg = config(3, optimizer=ADAMW, **zero) | {"train_batch_size": 24}
     ranks = on(world_size, fzero.make_train_step(make(partial(blocks, 6)), cfg, placements=placements))
     state, _ = train(ranks, ranks.init(), 0, 1)
-    spy("read")
-    spy("write")
+    spy(Files, "start_read", "r")
+    spy(Files, "start_write", "w")
+    spy(Files, "ahead", "a")
+    spy(FileStore, "read", "f")
     train(ranks, state, 1, 1)
     return logs
 
@@ -157,9 +237,12 @@ def _started(path: str, monkeypatch: pytest.MonkeyPatch, world_size: int, **zero
 def test_shards_are_read_ahead_and_gradients_leave_while_the_backward_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for world_size, order in ((1, {}), (2, {}), (2, {"round_robin_gradients": True})):
-        for log in _started(str(tmp_path), monkeypatch, world_size, **order):
-            passes = log[: log.index("rg0")]  # what follows is the norm and the update
+    more = {
+        "offload_optimizer": {"device": "cpu", "buffer_count": 9}
+    }  # two tensors in files for each of three sub-groups, and three
+    for world_size, zero in ((1, {}), (2, {}), (2, {"round_robin_gradients": True}), (2, more)):
+        for log in _started(str(tmp_path), monkeypatch, world_size, **zero):
+            passes = [x for x in log if x[0] in "rw"]
             reads, writes = ([x[-1] for x in passes if x[:2] == kind] for kind in ("rp", "wg"))
             assert "".join(reads) == "01234543210", "block 5 stays from the forward to the backward"
             assert "".join(writes) == "543210"
@@ -167,6 +250,13 @@ def test_shards_are_read_ahead_and_gradients_leave_while_the_backward_runs(
             # 4 runs backward, block 3 is gathered and block 2 is read.
             num_before = sum(x[:2] == "rp" for x in passes[: passes.index("wg5")])
             assert num_before == {1: len("0123454"), 2: len("012345432")}[world_size], passes
+            # What the update asks for first is there when the backward ends: three sub-groups have buffers, or more.
+            backward = log[log.index("ap0") :]
+            early = [f"ap{i}" for i in range(6 if "offload_optimizer" in zero else 3)]
+            assert [x for x in log if x[0] == "a"] == early
+            assert backward.index("wg5") > backward.index(early[-1]) and "rp5" not in backward
+            assert sorted(x for x in log if x[:2] == "fg") == [f"fg{i}" for i in range(6)], "the norm reads nothing"
+            assert len([x for x in log if x[:2] == "fp"]) == len(reads) + 6, "what was read ahead is not read again"
         monkeypatch.undo()
 
 

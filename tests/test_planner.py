@@ -27,9 +27,12 @@ from fzero.estimates import zero_nbytes
 from fzero.fit import Limits
 from fzero.flop_counts import counter
 from fzero.named_models import ModelError, PlainGPT, filled, named
+from fzero.paper_parts import order_of, parts_of
+from fzero.paper_step import follow
 from fzero.simulate import LockstepRanks, stacked
+from fzero.stream_buffers import stream_buffers
+from fzero.timeline import Lanes, Machine
 from fzero.traced_activations import Alive, trace_activations
-from fzero.working_buffers import working_buffers
 
 FP16 = {"fp16": {"enabled": True}}
 
@@ -231,29 +234,179 @@ def test_planned_buffers_are_those_that_a_running_step_takes(
     state = ranks.init()
     for _ in range(2):  # the order of gathers is known from the second on
         state, _ = ranks(state, stacked([vectors(rank, 4) for rank in range(3)]))
-    planned = working_buffers(ranks.plan)
-    assert counted.most["gathers"] == planned.gathers
-    assert counted.most["reductions"] == planned.reductions
-    assert bool(planned.gathers) == (stage == 3)
-    assert bool(planned.reductions) == (stage > 1 or precision == "wide gradients")
+    batch = vectors(0, 4)
+    for trace in (None, trace_activations(make(Uneven), cfg, batch)):
+        planned = follow(ranks.plan, trace)
+        assert counted.most["gathers"] == planned.most("gathers")
+        assert counted.most["reductions"] == planned.most("reductions")
+        assert bool(planned.most("gathers")) == (stage == 3)
+        assert bool(planned.most("reductions")) == (stage > 1 or precision == "wide gradients")
 
 
 def test_planned_pools_of_host_memory_are_those_that_a_step_with_files_makes(tmp_path: Path) -> None:
     block = {"device": "nvme", "nvme_path": str(tmp_path)}
-    for precision in ({}, {"bf16": {"enabled": True}}):
+    for how in ({}, {"bf16": {"enabled": True}}, {"optimizer": {"type": "Lamb"}}):
         for zero in (
             {"offload_optimizer": block},
             {"offload_optimizer": block, "offload_param": block | {"max_in_cpu": 0}},
         ):
-            step = fzero.make_train_step(make(Uneven), config(3, **zero) | precision)
+            step = fzero.make_train_step(make(Uneven), config(3, **zero) | how)
             files = offload.files_of(step.init())
             pools = sum(mover.pool.num * mover.pool.nbytes for mover in files._movers.values())
-            planned = working_buffers(step.plan).host_pool - step._offload._staged_nbytes
+            planned = stream_buffers(step.plan).host_pool - step._offload._staged_nbytes
+            if how.get(
+                "optimizer"
+            ):  # two flat buffers as wholes, and two tensors that leave; the pool only moves a state
+                nbytes = 4 * max(buffer.shard_numel for buffer in step.plan.flat_buffers)
+                num_tensors = 2 * (4 if "offload_param" in zero else 3) + 2
+                assert stream_buffers(step.plan).host_pool == step._offload._staged_nbytes == num_tensors * nbytes
+                continue
             assert pools >= planned > 0.5 * pools, "buffers of the pool are rounded up to whole blocks of the files"
             files.close()
 
 
+# --- a step on paper ---------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Whose head is its embedding, so that a unit is entered twice; and a block that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(Narrow(width) for width in (8, 40, 24, 70))
+        self.unused = Narrow(30)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy((x @ self.embedding.weight.T).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("every", [None, 1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", [Uneven, Tied])
+def test_the_order_on_paper_is_the_order_that_a_running_step_learns(
+    kind: type[nn.Module], stage: int, every: int | None
+) -> None:
+    cfg = config(stage) | {"activation_checkpointing": {"every": every} if every else {}}
+    model, batch = make(kind), vectors(0, 4) if kind is Uneven else torch.zeros(2, 8, dtype=torch.int64)
+    step = fzero.make_train_step(model, cfg)
+    step(step.init(), batch)
+    trace = trace_activations(model, cfg, batch)
+    assert order_of(step.plan, parts_of(step.plan, trace, Machine())) == step.schedule
+
+
+@pytest.mark.parametrize("cfg", [{}, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}, FP16])
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_sent_on_paper_is_what_the_plan_says(stage: int, cfg: dict[str, Any]) -> None:
+    zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 50}}
+    plan = fzero.plan(make(Uneven), cfg | zero, world_size=4)
+    sent = sum(sum(of_axis.values()) for of_axis in plan.sent_nbytes_by_axis.values())
+    assert follow(plan).timeline.sent == sent
+
+
+def test_the_peak_is_that_of_the_sum_and_not_the_sum_of_peaks() -> None:
+    batch, cfg = vectors(0, 4000), config(3)
+    found = follow(fzero.plan(make(Uneven), cfg, world_size=2), trace_activations(make(Uneven), cfg, batch))
+    parts = ("gathers", "reductions", "arrivals", "activations")
+    assert found.nbytes == sum(found.at_peak.values()) < sum(found.state.values()) + sum(map(found.most, parts))
+    assert found.peak.label in found.told and "activations" in found.told
+    labels = [row.label for row in found.rows]
+    assert labels[0] == "forward" and labels[-1] == "update"
+    assert (
+        labels.index("forward of blocks.0")
+        < labels.index("backward of blocks.5")
+        < labels.index("backward of blocks.0")
+    )
+    assert {name: n for name, n in found.rows[-1].held.items() if name != "streams"} == {}, "nothing is left"
+    assert found.draw("a step").axes
+
+
+def test_an_accumulated_step_takes_its_micro_steps_and_keeps_no_more() -> None:
+    def one(num: int, stage: int = 2) -> Any:
+        cfg = config(stage) | {"gradient_accumulation_steps": num, "train_micro_batch_size_per_gpu": 4}
+        batch = vectors(0, 4)
+        return follow(fzero.plan(make(Uneven), cfg, world_size=2), trace_activations(make(Uneven), cfg, batch))
+
+    two, three, four = one(2), one(3), one(4)
+    assert four.seconds > three.seconds > two.seconds
+    assert four.seconds - three.seconds == pytest.approx(three.seconds - two.seconds)
+    assert two.nbytes == four.nbytes
+
+
+def test_lanes_do_one_thing_at_a_time_and_overlap_unless_nothing_does() -> None:
+    ends = {}
+    for overlap in (True, False):
+        lanes = Lanes(overlap=overlap)
+        gathers = [lanes.start("collective", "gather", 2.0), lanes.start("collective", "gather", 2.0)]
+        copied = lanes.start("host", "copy", 1.0, after=gathers[0])
+        lanes.compute("", 3.0)
+        lanes.wait("", max(*gathers, copied))
+        lanes.settle()
+        ends[overlap] = lanes.now
+    assert ends == {True: 4.0, False: 8.0}
+
+
+def test_seconds_follow_the_rates() -> None:
+    batch, cfg = vectors(0, 64), config(3)
+    plan, trace = fzero.plan(make(Uneven), cfg, world_size=4), trace_activations(make(Uneven), cfg, batch)
+
+    def seconds(**rates: float) -> float:
+        return follow(plan, trace, machine=Machine(**rates)).seconds
+
+    slow: dict[str, Any] = {"latency": 0.0, "flops": 1e30, "memory": 1e30, "network": 1e30}
+    sent, moves = follow(plan, trace).timeline.sent, trace.moments
+    assert seconds(**slow | {"network": 1e6}) == pytest.approx(sent / 1e6)
+    assert seconds(**slow | {"flops": 1e6}) == pytest.approx(trace.flops / 1e6)
+    assert seconds(**slow | {"memory": 1e6}) > sum(work.nbytes for moment in moves for work in moment.work) / 1e6
+    both = seconds(**slow | {"network": 1e6, "flops": 2 * trace.flops / sent * 1e6})
+    assert sent / 1e6 < both < 1.5 * sent / 1e6, "half of it is computed, some of that beside what is sent"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_state_that_streams_crosses_once_each_way_and_gradients_besides(stage: int) -> None:
+    cfg = config(stage, offload_optimizer={"device": "cpu"}) | {"bf16": {"enabled": True, "auto_cast": True}}
+    plan = fzero.plan(make(Uneven), cfg, world_size=2)
+    held = plan.bytes_by_memory["host"]
+    state, grads = held["master"] + held["optimizer"], held["gradients"]
+    for device, factor in (("cuda", 1), ("cpu", 0)):  # where host memory is the device's
+        timeline = follow(plan, machine=Machine(host=1e6), device=device).timeline  # type: ignore[arg-type]
+        moved = {
+            lane: sum(s.end - s.begin for s in timeline.spans if s.lane == lane) * 1e6 for lane in ("host", "back")
+        }
+        assert moved["host"] == pytest.approx(factor * (state + 2 * grads)), "read for the norm, too"
+        assert moved["back"] == pytest.approx(factor * (state + grads))
+
+
 # --- activations -------------------------------------------------------------------------------------------------
+
+
+def most_alive(model: nn.Module, cfg: dict[str, Any], batch: Any) -> int:
+    """Bytes that an eager step on real tensors makes besides the state, counted by the same rule."""
+    step = fzero.make_train_step(model, cfg)
+    state, _ = step(step.init(), batch)  # which takes what later steps keep
+    alive = Alive()
+    alive.ignore(x for x in optree.tree_leaves((state, batch)) if isinstance(x, Tensor))
+    with alive:
+        step(state, batch)
+    return alive.most
+
+
+class Wide(Uneven):
+    """Whose gradients are larger than its activations."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.blocks = nn.ModuleList(Narrow(20_000) for _ in range(3))
+
+
+def test_the_gradients_of_a_unit_are_alive_together() -> None:
+    model, batch = make(Wide), vectors(0, 1)
+    found = most_alive(model, {"gradient_clipping": 0.0}, batch)
+    assert found == pytest.approx(trace_activations(model, {}, batch).nbytes, rel=0.01)
+    assert found > 4 * 2 * 16 * 20_000, "of both layers of a block"
 
 
 @pytest.mark.parametrize("shape", [(2, 128), (1, 4)])
@@ -271,14 +424,37 @@ def test_traced_activations_are_what_a_running_step_makes(
     cfg |= {"activation_checkpointing": {"every": 1}} if checkpoint else {}
     batch = {"input_ids": tokens, "labels": tokens}
     traced = trace_activations(model, cfg, batch)
-    step = fzero.make_train_step(model, cfg)
-    state, _ = step(step.init(), batch)  # which takes what later steps keep
-    alive = Alive()
-    alive.ignore(iter([*optree.tree_leaves(state), tokens]))
-    with alive:
-        step(state, batch)
-    assert alive.most == pytest.approx(traced.nbytes, rel=0.01), "and the step's own numbers"
+    assert most_alive(model, cfg, batch) == pytest.approx(traced.nbytes, rel=0.01), "and the step's own numbers"
     assert traced.nbytes == trace_activations(model.to("meta"), cfg, batch).nbytes, "values do not matter"
+
+
+class Caching(nn.Module):
+    """Makes tables when it runs first, and notes that it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.table: Tensor | None = None
+        self.tables: dict[int, Tensor] = {}
+        self.num_runs = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.num_runs += 1
+        if self.table is None:
+            self.table = self.tables[x.shape[1]] = torch.arange(x.shape[1], dtype=x.dtype)
+            self.register_buffer("late", self.table + 1, persistent=False)
+        self.seen = self.seen + 1
+        return nn.functional.mse_loss(self.layer(x + self.table), y)
+
+
+def test_a_model_that_is_planned_is_left_as_it_was() -> None:
+    model, batch = make(Caching), vectors(0, 4)
+    seen, before = model.seen, {name: dict(vars(module)) for name, module in model.named_modules()}
+    fzero.compare_plans(model, batch=batch)
+    assert {name: vars(module) for name, module in model.named_modules()} == before
+    assert model.table is None and not model.tables and list(model._buffers) == ["seen"] and model.seen is seen
+    assert torch.isfinite(model(*batch)), "on real tensors"
 
 
 def test_checkpointing_saves_activations_and_costs_a_forward() -> None:
@@ -383,8 +559,8 @@ def test_more_memory_is_never_slower_and_what_fits_holds(billion: nn.Module, tmp
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
     for size, best in fitting:
         planned = fzero.plan(billion, best.column.keys, world_size=8)
-        device = planned.bytes_by_memory["device"]
-        assert best.device_nbytes == sum(device.values()) + working_buffers(planned).on_device <= size * GIGA
+        assert best.device_nbytes == follow(planned).nbytes <= size * GIGA
+        assert best.device_nbytes > sum(planned.bytes_by_memory["device"].values())
     found[-1].save(tmp_path / "fits.json")
     assert fzero.Config.load(tmp_path / "fits.json").zero_optimization.stage == fitting[-1][1].choice.stage
     with pytest.raises(fzero.ConfigError, match=r"^fit: nothing fits into 0.3 GB; .* needs the least of the device, "):
@@ -410,10 +586,57 @@ def test_the_ladder_goes_one_change_at_a_time_from_the_given_configuration(billi
     later = fzero.fit(billion, FP16 | {"zero_optimization": {"stage": 3}}, world_size=4, device_nbytes=60 * GIGA)
     assert later.best is not None and later.best.choice.stage == 3, "no stage below the given one"
     for rung in found.ladder:
-        assert rung.device_nbytes == rung.column.nbytes("device") + rung.activations > rung.activations > 0
+        assert rung.device_nbytes == rung.column.nbytes("device") > rung.activations > 0
         assert Limits(rung.device_nbytes).hold(rung) and not Limits(rung.device_nbytes - 1).hold(rung)
         host = rung.column.nbytes("host")
         assert Limits(math.inf, host).hold(rung) and not (host and Limits(math.inf, host - 1).hold(rung))
+
+
+OLDER = [
+    ({"stage": 2, "cpu_offload": True}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+    ({"stage": 3, "cpu_offload": False, "cpu_offload_params": True, "cpu_offload_use_pin_memory": True},
+     {"stage": 3, "offload_param": {"device": "cpu"}}),
+    ({"stage": 3, "prefetch_bucket_size": 999}, {"stage": 3, "stage3_prefetch_bucket_size": 999}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("older", "today"), OLDER, ids=["optimizer", "parameters", "spelling"])
+def test_older_names_of_keys_are_planned_as_todays(older: dict[str, Any], today: dict[str, Any]) -> None:
+    def found(zero: dict[str, Any]) -> Any:
+        cfg = FP16 | {"zero_optimization": zero}
+        compared = fzero.compare_plans(make(Uneven), cfg, world_size=2)
+        fitting = fzero.fit(make(Uneven), cfg, world_size=2, device_nbytes=1e9)
+        columns = {column.name: column.memory for column in compared.columns}
+        rungs = [(rung.name, rung.device_nbytes) for rung in fitting.ladder]
+        return compared.given, columns, compared.refused, rungs, fitting.notes
+
+    assert found(older) == found(today)
+    assert fzero.compare_plans(make(Uneven), {"zero_optimization": older}).refused == {}
+    beside = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(fzero.ConfigError, match=r"zero_optimization.cpu_offload: stands beside 'offload_optimizer'"):
+        fzero.compare_plans(make(Uneven), beside)
+
+
+def test_checkpointing_that_is_configured_is_planned_as_it_is() -> None:
+    model, batch = make(Uneven), vectors(0, 4000)
+    cfg = config(1) | {"activation_checkpointing": {"every": 4}}
+    found = fzero.fit(model, cfg, world_size=2, device_nbytes=1e9, batch=batch)
+    assert {rung.column.keys["activation_checkpointing"]["every"] for rung in found.ladder} == {4}
+    given, all_of_them = (
+        fzero.compare_plans(
+            model, config(1) | {"activation_checkpointing": {"every": every}}, world_size=2, batch=batch
+        )
+        for every in (4, 1)
+    )
+    assert found.ladder[0].device_nbytes == given["stage 1"].nbytes("device") != all_of_them["stage 1"].nbytes("device")
+
+
+def test_a_model_without_repeated_blocks_is_fitted_without_checkpointing() -> None:
+    found = fzero.fit(make(Caching), config(1), world_size=2, device_nbytes=1e9, batch=vectors(0, 4))
+    assert found.best is not None and not any(rung.choice.checkpoints for rung in found.ladder)
+    assert "Activation checkpointing was not tried: Caching has no repeated blocks." in found.notes
+    with_blocks = fzero.fit(make(Uneven), config(1), world_size=2, device_nbytes=1e9, batch=vectors(0, 4))
+    assert any(rung.choice.checkpoints for rung in with_blocks.ladder) and "repeated" not in str(with_blocks)
 
 
 def test_a_unit_larger_than_the_default_limit_raises_it_and_says_so() -> None:
@@ -433,3 +656,15 @@ def test_seventy_billion_parameters_on_1024_ranks_are_compared_within_three_seco
     str(compared)
     assert time.process_time() - started < 3
     assert sum(compared["stage 3"].plan.bytes_per_rank.values()) < 1.2e9
+
+
+def test_a_model_whose_loss_is_computed_outside_is_planned_and_fitted() -> None:
+    model, batch = nn.Linear(64, 8), torch.empty(32, 64, device="meta")
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).float().square().mean()
+
+    compared = fzero.compare_plans(model, world_size=2, batch=batch, loss_fn=loss_fn)
+    assert compared["stage 2"].step.at_peak["activations"] >= 32 * 8 * 4
+    found = fzero.fit(model, world_size=2, device_nbytes=1e9, batch=batch, loss_fn=loss_fn)
+    assert found.best is not None

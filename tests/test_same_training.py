@@ -6,7 +6,6 @@ is at fault in DeepSpeed 0.19.6, which docs/deepspeed.md lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -59,14 +58,6 @@ OPTIMIZER, BOTH = ("optimizer",), ("optimizer", "param")
 PLACES = (*((stage, ()) for stage in range(4)), *((stage, OPTIMIZER) for stage in (1, 2, 3)), (3, BOTH))
 CASES = tuple(Case(stage, precision, where) for stage, where in PLACES for precision in ("fp32", "bf16", "fp16"))
 SHORT = (Case(0, "fp32"), Case(1, "fp16"), Case(2, "bf16"), Case(2, "fp16", OPTIMIZER), Case(3, "bf16"))
-
-
-@pytest.fixture(scope="module")
-def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeepSpeed]:
-    pytest.importorskip("deepspeed", reason="`make env` installs it")
-    found = DeepSpeed(tmp_path_factory.mktemp("deepspeed"))
-    yield found
-    found.close()
 
 
 def _by_engine(config: dict[str, Any], num_steps: int) -> list[float]:

@@ -21,7 +21,7 @@ from laws import examples
 from torch import Tensor
 
 from fzero.file_store import FileSpec, FileStore, StoreError
-from fzero.movers import DeviceMover, FileMover
+from fzero.movers import DeviceMover, FileMover, Part
 from fzero.precision import long_leaves, stochastic, widened
 from fzero.stream import Mover, Streamed, SubGroup, cut, init_streamed, stream_update, streamed_names, update_streamed
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, lion, same_bits, scale, sgd, unless
@@ -262,6 +262,29 @@ def test_a_write_that_fails_in_mid_stream_ends_the_update_and_all_later_ones(ahe
                     stream_update(lambda _, x: x[0].add_(1), mover, groups, read_ahead=ahead, write_behind=ahead)  # type: ignore[func-returns-value]
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("numel", [4096, 2048, 1024])
+def test_what_was_read_ahead_is_what_the_file_holds_when_it_is_fetched(numel: int, tmp_path: Path) -> None:
+    with FileStore(tmp_path, {"x": FileSpec(4096, "float32"), "y": FileSpec(4096, "float32")}) as store:
+        mover, seen = FileMover(store, num_buffers=3, buffer_nbytes=16384), []
+        mover.ahead(Part("x", 0, 4096))  # which is then written, also a part at a time
+        stream_update(lambda g, x: x[0].fill_(g.start + numel), mover, cut(("x",), 4096, numel), read_ahead=0)
+        for part in (Part("x", 0, 4096), Part("y", 0, 2048), Part("y", 2048, 4096)):
+            mover.ahead(part)
+        (all_of_it,) = cut(("x",), 4096, 4096, kept=("x",))
+        stream_update(lambda _, x: seen.append(x[0].tolist()), mover, [all_of_it], read_ahead=0, write_behind=0)
+        assert seen == [[float(i // numel * numel + numel) for i in range(4096)]]
+        for _ in range(3):
+            mover.take()  # also those of what nobody asked for
+
+
+def test_a_read_ahead_that_is_refused_takes_no_buffer(tmp_path: Path) -> None:
+    with FileStore(tmp_path, {"x": FileSpec(4096, "float32")}) as store:
+        mover = FileMover(store, num_buffers=1, buffer_nbytes=4096)
+        with pytest.raises(ValueError, match="x: the buffer must be 16384 bytes"):
+            mover.ahead(Part("x", 0, 4096))
+        assert mover.pool.num_free == 1
 
 
 def test_what_there_is_no_room_for_is_told_before_anything_is_done(tmp_path: Path) -> None:

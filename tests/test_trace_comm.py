@@ -20,6 +20,7 @@ from training import Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
 from fzero.comm import Comm
+from fzero.file_tensors import in_memory
 from fzero.lockstep import Hub
 from fzero.simulate import LockstepRanks
 from sharding import Mesh
@@ -115,6 +116,44 @@ def test_processes_lockstep_compiled_step_and_plan_tell_the_same_which_is_the_pl
             row.num_elements * 4 for row in planned.rows if row.purpose == "told"
         ]
         assert {row.purpose for row in (*eager.rows, *compiled.rows)} <= {*ALIKE, "told"}
+
+
+def _traced_in_files(stage: int, path: str) -> tuple[Comm, list[bytes], list[bytes]]:
+    """On a real rank: what a step with state in files tells, and the state before and after."""
+
+    def bits() -> list[bytes]:
+        return [x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(in_memory(state))]
+
+    step = fzero.make_train_step(make(Plain), config(stage, **_in_files(stage, path)))
+    state = step.init()
+    before = bits()
+    comm = fzero.trace_comm(step, state, part(vectors(0), step.rank, step.world_size))
+    return comm, before, bits()
+
+
+def _in_files(stage: int, path: Path | str) -> dict[str, Any]:
+    files = {"device": "nvme", "nvme_path": str(path)}
+    return {"offload_optimizer": files} | ({"offload_param": files | {"max_in_cpu": 0}} if stage == 3 else {})
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 3), (3, 2)])
+def test_a_step_whose_state_is_in_files_sends_the_same_and_tells_whether_they_are_whole(
+    ranks: RankPool, world_size: int, stage: int, tmp_path: Path
+) -> None:
+    axis = fzero.Fake("data", world_size)
+    here, there = (
+        in_lockstep(fzero.make_train_step(make(Plain), config(stage, **zero), mesh=axis), vectors)
+        for zero in ({}, _in_files(stage, tmp_path / "lockstep"))
+    )
+    assert [row[1:] for row in there.rows if row.purpose != "files"] == [row[1:] for row in here.rows]
+    assert world_size == 1 or "files" in there.by_purpose()
+    if world_size == 2:
+        for comm, before, after in ranks(2, _traced_in_files, stage, str(tmp_path / "real")):
+            assert comm.rows == there.rows
+            assert before == after
+        planned = on_paper(Plain, vectors, config(stage, **_in_files(stage, tmp_path / "plan")), axis)[1]
+        assert told(planned, *ALIKE) == told(there, *ALIKE) and not (tmp_path / "plan").exists(), "nor makes files"
+    assert not list(tmp_path.rglob("*.flat")), "a copy goes with the trace"
 
 
 @pytest.mark.parametrize(("stage", "keys"), [(0, {"zero_quantized_gradients": True}), (3, CODED)])

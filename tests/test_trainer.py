@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ranks import RankPool
 from torch import Tensor
 
-pytest.importorskip("accelerate", reason="`make env` installs it")
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 VOCABULARY, LENGTH, NUM_SAMPLES = 31, 9, 44

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero import collectives
+from fzero import collectives, live_params
 from fzero.collectives import TIMEOUT
+from fzero.engine_watch import merged
+from fzero.tables import as_text
 
 
 def init_distributed(
@@ -64,6 +66,26 @@ def barrier(group: Any = None) -> None:
     """Waits for all ranks."""
     if dist.is_initialized():
         dist.barrier(group)
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """What all engines with `comms_logger` have sent, and how long this process waited; rank 0 prints it.
+
+    *Collective:* every rank; sends a few bytes.
+
+    Args:
+        show_straggler: whether the least and the most that any rank waited are told, too.
+        return_dict: whether this rank's numbers are returned, too: `{"summary": {collective: {bytes: {"count": …}}}, …}`.
+    """
+    log = merged([engine.comms_log for engine in live_params.engines() if engine.comms_log is not None])
+    waited = collectives.exchange(log.waited, collectives.job()) if show_straggler else [log.waited]
+    if get_rank() == 0:
+        for table in log.tables(waited):
+            print(as_text(table), flush=True)
+        if not log.counts:
+            print("nothing was logged: comms_logger.enabled of an engine's configuration switches it on", flush=True)
+    barrier()
+    return log.as_dict() if return_dict else None
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,277 @@
+"""Is a plan right? Planned bytes and seconds beside those of real steps, over models, stages, dtypes and checkpointing.
+
+    python benchmarks/plans.py memory            about a quarter of an hour; other work on the machine does not matter
+    python benchmarks/plans.py time              seven minutes on a quiet machine
+    python benchmarks/plans.py memory --models GPT --stages 0,3 --out out/mine
+
+Each case is a job of two ranks with one thread each, on gloo, in fresh processes, planned by `fzero.compare_plans` with
+`device="cpu"`. Of three numbers for each case the plan is compared with what was measured: bytes of *model state* (resident when
+only the state is left, beyond what there was before `init`), of the *rest* between steps (with the working buffers that a step
+keeps on a CPU), and at the *peak* of a step. glibc is told to give memory back at once, so that what is resident is what is held;
+a small model of the same kind has run before, so that libraries are loaded. Seconds are the median of steps of processes that
+keep their memory, at rates that two processes measure at once (`fzero.measure_rates(num_ranks=2)`) before the cases and after.
+"""
+
+import argparse
+import gc
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpt import GPT, Size
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+import fzero
+
+NUM_RANKS, CONTEXT = 2, 128
+NUM_ROWS = {"memory": 4, "time": 2}
+GIVES_BACK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+BARS = {"state": 0.05, "rest": 0.1, "peak": 0.1}
+
+
+def gpt(blocks: int) -> nn.Module:
+    return GPT(Size(width=512, num_blocks=blocks, num_heads=8, context=CONTEXT, num_rows=4))
+
+
+def llama(blocks: int) -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8000, hidden_size=512, num_hidden_layers=blocks, num_attention_heads=8, intermediate_size=1376,
+            use_cache=False, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+
+
+def bert(blocks: int) -> nn.Module:
+    """Whose head is tied to its embedding."""
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=8000, hidden_size=512, num_hidden_layers=blocks, num_attention_heads=8, intermediate_size=2048,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {"GPT": gpt, "Llama": llama, "BERT": bert}
+NUM_BLOCKS = {"GPT": 8, "Llama": 6, "BERT": 6}
+
+
+def built(name: str, blocks: int) -> nn.Module:
+    with torch.device("meta"):
+        model = MODELS[name](blocks)
+    return model.train()
+
+
+def batch_of(name: str, rows: int) -> Any:
+    tokens = torch.arange(rows * CONTEXT).view(rows, CONTEXT) % 256
+    return (tokens, tokens) if name == "GPT" else {"input_ids": tokens, "labels": tokens}
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(*batch) if isinstance(batch, tuple) else model(**batch).loss
+    return loss
+
+
+def keys_of(stage: int, precision: str, checkpointed: bool) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 10_000}
+    checkpointing = {"activation_checkpointing": {"every": 1}} if checkpointed else {}
+    return {"bf16": {"enabled": precision == "bf16"}, "zero_optimization": zero, **checkpointing}
+
+
+# --- measured ----------------------------------------------------------------------------------------------------
+
+
+def fill(module: nn.Module) -> None:
+    for x in module.parameters(recurse=False):
+        x.normal_(std=0.02)
+    for name, x in module.named_buffers(recurse=False):
+        _ = x.copy_(torch.arange(x.shape[-1])) if name == "position_ids" else x.zero_()
+
+
+def status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)[field].split()[0]) * 1024
+
+
+def train(name: str, blocks: int, keys: dict[str, Any], num_steps: int, rows: int) -> dict[str, float]:
+    """Steps of a model, with what is resident at their peak, between them, and when only the state is left."""
+    torch.manual_seed(0)
+    step = fzero.make_train_step(built(name, blocks), keys, loss_fn=loss_of)
+    with torch.no_grad():
+        state, batch = step.init(init_fn=fill), batch_of(name, rows)
+    seconds = []
+    for index in range(num_steps):
+        if index == 2:  # what is learned and kept is there
+            gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        began = time.perf_counter()
+        state, _ = step(state, batch)
+        seconds.append(time.perf_counter() - began)
+    found = {"peak": status("VmHWM"), "rest": status("VmRSS"), "seconds": statistics.median(seconds[2:] or seconds)}
+    del step, batch
+    gc.collect()
+    return found | {"state": status("VmRSS")}
+
+
+def run_rank(name: str, keys: dict[str, Any], num_steps: int, rows: int, rank: int, port: int, pipe: Any) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(NUM_RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    fzero.join()
+    train(name, 1, keys, 2, rows)
+    gc.collect()
+    before = status("VmRSS")
+    found = train(name, NUM_BLOCKS[name], keys, num_steps, rows)
+    pipe.send({key: value - before * (key != "seconds") for key, value in found.items()})
+    fzero.shutdown()
+
+
+def measured(name: str, keys: dict[str, Any], num_steps: int, rows: int) -> dict[str, float]:
+    """The mean of the ranks."""
+    fresh = get_context("forkserver")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    jobs = []
+    for rank in range(NUM_RANKS):
+        ours, theirs = fresh.Pipe()
+        jobs.append((fresh.Process(target=run_rank, args=(name, keys, num_steps, rows, rank, port, theirs)), ours))
+        jobs[-1][0].start()
+        theirs.close()
+    found = [pipe.recv() for _, pipe in jobs]
+    for process, _ in jobs:
+        process.join()
+    return {key: statistics.fmean(one[key] for one in found) for key in found[0]}
+
+
+# --- planned -----------------------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return loss_of(self.model, batch)
+
+
+def planned(name: str, keys: dict[str, Any], machine: fzero.Machine, rows: int) -> fzero.Column:
+    batch, model = batch_of(name, rows), built(name, NUM_BLOCKS[name])
+    model = model if name == "GPT" else Wrapped(model)
+    compared = fzero.compare_plans(model, keys, world_size=NUM_RANKS, batch=batch, machine=machine, device="cpu")
+    return compared[compared.given]
+
+
+# --- the tables --------------------------------------------------------------------------------------------------
+
+Case = tuple[str, int, str, bool]
+
+
+def run(args: argparse.Namespace, console: Console, machine: fzero.Machine) -> Iterator[dict[str, Any]]:
+    stages, models = map(int, args.stages.split(",")), args.models.split(",")
+    num_steps, rows = args.steps if args.what == "time" else 4, NUM_ROWS[args.what]
+    for name, precision, checkpointed, stage in product(models, ("fp32", "bf16"), (False, True), list(stages)):
+        keys = keys_of(stage, precision, checkpointed)
+        found, plan = measured(name, keys, num_steps, rows), planned(name, keys, machine, rows)
+        of_plan = {"state": sum(plan.step.state.values()), "rest": plan.step.at_rest, "peak": plan.step.nbytes}
+        told = {"model": name, "precision": precision, "checkpointed": checkpointed, "stage": stage}
+        yield told | {"measured": found, "planned": of_plan | {"seconds": plan.seconds}, "told": plan.step.told}
+        console.print(told, found, of_plan, plan.seconds, plan.step.told, soft_wrap=True) if args.verbose else None
+
+
+def table_of(cases: list[dict[str, Any]], names: tuple[str, ...], scale: float, unit: str) -> Table:
+    table = Table(title=f"planned / measured, {unit} on a rank", title_justify="left")
+    for column in ("model", "dtype", "checkpointed", "stage"):
+        table.add_column(column)
+    for name in names:
+        table.add_column(f"{name}\nplanned, measured, ratio", justify="right")
+    for case in cases:
+        row = [case["model"], case["precision"], "yes" if case["checkpointed"] else "", str(case["stage"])]
+        for name in names:
+            a, b = case["planned"][name], case["measured"][name]
+            row.append(f"{a / scale:.3g}  {b / scale:.3g}  {a / b:.2f}")
+        table.add_row(*row)
+    return table
+
+
+def errors(cases: list[dict[str, Any]], name: str) -> list[float]:
+    return [case["planned"][name] / case["measured"][name] - 1 for case in cases]
+
+
+def ranking(cases: list[dict[str, Any]], *, by: tuple[str, ...], margin: float = 0.03) -> tuple[int, int]:
+    """Of pairs of cases that differ in nothing but `by`, and in time by more than the margin: how many the plan ranks right."""
+    fields = ("model", "precision", "checkpointed", "stage")
+    right = total = 0
+    for index, a in enumerate(cases):
+        for b in cases[:index]:
+            if any(a[field] != b[field] for field in fields if field not in by):
+                continue
+            of_a, of_b = a["measured"]["seconds"], b["measured"]["seconds"]
+            if abs(of_a / of_b - 1) > margin:
+                total += 1
+                right += (of_a > of_b) == (a["planned"]["seconds"] > b["planned"]["seconds"])
+    return right, total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("memory", "time"))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--stages", default="0,1,2,3")
+    parser.add_argument("--steps", type=int, default=6, help="of each case, for times; two do not count")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("out/plans"))
+    args = parser.parse_args()
+    if args.what == "memory" and any(os.environ.get(name) != value for name, value in GIVES_BACK.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | GIVES_BACK)
+    console = Console(highlight=False, width=120)
+    get_context("forkserver").set_forkserver_preload(["plans"])
+    rates = [fzero.measure_rates(num_ranks=NUM_RANKS)] if args.what == "time" else []
+    console.print(*rates)
+    cases = list(run(args, console, rates[0].machine if rates else fzero.Machine()))
+    if args.what == "memory":
+        console.print(table_of(cases, ("state", "rest", "peak"), 1e6, "MB"))
+        for name, bar in BARS.items():
+            found = errors(cases, name)
+            missed = sum(abs(error) > bar for error in found)
+            console.print(
+                f"{name}: from {min(found):+.1%} to {max(found):+.1%}, {missed} of {len(found)} off by more than {bar:.0%}"
+            )
+    else:
+        rates.append(fzero.measure_rates(num_ranks=NUM_RANKS))
+        console.print(table_of(cases, ("seconds",), 1.0, "s"))
+        found = errors(cases, "seconds")
+        console.print(f"error: median {statistics.median(map(abs, found)):.0%}, worst {max(found, key=abs):+.0%}")
+        for by in (("stage",), ("checkpointed",), ("stage", "checkpointed"), ("precision",)):
+            right, total = ranking(cases, by=by)
+            console.print(
+                f"of pairs that differ in {' or '.join(by)} by more than 3 %: {right} of {total} are ranked right"
+            )
+        console.print("rates before and after", *rates, sep="\n")
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{args.what}.json").write_text(
+        json.dumps({"cases": cases, "rates": [str(r) for r in rates]}, indent=1)
+    )
+
+
+if __name__ == "__main__":
+    main()

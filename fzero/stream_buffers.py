@@ -1,0 +1,89 @@
+"""How large are the buffers through which state moves that lives in host memory or in files? From the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import optree
+
+from fzero.placements import CHECKED_GRAIN
+from fzero.plan import BufferPlan, Plan
+from fzero.staging import MOST_LEAVING
+from sharding import TensorSpec
+from sharding.dtypes import itemsize
+
+
+class StreamBuffers(NamedTuple):
+    """Bytes of what is on its way at once.
+
+    Attributes:
+        on_device: sub-groups of state that lives in host memory, on their way to the update and back, or two flat buffers that
+            are updated as wholes.
+        host_pool: in host memory: sub-groups and shards of what lives in files.
+    """
+
+    on_device: int
+    host_pool: int
+
+
+def stream_buffers(plan: Plan) -> StreamBuffers:
+    """The buffers of a plan, on a device with a memory of its own."""
+    on_device, sub_groups = _streams(plan)
+    return StreamBuffers(on_device, sub_groups + _staged_from_files(plan))
+
+
+def _streams(plan: Plan) -> tuple[int, int]:
+    """Of sub-groups: on the device, and in host memory."""
+    trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
+    wholes = [sum(_away(buffer, plan, "host", "nvme")) for buffer in trained if buffer.updates_whole]
+    longest = max((updated_numel(buffer, plan) for buffer in trained), default=0)
+    most = min(plan.streaming.sub_group_numel, max(-(-longest // CHECKED_GRAIN), 1) * CHECKED_GRAIN)
+    on_device, num_in_files, width, further = 0, 0, 0, 0
+    for buffer in [buffer for buffer in trained if not buffer.updates_whole]:
+        away = list(updated_specs(buffer, plan))
+        in_host = sum(itemsize(spec.dtype) for spec in away if spec.placement.kind == "host")
+        on_device = max(on_device, min(most, updated_numel(buffer, plan)) * in_host)
+        widths = [itemsize(spec.dtype) for spec in away if spec.placement.kind == "nvme"]
+        num_in_files = max(num_in_files, len(widths))
+        # New parameters beside the master from which they are made.
+        beside = buffer.has_master and buffer.params.placement.kind == "nvme"
+        further, width = max(further, int(beside)), max([width, *widths, itemsize(buffer.dtypes.param) * beside])
+    num_alive = 1 + sum(plan.streaming.ahead(num_in_files).values())
+    on_host = plan.streaming.num_pooled(num_in_files, further) * most * width
+    return max([num_alive * on_device, *(2 * nbytes for nbytes in wholes)]), on_host
+
+
+def updated_numel(buffer: BufferPlan, plan: Plan) -> int:
+    """Elements that a rank updates."""
+    return buffer.master.local_shape(plan.mesh)[0]
+
+
+def updated_specs(buffer: BufferPlan, plan: Plan) -> Iterator[TensorSpec]:
+    """The specs of what an update reads and writes: what is updated, the gradient, and the optimizer's long tensors."""
+    yield buffer.master if buffer.has_master else buffer.params
+    yield buffer.grads
+    for spec in optree.tree_leaves(plan.optimizer[buffer.key]):
+        if buffer.is_long(spec):
+            yield spec
+
+
+def _away(buffer: BufferPlan, plan: Plan, *kinds: str) -> list[int]:
+    """The bytes of each of a buffer's tensors that lives in one of these memories."""
+    made = [buffer.params] if buffer.has_master else []
+    return [x.local_nbytes(plan.mesh) for x in (*made, *updated_specs(buffer, plan)) if x.placement.kind in kinds]
+
+
+def _staged_from_files(plan: Plan) -> int:
+    """Shards of parameters of two units that are read, and shards of gradients that are written, beside a pass; or what two flat
+    buffers have that are updated as wholes, and tensors of such that are written."""
+
+    def in_file(spec: TensorSpec) -> int:
+        return spec.local_nbytes(plan.mesh) if spec.placement.kind == "nvme" else 0
+
+    params = [sum(in_file(buffer.params) for buffer in unit.buffers) for unit in plan.units]
+    grads = [in_file(buffer.grads) for buffer in plan.flat_buffers if buffer.trainable]
+    wholes = [_away(b, plan, "nvme") for b in plan.flat_buffers if b.trainable and b.updates_whole]
+    leaving = max(chain(grads, *wholes), default=0)
+    return 2 * max([*params, *map(sum, wholes)]) + MOST_LEAVING * leaving
