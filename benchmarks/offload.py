@@ -6,9 +6,9 @@
 
 1. One rank updates a model whose forward and backward are next to nothing, with AdamW in stage 2; in fp32, and in bf16 with an
    fp32 master. `kernel` is PyTorch's fused AdamW on whole tensors (in bf16 with what widens gradients and writes parameters),
-   `copy` copies the three tensors that an update reads and writes. CPUAdam is DeepSpeed's, where that is installed: after a
-   norm of the gradients, as every step begins with, and in bf16 between a copy of the gradients and one of the parameters,
-   for it updates the fp32 master.
+   `copy` copies the three tensors that an update reads and writes. CPUAdam is DeepSpeed's, where that is installed: in bf16
+   between a copy of the gradients and one of the parameters, for it updates the fp32 master. Neither takes a norm here: both
+   libraries do that as gradients come in the backward.
 2. fio moves as many bytes as the update in files does, read and written in the same proportion at the same time, on the same
    path by blocks of the same size with as many in flight (apt-get install -y fio): the faster of io_uring and threads.
 3. The small GPT of the other benchmarks is trained with state in memory and in files. What could be hidden is what its bytes
@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 import fzero
 
-WIDTH = 1024
+WIDTH = 768
 READ = {"fp32": 12, "bf16": 14}
 """Bytes per parameter that an update with state in files reads: two moments, in bf16 the master, and the gradient."""
 WRITTEN = {"fp32": 8, "bf16": 12}
@@ -59,14 +59,19 @@ Contender = Callable[[], dict[str, float]]
 
 
 class Light(nn.Module):
-    """Weights whose gradient is the number one."""
+    """Equal blocks of weights, whose gradient is the number one."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, args: argparse.Namespace, num_blocks: int | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_blocks))
+        num_blocks, width = num_blocks or num_blocks_of(args), args.block_numel // WIDTH
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, width, bias=False) for _ in range(num_blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         return sum((block.weight.sum() * x.mean() for block in self.blocks), torch.zeros(()))
+
+
+def num_blocks_of(args: argparse.Namespace) -> int:
+    return max(args.millions * 1_000_000 // args.block_numel, 1)
 
 
 def timed(work: Callable[[], Any]) -> Contender:
@@ -128,7 +133,6 @@ def cpu_adam_of(numel: int, dtype: str, deepspeed: Any) -> Contender:
     optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam([master], adamw_mode=True)
 
     def run() -> None:
-        torch.linalg.vector_norm(low_grad, dtype=torch.float32)
         if dtype == "bf16":
             grad.copy_(low_grad)
         optimizer.step()
@@ -158,13 +162,12 @@ def fio_of(folder: Path, numel: int, dtype: str, args: argparse.Namespace) -> Co
 
 
 def contenders(folder: Path, args: argparse.Namespace, console: Console) -> dict[str, Contender]:
-    num_blocks = max(args.millions * 1_000_000 // WIDTH**2, 1)
-    numel = num_blocks * WIDTH**2
+    numel = num_blocks_of(args) * args.block_numel
     files = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}, "sub_group_size": args.sub_group}
     three = torch.zeros(3, numel), torch.zeros(3, numel)
     made = {"copy": timed(lambda: three[1].copy_(three[0]))}
     for dtype in DTYPES:
-        one, light = (torch.ones(1, dtype=DTYPES[dtype]),), lambda: Light(num_blocks)
+        one, light = (torch.ones(1, dtype=DTYPES[dtype]),), lambda: Light(args)
         made |= {
             f"device {dtype}": step_of(light, one, {}, dtype=dtype),
             f"host {dtype}": step_of(light, one, {"offload_optimizer": {"device": "cpu"}}, dtype=dtype),
@@ -279,9 +282,9 @@ def resident(args: argparse.Namespace) -> None:
     """Prints the bytes that training takes beyond what this process has already."""
     kind, precision, folder = args.resident
 
-    def train(num_blocks: int) -> None:
+    def train(num_blocks: int | None = None) -> None:
         with torch.device("meta"):
-            model = Light(num_blocks)
+            model = Light(args, num_blocks)
         cfg = {"bf16": {"enabled": precision == "bf16"}, "zero_optimization": kinds(folder)[kind]}
         step = fzero.make_train_step(model, cfg)
         state = step.init()
@@ -292,7 +295,7 @@ def resident(args: argparse.Namespace) -> None:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = peak_resident()
-    train(max(args.millions * 1_000_000 // WIDTH**2, 1))
+    train()
     print(peak_resident() - before)
 
 
@@ -304,7 +307,7 @@ def peak_resident() -> int:
 
 def memory(args: argparse.Namespace, console: Console) -> None:
     """A table of the bytes per parameter, by kind and precision."""
-    numel = max(args.millions * 1_000_000 // WIDTH**2, 1) * WIDTH**2
+    numel = num_blocks_of(args) * args.block_numel
     table = Table(title=f"bytes per parameter, Adam, one rank, {numel / 1e6:.1f}M parameters", title_justify="left")
     for column in ("in files", "fp32", "bf16, fp32 master"):
         table.add_column(column, justify="right" if "p" in column else "left")
@@ -312,7 +315,14 @@ def memory(args: argparse.Namespace, console: Console) -> None:
         row = []
         for precision in ("fp32", "bf16"):
             with tempfile.TemporaryDirectory(dir=args.path) as folder:
-                command = [sys.executable, __file__, "--millions", str(args.millions)]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--millions",
+                    str(args.millions),
+                    "--block-numel",
+                    str(args.block_numel),
+                ]
                 command += ["--resident", kind, precision, folder]
                 environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
                 done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -325,6 +335,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times updates of state that lives in memory and in files.")
     parser.add_argument("--path", type=Path, help="a folder on the disk to measure (default: the temporary one)")
     parser.add_argument("--millions", type=int, default=32, help="of parameters")
+    parser.add_argument(
+        "--block-numel", type=int, default=12 * WIDTH**2, help="of a flat buffer (default: GPT-2's blocks)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sub-group", type=int, default=1 << 20, help="elements of a sub-group")
     parser.add_argument("--block", type=int, default=1 << 20, help="bytes of one call to the system")
@@ -346,7 +359,7 @@ def main() -> None:
         made = contenders(Path(folder), args, console)
         rounds: Rounds = [{name: run() for name, run in made.items()} for _ in range(args.rounds)]
         del made
-    found = report(rounds, max(args.millions * 1_000_000 // WIDTH**2, 1) * WIDTH**2, console)
+    found = report(rounds, num_blocks_of(args) * args.block_numel, console)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "offload.json").write_text(
         json.dumps({"args": vars(args), "found": found, "rounds": rounds}, default=str, indent=1)

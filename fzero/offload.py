@@ -389,7 +389,7 @@ class Offload:
             del param, grad, share, updated, transform  # so that memory for files is taken back
             for name in [name for name in here if here[name] is not homes[name]]:
                 if name != leaves.grad:
-                    stage.put(homes[name], here[name], adds=False)
+                    stage.put(name, homes[name], here[name], adds=False)
                 scratch.give(here.pop(name))
         stage.settle()
 

@@ -234,13 +234,22 @@ def widened(
                 out[part].copy_(narrow_param)
         return grad, param, state
 
+    def update_each(grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
+        is_wide = out is None and all(x.dtype == _wide_dtype(x) == kept for x in (*grads, *params))
+        if transform.update_each is None or not is_wide:
+            return [update(*of)[2] for of in zip(grads, params, states, strict=True)]
+        if factor is not None:
+            for grad in grads:
+                grad.mul_(factor.to(kept))
+        return transform.update_each(grads, params, states)
+
     def place(param: TensorSpec) -> Any:
         leaves, treespec = optree.tree_flatten(transform.place(replace(param, dtype=_wide(param.dtype))))
         return treespec.unflatten(
             [replace(spec, dtype=state_dtype) if cast else spec for spec, cast in zip(leaves, is_cast, strict=True)]
         )
 
-    return Transform(init, update, place)
+    return Transform(init, update, place, update_each=update_each)
 
 
 def long_leaves(transform: Transform) -> list[bool]:

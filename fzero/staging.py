@@ -7,7 +7,8 @@ makes them, and goes on while they are written. Where a shard is on the device a
 What moves between files and a device stands in host memory that files are read into as it is (`fzero.host_buffers.paged`), and is
 kept for the next shard of the same size. A file that fails breaks its state and raises nothing here: the rank goes on with
 zeros, so that the others do not wait for it, and all of them are told when the pass is over (`fzero.offload.agree`). What the
-norm has to know of a gradient is measured when it leaves, so that nobody reads it again for that.
+norm has to know of a gradient is measured when it comes to where it lives, while the processor's caches have it, so that nobody
+reads it, or brings it back, for that.
 
 Shape letters: S elements of a shard.
 """
@@ -64,7 +65,7 @@ class Stage:
         device: where the pass works.
         scratch: where its buffers come from.
         most: how many shards may be on their way from files at once, of those that are asked for before they are needed.
-        measure: what is to be known of each shard of gradients that leaves, and costs no reading while it is here.
+        measure: what is to be known of a shard of gradients.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Stage:
         measure: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.device, self.scratch, self.most, self._measure = device, scratch, most, measure
-        self.measured: dict[str, Tensor] = {}  # of what was put last, by the name of its file
+        self._measured: dict[str, tuple[object, Tensor]] = {}  # what was put last, and what is known of it
         self._coming: dict[str, Callable[[], Tensor]] = {}
         self._leaving: deque[tuple[FileTensor, Tensor, Callable[[], object]]] = deque()
         self._copies_in: torch.cuda.Stream | None = None
@@ -151,29 +152,41 @@ class Stage:
 
     # --- what leaves ---------------------------------------------------------------------------------------------
 
-    def put(self, home: Leaf, values: Tensor, *, adds: bool) -> None:
-        """Takes values to a shard: in its place, or added to it. They may change when this returns."""
+    def put(self, name: str, home: Leaf, values: Tensor, *, adds: bool, measures: bool = False) -> None:
+        """Takes values to a shard: in its place, or added to it. They may change when this returns.
+
+        Args:
+            measures: whether this is all that it shall hold, to be asked for as `known`.
+        """
+        self._measured.pop(name, None)
+        here = values
         if isinstance(home, FileTensor):
-            self._put_in_file(home, values, adds=adds)
+            here = self._put_in_file(home, values, adds=adds)
         elif adds:
-            home.add_(values.to(home.device))
+            here = home.add_(values.to(home.device))
         elif home.data_ptr() != values.data_ptr():
             home.copy_(values, non_blocking=True)
             self._copies_out |= home.device != values.device
+        if measures and self._measure is not None and here.device == self.device and here.numel():
+            self._measured[name] = _content(home), self._measure(here.to(home.dtype))
 
-    def _put_in_file(self, home: FileTensor, values: Tensor, *, adds: bool) -> None:
+    def known(self, name: str, home: Leaf) -> Tensor | None:
+        """What was measured of a shard when it was put; None if that was not, or somebody has changed it since."""
+        content, number = self._measured.get(name, (None, None))
+        return number if content == _content(home) else None
+
+    def _put_in_file(self, home: FileTensor, values: Tensor, *, adds: bool) -> Tensor:
+        """The new values, or where they were added."""
         while len(self._leaving) >= MOST_LEAVING or (adds and self._leaving):
             self._end_leaving()
         flat = self._start_file(home)() if adds else self.scratch.take_paged(home.numel(), home.dtype)
         if adds and flat.device != torch.device("cpu"):
             flat = self.scratch.take_paged(home.numel(), home.dtype).copy_(flat)
         _ = flat.add_(values.to(flat.device)) if adds else flat.copy_(values)
-        self.measured.pop(home.name, None)
-        if self._measure is not None and flat.device == self.device and flat.numel():
-            self.measured[home.name] = self._measure(flat)
         wait = kept(home, lambda: home.files.start_write(home.name, flat))
         if wait is not None:
             self._leaving.append((home, flat, wait))
+        return flat if adds else values
 
     def _end_leaving(self) -> None:
         home, flat, wait = self._leaving.popleft()
@@ -195,3 +208,8 @@ class Stage:
             self.scratch.give(wait())
         self._coming.clear()
         self.settle()
+
+
+def _content(x: Leaf) -> object:
+    """What tells apart what a shard holds now from what it held before."""
+    return x if isinstance(x, FileTensor) else (x.data_ptr(), x.numel(), x._version)

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import optree
 import torch
@@ -37,7 +37,7 @@ from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Pending, R
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer, TorchOptimizer
 from fzero.eager import Pass, own_shard
-from fzero.file_tensors import Files, FileTensor, handles_of
+from fzero.file_tensors import Files, handles_of
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule, constant
 from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
@@ -52,10 +52,10 @@ from fzero.recipe import Recipe
 from fzero.safetensors_files import Export, exported_dtype
 from fzero.schedule import Event, Orders
 from fzero.sent import Label, Sent
-from fzero.staging import Scratch
+from fzero.staging import Scratch, Stage
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Machine, Timeline, joined, make_timeline
-from fzero.transforms import Transform, unless
+from fzero.transforms import Transform, unless, update_all
 from fzero.tune_probe import probe_of
 from fzero.wiring import GivenWire
 from sharding import Mesh, Sharded, TensorSpec
@@ -653,6 +653,9 @@ class TrainStep:
             is_last: whether nothing more is expected before the update: gradients that stay whole are reduced now. What comes
                 all the same is reduced for itself, and added.
             keeps: whether the graph stays, for a further backward.
+
+        Between this and `update`, the gradients of the round's state may be changed in place (not through `.data`, which
+        nobody sees: what is known of their norm would not be measured again).
         """
         self._num_passes += 1
         work, scale = round_.work, round_.state.loss_scale.scale
@@ -714,8 +717,8 @@ class TrainStep:
             buffers = self._agree(buffers, moved, has_news=self._has_news(told_AW3[..., 2]))
             wires: dict[str, Any] = round_.work.wires
             rng = state.rng if rng is None else rng
-            measured = round_.work.stage.measured
-            return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=round_.is_sum, measured=measured)
+            stage = round_.work.stage
+            return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=round_.is_sum, stage=stage)
 
     def _updated(
         self,
@@ -726,11 +729,11 @@ class TrainStep:
         wires: dict[str, dict[str, Any]],
         *,
         is_sum: bool,
-        measured: Mapping[str, Tensor],
+        stage: Stage,
     ) -> tuple[TrainState[Tensor], Metrics]:
-        """The state after the update with the gradients that it holds; `losses` and `measured` as in `_measure`."""
+        """The state after the update with the gradients that it holds; `losses` and `stage` as in `_measure`."""
         num_updates = int(state.step)
-        metrics, factor = self._measure(losses, state, is_sum=is_sum, num_updates=num_updates, measured=measured)
+        metrics, factor = self._measure(losses, state, is_sum=is_sum, num_updates=num_updates, stage=stage)
         state = self._update(state, factor, metrics.overflow, num_updates=num_updates)
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
@@ -835,13 +838,13 @@ class TrainStep:
         for key, home in state.grads.items():
             grad = grads.pop(key)
             if grad is not home:
-                stage.put(home, grad, adds=False)
+                stage.put(f"{key}/grads", home, grad, adds=False, measures=True)
                 self._scratch.give(grad)
         del grad
         stage.settle()
         self._agree_on_files(state)
         self._check_passes(told_AW3[..., 2].flatten())
-        return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=is_sum, measured=stage.measured)
+        return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=is_sum, stage=stage)
 
     def _turn_knobs(self, knobs: _Knobs, num_updates: int) -> None:
         """Writes what the graph reads about the update after `num_updates` others."""
@@ -952,7 +955,7 @@ class TrainStep:
         *,
         is_sum: bool,
         num_updates: int,
-        measured: Mapping[str, Tensor],
+        stage: Stage,
     ) -> tuple[Metrics, Tensor | None]:
         """The metrics, and the factor that the gradients still need, None for 1. *Collective* where they are sharded.
 
@@ -961,12 +964,12 @@ class TrainStep:
             state: holds the gradients.
             is_sum: whether each loss is a sum, to be divided by the sum of the weights.
             num_updates: made before this step.
-            measured: of gradients that were put in files, by name: what they add to the norm.
+            stage: that of the backward, which may know what a gradient adds to the norm.
         """
         check_rows(losses.flatten(0, 1), is_sum=is_sum)
         mean_loss, weight = mean_of(losses.flatten(0, 1), is_sum=is_sum)
         multiple = self._measures.multiple(weight, state.loss_scale.scale)
-        norm = self._norm(state, measured) / multiple
+        norm = self._norm(state, stage) / multiple
         overflow = ~(norm + mean_loss).isfinite()
         if self._cfg.skips_overflow:
             self._check_loss_scale(state, overflow)
@@ -980,17 +983,17 @@ class TrainStep:
         scale = state.loss_scale.scale.clone()
         return Metrics(mean_loss.float(), norm.float(), lr, overflow, scale), factor
 
-    def _norm(self, state: TrainState[Any], measured: Mapping[str, Tensor]) -> Tensor:
+    def _norm(self, state: TrainState[Any], stage: Stage) -> Tensor:
         """The global norm of what was collected (0-d float64): from the same numbers in the same order in all stages."""
         mesh = self._mesh
         held = [shard for shard in range(mesh.num_shards) if self.plan.stage == 0 or shard == mesh.shard]
         cut = [b for b in self.plan.flat_buffers if b.trainable and b.shard_numel]
 
         def numbers(shard: int) -> Iterator[Tensor]:
-            homes = [(b.key, own_shard(state.grads[b.key], b, shard)) for b in cut]
-            known = [measured.get(home.name) if isinstance(home, FileTensor) else None for _, home in homes]
+            homes = [(f"{b.key}/grads", own_shard(state.grads[b.key], b, shard)) for b in cut]
+            known = [stage.known(*named) for named in homes]
             unknown = [named for named, number in zip(homes, known, strict=True) if number is None]
-            rest = map(self._measures.of_shard, self._offload.stage(self._scratch).each(unknown))
+            rest = map(self._measures.of_shard, stage.each(unknown))
             return (next(rest) if number is None else number for number in known)
 
         parts = [self._measures.joined(numbers(shard), self.device) for shard in held]
@@ -1150,45 +1153,54 @@ class TrainStep:
     ) -> TrainState[Tensor]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
         skip, mesh = overflow if self._cfg.skips_overflow else None, self._mesh
-        optimizer: dict[str, Any] = {}
+        here: list[Update] = []
         away: list[Update] = []
-        joins: list[Callable[[], Pending]] = []
-        pending: list[Pending] = []
         for buffer in self.plan.flat_buffers:
             if not buffer.trainable:
                 continue
-            param, grad = state.params[buffer.key], state.grads[buffer.key]
-            share = param
+            share, grad = state.params[buffer.key], state.grads[buffer.key]
             if isinstance(buffer.row.optimizer, Sharded):
-                share = param if self._offload.joins(buffer) else own_shard(param, buffer, mesh.shard)
+                share = share if self._offload.joins(buffer) else own_shard(share, buffer, mesh.shard)
                 grad = own_shard(grad, buffer, mesh.shard)
             master = state.master.get(buffer.key, share)
-            optimizer[buffer.key] = state.optimizer[buffer.key]
+            at = self._transforms_of(buffer, num_updates, skip, factor, share if buffer.has_master else None)
             axes, label = mesh.axes[len(mesh.axes_of(buffer.row.params)) :], Label("join", buffer.key, "update")
-            start_join = partial(mesh.start_all_gather, axes=axes, label=label)
-            is_away = self._offload.is_away(buffer)
-            if is_away:
-                at = self._transforms_of(buffer, num_updates, skip, factor, share if buffer.has_master else None)
-                away.append(Update(buffer, grad, master, optimizer[buffer.key], at, share, start_join))
-            else:
-                transform = self._transform_of(
-                    buffer, num_updates, skip=skip, factor=factor, out=share if buffer.has_master else None
-                )
-                _, _, optimizer[buffer.key] = transform.update(grad, master, optimizer[buffer.key])
-            if share is not param:
-                join = partial(start_join, share, param)
-                if is_away:
-                    joins.append(join)  # when it has been updated, after those that are here
-                else:
-                    with ranged("join", buffer.key):
-                        pending.append(join())
-        state = state._replace(optimizer=optimizer)
+            join = partial(mesh.start_all_gather, axes=axes, label=label)
+            update = Update(buffer, grad, master, state.optimizer[buffer.key], at, share, join)
+            (away if self._offload.is_away(buffer) else here).append(update)
+        params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
+        for alike in self._alike(here):
+            transform = alike[0].transform_at(0, alike[0].grad.numel())
+            grads, masters, states = zip(*((x.grad, x.master, x.state) for x in alike), strict=True)
+            news = update_all(transform, grads, masters, states)
+            optimizer |= {x.buffer.key: new for x, new in zip(alike, news, strict=True)}
+            pending += _start_joins(alike, params)
         if away:
-            state = self._offload.step(state, away, mesh, skip, scratch=self._scratch)
-            pending += [join() for join in joins]
+            state = self._offload.step(state._replace(optimizer=optimizer), away, mesh, skip, scratch=self._scratch)
+            pending += _start_joins(away, params)
+        else:
+            state = state._replace(optimizer=optimizer)
         for joined_ in pending:
             joined_.wait()
         return state
+
+    def _alike(self, updates: Sequence[Update]) -> Iterator[list[Update]]:
+        """Neighbours whose updates may be one call, up to `MOST_TOGETHER` elements: of the same transform, in full precision."""
+
+        def transform_of(update: Update) -> object:
+            buffer = update.buffer
+            is_plain = self._optimizers[buffer.group].is_elementwise(buffer.way) and not buffer.has_master
+            return (buffer.group, buffer.way, buffer.dtypes) if is_plain and not self._is_stochastic else buffer.key
+
+        for _, neighbours in groupby(updates, transform_of):
+            alike, numel = list[Update](), 0
+            for update in neighbours:
+                if alike and numel + update.grad.numel() > MOST_TOGETHER:
+                    yield alike
+                    alike, numel = [], 0
+                alike.append(update)
+                numel += update.grad.numel()
+            yield alike
 
     def _transforms_of(
         self, buffer: BufferPlan, num_updates: int, skip: Tensor | None, factor: Tensor | None, out: Any
@@ -1241,6 +1253,20 @@ class TrainStep:
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
+
+MOST_TOGETHER = 1 << 24
+"""Elements that one call updates of several flat buffers; those of the next call are updated while these are joined."""
+
+
+def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:
+    """Of the buffers that every rank holds whole, and has updated a share of."""
+    started = []
+    for update in updates:
+        key, share = update.buffer.key, cast(Tensor, update.param)  # what is joined elsewhere is not cut
+        if share is not params[key]:
+            with ranged("join", key):
+                started.append(update.join(share, params[key]))
+    return started
 
 
 def _bind(mesh: Mesh | None, device: torch.device) -> Real:

@@ -36,12 +36,14 @@ Leaf = TypeVar("Leaf")
 
 
 class Transform(NamedTuple):
-    """The triple (init, update, place), and for kernels that can skip by themselves an `update_unless`."""
+    """The triple (init, update, place); for kernels that can skip by themselves an `update_unless`, and for those that update
+    several buffers in one call an `update_each`, of lists, which gives the new states."""
 
     init: Callable[[Tensor], Any]
     update: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]]
     place: Callable[[TensorSpec], Any]
     update_unless: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]] | None = None
+    update_each: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Any]], list[Any]] | None = None
 
 
 def is_traced() -> bool:
@@ -68,6 +70,15 @@ def unless(skip: Tensor, transform: Transform) -> Transform:
         return grad, param, state
 
     return Transform(transform.init, update, transform.place)
+
+
+def update_all(
+    transform: Transform, grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]
+) -> list[Any]:
+    """The states after the updates of several buffers by one transform, which writes where they are: by one call, if it can."""
+    if transform.update_each is not None:
+        return transform.update_each(grads, params, states)
+    return [transform.update(*of)[2] for of in zip(grads, params, states, strict=True)]
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -213,16 +224,29 @@ def _adam(
     def update(
         grad: Tensor, param: Tensor, state: AdamState[Tensor], found_inf: Tensor | None = None
     ) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
-        step = state.step.add_(1 if found_inf is None else 1 - found_inf)
+        return grad, param, update_each([grad], [param], [state], found_inf)[0]
+
+    def update_each(
+        grads: Sequence[Tensor],
+        params: Sequence[Tensor],
+        states: Sequence[AdamState[Tensor]],
+        found_inf: Tensor | None = None,
+    ) -> list[AdamState[Tensor]]:
+        for state in states:
+            state.step.add_(1 if found_inf is None else 1 - found_inf)
+        full = [x for x in zip(params, grads, states, strict=True) if x[0].numel()]
         if is_traced():
-            by_element(grad, param, state)
-        elif param.numel():
+            for param, grad, state in full:
+                by_element(grad, param, state)
+        elif full:
+            params, grads, full_states = zip(*full, strict=True)
+            steps, exp_avgs, exp_avg_sqs = zip(*full_states, strict=True)
             kernel(
-                [param], [grad], [state.exp_avg], [state.exp_avg_sq], [], [step],
+                params, grads, exp_avgs, exp_avg_sqs, [], steps,
                 lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
                 amsgrad=False, maximize=False, found_inf=found_inf,
             )  # fmt: skip
-        return grad, param, AdamState(step, state.exp_avg, state.exp_avg_sq)
+        return list(states)
 
     def by_element(grad: Tensor, param: Tensor, state: AdamState[Tensor]) -> None:
         """What the kernel does."""
@@ -243,7 +267,7 @@ def _adam(
     def place(param: TensorSpec) -> AdamState[TensorSpec]:
         return AdamState(step_spec(param), param, param)
 
-    return Transform(init, update, place, update_unless)
+    return Transform(init, update, place, update_unless, update_each)
 
 
 class AdagradState(NamedTuple, Generic[Leaf]):

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -43,6 +44,29 @@ def test_all_stages_give_the_same_bits_and_the_plain_loop_to_rounding(
     # moment, so that a last-bit difference of a gradient near zero may turn into a fraction of the step, lr = 1e-2.
     torch.testing.assert_close(torch.tensor(first_curve), torch.tensor(plain_curve), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(first_weights, plain_weights, rtol=0, atol=1e-5)
+
+
+def _kernels(most_together: int) -> tuple[list[int], Any]:
+    """How many buffers each call of the kernel updates in one step, and the weights after it."""
+    kernel, sizes = torch._fused_adamw_, list[int]()
+
+    def count(params: Any, *args: Any, **values: Any) -> None:
+        sizes.append(len(params))
+        kernel(params, *args, **values)
+
+    with mock.patch("fzero.step.MOST_TOGETHER", most_together), mock.patch("torch._fused_adamw_", count):
+        step = fzero.make_train_step(make(Odd), config(2, optimizer={"type": "AdamW"}))
+        state, _ = step(step.init(), part(tokens(0), step.rank, step.world_size))
+    return sizes, step.gather(state)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_small_buffers_are_updated_in_one_call_and_give_the_same_bits(ranks: RankPool, world_size: int) -> None:
+    num = len({b.key for b in fzero.make_train_step(make(Odd), config(2)).plan.flat_buffers if b.trainable})
+    for together, alone in zip(ranks(world_size, _kernels, 1 << 24), ranks(world_size, _kernels, 1), strict=True):
+        assert sum(together[0]) == num and len(together[0]) < num
+        assert set(alone[0]) == {1}
+        assert all(torch.equal(together[1][name], alone[1][name]) for name in alone[1])
 
 
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {

@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 from fzero import Transform
+from fzero.precision import widened
 from fzero.testing import check_transform
+from fzero.transforms import update_all
 
 NUM_STEPS = 20
 
@@ -253,6 +255,26 @@ def test_an_update_works_in_place_and_makes_no_tensor_of_the_parameters_size(nam
     watch, before, after = _watched(TRANSFORMS[name])
     assert after == before
     assert not watch.made, f"new memory was made by one of {watch.operators}"
+
+
+@pytest.mark.parametrize("factor", [None, torch.tensor(0.5)])
+@every_transform
+def test_several_buffers_in_one_call_are_updated_like_each_by_itself(name: str, factor: Tensor | None) -> None:
+    transform = widened(TRANSFORMS[name], state_dtype="float32", factor=factor)
+    both: list[tuple[list[Tensor], list[Any]]] = []
+    for is_one_call in (True, False):
+        params = [make_param(numel) for numel in (1000, 0, 7)]
+        states = [transform.init(param) for param in params]
+        for index in range(3):
+            grads = [make_grads(param.numel())[index].clone() for param in params]
+            if is_one_call:
+                states = update_all(transform, grads, params, states)
+            else:
+                states = [transform.update(*of)[2] for of in zip(grads, params, states, strict=True)]
+        both.append((params, states))
+    ours, theirs = map(optree.tree_leaves, both)
+    assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    assert name in ("scale", "empty chain", "sgd, lr 0") or not torch.equal(both[0][0][0], make_param(1000))
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("adam", "aten._fused_adam_"), ("adamw", "aten._fused_adamw_")])
