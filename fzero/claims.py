@@ -1,11 +1,14 @@
 """Whose folder is this, and does its owner still live?
 
-A run that keeps state in a folder leaves a file there that names its process: id, start, machine. A process that is killed leaves
-the file; nothing else outlives it. The next run reads who it was. If that process lives, or is on another machine where nobody
-can tell, the folder is not touched. If it has ended, what it left is refused or removed, as the caller chooses.
+A run keeps state under a path, in a folder for each rank, and for each state where a process has several (`folder_of`). It leaves
+a file in each that names its process: id, start, machine. A process that is killed leaves the file; nothing else outlives it.
+Whoever claims a folder reads who left which under the same path, for the next run may have fewer ranks or states. Where that
+process lives, or is on another machine where nobody can tell, a folder is not touched. Where it has ended, what it left is
+refused or removed, as the caller chooses.
 
 (A lock of the file would be freed by the system with the process, but not before the last of the children that it was forked
-into: the workers of a data loader, say. It is used only while a folder is claimed, so that two who come at once see each other.)
+into: the workers of a data loader, say. The path is locked only while a folder is claimed or given up, so that ranks that come
+at once do so one after the other: the first of them removes what is left, of all, and a folder does not go while it is claimed.)
 """
 
 from __future__ import annotations
@@ -14,13 +17,28 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-MARKER = "owner.json"
+MARKER, UNFINISHED = "owner.json", "owner.new"
+FILES = "*.flat"
+"""The files of a run. No other is ever removed, but the two above."""
+FOLDERS = ("fzero-rank[0-9]*", "state[0-9]*/fzero-rank[0-9]*")
+"""Where they are under a path: see `folder_of`."""
+_MOST_NAMED = 8
+
+
+def folder_of(path: str | Path, rank: int, state: int = 0) -> Path:
+    """The folder of a rank's files, of the first of its states or of a further one.
+
+    >>> folder_of("/disk", 3), folder_of("/disk", 3, state=1)
+    (PosixPath('/disk/fzero-rank3'), PosixPath('/disk/state1/fzero-rank3'))
+    """
+    return (Path(path) / f"state{state}" if state else Path(path)) / f"fzero-rank{rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,85 +92,124 @@ def _started(pid: int) -> int | None:
     return None if state in "ZX" else int(fields[18])
 
 
-def claim(folder: Path, leftover: Literal["refuse", "clean"], files: str) -> None:
-    """Makes the folder this process's own, and empty of what an earlier one left there.
+def claim(path: Path, folder: Path, leftover: Literal["refuse", "clean"]) -> str:
+    """Makes a folder under a path this process's own, and the path free of what was left by processes that have ended.
 
     Args:
-        leftover: what to do with what a process left that has ended; of one in whose place this one was started it is removed.
-        files: the pattern of the files that belong to a run. No other file is ever removed.
+        path: the path of a run; ranks may come at once.
+        folder: one of its `FOLDERS`.
+        leftover: what to do with what is left; of processes in whose place this one was started it is removed.
+
+    Returns:
+        The name of the claim, for `release`.
 
     Raises:
-        FileExistsError: the folder is another's, or holds what another left and `leftover` is "refuse".
-        OSError: of the system, if the folder cannot be made or written to; what was made is removed.
+        FileExistsError: the folder is another's, or something is left under the path and `leftover` is "refuse".
+        OSError: of the system, if the folder cannot be made or written to, or what is left not be removed.
     """
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        _mark(folder, leftover, files)
-    except BaseException:
-        if is_new:
-            with contextlib.suppress(OSError):  # unless another process is there by now
-                folder.rmdir()
-        raise
-
-
-def _mark(folder: Path, leftover: Literal["refuse", "clean"], files: str) -> None:
-    marker = folder / MARKER
-    with _alone(folder):
-        left = sorted(folder.glob(files))
-        owner = _read(marker)
+    with contextlib.suppress(FileExistsError):  # where it is no folder, which is told when it is locked
+        path.mkdir(parents=True, exist_ok=True)
+    with _alone(path):
+        owner, _ = _read(folder)
         if owner and owner.may_live():
             raise FileExistsError(
-                f"is in use by {owner}; give each run a path of its own, or remove it if that has ended"
+                f"{folder}: is in use by {owner}; give each run a path of its own, or remove it if that has ended"
             )
-        if (left or marker.exists()) and leftover == "refuse" and not (owner and owner.is_followed()):
-            nbytes = sum(path.stat().st_size for path in left)
-            by = owner or "an unknown process"
-            raise FileExistsError(
-                f"holds {len(left)} files ({nbytes:,} bytes) of a run that has ended ({by}); pass leftover='clean' to remove "
-                f"them, or another path"
-            )
-        for path in left:
-            path.unlink()
-        # Written beside and moved, so that a marker is whole or not there.
-        fresh = marker.with_suffix(".new")
+        left = _left(path)
+        if (folder / MARKER).exists() or _files(folder):  # whoever left that: no other run gets this folder
+            left[folder] = owner
+        refused = {x: of for x, of in left.items() if leftover == "refuse" and not (of and of.is_followed())}
+        if refused:
+            raise FileExistsError(_refusal(path, refused))
+        for one in left:
+            _remove(one)
+        name = secrets.token_hex(8)
         try:
-            fresh.write_text(json.dumps(asdict(Owner.this_process())))
-            fresh.rename(marker)
+            folder.mkdir(parents=True, exist_ok=True)
+            # Written beside and moved, so that a marker is whole or not there.
+            unfinished = folder / UNFINISHED
+            unfinished.write_text(json.dumps({"claim": name} | asdict(Owner.this_process())))
+            unfinished.rename(folder / MARKER)
         except BaseException:
-            fresh.unlink(missing_ok=True)
+            _remove(folder)
             raise
+    return name
 
 
 def is_mine(folder: Path) -> bool:
     """Whether this process has claimed the folder, and not released it."""
     try:
-        return _read(folder / MARKER) == Owner.this_process()
+        return _read(folder)[0] == Owner.this_process()
     except OSError:
         return False
 
 
-def release(folder: Path, files: str) -> None:
-    """Removes a run's files, its marker, and the folder if nothing else is in it. What has gone already is no error."""
-    for path in (*folder.glob(files), folder / MARKER):
-        path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
+def release(path: Path, folder: Path, name: str) -> None:
+    """Removes a run's files, its marker, and the folder if nothing else is in it. What has gone already is no error.
+
+    Args:
+        name: of the claim. Where there is another by now, for somebody had removed the folder, nothing is done.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        # While the marker still keeps others away, for this takes long, and the lock is for all ranks.
+        for file in _files(folder) if _read(folder)[1] in (name, None) else ():
+            file.unlink(missing_ok=True)
+        with _alone(path):
+            if _read(folder)[1] in (name, None):
+                _remove(folder)
+
+
+def _left(path: Path) -> dict[Path, Owner | None]:
+    """The folders under the path whose owners have ended. One whose owner nobody knows may be in use."""
+    left: dict[Path, Owner | None] = {}
+    for folder in sorted(folder for pattern in FOLDERS for folder in path.glob(pattern)):
+        with contextlib.suppress(OSError):  # no folder of a run, or another user's
+            owner, _ = _read(folder)
+            if owner and not owner.may_live():
+                left[folder] = owner
+    return left
+
+
+def _refusal(path: Path, left: dict[Path, Owner | None]) -> str:
+    files = [file for folder in left for file in _files(folder)]
+    nbytes = sum(file.stat().st_size for file in files)
+    names = [f"{folder.relative_to(path)} ({owner or 'an unknown process'})" for folder, owner in left.items()]
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return (
+        f"{path}: holds {len(files)} files ({nbytes:,} bytes) of a run that has ended, in {', '.join(names[:_MOST_NAMED])}"
+        f"{more}; pass leftover='clean' to remove them, or another path"
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(FILES))
+
+
+def _remove(folder: Path) -> None:
+    """Removes what a run has there, the marker last."""
+    for file in (*_files(folder), folder / UNFINISHED, folder / MARKER):
+        file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # where something else is in it
         folder.rmdir()
 
 
-def _read(marker: Path) -> Owner | None:
+def _read(folder: Path) -> tuple[Owner | None, str | None]:
+    """Whose the folder is, and the name of the claim; None where that cannot be told."""
     try:
-        return Owner(**json.loads(marker.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
+        told = json.loads((folder / MARKER).read_text())
+        name = told.pop("claim", None)
+        return Owner(**told), name
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
+        return None, None
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other process is in such a block of the same folder meanwhile."""
-    fd = os.open(folder, os.O_RDONLY)
+def _alone(path: Path) -> Iterator[None]:
+    """No other process is in such a block of the same path meanwhile."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # which closing leaves, where another thread has forked meanwhile
         os.close(fd)

@@ -23,7 +23,8 @@ class Offloaded(Block):
     checksums: bool = False
     """fzero's own key: bytes read from files are compared with what was written. True in either block is for all files."""
     leftover: Literal["refuse", "clean"] = "refuse"
-    """fzero's own key: what to do with the files of a run that was killed. `clean` in either block is for all files."""
+    """fzero's own key: what to do with files that a killed run left under `nvme_path`, also of more ranks or states than
+    there are now. `clean` in either block is for all files."""
 
     @model_validator(mode="after")
     def _has_a_path(self) -> Self:

@@ -36,12 +36,12 @@ import torch
 from torch import Tensor
 
 from fzero import claims
+from fzero.claims import folder_of
 from fzero.direct_files import CHECKED, SECTOR, DirectFile
 from fzero.host_buffers import PAGE
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
 
-PATTERN = "*.flat"
 _THREADS = "fzero-files"
 
 
@@ -113,14 +113,15 @@ class FileStore:
         path: a folder, on the disk to use; the files are in a folder of this rank in it.
         files: what each one holds, by name; any name that fits (`"blocks.0/float32/exp_avg"`).
         rank: of this process.
+        state: which of this process's, where it has several at the path.
         num_threads: how many blocks move at once.
         block_nbytes: the most bytes that one call to the system moves.
         checksums: whether every `CHECKED` bytes read are compared with what was written (CRC-32).
-        leftover: what to do with the files of a process that has ended without removing them.
+        leftover: what to do with files that processes which have ended left anywhere under the path.
 
     Raises:
-        StoreError: the folder cannot be made or written to, is in use, has files left by another run and `leftover` is "refuse",
-            or the disk is too small: then nothing is left there.
+        StoreError: the folder cannot be made or written to or is in use, something is left under the path and `leftover` is
+            "refuse", or the disk is too small: then nothing of this store is left there.
 
     >>> import tempfile
     >>> from fzero.host_buffers import Pool
@@ -139,6 +140,7 @@ class FileStore:
         files: Mapping[str, FileSpec],
         *,
         rank: int = 0,
+        state: int = 0,
         num_threads: int = 8,
         block_nbytes: int = 1 << 22,
         checksums: bool = False,
@@ -148,7 +150,8 @@ class FileStore:
             raise ValueError(
                 f"FileStore: num_threads and block_nbytes must be at least 1, got {num_threads} and {block_nbytes}"
             )
-        self.folder = folder_of(path, rank)
+        path = Path(path).absolute()  # where the process is when the files go is its own affair
+        self.folder = folder_of(path, rank, state)
         self.grain = CHECKED if checksums else SECTOR
         self.block_nbytes = _up(block_nbytes, self.grain)
         self._health = _Health(self.folder)
@@ -156,12 +159,13 @@ class FileStore:
         self._specs = dict(files)
         self._files: dict[str, DirectFile] = {}
         try:
-            claims.claim(self.folder, leftover, PATTERN)
+            claim = claims.claim(path, self.folder, leftover)
         except OSError as error:
-            raise StoreError(_unusable(self.folder, error)) from error
+            raise StoreError(_unusable(Path(error.filename or self.folder), error)) from error
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREADS)
         # Also at the end of the interpreter, but not of a process that was forked from this one.
-        self._end = weakref.finalize(self, _end, os.getpid(), self._threads, self._files, self.folder)
+        release = partial(claims.release, path, self.folder, claim)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._threads, self._files, release)
         try:
             for name, spec in files.items():
                 path, nbytes = self.folder / _file_name(name), _up(spec.nbytes, self.grain)
@@ -297,11 +301,6 @@ class FileStore:
         self._health.check()
 
 
-def folder_of(path: str | Path, rank: int) -> Path:
-    """The folder of a rank's files."""
-    return Path(path) / f"fzero-rank{rank}"
-
-
 def _up(nbytes: int, grain: int) -> int:
     return -(-nbytes // grain) * grain
 
@@ -318,7 +317,7 @@ def _file_name(name: str) -> str:
 
 def _unusable(folder: Path, error: OSError, needed: int | None = None) -> str:
     if error.strerror is None:
-        return f"{folder}: {error}"
+        return str(error)
     if needed is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         fix = {errno.EMFILE: "raise the limit of open files (ulimit -n)"}.get(error.errno or 0)
         return f"{folder}: {error.strerror}; {fix or 'pass a folder that this process may make and write to'}"
@@ -329,14 +328,14 @@ def _unusable(folder: Path, error: OSError, needed: int | None = None) -> str:
     )
 
 
-def _end(pid: int, threads: ThreadPoolExecutor, files: dict[str, DirectFile], folder: Path) -> None:
+def _end(pid: int, threads: ThreadPoolExecutor, files: dict[str, DirectFile], release: Callable[[], None]) -> None:
     if os.getpid() != pid:
         return
     if threading.current_thread().name.startswith(_THREADS):  # which happened to free it, and cannot wait for itself
-        threading.Thread(target=_end, args=(pid, threads, files, folder)).start()
+        threading.Thread(target=_end, args=(pid, threads, files, release)).start()
         return
     threads.shutdown(cancel_futures=True)
     for file in files.values():
         file.close()
     files.clear()
-    claims.release(folder, PATTERN)
+    release()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero import claims
-from fzero.file_store import FileSpec, FileStore, StoreError, bare, folder_of
+from fzero.file_store import FileSpec, FileStore, StoreError, bare
 from fzero.host_buffers import bytes_of, check_host_memory
 from fzero.movers import FileMover, Part
 from fzero.placements import Streaming
@@ -71,7 +71,7 @@ class Files:
             for path, specs in by_path.items():
                 stores.append(
                     FileStore(
-                        _free(path, rank), specs, rank=rank, num_threads=streaming.num_threads,
+                        path, specs, rank=rank, state=_free(path, rank), num_threads=streaming.num_threads,
                         block_nbytes=streaming.block_nbytes, checksums=streaming.checksums, leftover=streaming.leftover,
                     )
                 )  # fmt: skip
@@ -361,7 +361,6 @@ def _room(streaming: Streaming, sub_group_numel: int, most: int, further: int) -
     return _Room(max(streaming.num_pooled(most, further), alone), sub_group_numel, streaming.checksums)
 
 
-def _free(path: str, rank: int) -> Path:
-    """The folder, or one in it for a further state, where this process has one in that already."""
-    folders = (Path(path) / f"state{number}" if number else Path(path) for number in count())
-    return next(folder for folder in folders if not claims.is_mine(folder_of(folder, rank)))
+def _free(path: str, rank: int) -> int:
+    """The number of a further state: the first of which this process has no folder there already."""
+    return next(number for number in count() if not claims.is_mine(claims.folder_of(path, rank, number)))

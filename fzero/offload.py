@@ -27,7 +27,6 @@ from fzero.eager import own_shard
 from fzero.file_store import FileSpec, StoreError
 from fzero.file_tensors import FilePlan, Files, FileTensor, handles_of, renewed
 from fzero.movers import ByName, DeviceMover, Resident
-from fzero.placements import CHECKED_GRAIN
 from fzero.plan import BufferPlan, Plan
 from fzero.sent import Label
 from fzero.staging import MOST_LEAVING, Leaf, Scratch, Stage
@@ -119,8 +118,7 @@ class Offload:
         early = max((sum(name in self._files for name in of.names) for of in cut_), default=0)
         self._num_early = alive + spare // max(early, 1) if plan.streaming.read_ahead else 0
         longest = max((of.numel for of in self._leaves.values()), default=0)
-        numel = plan.streaming.sub_group_numel
-        self.sub_group_numel = min(numel, max(-(-longest // CHECKED_GRAIN), 1) * CHECKED_GRAIN)  # room for the longest
+        self.sub_group_numel = plan.streaming.sub_group(longest, (spec.dtype for _, spec in self._files.values()))
         self._staged_nbytes = self._staged(plan)
 
     def _staged(self, plan: Plan) -> int:

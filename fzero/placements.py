@@ -10,13 +10,14 @@ what a step does about it is in `fzero.offload` and `fzero.staging`.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
 from fzero.config import Config, ConfigError
 from fzero.config_offload import AIO, OffloadOptimizer, OffloadParam
+from sharding.dtypes import itemsize
 from sharding.specs import DEVICE, Placement
 
 GivenPlacements = Callable[[str, str, str], Placement | None] | Mapping[str, Placement] | None
@@ -47,7 +48,7 @@ class Streaming:
         num_staged: most shards of parameters that are in host memory on their way from files; None is as many as that needs.
         num_threads, block_nbytes: blocks of a file that move at once, and their bytes.
         checksums: whether what is read is compared with what was written.
-        leftover: what to do with files of a run that was killed.
+        leftover: what to do with files that killed runs left under a path.
     """
 
     sub_group_numel: int = SUB_GROUP
@@ -83,6 +84,16 @@ class Streaming:
             checksums=checksums,
             leftover="clean" if "clean" in (offload.leftover, of_params.leftover) else "refuse",
         )
+
+    def sub_group(self, longest: int, dtypes: Iterable[str]) -> int:
+        """Elements of a sub-group: no more than the longest tensor needs, and a multiple of what files move of these dtypes.
+
+        >>> Streaming(6144).sub_group(10**5, ["float32"]), Streaming(6144).sub_group(10**5, ["float32", "int8"])
+        (6144, 8192)
+        """
+        twice = 2 if 1 in map(itemsize, dtypes) else 1  # a grain is of 16-bit numbers
+        grain, most = twice * (CHECKED_GRAIN if self.checksums else GRAIN), twice * CHECKED_GRAIN
+        return min(-(-self.sub_group_numel // grain) * grain, max(-(-longest // most), 1) * most)
 
     def ahead(self, num_tensors: int) -> dict[str, int]:
         """`read_ahead` and `write_behind` for sub-groups of at most so many tensors in files, as the buffers allow.

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import optree
 
-from fzero.placements import CHECKED_GRAIN
 from fzero.plan import BufferPlan, Plan
 from fzero.staging import MOST_LEAVING
 from sharding import TensorSpec
@@ -39,7 +38,8 @@ def _streams(plan: Plan) -> tuple[int, int]:
     trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
     wholes = [sum(_away(buffer, plan, "host", "nvme")) for buffer in trained if buffer.updates_whole]
     longest = max((updated_numel(buffer, plan) for buffer in trained), default=0)
-    most = min(plan.streaming.sub_group_numel, max(-(-longest // CHECKED_GRAIN), 1) * CHECKED_GRAIN)
+    specs = chain((buffer.params for buffer in plan.flat_buffers), *(updated_specs(buffer, plan) for buffer in trained))
+    most = plan.streaming.sub_group(longest, (spec.dtype for spec in specs if spec.placement.kind == "nvme"))
     on_device, num_in_files, width, further = 0, 0, 0, 0
     for buffer in [buffer for buffer in trained if not buffer.updates_whole]:
         away = list(updated_specs(buffer, plan))

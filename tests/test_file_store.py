@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fzero import claims
 from fzero.claims import Owner
 from fzero.direct_files import CHECKED
 from fzero.file_store import FileSpec, FileStore, StoreError
@@ -281,7 +284,7 @@ def test_checksums_tell_a_changed_bit(byte: int, tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_written_to_is_told(tmp_path: Path, mount: Callable[..., Path]) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(StoreError, match="file/fzero-rank0: Not a directory; pass a folder that this process may make"):
+    with pytest.raises(StoreError, match="file: Not a directory; pass a folder that this process may make"):
         FileStore(file, FILES)
     with pytest.raises(StoreError, match="mounted0/fzero-rank3: Read-only file system; pass a folder"):
         FileStore(mount("tmpfs", "size=1m,ro"), FILES, rank=3)
@@ -406,13 +409,202 @@ def test_a_killed_process_leaves_files_that_the_next_one_refuses_or_removes(tmp_
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         (tmp_path / "fzero-rank0" / "notes.txt").write_text("somebody's own")
         with pytest.raises(
-            StoreError, match=rf"holds 1 files \(401,408 bytes\) of a run that has ended \(process {process.pid}"
+            StoreError,
+            match=rf"holds 1 files \(401,408 bytes\) of a run that has ended, in fzero-rank0 \(process {process.pid}",
         ):
             FileStore(tmp_path, FILES)
         assert list(tmp_path.rglob("*.flat"))
         with FileStore(tmp_path, FILES, leftover="clean") as store:
             assert not numbers(store).any()
     assert [path.name for path in tmp_path.rglob("*")] == ["fzero-rank0", "notes.txt"]
+
+
+HELD = """
+import os, signal, sys, time
+from pathlib import Path
+from fzero.file_store import FileSpec, FileStore
+
+folder, how, *which = sys.argv[1:]
+if how == "is killed while it claims":
+    Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+files = {"x": FileSpec(1024, "float32")}
+stores = [FileStore(folder, files, rank=int(rank), state=int(state)) for rank, state in (x.split(".") for x in which)]
+print("made", flush=True)
+time.sleep(100)
+"""
+
+
+@contextmanager
+def holding(folder: Path, *which: str, how: str = "lives") -> Iterator[subprocess.Popen[str]]:
+    """Another process that has files of 4096 bytes: "2.1" are rank 2's of its state 1."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HELD, str(folder), how, *which],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout
+    with process.stdout:
+        try:
+            assert process.stdout.readline() == ("made\n" if how == "lives" else "")
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def folders(path: Path) -> list[str]:
+    return sorted(str(x.relative_to(path)) for x in path.rglob("fzero-rank*"))
+
+
+def test_what_a_killed_job_left_of_more_ranks_and_states_is_refused_or_removed_and_nothing_else(tmp_path: Path) -> None:
+    with holding(tmp_path, "0.0", "0.1", "3.0", "3.1") as killed, holding(tmp_path, "2.0", "2.1") as living:
+        killed.kill()
+        killed.wait()
+        for name in ("notes.txt", "state1/fzero-rank3/notes.txt", "fzero-rank7/x.flat", "mine/fzero-rank0/x.flat"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text("somebody's own")
+        (tmp_path / "fzero-rank8").write_text("no folder")
+        owner = f"process {killed.pid} on .*"
+        for rank in (0, 1):  # one that was there, and one that was not
+            with pytest.raises(
+                StoreError,
+                match=rf"holds 4 files \(16,384 bytes\) of a run that has ended, in fzero-rank0 \({owner}\), fzero-rank3 "
+                rf"\({owner}\), state1/fzero-rank0 \({owner}\), state1/fzero-rank3 \({owner}\); pass leftover='clean'",
+            ):
+                FileStore(tmp_path, FILES, rank=rank)
+        FileStore(tmp_path, FILES, rank=1, leftover="clean").close()
+        assert living.poll() is None
+        theirs = ["fzero-rank2", "state1/fzero-rank2"]
+        assert folders(tmp_path) == sorted(
+            [*theirs, "fzero-rank7", "fzero-rank8", "mine/fzero-rank0", "state1/fzero-rank3"]
+        )
+        assert all(sorted(os.listdir(tmp_path / name)) == ["owner.json", "x.flat"] for name in theirs)
+        assert os.listdir(tmp_path / "state1/fzero-rank3") == ["notes.txt"]
+        FileStore(tmp_path, FILES).close()  # nothing is left of what has ended
+
+
+def test_many_folders_are_told_in_one_line(tmp_path: Path) -> None:
+    for rank in range(30):
+        folder = tmp_path / f"fzero-rank{rank}"
+        folder.mkdir()
+        (folder / "owner.json").write_text(json.dumps(asdict(replace(Owner.this_process(), started=1))))
+    with pytest.raises(StoreError, match=r"holds 0 files \(0 bytes\) .* in fzero-rank0 \(.*\) and 22 more; pass"):
+        FileStore(tmp_path, FILES)
+
+
+def test_two_runs_with_one_path_are_told_and_harm_each_other_nowhere(tmp_path: Path) -> None:
+    with holding(tmp_path, "0.0", "1.0") as first:
+        with pytest.raises(
+            StoreError, match=rf"fzero-rank0: is in use by process {first.pid} on .*; give each run a path"
+        ):
+            FileStore(tmp_path, FILES, leftover="clean")
+        FileStore(tmp_path, FILES, rank=2, leftover="clean").close()  # a rank beyond those of the other run
+        assert folders(tmp_path) == ["fzero-rank0", "fzero-rank1"] and len(list(tmp_path.rglob("*.flat"))) == 2
+
+
+def test_a_process_that_is_killed_while_it_claims_a_folder_keeps_nobody_away(tmp_path: Path) -> None:
+    with holding(tmp_path, "0.0", how="is killed while it claims"):
+        assert [path.name for path in tmp_path.rglob("*")] == ["fzero-rank0", "owner.new"]
+    FileStore(tmp_path, FILES).close()
+    assert not list(tmp_path.iterdir())
+
+
+RANKS = """
+import os, random, signal, sys
+from pathlib import Path
+
+path, draw = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
+sys.path.append(sys.argv[3])
+import claims  # without torch, for processes that are forked fast
+
+
+def run(rank, how, ends):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(how == "refuse"))
+    names = {}
+    for state in range(2):
+        folder = claims.folder_of(path, rank, state)
+        names[folder] = claims.claim(path, folder, how)
+        (folder / "x.flat").touch(exist_ok=False)
+    os.write(told, b".")
+    os.read(go, 1)  # when all have theirs
+    assert all(claims.is_mine(folder) and (folder / "x.flat").exists() for folder in names)
+    if not ends:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for folder, name in names.items():
+        claims.release(path, folder, name)
+    os._exit(0)
+
+
+for _ in range(30):
+    (hear, told), (go, start), world_size = os.pipe(), os.pipe(), draw.randint(1, 5)
+    ends = [draw.random() < 0.3 for _ in range(world_size)]
+    how, ranks = draw.choice(["refuse", "clean"]), []
+    for rank in range(world_size):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            os.close(hear)
+            os.close(start)
+            try:
+                run(rank, how, ends[rank])
+            finally:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+    os.close(told)
+    os.close(go)
+    while len(os.read(hear, 1)) and (world_size := world_size - 1):
+        pass
+    os.close(hear)
+    os.close(start)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    assert ended == [0 if end else -signal.SIGKILL for end in ends], ended
+    left = {folder.name for folder in path.glob("fzero-rank*")} | {folder.name for folder in path.glob("state1/*")}
+    assert left == {f"fzero-rank{rank}" for rank, end in enumerate(ends) if not end}, left
+"""
+
+
+def test_ranks_that_come_at_once_each_get_their_folder_whoever_removes_what_earlier_ones_left(tmp_path: Path) -> None:
+    """Jobs of other numbers of ranks one after the other, most of which are killed; those that refuse are started again."""
+    subprocess.run(
+        [sys.executable, "-c", RANKS, str(tmp_path), "0", str(Path(claims.__file__).parent)], check=True, timeout=100
+    )
+
+
+def test_files_go_wherever_the_process_is_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    store = FileStore("path", FILES)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    store.close()
+    assert not list(tmp_path.rglob("*.flat"))
+
+
+def test_a_folder_goes_only_while_nobody_can_claim_it(tmp_path: Path) -> None:
+    store, rmdir, fd = FileStore(tmp_path, FILES), Path.rmdir, os.open(tmp_path, os.O_RDONLY)
+
+    def goes(folder: Path) -> None:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        rmdir(folder)
+
+    with mock.patch.object(Path, "rmdir", goes):
+        store.close()
+    os.close(fd)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_whose_path_was_removed_leaves_those_that_were_made_there_since(tmp_path: Path) -> None:
+    old = FileStore(tmp_path / "path", FILES)
+    shutil.rmtree(tmp_path / "path")
+    new = FileStore(tmp_path / "path", FILES)
+    old.write("h.0/float32", 0, NUMEL, filled())()
+    old.fence()  # it works, and is open
+    old.close()
+    assert len(list(tmp_path.rglob("*.flat"))) == 1 and not numbers(new).any()
+    new.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["path"]
+    gone = FileStore(tmp_path / "path", FILES)
+    shutil.rmtree(tmp_path / "path")
+    gone.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

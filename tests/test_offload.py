@@ -10,16 +10,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import optree
 import pytest
 import torch
 from ranks import RankPool
-from torch import nn
+from torch import Tensor, nn
 from training import Plain, config, make, part, vectors
 
 import fzero
@@ -51,6 +52,10 @@ data = partial(vectors, size=24, width=WIDTH)
 
 def nvme(path: Path | str, **keys: Any) -> dict[str, Any]:
     return {"sub_group_size": 2048, "offload_optimizer": {"device": "nvme", "nvme_path": str(path), **keys}}
+
+
+def streaming(path: Path | str, *, sub_group_size: int = 2048, **keys: Any) -> dict[str, Any]:
+    return nvme(path, **keys) | {"sub_group_size": sub_group_size}
 
 
 def step_of(
@@ -342,19 +347,88 @@ def test_a_state_may_move_between_two_steps(precision: str, tmp_path: Path) -> N
 def test_files_of_a_step_with_other_streaming_are_refused_before_anything_moves_or_brought_along(
     first: dict[str, Any], then: dict[str, Any], tmp_path: Path
 ) -> None:
-    def made(keys: dict[str, Any]) -> fzero.LockstepRanks:
-        of_zero = {"sub_group_size": keys.get("sub_group_size", 2048)}
-        of_offload = {name: value for name, value in keys.items() if name not in of_zero}
-        return on(1, step_of(2, **(nvme(tmp_path, **of_offload) | of_zero)))
-
     expected, _ = train(step := on(1, step_of(2)), step.init(), 0, 3)
-    old, new = made(first), made(then)
+    old, new = (on(1, step_of(2, **streaming(tmp_path, **keys))) for keys in (first, then))
     state, _ = train(old, old.init(), 0, 1)
     with pytest.raises(ValueError, match=r"state: its files .* other streaming .* with fzero.place\(state, step\)"):
         train(new, state, 1, 1)
     state, _ = train(old, state, 1, 1)
     state, _ = train(new, fzero.place(state, new), 2, 1)
     assert differing(state, expected) == []
+
+
+class Signs(NamedTuple):
+    """The state of a transform that keeps the signs of the last gradient, in a byte each."""
+
+    signs: Any
+
+
+def _by_signs(lr: Any) -> fzero.Transform:
+    def update(grad: Tensor, param: Tensor, state: Signs) -> tuple[Tensor, Tensor, Signs]:
+        signs = grad.sign().to(torch.int8)
+        return grad, param - lr * (signs + 0.5 * state.signs), Signs(signs)
+
+    return fzero.Transform(
+        lambda param: Signs(torch.zeros_like(param, dtype=torch.int8)),
+        update,
+        lambda spec: Signs(replace(spec, dtype="int8")),
+    )
+
+
+class Quantized(nn.Module):
+    """Frozen weights of a byte each, more of them than are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.arange(1000 * WIDTH).remainder(7).to(torch.uint8).view(1000, WIDTH), requires_grad=False
+        )
+        self.scale = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x @ self.scale @ self.weight.float().T).square().mean() + (x @ self.scale - y).square().mean()
+
+
+def _narrow(**zero: Any) -> fzero.LockstepRanks:
+    cfg = config(3, clip=0.1, stage3_param_persistence_threshold=0, **zero)
+    return on(1, fzero.make_train_step(make(Quantized), cfg, transform=_by_signs, mesh=fzero.Fake("data", 1)))
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_elements_of_one_byte_move_in_whole_blocks_too(checksums: bool, tmp_path: Path) -> None:
+    expected, told = train(here := _narrow(), here.init(), 0, 3)
+    for index, first in enumerate((2048, 32768)):
+        place = nvme(tmp_path / str(index), checksums=checksums)
+        keys = place | {"offload_param": place["offload_optimizer"] | {"max_in_cpu": 0}}
+        steps = [_narrow(**keys | {"sub_group_size": size}) for size in (first, 2048)]
+        state, found = train(steps[0], steps[0].init(), 0, 1)
+        state, more = train(steps[1], state, 1, 2)  # whose sub-groups are smaller than the files have room for
+        assert (found + more, differing(state, expected)) == (told, [])
+
+
+STREAMING: list[dict[str, Any]] = [
+    {},
+    {"sub_group_size": 6144},
+    {"checksums": True},
+    {"buffer_count": 40, "pipeline_read": False},
+]
+
+
+def test_a_step_works_on_the_files_of_any_other_or_refuses_them_before_anything_moves(tmp_path: Path) -> None:
+    """What does not fit is never found in the middle of an update, which would break the state."""
+    ends = set()
+    for index in range(len(STREAMING)):
+        steps = [on(1, step_of(2, **streaming(tmp_path / str(index), **keys))) for keys in STREAMING]
+        state = steps[index].init()
+        for other in steps:
+            try:
+                state, _ = train(other, state, 0, 1)
+                ends.add("works")
+            except ValueError as error:
+                assert "other streaming" in str(error)
+                ends.add("refuses")
+                state, _ = train(steps[index], state, 0, 1)
+    assert ends == {"works", "refuses"}
 
 
 def test_a_move_to_another_stage_is_told_to_be_a_reshard(tmp_path: Path) -> None:
@@ -461,22 +535,32 @@ def test_files_that_one_rank_cannot_make_are_told_on_all_and_leave_nothing(ranks
 
 KILLED = """
 import os, signal, sys
-sys.path[:0] = sys.argv[2:]
+sys.path[:0] = sys.argv[4:]
 import test_offload
-step = test_offload.on(1, test_offload.step_of(2, **test_offload.nvme(sys.argv[1])))
-state, _ = test_offload.train(step, step.init(), 0, 1)
+path, world_size, num_states = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+ranks = test_offload.on(world_size, test_offload.step_of(2, **test_offload.nvme(path)))
+states = [test_offload.train(ranks, ranks.init(), 0, 1) for _ in range(num_states)]
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_killed_run_leaves_files_and_no_lock_and_the_next_refuses_or_removes_them(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path), *sys.path]
-    assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
-    assert list(tmp_path.rglob("*.flat"))
-    with pytest.raises(fzero.StoreError, match=r"holds 6 files .* of a run that has ended .*; pass leftover='clean'"):
+    def run(world_size: int, num_states: int, restarts: int) -> int:
+        command = [sys.executable, "-c", KILLED, str(tmp_path), str(world_size), str(num_states), *sys.path]
+        restarted = os.environ | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
+        return subprocess.run(command, timeout=120, env=restarted).returncode
+
+    assert run(3, 2, 0) == -signal.SIGKILL
+    assert len(list(tmp_path.rglob("*.flat"))) == 36  # of states, ranks, blocks: a gradient and two moments
+    with pytest.raises(
+        fzero.StoreError, match=r"holds 36 files .* of a run that has ended.* state1/fzero-rank2 .*clean'"
+    ):
         on(1, step_of(2, **nvme(tmp_path))).init()
-    again = [subprocess.run(command, timeout=120, env=os.environ | {"TORCHELASTIC_RESTART_COUNT": n}) for n in "01"]
-    assert [run.returncode for run in again] == [1, -signal.SIGKILL], "an agent that starts ranks anew lets them in"
+    assert run(1, 1, 0) == 1
+    assert run(1, 1, 1) == -signal.SIGKILL, "an agent that starts ranks anew lets them in"
+    assert [path.name for path in tmp_path.glob("**/fzero-rank*")] == ["fzero-rank0"], (
+        "and fewer, which remove the rest"
+    )
     step = on(1, step_of(2, **nvme(tmp_path, leftover="clean")))
     train(step, step.init(), 0, 1)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ from training import make, part
 
 import fzero
 from fzero import direct_files, offload
+from fzero.claims import Owner
 
 
 def everything(path: Path | str, **keys: Any) -> dict[str, Any]:
@@ -212,6 +215,28 @@ def test_a_disk_that_is_too_small_is_told_with_the_numbers_and_the_old_state_goe
         assert not list(disk.rglob("*.flat")), "what was made is removed"
     state, _ = train(here, state, 1, 1)
     assert differing(state, expected) == []
+
+
+def _after_a_larger_job(path: str) -> list[str]:
+    told = []
+    for leftover in ("refuse", "clean"):
+        step = fzero.make_train_step(make(blocks), config(2, optimizer=ADAMW, **nvme(path, leftover=leftover)))
+        told.append(_told(step.init))
+    return told
+
+
+def test_what_a_larger_job_left_is_told_on_all_ranks_or_removed_by_whichever_comes_first(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for rank in (0, 1, 2, 3):
+        folder = tmp_path / f"fzero-rank{rank}"
+        folder.mkdir()
+        (folder / "owner.json").write_text(json.dumps(asdict(replace(Owner.this_process(), started=1))))
+        (folder / "x.flat").write_bytes(bytes(4096))
+    for refused, then in ranks(2, _after_a_larger_job, str(tmp_path)):
+        assert "holds 4 files (16,384 bytes) of a run that has ended" in refused and "in fzero-rank0" in refused
+        assert then == "nothing"
+    assert not list(tmp_path.glob("fzero-rank[23]"))
 
 
 def _too_little_memory(path: str, failing: int) -> str:
