@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import secrets
@@ -206,10 +207,13 @@ def _read(folder: Path) -> tuple[Owner | None, str | None]:
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """No other process is in such a block of the same path meanwhile."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fd, collects = os.open(path, os.O_RDONLY | os.O_DIRECTORY), gc.isenabled()
+    gc.disable()  # a store that is collected in here gives its folder up, and would wait for this very lock
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
+        if collects:
+            gc.enable()
         fcntl.flock(fd, fcntl.LOCK_UN)  # which closing leaves, where another thread has forked meanwhile
         os.close(fd)

@@ -650,6 +650,27 @@ def test_a_store_that_one_of_its_threads_frees_removes_its_files(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_store_that_is_collected_while_another_claims_its_folder_holds_nobody_up(tmp_path: Path) -> None:
+    script = """
+import sys
+from fzero import claims
+from fzero.file_store import FileSpec, FileStore
+files = {"a": FileSpec(1024, "float32")}
+held = [FileStore(sys.argv[1], files)]
+held.append(held)
+find = claims._left
+def let_go(path):
+    held = globals().pop("held", None)
+    del held
+    return find(path) if [[] for _ in range(100_000)] else {}
+claims._left = let_go
+with FileStore(sys.argv[1], files, state=1):
+    pass
+"""
+    gone = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)
+    assert gone.returncode == 0 and not list(tmp_path.rglob("*.flat"))
+
+
 def test_a_wait_that_fails_holds_nothing_of_who_waited(tmp_path: Path) -> None:
     store = FileStore(tmp_path, FILES)
     os.truncate(next(tmp_path.rglob("*.flat")), 0)
