@@ -627,7 +627,7 @@ class Pass:
                 if not self.is_last and self._is_whole(buffer):
                     self._held.add(buffer.key)
                     if not self._is_here(buffer):
-                        self.stage.put(self.grads[buffer.key], flat_P, adds=False)
+                        self.stage.put(f"{buffer.key}/grads", self.grads[buffer.key], flat_P, adds=False)
                         self._give_back(filling.flats.pop(buffer.key), buffer.key)
                     continue
                 started.append((buffer, self._reduce(flat_P, buffer), self._adds(buffer)))
@@ -684,7 +684,7 @@ class Pass:
             if buffer.key in self.wires:
                 self.wires[buffer.key] = states
             kept = self.grads[buffer.key] if mean.numel() == buffer.padded_numel else self._own(buffer)
-            self.stage.put(kept, mean, adds=is_late)
+            self.stage.put(f"{buffer.key}/grads", kept, mean, adds=is_late)
         del sending, mean, kept
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)

@@ -29,6 +29,7 @@ from fzero.file_tensors import FilePlan, Files, FileTensor, handles_of, renewed
 from fzero.movers import ByName, DeviceMover, Resident
 from fzero.placements import CHECKED_GRAIN
 from fzero.plan import BufferPlan, Plan
+from fzero.ranges import ranged
 from fzero.sent import Label
 from fzero.staging import MOST_LEAVING, Leaf, Scratch, Stage
 from fzero.state import TrainState
@@ -383,13 +384,14 @@ class Offload:
             share = own_shard(param, buffer, shard) if self.joins(buffer) else param
             transform = update.transform_at(0, leaves.numel, share if buffer.has_master else None)
             updated = here[leaves.updated] if buffer.has_master else share
-            transform.update(grad, updated, _with_long(update.state, leaves, here))
+            with ranged("update", buffer.key):
+                transform.update(grad, updated, _with_long(update.state, leaves, here))
             if self.joins(buffer):
                 update.join(share, param).wait()
             del param, grad, share, updated, transform  # so that memory for files is taken back
             for name in [name for name in here if here[name] is not homes[name]]:
                 if name != leaves.grad:
-                    stage.put(homes[name], here[name], adds=False)
+                    stage.put(name, homes[name], here[name], adds=False)
                 scratch.give(here.pop(name))
         stage.settle()
 

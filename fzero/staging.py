@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fzero.file_tensors import FileTensor, kept
 from fzero.host_buffers import CHUNK, PAGE, paged
+from fzero.ranges import ranged
 
 Leaf = Tensor | FileTensor
 
@@ -78,7 +79,7 @@ class Stage:
         self.device, self.scratch, self.most, self._measure = device, scratch, most, measure
         self.measured: dict[str, Tensor] = {}  # of what was put last, by the name of its file
         self._coming: dict[str, Callable[[], Tensor]] = {}
-        self._leaving: deque[tuple[FileTensor, Tensor, Callable[[], object]]] = deque()
+        self._leaving: deque[tuple[str, FileTensor, Tensor, Callable[[], object]]] = deque()
         self._copies_in: torch.cuda.Stream | None = None
         self._copies_out = False  # whether copies to the host may be under way
 
@@ -88,11 +89,11 @@ class Stage:
         """Starts to bring a shard, if there is room; `bring` gives it."""
         is_here = isinstance(x, Tensor) and x.device == self.device
         if not is_here and name not in self._coming and (self.most is None or len(self._coming) < self.most):
-            self._coming[name] = self._start(x)
+            self._coming[name] = self._start(name, x)
 
     def bring(self, name: str, x: Leaf) -> Tensor:
         """The shard on the device: itself where it lives there, else a copy, to be given back with `scratch.give`."""
-        wait = self._coming.pop(name, None) or self._start(x)
+        wait = self._coming.pop(name, None) or self._start(name, x)
         return wait()
 
     def fresh(self, x: Leaf) -> Tensor:
@@ -115,11 +116,13 @@ class Stage:
             if here is not x:
                 self.scratch.give(here)
 
-    def _start(self, x: Leaf) -> Callable[[], Tensor]:
-        if isinstance(x, FileTensor):
-            return self._start_file(x)
-        if x.device == self.device:
+    def _start(self, name: str, x: Leaf) -> Callable[[], Tensor]:
+        if isinstance(x, Tensor) and x.device == self.device:
             return lambda: x
+        with ranged("bring", name):
+            return self._start_file(name, x) if isinstance(x, FileTensor) else self._start_copy(x)
+
+    def _start_copy(self, x: Tensor) -> Callable[[], Tensor]:
         if self._copies_in is None:
             self._copies_in = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._copies_in):
@@ -134,12 +137,14 @@ class Stage:
 
         return finish
 
-    def _start_file(self, x: FileTensor) -> Callable[[], Tensor]:
+    def _start_file(self, name: str, x: FileTensor) -> Callable[[], Tensor]:
         flat = self.scratch.take_paged(x.numel(), x.dtype)
         wait = kept(x, lambda: x.files.start_read(x.name, flat))
 
         def finish() -> Tensor:
-            if wait is None or kept(x, wait) is None:
+            with ranged("wait bring", name):
+                is_read = wait is not None and kept(x, wait) is not None
+            if not is_read:
                 flat.zero_()
             if self.device.type == "cpu":
                 return flat
@@ -151,20 +156,28 @@ class Stage:
 
     # --- what leaves ---------------------------------------------------------------------------------------------
 
-    def put(self, home: Leaf, values: Tensor, *, adds: bool) -> None:
+    def put(self, name: str, home: Leaf, values: Tensor, *, adds: bool) -> None:
         """Takes values to a shard: in its place, or added to it. They may change when this returns."""
-        if isinstance(home, FileTensor):
-            self._put_in_file(home, values, adds=adds)
-        elif adds:
+        if isinstance(home, Tensor) and home.device == values.device:
+            self._put_in_memory(home, values, adds=adds)
+            return
+        with ranged("put", name):
+            if isinstance(home, FileTensor):
+                self._put_in_file(name, home, values, adds=adds)
+            else:
+                self._put_in_memory(home, values, adds=adds)
+
+    def _put_in_memory(self, home: Tensor, values: Tensor, *, adds: bool) -> None:
+        if adds:
             home.add_(values.to(home.device))
         elif home.data_ptr() != values.data_ptr():
             home.copy_(values, non_blocking=True)
             self._copies_out |= home.device != values.device
 
-    def _put_in_file(self, home: FileTensor, values: Tensor, *, adds: bool) -> None:
+    def _put_in_file(self, name: str, home: FileTensor, values: Tensor, *, adds: bool) -> None:
         while len(self._leaving) >= MOST_LEAVING or (adds and self._leaving):
             self._end_leaving()
-        flat = self._start_file(home)() if adds else self.scratch.take_paged(home.numel(), home.dtype)
+        flat = self._start_file(name, home)() if adds else self.scratch.take_paged(home.numel(), home.dtype)
         if adds and flat.device != torch.device("cpu"):
             flat = self.scratch.take_paged(home.numel(), home.dtype).copy_(flat)
         _ = flat.add_(values.to(flat.device)) if adds else flat.copy_(values)
@@ -173,11 +186,12 @@ class Stage:
             self.measured[home.name] = self._measure(flat)
         wait = kept(home, lambda: home.files.start_write(home.name, flat))
         if wait is not None:
-            self._leaving.append((home, flat, wait))
+            self._leaving.append((name, home, flat, wait))
 
     def _end_leaving(self) -> None:
-        home, flat, wait = self._leaving.popleft()
-        kept(home, wait)
+        name, home, flat, wait = self._leaving.popleft()
+        with ranged("wait put", name):
+            kept(home, wait)
         del wait
         self.scratch.give(flat)
 
@@ -186,7 +200,8 @@ class Stage:
         while self._leaving:
             self._end_leaving()
         if self._copies_out:
-            torch.cuda.current_stream(self.device).synchronize()  # the host reads what was copied there
+            with ranged("wait put", "to host memory"):
+                torch.cuda.current_stream(self.device).synchronize()  # the host reads what was copied there
             self._copies_out = False
 
     def abandon(self) -> None:

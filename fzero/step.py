@@ -831,17 +831,19 @@ class TrainStep:
         }
         with _random_state(state.rng, self.device) as rng:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            told_AW3, is_sum = compiled.collect(state._replace(grads=grads), buffers, wires, batches, number)
+            with ranged("step", "in one graph"):
+                told_AW3, is_sum = compiled.collect(state._replace(grads=grads), buffers, wires, batches, number)
         for key, home in state.grads.items():
             grad = grads.pop(key)
             if grad is not home:
-                stage.put(home, grad, adds=False)
+                stage.put(f"{key}/grads", home, grad, adds=False)
                 self._scratch.give(grad)
         del grad
         stage.settle()
         self._agree_on_files(state)
         self._check_passes(told_AW3[..., 2].flatten())
-        return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=is_sum, measured=stage.measured)
+        with ranged("update"):
+            return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=is_sum, measured=stage.measured)
 
     def _turn_knobs(self, knobs: _Knobs, num_updates: int) -> None:
         """Writes what the graph reads about the update after `num_updates` others."""
