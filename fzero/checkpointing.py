@@ -136,7 +136,7 @@ class Checkpointing:
         """
         anchor = torch.empty(0, device=device)
 
-        def checkpointed(name: str, module: nn.Module) -> Callable[..., Any]:
+        def replaced(name: str, module: nn.Module) -> Callable[..., Any]:
             slots = [
                 _Slot(part, key, aliases.get(full, full))
                 for prefix, part in module.named_modules(prefix=name)
@@ -144,9 +144,9 @@ class Checkpointing:
                 if own is not None
                 for full in [f"{prefix}.{key}"]
             ]
-            return _checkpointed(_Site(name, module.forward, slots, moving, self.moves, recomputing, anchor))
+            return checkpointed(Site(name, module.forward, slots, moving, self.moves, recomputing, anchor))
 
-        with replaced_forwards(model, self.names, checkpointed):
+        with replaced_forwards(model, self.names, replaced):
             yield
 
 
@@ -163,7 +163,7 @@ class _Slot(NamedTuple):
         return self.module._buffers
 
 
-class _Site(NamedTuple):
+class Site(NamedTuple):
     """One checkpointed module, while the model is bound."""
 
     name: str
@@ -175,7 +175,9 @@ class _Site(NamedTuple):
     anchor: Tensor
 
 
-def _checkpointed(site: _Site) -> Callable[..., Any]:
+def checkpointed(site: Site) -> Callable[..., Any]:
+    """The forward of a module that keeps only its inputs for the backward, and runs again in it."""
+
     @functools.wraps(site.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         # A transform of torch.func ends before the backward, and what it wraps is not there any more to run again.
@@ -211,7 +213,7 @@ class _Call:
 
     __slots__ = ("_away", "_buffers", "_first", "_leaves", "_places", "_site", "_treespec", "tensors")
 
-    def __init__(self, site: _Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._site = site
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._leaves, self._treespec = optree.tree_flatten((args, kwargs), none_is_leaf=True)

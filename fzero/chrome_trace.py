@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
 
 from fzero.place import copied
 from fzero.state import TrainState
@@ -14,7 +15,7 @@ from fzero.step import TrainStep
 
 
 def save_trace(path: str | Path, step: TrainStep, state: TrainState[Tensor], batch: Any) -> None:
-    """Runs a step and writes what ran, with the names of fzero's own parts (`fzero.ranges`), as a chrome trace.
+    """Runs a step and writes what ran, in all threads, with the names of fzero's own parts (`fzero.ranges`), as a chrome trace.
 
     State and step stay as they are: the steps (one that does not count, and one that does) run on a copy of the
     state, which is in files where that is.
@@ -35,7 +36,8 @@ def save_trace(path: str | Path, step: TrainStep, state: TrainState[Tensor], bat
     path.parent.mkdir(parents=True, exist_ok=True)
     path.open("ab").close()
     twin, _ = step(copied(state, step), batch)
-    with torch.profiler.profile() as recorded:
+    # Of all threads, for files are read and written by threads of their own.
+    with torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as recorded:
         step(twin, batch)
         if step.device.type == "cuda":
             torch.cuda.synchronize(step.device)

@@ -39,6 +39,7 @@ from fzero import claims
 from fzero.claims import folder_of
 from fzero.direct_files import CHECKED, SECTOR, DirectFile
 from fzero.host_buffers import PAGE
+from fzero.ranges import ranged
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
 
@@ -193,14 +194,14 @@ class FileStore:
             StoreError: from the function that waits, or at once if the store is broken.
             ValueError: an argument breaks these rules.
         """
-        return self._move(DirectFile.read, name, start, stop, buffer)
+        return self._move("read", name, start, stop, buffer)
 
     def write(self, name: str, start: int, stop: int, buffer: Tensor) -> Callable[[], Tensor]:
         """Starts to write elements [start, stop) from the beginning of a buffer, which may not change until the wait is over.
 
         Arguments, result and errors are those of `read`.
         """
-        return self._move(DirectFile.write, name, start, stop, buffer)
+        return self._move("write", name, start, stop, buffer)
 
     def fence(self) -> None:
         """Waits for all that was started. Raises if anything failed since the store was made.
@@ -240,7 +241,7 @@ class FileStore:
         self.close()
 
     def _move(
-        self, one: Callable[[DirectFile, int, memoryview], None], name: str, start: int, stop: int, buffer: Tensor
+        self, verb: Literal["read", "write"], name: str, start: int, stop: int, buffer: Tensor
     ) -> Callable[[], Tensor]:
         self.check()
         nbytes = self.nbytes(name, start, stop)
@@ -256,7 +257,7 @@ class FileStore:
         futures = []
         for at in range(0, nbytes, self.block_nbytes):
             block = memory[at : at + self.block_nbytes]
-            work = partial(one, file, begin + at, block)
+            work = partial(_move_block, verb, name, file, begin + at, block)
             future = self._threads.submit(self._health.attempt, file.path, begin + at, len(block), work)
             self._moving.add(future)
             future.add_done_callback(self._moving.discard)
@@ -299,6 +300,11 @@ class FileStore:
     def check(self) -> None:
         """Raises a StoreError if the store is broken or closed."""
         self._health.check()
+
+
+def _move_block(verb: Literal["read", "write"], name: str, file: DirectFile, at: int, block: memoryview) -> None:
+    with ranged(verb, name):
+        (file.read if verb == "read" else file.write)(at, block)
 
 
 def _up(nbytes: int, grain: int) -> int:

@@ -206,6 +206,7 @@ def _told(choice: Choice) -> str:
         f"optimizer state on {choice.optimizer}" * (choice.optimizer != "device"),
         f"parameters on {choice.params}" * (choice.params != "device"),
         "activation checkpointing" * choice.checkpoints,
+        "checkpointed inputs in host memory" * (choice.checkpoints and choice.inputs == "host"),
         "a small bucket" * choice.small,
     ]
     return ", ".join(filter(None, words))

@@ -30,6 +30,8 @@ class Choice:
     params: str = "device"
     checkpoints: bool = False
     small: bool = False
+    inputs: str = "device"
+    """Of what is checkpointed; of no effect elsewhere."""
 
     @classmethod
     def of(cls, cfg: Config) -> Self:
@@ -40,7 +42,9 @@ class Choice:
             for block in (zero.offload_optimizer, zero.offload_param)
         )
         is_small = zero.reduce_bucket_size == SMALL_BUCKET
-        return cls(zero.stage, optimizer, params, cfg.activation_checkpointing.every is not None, is_small)
+        block = cfg.activation_checkpointing
+        inputs = "host" if block.cpu_checkpointing else "device"
+        return cls(zero.stage, optimizer, params, block.every is not None, is_small, inputs)
 
     def keys(self, nvme_path: str | None, every: int | None = None) -> Keys:
         """The keys that say so; what is on the device has none. Checkpointed is every n-th unit, or else every one."""
@@ -50,8 +54,10 @@ class Choice:
             zero |= {"reduce_bucket_size": SMALL_BUCKET}
         if self.small and self.stage == 3:
             zero |= {"stage3_prefetch_bucket_size": 0}
-        checkpointing = {"activation_checkpointing": {"every": every or 1}} if self.checkpoints else {}
-        return {"zero_optimization": zero, **checkpointing}
+        if not self.checkpoints:
+            return {"zero_optimization": zero}
+        block = {"every": every or 1} | ({"cpu_checkpointing": True} if self.inputs == "host" else {})
+        return {"zero_optimization": zero, "activation_checkpointing": block}
 
 
 def _block(kind: str, nvme_path: str | None) -> Keys | None:
@@ -102,7 +108,7 @@ class Search:
         self.nvme_path = nvme_path or next(iter(paths), None)
         self.start = Choice.of(cfg)
         self.every = cfg.activation_checkpointing.every
-        self.activations = Activations(model, keys, batch, loss_fn) if batch is not None else None
+        self.activations = Activations(model, keys, batch, loss_fn, device) if batch is not None else None
         self._found: dict[Choice, Column | None] = {}
         self.refused: dict[str, None] = {}
 
@@ -110,13 +116,21 @@ class Search:
     def _adds_checkpoints(self) -> bool:
         return self.activations is not None and self.activations.has_units and not self.start.checkpoints
 
+    @property
+    def _moves_inputs(self) -> bool:
+        """Whether inputs of what is checkpointed may go to host memory, where they are not."""
+        can_checkpoint = self.activations is not None and (self.start.checkpoints or self.activations.has_units)
+        return can_checkpoint and self.device == "cuda" and self.start.inputs == "device"
+
     def choices(self) -> Iterator[Choice]:
         """All that are tried, those with fewer changes first."""
         kinds = ["device", "host", *(["nvme"] if self.nvme_path else [])]
         checkpoints = [False, True] if self._adds_checkpoints else [self.start.checkpoints]
-        for values in product(range(self.start.stage, 4), kinds, kinds, checkpoints, [False, True]):
+        inputs = ["device", "host"] if self._moves_inputs else [self.start.inputs]
+        for values in product(range(self.start.stage, 4), kinds, kinds, checkpoints, [False, True], inputs):
             choice = Choice(*values)
-            if choice.stage == 3 or choice.params == "device":
+            is_new = choice.checkpoints or choice.inputs == self.start.inputs
+            if is_new and (choice.stage == 3 or choice.params == "device"):
                 yield choice
 
     def ladder(self) -> Iterator[Rung]:
@@ -125,6 +139,7 @@ class Search:
             ("as it is", {}),
             ("activation checkpointing", {"checkpoints": True} if self._adds_checkpoints else {}),
             ("stage 2", {"stage": max(self.start.stage, 2)}),
+            ("checkpointed inputs in host memory", {"inputs": "host"} if self._moves_inputs else {}),
             ("optimizer state in host memory", {"optimizer": "host"} if self.start.optimizer == "device" else {}),
             ("stage 3", {"stage": 3}),
             ("parameters in host memory", {"params": "host"} if self.start.params == "device" else {}),
@@ -156,7 +171,9 @@ class Search:
 
     def _planned(self, choice: Choice) -> Column:
         keys = self.keys if choice == self.start else changed(self.keys, choice.keys(self.nvme_path, self.every))
-        trace = None if self.activations is None else self.activations.of(checkpoints=choice.checkpoints)
+        trace = None
+        if self.activations is not None:
+            trace = self.activations.of(checkpoints=choice.checkpoints, on_host=choice.inputs == "host")
         return column(self.model, "", keys, self.world_size, trace=trace, machine=self.machine, device=self.device)
 
     def notes(self) -> Iterator[str]:

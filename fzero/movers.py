@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fzero.file_store import FileStore
 from fzero.host_buffers import Pool
+from fzero.ranges import ranged
 from fzero.stream import Mover, SubGroup
 
 
@@ -27,6 +28,10 @@ class Part(NamedTuple):
     name: str
     start: int
     stop: int
+
+    def __str__(self) -> str:
+        """In a trace."""
+        return f"{self.name} {self.start}:{self.stop}"
 
 
 class FileMover:
@@ -72,7 +77,8 @@ class FileMover:
         if part not in self._coming and self.pool.num_free:
             buffer = self.pool.take()
             try:
-                wait = self.store.read(part.name, part.start, part.stop, buffer)
+                with ranged("ahead", part):
+                    wait = self.store.read(part.name, part.start, part.stop, buffer)
             except BaseException:
                 self.pool.give_back(buffer)
                 raise

@@ -1,6 +1,6 @@
 """Which model is meant by a word of the command line? A module on `meta`, which holds no weights, and nothing is downloaded.
 
-7B, 350M, 1.3e9            a plain GPT of about so many parameters, with a vocabulary of 32,000
+7B, 350M, 1.3e9            a plain GPT of so many parameters to 2 %, with a vocabulary of 32,000, or a smaller one below 8.39M
 pkg.mod:fn                 what the function returns, called without arguments; or a module of that name
 config.json, a folder      a configuration of transformers
 LlamaForCausalLM           a class of transformers, with the defaults of its configuration; LlamaConfig is the same
@@ -127,12 +127,13 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.head = min(HEAD, width)
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = Linear(width, 3 * width), Linear(width, width)
         self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        heads = (*x_BTC.shape[:2], 3, x_BTC.shape[2] // HEAD, HEAD)
+        heads = (*x_BTC.shape[:2], 3, x_BTC.shape[2] // self.head, self.head)
         q, k, v = self.qkv(self.ln_1(x_BTC)).view(heads).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTC = x_BTC + self.proj(mixed.transpose(1, 2).reshape(x_BTC.shape))
@@ -144,11 +145,11 @@ class Block(nn.Module):
 class PlainGPT(nn.Module):
     """A GPT without positions (they are a rounding error of its size), with a head of its own; gives the loss."""
 
-    def __init__(self, depth: int, width: int) -> None:
+    def __init__(self, depth: int, width: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embedding = Embedding(VOCABULARY, width)
+        self.embedding = Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), Linear(width, VOCABULARY, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), Linear(width, vocabulary, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x_BTC = self.embedding(input_ids)
@@ -159,25 +160,44 @@ class PlainGPT(nn.Module):
 
 
 def _gpt(count: float) -> Named:
-    """The shape within 2 % of the count whose width over depth is nearest to `ASPECT`, or else the nearest in count."""
     if not 1e5 <= count <= 1e14:
         raise ModelError(
             f"model: a count of parameters must be between 100K and 100T, got {count:.3g}; say what you mean as in 7B or 350M"
         )
+    depth, width, vocabulary = shape_of(count)
+    with torch.device("meta"):
+        model = PlainGPT(depth, width, vocabulary)
+    num_params = sum(param.numel() for param in model.parameters())
+    blocks = f"{depth} block{'s' * (depth > 1)}"
+    return Named(
+        model, f"a plain GPT of {blocks}, width {width}, vocabulary {vocabulary}: {_short(num_params)} parameters"
+    )
+
+
+def shape_of(count: float) -> tuple[int, int, int]:
+    """Depth, width and vocabulary of a GPT with so many parameters to 2 %, from 1e5 to 1e14.
+
+    Of such shapes that whose width over depth is nearest to `ASPECT`. What is too small for the whole vocabulary is a block and
+    as many tokens as there is room for.
+
+    >>> shape_of(1e5), shape_of(3.5e8)
+    ((1, 64, 390), (17, 1152, 32000))
+    """
+
+    def of_block(width: int) -> int:
+        return 12 * width**2 + 13 * width
+
+    smallest = of_block(HEAD) + 2 * HEAD * (VOCABULARY + 1)
+    if count < smallest:
+        width = HEAD if count >= 1e6 else HEAD // 2
+        return 1, width, round((count - of_block(width)) / (2 * width)) - 1
     shapes = []
-    widths = [HEAD * n for n in range(1, 2500)] if count >= 5e7 else [HEAD]
-    for width in widths:
-        of_block = 12 * width**2 + 13 * width
-        depth = max(round((count - 2 * VOCABULARY * width) / of_block), 1)
-        error = abs(depth * of_block + 2 * VOCABULARY * width + 2 * width - count) / count
+    for width in (HEAD * n for n in range(1, 2500)):
+        depth = max(round((count - 2 * VOCABULARY * width) / of_block(width)), 1)
+        error = abs(depth * of_block(width) + 2 * VOCABULARY * width + 2 * width - count) / count
         shapes.append((max(error, 0.02), abs(width / depth / ASPECT - 1), depth, width))
     *_, depth, width = min(shapes)
-    with torch.device("meta"):
-        model = PlainGPT(depth, width)
-    num_params = sum(param.numel() for param in model.parameters())
-    return Named(
-        model, f"a plain GPT of {depth} blocks, width {width}, vocabulary {VOCABULARY}: {_short(num_params)} parameters"
-    )
+    return depth, width, VOCABULARY
 
 
 def _short(count: float) -> str:

@@ -28,6 +28,7 @@ from fzero.file_store import FileSpec, StoreError
 from fzero.file_tensors import FilePlan, Files, FileTensor, handles_of, renewed
 from fzero.movers import ByName, DeviceMover, Resident
 from fzero.plan import BufferPlan, Plan
+from fzero.ranges import ranged
 from fzero.sent import Label
 from fzero.staging import MOST_LEAVING, Leaf, Scratch, Stage
 from fzero.state import TrainState
@@ -381,7 +382,8 @@ class Offload:
             share = own_shard(param, buffer, shard) if self.joins(buffer) else param
             transform = update.transform_at(0, leaves.numel, share if buffer.has_master else None)
             updated = here[leaves.updated] if buffer.has_master else share
-            transform.update(grad, updated, _with_long(update.state, leaves, here))
+            with ranged("update", buffer.key):
+                transform.update(grad, updated, _with_long(update.state, leaves, here))
             if self.joins(buffer):
                 update.join(share, param).wait()
             del param, grad, share, updated, transform  # so that memory for files is taken back

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from fzero.plan import BufferPlan, Plan
 from fzero.stream_buffers import stream_buffers
-from fzero.timeline import Lanes, Machine
+from fzero.timeline import Lane, Lanes, Machine
 from fzero.wires import Wire
 from sharding import TensorSpec
 from sharding.dtypes import itemsize
@@ -112,6 +112,13 @@ class Book:
         if spec.placement.kind == "nvme":
             end = self.lanes.start("files", label, nbytes / self.machine.disk)
         return end if self.device == "cpu" else self.lanes.start("host", label, nbytes / self.machine.host, after=end)
+
+    def copy_inputs(self, leaves: int, returns: int) -> None:
+        """Copies inputs of checkpointed modules to host memory and back; what is computed waits, for they are on its stream."""
+        copies: tuple[tuple[Lane, int], ...] = (("back", leaves), ("host", returns))
+        for lane, nbytes in copies:
+            if nbytes:
+                self.lanes.wait("inputs", self.lanes.start(lane, "inputs", nbytes / self.machine.host))
 
     def carry(self, spec: TensorSpec, nbytes: int, label: str, *, adds: bool = False) -> float:
         """Copies from the device to where something lives, or adds to what is there. Tells when it has arrived."""

@@ -29,6 +29,7 @@ class Part(NamedTuple):
         numel: elements of these gradients.
         most, now: bytes of activations until the next part, and when it comes.
         seconds: of what runs.
+        waiting, leaves, returns: as of a `Moment`.
     """
 
     kind: Literal["begin", "fetch", "turn", "unpack", "use", "grad"]
@@ -39,6 +40,9 @@ class Part(NamedTuple):
     most: int = 0
     now: int = 0
     seconds: float = 0.0
+    waiting: int = 0
+    leaves: int = 0
+    returns: int = 0
 
 
 def parts_of(plan: Plan, trace: Traced | None, machine: Machine) -> tuple[Part, ...]:
@@ -63,7 +67,10 @@ def _traced(plan: Plan, moments: Sequence[Moment], machine: Machine) -> Iterator
     for index, moment in enumerate(moments):
         unit, buffer = homes.get(moment.name, (None, None))
         seconds = sum(machine.seconds(flops, nbytes, is_wide=is_wide) for flops, nbytes, is_wide in moment.work)
-        part = Part(moment.kind, most=moment.most, now=moment.now, seconds=seconds)
+        part = Part(
+            moment.kind, most=moment.most, now=moment.now, seconds=seconds, waiting=moment.waiting,
+            leaves=moment.leaves, returns=moment.returns,
+        )  # fmt: skip
         if unit is not None and buffer is not None:
             part = part._replace(unit=unit.name)
             if moment.kind == "unpack" and not isinstance(buffer.row.params, Sharded):
@@ -74,7 +81,8 @@ def _traced(plan: Plan, moments: Sequence[Moment], machine: Machine) -> Iterator
         if before[:3] == part[:3] and not before.ends:  # nothing happens between them
             before = part._replace(
                 most=max(before.most, part.most), now=part.now, seconds=before.seconds + part.seconds, ends=part.ends,
-                numel=before.numel + part.numel,
+                numel=before.numel + part.numel, waiting=max(before.waiting, part.waiting),
+                leaves=before.leaves + part.leaves, returns=before.returns + part.returns,
             )  # fmt: skip
             continue
         yield before

@@ -87,6 +87,7 @@ class PaperPass:
         book.write()  # before anything is computed
         book.write(part.most)
         book.lanes.compute(book.label, part.seconds)
+        book.copy_inputs(part.leaves, part.returns)
         book.activations = part.now
         if part.kind == "grad" and unit is not None:
             buffer = next(b for b in unit.buffers if b.key == part.key)

@@ -42,6 +42,7 @@ class PaperStep:
         timeline: what runs when, of at most two micro-steps.
         further_seconds: of the micro-steps in between.
         host_pool: bytes of host memory through which files are read and written.
+        host_inputs: the most bytes of inputs of checkpointed modules that wait in host memory.
         device: where the model is.
     """
 
@@ -50,6 +51,7 @@ class PaperStep:
     timeline: Timeline = field(repr=False)
     further_seconds: float
     host_pool: int
+    host_inputs: int
     device: Device = "cuda"
 
     @property
@@ -108,7 +110,7 @@ def follow(
 
     Args:
         plan: on any number of ranks.
-        trace: of one micro-step, of the same model.
+        trace: of one micro-step, of the same model on the same device.
         machine: the rates of one rank.
         device: where the model is; on the CPU collectives are gloo's.
         title: of the timeline.
@@ -128,7 +130,8 @@ def follow(
     further = ends[0] * (plan.num_micro_steps - num)
     memory = plan.bytes_by_memory
     timeline = _timeline(book, sum(_on_device(memory, device).values()), title or f"stage {plan.stage}")
-    return PaperStep(memory, tuple(book.rows), timeline, further, book.streams.host_pool, device)
+    inputs = max(part.waiting for part in parts)
+    return PaperStep(memory, tuple(book.rows), timeline, further, book.streams.host_pool, inputs, device)
 
 
 def _on_device(memory: dict[str, dict[str, int]], device: Device) -> dict[str, int]:

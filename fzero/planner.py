@@ -81,7 +81,8 @@ class Column:
         step: the same, followed on paper.
         memory: bytes on a rank by kind of memory (`device`, `host`, `nvme`) and by what they are: those of
             `Plan.bytes_by_memory`; on the device, at the peak, `gathers`, `reductions`, `arrivals` (sums apart from them),
-            `streams`, `activations`, and on the CPU `kept` buffers; in host memory `sub-groups` on their way.
+            `streams`, `activations`, and on the CPU `kept` buffers; in host memory `sub-groups` on their way, and `activations`
+            that wait there for the backward.
         note: what was added to the configuration so that it holds, in words.
         tokens: of all ranks in a step; 0 where no batch says.
     """
@@ -195,7 +196,7 @@ def compare_plans(
     """
     keys = keys_of(cfg)
     given = Config.load(dict(keys))  # tells of keys that are not honoured
-    trace = None if batch is None else trace_activations(model, given, batch, loss_fn=loss_fn)
+    trace = None if batch is None else trace_activations(model, given, batch, loss_fn=loss_fn, device=device)
 
     def planned(name: str, keys: Keys) -> Column:
         found = column(model, name, keys, world_size, mesh, trace=trace, machine=machine, device=device)
@@ -238,7 +239,7 @@ def column(
     """One configuration, planned. Where stage 3 could not hold its largest unit, `stage3_max_live_parameters` is raised.
 
     Args:
-        trace: of its activations, with the same dtypes and checkpointing.
+        trace: of its activations, with the same dtypes and checkpointing, on the same device.
         machine: the rates of one rank.
         device: where the model is.
 
@@ -275,7 +276,7 @@ def memory_of(step: PaperStep) -> dict[str, dict[str, int]]:
     held = {kind: dict(parts) for kind, parts in step.memory.items()}
     held["device"] = step.at_peak
     of_state = {name: n for name, n in held.get("host", {}).items() if step.device == "cuda"}  # else the device has it
-    held["host"] = of_state | {"sub-groups": step.host_pool}
+    held["host"] = of_state | {"activations": step.host_inputs, "sub-groups": step.host_pool}
     return {kind: {name: n for name, n in parts.items() if n} for kind, parts in held.items() if any(parts.values())}
 
 

@@ -6,6 +6,11 @@
 
 Each is called `fzero::VERB WHAT`: `forward`, `unit h.3`, `gather h.3`, `backward`, `reduce_scatter h.3`, `update`,
 `join h.3/bfloat16`, and `wait reduce h.3/bfloat16` where the host waits for one.
+
+What moves between memories is called by its tensor. Whole shards of a pass: `bring h.3/bfloat16`, `put h.3/bfloat16/grads`, where
+they start, and `wait bring …`, `wait put …` where the host waits. Sub-groups of an update, with their elements: `fetch
+h.3/bfloat16 0:64`, `update …`, `put …`, with the waits; `ahead …` of what is read beside a backward. The blocks of files, in the
+threads that move them: `read …` and `write …`; a trace has them if it is of all threads, as that of `fzero.save_trace` is.
 """
 
 from __future__ import annotations

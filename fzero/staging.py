@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fzero.file_tensors import FileTensor, kept
 from fzero.host_buffers import CHUNK, PAGE, paged
+from fzero.ranges import ranged
 
 Leaf = Tensor | FileTensor
 
@@ -79,7 +80,7 @@ class Stage:
         self.device, self.scratch, self.most, self._measure = device, scratch, most, measure
         self._measured: dict[str, tuple[object, Tensor]] = {}  # what was put last, and what is known of it
         self._coming: dict[str, Callable[[], Tensor]] = {}
-        self._leaving: deque[tuple[FileTensor, Tensor, Callable[[], object]]] = deque()
+        self._leaving: deque[tuple[str, FileTensor, Tensor, Callable[[], object]]] = deque()
         self._copies_in: torch.cuda.Stream | None = None
         self._copies_out = False  # whether copies to the host may be under way
 
@@ -89,11 +90,11 @@ class Stage:
         """Starts to bring a shard, if there is room; `bring` gives it."""
         is_here = isinstance(x, Tensor) and x.device == self.device
         if not is_here and name not in self._coming and (self.most is None or len(self._coming) < self.most):
-            self._coming[name] = self._start(x)
+            self._coming[name] = self._start(name, x)
 
     def bring(self, name: str, x: Leaf) -> Tensor:
         """The shard on the device: itself where it lives there, else a copy, to be given back with `scratch.give`."""
-        wait = self._coming.pop(name, None) or self._start(x)
+        wait = self._coming.pop(name, None) or self._start(name, x)
         return wait()
 
     def fresh(self, x: Leaf) -> Tensor:
@@ -116,11 +117,13 @@ class Stage:
             if here is not x:
                 self.scratch.give(here)
 
-    def _start(self, x: Leaf) -> Callable[[], Tensor]:
-        if isinstance(x, FileTensor):
-            return self._start_file(x)
-        if x.device == self.device:
+    def _start(self, name: str, x: Leaf) -> Callable[[], Tensor]:
+        if isinstance(x, Tensor) and x.device == self.device:
             return lambda: x
+        with ranged("bring", name):
+            return self._start_file(name, x) if isinstance(x, FileTensor) else self._start_copy(x)
+
+    def _start_copy(self, x: Tensor) -> Callable[[], Tensor]:
         if self._copies_in is None:
             self._copies_in = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._copies_in):
@@ -135,12 +138,14 @@ class Stage:
 
         return finish
 
-    def _start_file(self, x: FileTensor) -> Callable[[], Tensor]:
+    def _start_file(self, name: str, x: FileTensor) -> Callable[[], Tensor]:
         flat = self.scratch.take_paged(x.numel(), x.dtype)
         wait = kept(x, lambda: x.files.start_read(x.name, flat))
 
         def finish() -> Tensor:
-            if wait is None or kept(x, wait) is None:
+            with ranged("wait bring", name):
+                is_read = wait is not None and kept(x, wait) is not None
+            if not is_read:
                 flat.zero_()
             if self.device.type == "cpu":
                 return flat
@@ -159,14 +164,14 @@ class Stage:
             measures: whether this is all that it shall hold, to be asked for as `known`.
         """
         self._measured.pop(name, None)
-        here = values
         if isinstance(home, FileTensor):
-            here = self._put_in_file(home, values, adds=adds)
-        elif adds:
-            here = home.add_(values.to(home.device))
-        elif home.data_ptr() != values.data_ptr():
-            home.copy_(values, non_blocking=True)
-            self._copies_out |= home.device != values.device
+            with ranged("put", name):
+                here = self._put_in_file(name, home, values, adds=adds)
+        elif home.device != values.device:
+            with ranged("put", name):
+                here = self._put_in_memory(home, values, adds=adds)
+        else:
+            here = self._put_in_memory(home, values, adds=adds)
         if measures and self._measure is not None and here.device == self.device and here.numel():
             self._measured[name] = _content(home), self._measure(here.to(home.dtype))
 
@@ -175,22 +180,32 @@ class Stage:
         content, number = self._measured.get(name, (None, None))
         return number if content == _content(home) else None
 
-    def _put_in_file(self, home: FileTensor, values: Tensor, *, adds: bool) -> Tensor:
+    def _put_in_memory(self, home: Tensor, values: Tensor, *, adds: bool) -> Tensor:
         """The new values, or where they were added."""
+        if adds:
+            return home.add_(values.to(home.device))
+        if home.data_ptr() != values.data_ptr():
+            home.copy_(values, non_blocking=True)
+            self._copies_out |= home.device != values.device
+        return values
+
+    def _put_in_file(self, name: str, home: FileTensor, values: Tensor, *, adds: bool) -> Tensor:
+        """The same."""
         while len(self._leaving) >= MOST_LEAVING or (adds and self._leaving):
             self._end_leaving()
-        flat = self._start_file(home)() if adds else self.scratch.take_paged(home.numel(), home.dtype)
+        flat = self._start_file(name, home)() if adds else self.scratch.take_paged(home.numel(), home.dtype)
         if adds and flat.device != torch.device("cpu"):
             flat = self.scratch.take_paged(home.numel(), home.dtype).copy_(flat)
         _ = flat.add_(values.to(flat.device)) if adds else flat.copy_(values)
         wait = kept(home, lambda: home.files.start_write(home.name, flat))
         if wait is not None:
-            self._leaving.append((home, flat, wait))
+            self._leaving.append((name, home, flat, wait))
         return flat if adds else values
 
     def _end_leaving(self) -> None:
-        home, flat, wait = self._leaving.popleft()
-        kept(home, wait)
+        name, home, flat, wait = self._leaving.popleft()
+        with ranged("wait put", name):
+            kept(home, wait)
         del wait
         self.scratch.give(flat)
 
@@ -199,7 +214,8 @@ class Stage:
         while self._leaving:
             self._end_leaving()
         if self._copies_out:
-            torch.cuda.current_stream(self.device).synchronize()  # the host reads what was copied there
+            with ranged("wait put", "to host memory"):
+                torch.cuda.current_stream(self.device).synchronize()  # the host reads what was copied there
             self._copies_out = False
 
     def abandon(self) -> None:

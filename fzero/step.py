@@ -834,7 +834,8 @@ class TrainStep:
         }
         with _random_state(state.rng, self.device) as rng:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            told_AW3, is_sum = compiled.collect(state._replace(grads=grads), buffers, wires, batches, number)
+            with ranged("step", "in one graph"):
+                told_AW3, is_sum = compiled.collect(state._replace(grads=grads), buffers, wires, batches, number)
         for key, home in state.grads.items():
             grad = grads.pop(key)
             if grad is not home:
@@ -844,7 +845,8 @@ class TrainStep:
         stage.settle()
         self._agree_on_files(state)
         self._check_passes(told_AW3[..., 2].flatten())
-        return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=is_sum, stage=stage)
+        with ranged("update"):
+            return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=is_sum, stage=stage)
 
     def _turn_knobs(self, knobs: _Knobs, num_updates: int) -> None:
         """Writes what the graph reads about the update after `num_updates` others."""

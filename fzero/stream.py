@@ -27,6 +27,7 @@ import optree
 from torch import Tensor
 
 from fzero.precision import long_leaves
+from fzero.ranges import ranged
 from fzero.transforms import Transform, leaf_names, separate
 
 LANES = 32
@@ -55,6 +56,10 @@ class SubGroup:
     def numel(self) -> int:
         """The elements of one of the tensors."""
         return self.stop - self.start
+
+    def __str__(self) -> str:
+        """In a trace: the first name, which is that of what is updated, and the elements."""
+        return f"{self.names[0]} {self.start}:{self.stop}" if self.names else f"{self.start}:{self.stop}"
 
 
 class Mover(Protocol):
@@ -130,20 +135,39 @@ def stream_update(
         )
     mover.check(sub_groups, 1 + read_ahead + write_behind)
     fetched: deque[Callable[[], list[Tensor]]] = deque()
-    written: deque[Callable[[], object]] = deque()
+    written: deque[tuple[SubGroup, Callable[[], object]]] = deque()
     try:
         for index, sub_group in enumerate(sub_groups):
-            fetched.extend(mover.fetch(x) for x in sub_groups[index + len(fetched) : index + read_ahead + 1])
-            update(sub_group, fetched.popleft()())
-            written.append(mover.put(sub_group))
+            for following in sub_groups[index + len(fetched) : index + read_ahead + 1]:
+                with ranged("fetch", following):
+                    fetched.append(mover.fetch(following))
+            _update_fetched(update, sub_group, fetched.popleft())
+            with ranged("put", sub_group):
+                written.append((sub_group, mover.put(sub_group)))
             if len(written) > write_behind:
-                written.popleft()()
-        for wait in written:
-            wait()
-        mover.fence()
+                _end_put(*written.popleft())
+        for put in written:
+            _end_put(*put)
+        with ranged("wait fence"):
+            mover.fence()
     except BaseException as error:
         mover.fail(error)
         raise
+
+
+def _update_fetched(
+    update: Callable[[SubGroup, list[Tensor]], None], sub_group: SubGroup, wait: Callable[[], list[Tensor]]
+) -> None:
+    """A function, so that nothing holds the tensors when they are put."""
+    with ranged("wait fetch", sub_group):
+        tensors = wait()
+    with ranged("update", sub_group):
+        update(sub_group, tensors)
+
+
+def _end_put(sub_group: SubGroup, wait: Callable[[], object]) -> None:
+    with ranged("wait put", sub_group):
+        wait()
 
 
 class Streamed(NamedTuple):

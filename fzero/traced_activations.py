@@ -3,8 +3,9 @@
 The model runs forward and backward in a `FakeTensorMode`, bound to parameters of the dtypes that the configuration gives them,
 with or without checkpointing. Every storage that an operator makes counts from then on until nobody holds it: activations, what
 a kernel returns besides, and the gradient of a parameter until it would be written into its flat buffer. Parameters do not
-count, and nor does what a kernel needs inside. Operators are those of the CPU, where attention without a mask is fused as it is
-on CUDA.
+count, and nor does what a kernel needs inside. With `cpu_checkpointing` the inputs of checkpointed modules are copied to host
+memory and back as a step on a GPU copies them (`fzero.checkpointing.host_moves`), and count there meanwhile. Operators are
+those of the CPU, where attention without a mask is fused as it is on CUDA.
 
 A trace is cut into `Moment`s wherever a parameter is read, needed again or has its gradient: where a step gathers and reduces.
 `fzero.paper_step` follows them. They are the same in all stages and placements.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,14 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from fzero.batches import without_memory
 from fzero.binding import attributes_kept, bound, replaced_forwards
-from fzero.checkpointing import choose_modules
+from fzero.checkpointing import Moves, Site, checkpointed, choose_modules
 from fzero.config import Config
 from fzero.flop_counts import flops_of_call
 from fzero.measure import LossFn, loss_of
+from fzero.paper_moves import Device
 from fzero.plan import Plan, blocks_of, plan
 from sharding.views import torch_dtype
 
@@ -55,6 +57,8 @@ class Moment(NamedTuple):
         name: of the parameter.
         most, now: bytes of activations at the most until the next moment, and when it comes.
         work: of the operators.
+        waiting: bytes at the most until then of inputs that wait in host memory.
+        leaves, returns: bytes of inputs that are copied there until then, and back.
     """
 
     kind: Literal["begin", "fetch", "turn", "unpack", "grad"]
@@ -62,6 +66,9 @@ class Moment(NamedTuple):
     most: int = 0
     now: int = 0
     work: tuple[Work, ...] = ()
+    waiting: int = 0
+    leaves: int = 0
+    returns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +79,17 @@ class Traced:
     flops: int
     moments: tuple[Moment, ...] = ()
 
+    @property
+    def host_nbytes(self) -> int:
+        """The most bytes of inputs that wait in host memory."""
+        return max((moment.waiting for moment in self.moments), default=0)
+
 
 class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the storages that operators make inside, and their floating point operations.
 
-    `FlopCounterMode` would keep what checkpointed modules make when they run again.
+    `FlopCounterMode` would keep what checkpointed modules make when they run again. `moves` are for inputs that wait in host
+    memory: what goes `away` counts there.
     """
 
     def __init__(self) -> None:
@@ -85,6 +98,9 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moments: list[Moment] = []
         self._event: Moment = Moment("begin")
         self._most_since, self._work = 0, list[Work]()
+        self.moves = Moves(partial(self._copied, "leaves"), partial(self._copied, "returns"))
+        self.waiting = self._waiting_since = 0
+        self._copying, self._copied_since = "", Counter[str]()
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def ignore(self, tensors: Iterator[Tensor]) -> None:
@@ -94,8 +110,14 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, kind: Literal["fetch", "turn", "unpack", "grad"], name: str = "") -> None:
         """Begins a moment."""
-        self.moments.append(self._event._replace(most=self._most_since, now=self.now, work=tuple(self._work)))
+        self.moments.append(
+            self._event._replace(
+                most=self._most_since, now=self.now, work=tuple(self._work), waiting=self._waiting_since,
+                leaves=self._copied_since["leaves"], returns=self._copied_since["returns"],
+            )
+        )  # fmt: skip
         self._event, self._most_since, self._work = Moment(kind, name), self.now, []
+        self._waiting_since, self._copied_since = self.waiting, Counter()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -107,16 +129,46 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = x.untyped_storage()
             if storage not in self._seen:
                 self._seen[storage] = nbytes = storage.nbytes()
-                weakref.finalize(storage, self._drop, nbytes)
-                self.now += nbytes
-                self._most_since = max(self._most_since, self.now)
+                self._add(storage, nbytes)
         self.most = max(self.most, self._most_since)
-        if (work := _work_of(func, flops, args, out)).nbytes:
+        if not self._copying and (work := _work_of(func, flops, args, out)).nbytes:
             self._work.append(work)
         return out
 
+    def _add(self, storage: Any, nbytes: int) -> None:
+        if self._copying == "leaves":
+            nbytes = pinned_nbytes(nbytes)
+            weakref.finalize(storage, self._drop_waiting, nbytes)
+            self.waiting += nbytes
+            self._waiting_since = max(self._waiting_since, self.waiting)
+        else:
+            weakref.finalize(storage, self._drop, nbytes)
+            self.now += nbytes
+            self._most_since = max(self._most_since, self.now)
+
     def _drop(self, nbytes: int) -> None:
         self.now -= nbytes
+
+    def _drop_waiting(self, nbytes: int) -> None:
+        self.waiting -= nbytes
+
+    def _copied(self, way: Literal["leaves", "returns"], x: Tensor) -> Tensor:
+        """A copy between the device and host memory, which the link makes, and not the device."""
+        self._copying = way
+        self._copied_since[way] += x.nbytes
+        try:
+            return x.clone()
+        finally:
+            self._copying = ""
+
+
+def pinned_nbytes(nbytes: int) -> int:
+    """What PyTorch takes of pinned host memory for so many bytes: the next power of two, which is then kept for others.
+
+    >>> pinned_nbytes(5000), pinned_nbytes(4096)
+    (8192, 4096)
+    """
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 _MOVES_NOTHING = ("empty", "_unsafe_view", "lift_fresh", "_reshape_alias", "detach")
@@ -146,16 +198,19 @@ def _nbytes(x: Tensor) -> int:
 
 
 def trace_activations(
-    model: nn.Module, cfg: Config | Any, batch: Any, *, loss_fn: LossFn | None = None, checkpoint: bool | None = None
-) -> Traced:
+    model: nn.Module, cfg: Config | Any, batch: Any, *, loss_fn: LossFn | None = None, checkpoint: bool | None = None,
+    on_host: bool | None = None, device: Device = "cuda",
+) -> Traced:  # fmt: skip
     """Activations and FLOPs of one forward and backward.
 
     Args:
         model: any module that runs on fake tensors: no branches on data.
-        cfg: for the dtypes, and for `activation_checkpointing.every`.
+        cfg: for the dtypes, and for `activation_checkpointing`.
         batch: one rank's samples of a micro-step; tensors may be on `meta`.
         loss_fn: see `make_train_step`.
         checkpoint: whether units are checkpointed, as many as the configuration says or else every one; None is as it says.
+        on_host: whether their inputs wait in host memory; None is as `cpu_checkpointing` says.
+        device: where the model is; on the CPU inputs are in host memory already, and stay.
 
     Raises:
         ValueError: the model cannot run on this batch, or not without values; or it gives no loss.
@@ -174,6 +229,7 @@ def trace_activations(
     if checkpoint is not None:
         every = (every or 1) if checkpoint else None
     chosen = choose_modules(model, every, blocks=blocks_of(model), field="activation_checkpointing.every")
+    on_host = cfg.activation_checkpointing.cpu_checkpointing if on_host is None else on_host
     alive = Alive()
     autocast = torch_dtype(cfg.precision.autocast) if cfg.precision.autocast else None
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -187,7 +243,7 @@ def trace_activations(
             _own_errors_told(model),
             attributes_kept(model),
             bound(model, layout.aliases, recorder.fetch, buffers),
-            _checkpointed(model, chosen),
+            _checkpointed(model, chosen, alive.moves if on_host and device == "cuda" else None),
             saved_tensors_hooks(recorder.pack, recorder.unpack),
             alive,
         ):
@@ -304,9 +360,12 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def _checkpointed(model: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
+def _checkpointed(model: nn.Module, names: tuple[str, ...], moves: Moves | None) -> Iterator[None]:
+    """As in a step; but module buffers are what they are when a module runs again, for they have no values here."""
+    anchor = torch.empty(0)
+
     def wrapped(name: str, module: nn.Module) -> Callable[..., Any]:
-        return partial(checkpoint, module.forward, use_reentrant=False)
+        return checkpointed(Site(name, module.forward, [], frozenset(), moves, nullcontext, anchor))
 
     with replaced_forwards(model, names, wrapped) if names else nullcontext():
         yield
@@ -326,12 +385,17 @@ class Activations:
         has_units: whether there is something to checkpoint.
     """
 
-    def __init__(self, model: nn.Module, cfg: Config | Any, batch: Any, loss_fn: LossFn | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, cfg: Config | Any, batch: Any, loss_fn: LossFn | None = None, device: Device = "cuda"
+    ) -> None:
         self.has_units = _has_units(model)
         self._trace = cache(
-            lambda checkpoint: trace_activations(model, cfg, batch, loss_fn=loss_fn, checkpoint=checkpoint)
+            lambda checkpoint, on_host: trace_activations(
+                model, cfg, batch, loss_fn=loss_fn, checkpoint=checkpoint, on_host=on_host, device=device
+            )
         )
 
-    def of(self, *, checkpoints: bool) -> Traced:
-        """With units checkpointed, those of the configuration or else every one; or none."""
-        return self._trace(checkpoints)
+    def of(self, *, checkpoints: bool, on_host: bool = False) -> Traced:
+        """With units checkpointed, those of the configuration or else every one; or none. Their inputs wait in host memory, or
+        where they are."""
+        return self._trace(checkpoints, checkpoints and on_host)

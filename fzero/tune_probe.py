@@ -36,6 +36,7 @@ from fzero.config_files import changed
 from fzero.host_buffers import host_memory, process_memory
 from fzero.machine_report import Rates, mean_rates, rates_of_rank
 from fzero.measure import LossFn
+from fzero.paper_moves import Device
 from fzero.planner import Keys, keys_of
 from fzero.timeline import Machine
 from fzero.traced_activations import trace_activations
@@ -234,11 +235,12 @@ class Probe:
     def _planner(self, keys: Keys, machine: Machine, batch: Any, *, is_call: bool, steps: int) -> tuple[Planner, str]:
         """A planner that counts activations, unless the model cannot be traced; then the reason."""
         request, note = self._request, "no batch came: activations are not counted"
+        device: Device = "cpu" if self._device.type == "cpu" else "cuda"
         planned_keys = _plannable(self._cfg, keys)
         if batch is not None:
             seen = _Seen(batch, is_call=is_call, num_micro_steps=1 if is_call else steps)
             try:
-                trace_activations(self._model, planned_keys, seen.sample(None))
+                trace_activations(self._model, planned_keys, seen.sample(None), device=device)
             except Exception as error:  # the script's own code, on tensors without values
                 note = (
                     f"activations are not counted: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
@@ -248,7 +250,7 @@ class Probe:
         sample = None if note else seen.sample
         made = Planner(
             self._model, planned_keys, self._axis.size, machine, sample=sample, nvme_path=request.nvme_path,
-            device="cpu" if self._device.type == "cpu" else "cuda",
+            device=device,
         )  # fmt: skip
         return made, note
 

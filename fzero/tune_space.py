@@ -117,7 +117,7 @@ def candidates(
     for stage, (micro, steps), has, opt, params, small in product(
         stages, sizes, with_or_without, offload, offload, buckets
     ):
-        choice = Choice(stage, opt, params, has, small)
+        choice = Choice(stage, opt, params, has, small, given.choice.inputs)
         is_possible = (params == "device" or (stage == 3 and opt != "device")) and (opt == "device" or stage > 0)
         if is_possible and (choice, micro, steps) != (given.choice, given.micro, given.num_micro_steps):
             changes = {**choice.keys(nvme_path, every), **batch_keys(keys, micro, steps)}

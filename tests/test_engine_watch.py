@@ -22,7 +22,9 @@ import fzero
 import fzero.deepspeed as deepspeed
 from fzero.config import ConfigError, ConfigWarning
 from fzero.flop_counts import counter
+from fzero.movers import DeviceMover
 from fzero.named_models import VOCABULARY, PlainGPT
+from fzero.stream import SubGroup, cut, stream_update
 
 
 def train(engine: fzero.Engine, num_steps: int) -> None:
@@ -273,13 +275,18 @@ def test_log_summary_prints_on_rank_0_and_gives_its_numbers_to_a_script(ranks: R
 # --- ranges in a trace -------------------------------------------------------------------------------------------
 
 
-def ranges_of(path: Path) -> list[tuple[str, float, float]]:
-    """Names of fzero's ranges, with begin and end, in order."""
+def events_of(path: Path) -> list[dict[str, Any]]:
+    """Fzero's ranges, in the order in which they begin."""
     events = json.loads(path.read_text())["traceEvents"]
     own = [
         e for e in events if e.get("ph") == "X" and e["name"].startswith("fzero::") and e["cat"] == "user_annotation"
     ]
-    return sorted(((e["name"][7:], e["ts"], e["ts"] + e["dur"]) for e in own), key=lambda found: found[1])
+    return sorted(own, key=lambda event: event["ts"])
+
+
+def ranges_of(path: Path) -> list[tuple[str, float, float]]:
+    """Their names, with begin and end."""
+    return [(e["name"][7:], e["ts"], e["ts"] + e["dur"]) for e in events_of(path)]
 
 
 def _traced(folder: str, stage: int) -> None:
@@ -331,8 +338,105 @@ def test_save_trace_writes_a_step_and_leaves_the_state(device: str, tmp_path: Pa
     step(state, data(0))  # which a stale state could not
 
 
-def test_ranges_cost_nothing_where_no_trace_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+KEYS = ("blocks.0/float32", "blocks.1/float32", "blocks.2/float32", "head/float32")
+LONGS = ("", "/state.exp_avg", "/state.exp_avg_sq")
+
+
+def with_files(tmp_path: Path, *blocks: str, **keys: Any) -> dict[str, Any]:
+    """Stage 3, with what these blocks place in files."""
+    cfg = settings(3, **keys)
+    for block in blocks:
+        more = {"max_in_cpu": 0} if block == "offload_param" else {}
+        cfg["zero_optimization"][block] = {"device": "nvme", "nvme_path": str(tmp_path / "state"), **more}
+    return cfg
+
+
+def stepped(cfg: dict[str, Any], **how: Any) -> Any:
+    return fzero.make_train_step(
+        make(Net), cfg, loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1]), **how
+    )
+
+
+def test_a_trace_names_what_moves_between_files_and_a_step_and_shows_that_it_overlaps(tmp_path: Path) -> None:
+    step = stepped(with_files(tmp_path, "offload_optimizer", "offload_param"))
+    fzero.save_trace(tmp_path / "trace.json", step, step.init(), data(0))
+    events = events_of(tmp_path / "trace.json")
+    spans = {e["name"][7:]: (e["ts"], e["ts"] + e["dur"]) for e in events}  # of several the last
+    names = [e["name"][7:] for e in events]
+    numels = {buffer.key: buffer.layout.numel for buffer in step.plan.flat_buffers}
+    for key in KEYS:  # shards of parameters come once for the forward, and again for the backward but for the last
+        num = 1 if key == KEYS[-1] else 2
+        assert names.count(f"bring {key}") == names.count(f"wait bring {key}") == num
+        assert names.count(f"put {key}/grads") == names.count(f"wait put {key}/grads") == 1
+        at = f"{key} 0:{-(-numels[key] // 32) * 32}"
+        order = [spans[f"{verb} {at}"] for verb in ("fetch", "wait fetch", "update", "put", "wait put")]
+        assert all(a[1] <= b[0] for a, b in pairwise(order))
+        assert all(spans["update"][0] <= a <= b <= spans["update"][1] for a, b in order)
+    by_verb = {verb: [name for name in names if name.startswith(f"{verb} ")] for verb in ("fetch", "update", "ahead")}
+    assert len(by_verb["fetch"]) == len(by_verb["update"]) == len(KEYS)
+    for name, following in pairwise(by_verb["update"]):  # the next one comes meanwhile
+        assert spans[following.replace("update", "fetch")][1] <= spans[name][0]
+    forward, backward = spans["forward"], spans["backward"]
+    assert by_verb["ahead"] and all(forward[1] <= spans[name][0] < backward[0] for name in by_verb["ahead"])
+    # Threads read and write, and the step goes on.
+    own_thread = next(e["tid"] for e in events if e["name"] == "fzero::update")
+    moved = [e for e in events if e["name"].startswith(("fzero::read ", "fzero::write "))]
+    assert all(e["tid"] != own_thread for e in moved) and len({e["tid"] for e in events if e not in moved}) == 1
+    read, written = ({e["name"][7:] for e in moved if e["name"][7:].startswith(verb)} for verb in ("read", "write"))
+    assert read >= {f"read {key}{long}" for key in KEYS for long in LONGS}
+    assert written >= {f"write {key}{long}" for key in KEYS for long in (*LONGS, "/grads")}
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_in_a_profile_of_ones_own_the_steps_thread_is_named_and_what_does_not_move_is_not(
+    device: str, tmp_path: Path
+) -> None:
+    cfg = with_files(tmp_path, "offload_optimizer")
+    cfg["zero_optimization"]["offload_optimizer"]["device"] = device
+    step = stepped(cfg)
+    state, _ = step(step.init(), data(0))
+    with torch.profiler.profile() as recorded:
+        step(state, data(1))
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+    verbs = {name.split()[0] for name, _, _ in ranges_of(tmp_path / "trace.json")}
+    moves = {"fetch", "put", "ahead"} if device == "nvme" else set()  # host memory is the model's own
+    assert verbs & {"fetch", "put", "ahead", "bring", "read", "write"} == moves
+
+
+def test_sub_groups_from_host_memory_are_named_with_their_elements(tmp_path: Path) -> None:
+    x = torch.arange(160.0)
+    mover = DeviceMover({"h.0": x, "h.0/exp_avg": x.clone()}, "cpu")
+    groups = cut(("h.0", "h.0/exp_avg"), 160, 64)
+    with torch.profiler.profile() as recorded:
+        stream_update(lambda _, tensors: [tensor.add_(1) for tensor in tensors] and None, mover, groups)
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+    names = [name for name, _, _ in ranges_of(tmp_path / "trace.json")]
+    for verb in ("fetch", "wait fetch", "update", "put", "wait put"):
+        found = [name for name in names if name.startswith(f"{verb} ")]
+        assert found == [f"{verb} h.0 {at}" for at in ("0:64", "64:128", "128:160")]
+    assert torch.equal(x, torch.arange(160.0) + 1)
+
+
+def test_of_a_step_with_a_graph_what_moves_is_named_and_the_graph_holds_no_names(tmp_path: Path) -> None:
+    cfg = with_files(tmp_path, "offload_optimizer")
+    step = stepped(cfg, compile="step", compile_backend="aot_eager")
+    state = step.init()
+    with torch.profiler.profile() as recorded:  # while it is captured, too
+        step(state, data(0))
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+    names = [name for name, _, _ in ranges_of(tmp_path / "trace.json")]
+    assert names.count("step in one graph") == names.count("update") == 1
+    assert {f"put {key}/grads" for key in KEYS} <= {*names}
+    assert {"fetch", "put"} <= {name.split()[0] for name in names}
+    nodes = step.explain().liveness.nodes
+    assert len(nodes) > 50 and not any("record_function" in name for name in nodes)
+
+
+def test_ranges_cost_nothing_where_no_trace_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from torch.autograd import profiler
 
     monkeypatch.setattr(profiler, "record_function", None)
+    monkeypatch.setattr(SubGroup, "__str__", None)
     train(made(3), 1)
+    step = stepped(with_files(tmp_path, "offload_optimizer", "offload_param"))
+    step(step.init(), data(0))

@@ -108,9 +108,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *(
             "fzero.stream_buffers",
+            "fzero.paper_moves",
             "fzero.traced_activations",
             "fzero.paper_parts",
-            "fzero.paper_moves",
             "fzero.paper_pass",
         ),
         *("fzero.paper_update", "fzero.paper_step", "fzero.planner", "fzero.fit_search", "fzero.fit"),
