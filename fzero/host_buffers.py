@@ -7,6 +7,7 @@ is taken: a process that the kernel ends for want of memory says nothing.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import resource
 import sys
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
+LARGE_PAGE = 1 << 21
 CHUNK = 1 << 16
 """Bytes of which memory for whole tensors is a multiple: what a file moves at a time, with checksums too."""
 
@@ -43,8 +45,7 @@ class Pool:
         check_host_memory(num * self.nbytes, f"a pool of {num} buffers of {self.nbytes:,} bytes")
         self._free: list[Tensor] = []
         if num:
-            memory = torch.frombuffer(mmap.mmap(-1, num * self.nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
-            self._free = list(torch.split(memory, self.nbytes))
+            self._free = list(torch.split(_mapped(num * self.nbytes)[: num * self.nbytes], self.nbytes))
 
     @property
     def num_free(self) -> int:
@@ -73,8 +74,22 @@ def paged(numel: int, dtype: torch.dtype) -> Tensor:
     """
     nbytes = -(-max(numel * dtype.itemsize, 1) // CHUNK) * CHUNK
     check_host_memory(nbytes, f"{numel:,} elements of {dtype} on their way from files")
-    memory = torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+    memory = _mapped(nbytes)
     return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), 0, (numel,))  # type: ignore[call-overload,no-any-return]
+
+
+def _mapped(nbytes: int) -> Tensor:
+    """At least so many bytes from a memory page on, in large pages where the system gives them.
+
+    A block on its way to a disk is a list of pieces of physical memory: of small pages it has hundreds, and takes up to three
+    times as long (docs/performance.md).
+    """
+    if nbytes >= LARGE_PAGE:
+        nbytes = -(-nbytes // LARGE_PAGE) * LARGE_PAGE  # so that the system begins it at one
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
+    with contextlib.suppress(OSError):  # a system that has none
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def bytes_of(x: Tensor) -> Tensor:
