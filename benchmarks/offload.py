@@ -98,7 +98,7 @@ def step_of(
 
     def run() -> dict[str, float]:
         times = [time.perf_counter()]
-        round_ = step.begin(held[0])
+        round_ = step.begin(held[0], measures_early=True)  # as in `step(state, batch)`
         loss = step.forward(round_, lambda: model(*batch))
         times.append(time.perf_counter())
         round_ = step.backward(round_, loss)

@@ -20,6 +20,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,10 +28,12 @@ from typing import Literal, Self
 
 MARKER, UNFINISHED = "owner.json", "owner.new"
 FILES = "*.flat"
-"""The files of a run. No other is ever removed, but the two above."""
+"""The files of a run. No other is ever removed, but the marker and an unfinished one."""
 FOLDERS = ("fzero-rank[0-9]*", "state[0-9]*/fzero-rank[0-9]*")
 """Where they are under a path: see `folder_of`."""
 _MOST_NAMED = 8
+SECONDS_TO_WAIT = 300.0
+"""For the lock of a path: ranks hold it while they remove what is left there."""
 
 
 def folder_of(path: str | Path, rank: int, state: int = 0) -> Path:
@@ -210,10 +213,24 @@ def _alone(path: Path) -> Iterator[None]:
     fd, collects = os.open(path, os.O_RDONLY | os.O_DIRECTORY), gc.isenabled()
     gc.disable()  # a store that is collected in here gives its folder up, and would wait for this very lock
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        _lock(fd, path)
         yield
     finally:
         if collects:
             gc.enable()
         fcntl.flock(fd, fcntl.LOCK_UN)  # which closing leaves, where another thread has forked meanwhile
         os.close(fd)
+
+
+def _lock(fd: int, path: Path) -> None:
+    deadline = time.monotonic() + SECONDS_TO_WAIT
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise FileExistsError(
+                    f"{path}: has been locked by another process for {SECONDS_TO_WAIT:g} s (lslocks names it); end that, or pass "
+                    f"another path"
+                ) from None
+            time.sleep(0.01)

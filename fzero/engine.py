@@ -260,7 +260,7 @@ class Engine(HoldsModule, KeepsFiles):
                 return step.inspect(self.state, call, run=f"{run} {'func' if is_func else 'alone'}")
             with self._guarded():
                 if self._round is None:
-                    self._round = step.begin(self.state)
+                    self._round = step.begin(self.state, measures_early=True)
                 return step.forward(self._round, call, run=run)
 
     def _autocast(self) -> Any:

@@ -169,8 +169,8 @@ class FileStore:
         self._end = weakref.finalize(self, _end, os.getpid(), self._threads, self._files, release)
         try:
             for name, spec in files.items():
-                path, nbytes = self.folder / _file_name(name), _up(spec.nbytes, self.grain)
-                self._files[name] = DirectFile(path, nbytes, checksums=checksums)
+                file, nbytes = self.folder / _file_name(name), _up(spec.nbytes, self.grain)
+                self._files[name] = DirectFile(file, nbytes, checksums=checksums)
         except OSError as error:
             self.close()
             needed = sum(_up(spec.nbytes, self.grain) for spec in files.values())

@@ -145,9 +145,11 @@ class Offload:
         """Whether a forward or backward reads or writes files."""
         return any(name in self._files for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
 
-    def stage(self, scratch: Scratch, measure: Callable[[Tensor], Tensor] | None = None) -> Stage:
+    def stage(
+        self, scratch: Scratch, measure: Callable[[Tensor], Tensor] | None = None, *, in_memory: bool = False
+    ) -> Stage:
         """What brings shards to one pass, and takes gradients from it, of which it may `measure` each."""
-        return Stage(self.device, scratch, self._streaming.num_staged, measure=measure)
+        return Stage(self.device, scratch, self._streaming.num_staged, measure=measure, in_memory=in_memory)
 
     def read_ahead(self, state: TrainState[Any]) -> None:
         """Starts to read what the next update asks for first, but for gradients: as many sub-groups as have room.

@@ -234,9 +234,9 @@ def widened(
                 out[part].copy_(narrow_param)
         return grad, param, state
 
-    def update_each(grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
+    def update_several(grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
         is_wide = out is None and all(x.dtype == _wide_dtype(x) == kept for x in (*grads, *params))
-        if transform.update_each is None or not is_wide:
+        if transform.several is None or transform.several[0] is not transform.update or not is_wide:
             return [update(*of)[2] for of in zip(grads, params, states, strict=True)]
         if factor is not None:
             for grad in grads:
@@ -249,7 +249,7 @@ def widened(
             [replace(spec, dtype=state_dtype) if cast else spec for spec, cast in zip(leaves, is_cast, strict=True)]
         )
 
-    return Transform(init, update, place, update_each=update_each)
+    return Transform(init, update, place, several=(update, update_several))
 
 
 def long_leaves(transform: Transform) -> list[bool]:

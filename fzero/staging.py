@@ -66,7 +66,8 @@ class Stage:
         device: where the pass works.
         scratch: where its buffers come from.
         most: how many shards may be on their way from files at once, of those that are asked for before they are needed.
-        measure: what is to be known of a shard of gradients.
+        measure: what is to be known of a shard of gradients that is put.
+        in_memory: whether that holds for shards in memory, too: only where nobody changes them but in ways that PyTorch counts.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class Stage:
         most: int | None = None,
         *,
         measure: Callable[[Tensor], Tensor] | None = None,
+        in_memory: bool = False,
     ) -> None:
-        self.device, self.scratch, self.most, self._measure = device, scratch, most, measure
-        self._measured: dict[str, tuple[object, Tensor]] = {}  # what was put last, and what is known of it
+        self.device, self.scratch, self.most, self._measure, self._in_memory = device, scratch, most, measure, in_memory
+        # What is known, the shard it is known of, and as which version: kept, so that no other has its address.
+        self._measured: dict[str, tuple[Tensor, Leaf, int]] = {}
         self._coming: dict[str, Callable[[], Tensor]] = {}
         self._leaving: deque[tuple[str, FileTensor, Tensor, Callable[[], object]]] = deque()
         self._copies_in: torch.cuda.Stream | None = None
@@ -161,7 +164,11 @@ class Stage:
         """Takes values to a shard: in its place, or added to it. They may change when this returns.
 
         Args:
-            measures: whether this is all that it shall hold, to be asked for as `known`.
+            name: of the shard, as for `bring`.
+            home: where it lives.
+            values: on the device; or, added, also where it lives.
+            adds: whether it keeps what it holds.
+            measures: whether no more comes before somebody asks for what is `known` of it.
         """
         self._measured.pop(name, None)
         if isinstance(home, FileTensor):
@@ -172,13 +179,21 @@ class Stage:
                 here = self._put_in_memory(home, values, adds=adds)
         else:
             here = self._put_in_memory(home, values, adds=adds)
+        measures &= isinstance(home, FileTensor) or self._in_memory
         if measures and self._measure is not None and here.device == self.device and here.numel():
-            self._measured[name] = _content(home), self._measure(here.to(home.dtype))
+            self._measured[name] = self._measure(here.to(home.dtype)), home, _version(home)
 
     def known(self, name: str, home: Leaf) -> Tensor | None:
-        """What was measured of a shard when it was put; None if that was not, or somebody has changed it since."""
-        content, number = self._measured.get(name, (None, None))
-        return number if content == _content(home) else None
+        """What was measured of the shard that lives there, if it was, and nobody has changed it since that PyTorch knows of."""
+        if name not in self._measured:
+            return None
+        number, measured, version = self._measured[name]
+        is_same = home is measured or (
+            isinstance(home, Tensor)
+            and isinstance(measured, Tensor)
+            and (home.data_ptr(), home.numel()) == (measured.data_ptr(), measured.numel())
+        )
+        return number if is_same and _version(home) == version else None
 
     def _put_in_memory(self, home: Tensor, values: Tensor, *, adds: bool) -> Tensor:
         """The new values, or where they were added."""
@@ -226,6 +241,6 @@ class Stage:
         self.settle()
 
 
-def _content(x: Leaf) -> object:
-    """What tells apart what a shard holds now from what it held before."""
-    return x if isinstance(x, FileTensor) else (x.data_ptr(), x.numel(), x._version)
+def _version(x: Leaf) -> int:
+    """Counts the changes of a tensor in memory; a file is changed by nobody else."""
+    return x._version if isinstance(x, Tensor) else 0

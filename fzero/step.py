@@ -55,7 +55,7 @@ from fzero.sent import Label, Sent
 from fzero.staging import Scratch, Stage
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Machine, Timeline, joined, make_timeline
-from fzero.transforms import Transform, unless, update_all
+from fzero.transforms import Transform, unless
 from fzero.tune_probe import probe_of
 from fzero.wiring import GivenWire
 from sharding import Mesh, Sharded, TensorSpec
@@ -68,6 +68,9 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+MOST_TOGETHER = 1 << 24
+"""Elements that one call updates of several flat buffers; those of the next call are updated while these are joined."""
 
 
 class MismatchError(ValueError):
@@ -578,7 +581,7 @@ class TrainStep:
 
     # --- its parts, between which there may be code of the user's ------------------------------------------------
 
-    def begin(self, state: TrainState[Tensor]) -> Round:
+    def begin(self, state: TrainState[Tensor], *, measures_early: bool = False) -> Round:
         """Starts to collect the gradients of a step; the state is donated to what follows.
 
         A step is `forward` and `backward`, once or several times, and `update`:
@@ -588,14 +591,21 @@ class TrainStep:
             round_ = step.backward(round_, criterion(outputs, y))
             state, metrics = step.update(round_)
 
+        The gradients in memory of `round_.state` may be changed, or replaced, between the last two.
+
+        Args:
+            measures_early: whether what a gradient adds to the norm is measured as it comes, while the processor's caches have
+                it, as `step(state, batch)` does. Then gradients may be changed only in ways that PyTorch counts: in place, but
+                not through `.data`, a collective, NumPy or DLPack.
+
         Raises:
             ValueError: the state is not one of this step.
             StoreError: it is stale, or files of it failed.
         """
         self._check_state(state)
-        return self._begin(state)
+        return self._begin(state, measures_early=measures_early)
 
-    def _begin(self, state: TrainState[Tensor]) -> Round:
+    def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> Round:
         collectives.next_step()
         if self._probe:
             self._probe.begins()
@@ -608,7 +618,7 @@ class TrainStep:
             state.params,
             state.grads,
             self._orders,
-            self._offload.stage(self._scratch, self._measures.of_shard),
+            self._offload.stage(self._scratch, self._measures.of_shard, in_memory=measures_early),
             wires=state.wires,
         )
         return Round(state, work, buffers, before)
@@ -653,9 +663,6 @@ class TrainStep:
             is_last: whether nothing more is expected before the update: gradients that stay whole are reduced now. What comes
                 all the same is reduced for itself, and added.
             keeps: whether the graph stays, for a further backward.
-
-        Between this and `update`, the gradients of the round's state may be changed in place (not through `.data`, which
-        nobody sees: what is known of their norm would not be measured again).
         """
         self._num_passes += 1
         work, scale = round_.work, round_.state.loss_scale.scale
@@ -823,7 +830,7 @@ class TrainStep:
         self._num_passes += 1
         batches = [self._batches.cast(batch) for batch in micro_batches]
         wires = optree.tree_map(torch.clone, state.wires)
-        stage = self._offload.stage(self._scratch, self._measures.of_shard)
+        stage = self._offload.stage(self._scratch, self._measures.of_shard, in_memory=True)
         if self._offload.has_files:
             self._offload.read_ahead(state)
         grads = {
@@ -1174,7 +1181,7 @@ class TrainStep:
         for alike in self._alike(here):
             transform = alike[0].transform_at(0, alike[0].grad.numel())
             grads, masters, states = zip(*((x.grad, x.master, x.state) for x in alike), strict=True)
-            news = update_all(transform, grads, masters, states)
+            news = transform.update_each(grads, masters, states)
             optimizer |= {x.buffer.key: new for x, new in zip(alike, news, strict=True)}
             pending += _start_joins(alike, params)
         if away:
@@ -1187,14 +1194,15 @@ class TrainStep:
         return state
 
     def _alike(self, updates: Sequence[Update]) -> Iterator[list[Update]]:
-        """Neighbours whose updates may be one call, up to `MOST_TOGETHER` elements: of the same transform, in full precision."""
+        """Neighbours whose updates may be one call, up to `MOST_TOGETHER` elements: elementwise, by the same transform, of
+        parameters that are their own master."""
 
-        def transform_of(update: Update) -> object:
+        def kind_of(update: Update) -> object:
             buffer = update.buffer
             is_plain = self._optimizers[buffer.group].is_elementwise(buffer.way) and not buffer.has_master
             return (buffer.group, buffer.way, buffer.dtypes) if is_plain and not self._is_stochastic else buffer.key
 
-        for _, neighbours in groupby(updates, transform_of):
+        for _, neighbours in groupby(updates, kind_of):
             alike, numel = list[Update](), 0
             for update in neighbours:
                 if alike and numel + update.grad.numel() > MOST_TOGETHER:
@@ -1207,7 +1215,7 @@ class TrainStep:
     def _transforms_of(
         self, buffer: BufferPlan, num_updates: int, skip: Tensor | None, factor: Tensor | None, out: Any
     ) -> Callable[..., Transform]:
-        """The transform of elements [start, stop) of what this rank updates of a flat buffer that lives elsewhere; as the third
+        """The transform of elements [start, stop) of what this rank updates of a flat buffer; as the third
         what takes the new parameters, if not that part of `out`."""
         device = self._offload.runs_on(buffer)
         skip, factor = (None if x is None else x.to(device) for x in (skip, factor))
@@ -1256,15 +1264,12 @@ class TrainStep:
 
 # --- helpers -----------------------------------------------------------------------------------------------------
 
-MOST_TOGETHER = 1 << 24
-"""Elements that one call updates of several flat buffers; those of the next call are updated while these are joined."""
-
 
 def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:
     """Of the buffers that every rank holds whole, and has updated a share of."""
     started = []
     for update in updates:
-        key, share = update.buffer.key, cast(Tensor, update.param)  # what is joined elsewhere is not cut
+        key, share = update.buffer.key, cast(Tensor, update.param)  # a file's is no share
         if share is not params[key]:
             with ranged("join", key):
                 started.append(update.join(share, params[key]))

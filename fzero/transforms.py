@@ -36,14 +36,27 @@ Leaf = TypeVar("Leaf")
 
 
 class Transform(NamedTuple):
-    """The triple (init, update, place); for kernels that can skip by themselves an `update_unless`, and for those that update
-    several buffers in one call an `update_each`, of lists, which gives the new states."""
+    """The triple (init, update, place), and for kernels that can skip by themselves an `update_unless`.
+
+    For those that update several buffers in one call there is a pair `several`: the `update` that it does the same as, so that
+    a transform with another `update` has none, and the function of lists, which writes where its arguments are, and gives the
+    states.
+    """
 
     init: Callable[[Tensor], Any]
     update: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]]
     place: Callable[[TensorSpec], Any]
     update_unless: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]] | None = None
-    update_each: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Any]], list[Any]] | None = None
+    several: tuple[Any, Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Any]], list[Any]]] | None = None
+
+    def update_each(self, grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
+        """The states after the updates of several buffers, in one call where there is a kernel for that.
+
+        For transforms that write where their arguments are, as those of `fzero.precision.widened` do.
+        """
+        if self.several is not None and self.several[0] is self.update:
+            return self.several[1](grads, params, states)
+        return [self.update(*of)[2] for of in zip(grads, params, states, strict=True)]
 
 
 def is_traced() -> bool:
@@ -70,15 +83,6 @@ def unless(skip: Tensor, transform: Transform) -> Transform:
         return grad, param, state
 
     return Transform(transform.init, update, transform.place)
-
-
-def update_all(
-    transform: Transform, grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]
-) -> list[Any]:
-    """The states after the updates of several buffers by one transform, which writes where they are: by one call, if it can."""
-    if transform.update_each is not None:
-        return transform.update_each(grads, params, states)
-    return [transform.update(*of)[2] for of in zip(grads, params, states, strict=True)]
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -224,9 +228,9 @@ def _adam(
     def update(
         grad: Tensor, param: Tensor, state: AdamState[Tensor], found_inf: Tensor | None = None
     ) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
-        return grad, param, update_each([grad], [param], [state], found_inf)[0]
+        return grad, param, update_several([grad], [param], [state], found_inf)[0]
 
-    def update_each(
+    def update_several(
         grads: Sequence[Tensor],
         params: Sequence[Tensor],
         states: Sequence[AdamState[Tensor]],
@@ -234,15 +238,16 @@ def _adam(
     ) -> list[AdamState[Tensor]]:
         for state in states:
             state.step.add_(1 if found_inf is None else 1 - found_inf)
-        full = [x for x in zip(params, grads, states, strict=True) if x[0].numel()]
+        full = [
+            (grad, param, *state) for grad, param, state in zip(grads, params, states, strict=True) if param.numel()
+        ]
         if is_traced():
-            for param, grad, state in full:
-                by_element(grad, param, state)
+            for grad, param, *state_ in full:
+                by_element(grad, param, AdamState(*state_))
         elif full:
-            params, grads, full_states = zip(*full, strict=True)
-            steps, exp_avgs, exp_avg_sqs = zip(*full_states, strict=True)
+            full_grads, full_params, steps, exp_avgs, exp_avg_sqs = zip(*full, strict=True)
             kernel(
-                params, grads, exp_avgs, exp_avg_sqs, [], steps,
+                full_params, full_grads, exp_avgs, exp_avg_sqs, [], steps,
                 lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
                 amsgrad=False, maximize=False, found_inf=found_inf,
             )  # fmt: skip
@@ -267,7 +272,7 @@ def _adam(
     def place(param: TensorSpec) -> AdamState[TensorSpec]:
         return AdamState(step_spec(param), param, param)
 
-    return Transform(init, update, place, update_unless, update_each)
+    return Transform(init, update, place, update_unless, (update, update_several))
 
 
 class AdagradState(NamedTuple, Generic[Leaf]):

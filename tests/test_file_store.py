@@ -671,6 +671,16 @@ with FileStore(sys.argv[1], files, state=1):
     assert gone.returncode == 0 and not list(tmp_path.rglob("*.flat"))
 
 
+def test_a_path_that_another_program_has_locked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fzero.claims.SECONDS_TO_WAIT", 0.1)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    with pytest.raises(StoreError, match=f"{tmp_path}: has been locked by another process for 0.1 s"):
+        FileStore(tmp_path, FILES)
+    os.close(fd)
+    FileStore(tmp_path, FILES).close()
+
+
 def test_a_wait_that_fails_holds_nothing_of_who_waited(tmp_path: Path) -> None:
     store = FileStore(tmp_path, FILES)
     os.truncate(next(tmp_path.rglob("*.flat")), 0)

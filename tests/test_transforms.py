@@ -15,7 +15,6 @@ import fzero
 from fzero import Transform
 from fzero.precision import widened
 from fzero.testing import check_transform
-from fzero.transforms import update_all
 
 NUM_STEPS = 20
 
@@ -268,13 +267,22 @@ def test_several_buffers_in_one_call_are_updated_like_each_by_itself(name: str, 
         for index in range(3):
             grads = [make_grads(param.numel())[index].clone() for param in params]
             if is_one_call:
-                states = update_all(transform, grads, params, states)
+                states = transform.update_each(grads, params, states)
             else:
                 states = [transform.update(*of)[2] for of in zip(grads, params, states, strict=True)]
         both.append((params, states))
     ours, theirs = map(optree.tree_leaves, both)
     assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
     assert name in ("scale", "empty chain", "sgd, lr 0") or not torch.equal(both[0][0][0], make_param(1000))
+
+
+def test_a_transform_with_another_update_does_not_update_several_by_the_old_one() -> None:
+    inner, x = fzero.adamw(1e-2), torch.ones(8)
+    clamped = inner._replace(update=lambda grad, param, state: (grad, param.fill_(0.5), state))
+    for transform in (clamped, widened(clamped, state_dtype="float32")):
+        param = x.clone()
+        transform.update_each([x], [param], [transform.init(param)])
+        assert torch.equal(param, x / 2)
 
 
 @pytest.mark.parametrize(("name", "kernel"), [("adam", "aten._fused_adam_"), ("adamw", "aten._fused_adamw_")])
