@@ -25,8 +25,8 @@ from fzero.sent import Label
 from fzero.stacks import WATCH, answer_no_signals, answer_signals, identity_of, stack_here, stack_of
 
 TICK = 1.0  # seconds between two looks of a watch
-SILENT = 5.0  # seconds after which a rank is taken for one that cannot answer
-PATIENCE = 12.0  # seconds that a report waits for answers at the most
+SILENT = 10.0  # seconds after which a rank is taken for one that cannot answer
+PATIENCE = 20.0  # seconds that a report waits for answers at the most
 
 
 class Store(Protocol):

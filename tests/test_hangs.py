@@ -24,7 +24,7 @@ from fzero import collectives
 from fzero.hangs import HERE, Progress
 from fzero.sent import Label
 
-TIMEOUT = 12  # seconds of a collective, and until all ranks have imported torch on a busy machine
+TIMEOUT = 25  # seconds of a collective, and until all ranks have imported torch on a busy machine
 VICTIM, BAD_STEP, BAD_BLOCK = 1, 2, 2
 SCENARIOS = ("sleeps", "loops", "skips")
 
