@@ -236,7 +236,7 @@ def widened(
 
     def update_several(grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
         is_wide = out is None and all(x.dtype == _wide_dtype(x) == kept for x in (*grads, *params))
-        if transform.several is None or transform.several[0] is not transform.update or not is_wide:
+        if not (transform.has_several and is_wide):
             return [update(*of)[2] for of in zip(grads, params, states, strict=True)]
         if factor is not None:
             for grad in grads:

@@ -49,12 +49,17 @@ class Transform(NamedTuple):
     update_unless: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]] | None = None
     several: tuple[Any, Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Any]], list[Any]]] | None = None
 
+    @property
+    def has_several(self) -> bool:
+        """Whether one call updates several buffers."""
+        return self.several is not None and self.several[0] is self.update
+
     def update_each(self, grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
         """The states after the updates of several buffers, in one call where there is a kernel for that.
 
         For transforms that write where their arguments are, as those of `fzero.precision.widened` do.
         """
-        if self.several is not None and self.several[0] is self.update:
+        if self.several is not None and self.has_several:
             return self.several[1](grads, params, states)
         return [self.update(*of)[2] for of in zip(grads, params, states, strict=True)]
 
