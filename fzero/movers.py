@@ -1,9 +1,10 @@
 """Between which memories does a stream of sub-groups move: files and the host, or the host and a device?
 
 `FileMover`: the state lives in a `FileStore`, and the update runs on the CPU, in buffers of a pool that is made once.
-`DeviceMover`: it lives in host memory, and the update runs on a device. On CUDA copies in and copies out have streams of their
-own, so that they run beside each other and beside the update; pin the host tensors, for others are copied while the host waits.
-`Resident`: it is where the update runs, or is copied while the host waits. `ByName`: each tensor has a mover of these.
+`DeviceMover`: it lives in host memory, and the update runs on a device; or it lives on a device, and the update runs on the CPU.
+With CUDA copies in and copies out have streams of their own, so that they run beside each other and beside the update; pin the
+host tensors, for others are copied while the host waits. `Resident`: it is where the update runs. `ByName`: each tensor has a
+mover of these.
 """
 
 from __future__ import annotations
@@ -145,18 +146,19 @@ class FileMover:
 
 
 class DeviceMover:
-    """Moves sub-groups between flat tensors in host memory and a device.
+    """Moves sub-groups of flat tensors between host memory and a device.
 
     Args:
-        tensors: flat, by name, on the CPU; pinned if copies are to overlap.
-        device: where the update runs.
+        tensors: flat, by name; on the CPU (pinned, if copies are to overlap), or all of them on one device.
+        device: where the update runs: the device, or the CPU.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
         self.tensors, self.device = tensors, torch.device(device)
-        is_cuda = self.device.type == "cuda"
+        places = (self.device, *(x.device for x in tensors.values()))
+        self._card = next((place for place in places if place.type == "cuda"), None)
         make: Callable[..., Any] = torch.cuda.Stream
-        self._copies_in, self._copies_out = (make(self.device) if is_cuda else None for _ in range(2))
+        self._copies_in, self._copies_out = (make(self._card) if self._card else None for _ in range(2))
         self._here: dict[SubGroup, list[Tensor]] = {}
         self._cause: BaseException | None = None
 
@@ -167,19 +169,24 @@ class DeviceMover:
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
         """See `Mover`."""
         self._check()
+        is_on_cpu = self.device.type == "cpu"
+        if self._copies_in and is_on_cpu:
+            self._copies_in.wait_stream(torch.cuda.current_stream(self._card))  # which made what is copied
+        copies = []
         with _on(self._copies_in):
-            copies = [
-                torch.empty_like(x, device=self.device)
-                if name in sub_group.made
-                else x.to(self.device, non_blocking=True, copy=True)
-                for name, x in ((name, self._part(name, sub_group)) for name in sub_group.names)
-            ]
+            for name in sub_group.names:
+                part = self._part(name, sub_group)
+                # PyTorch keeps pinned memory for the next sub-group, and gives it when the last copy from it has ended.
+                copy = torch.empty_like(part, device=self.device, pin_memory=is_on_cpu and self._card is not None)
+                copies.append(copy if name in sub_group.made else copy.copy_(part, non_blocking=True))
             is_here = self._copies_in.record_event() if self._copies_in else None
         self._here[sub_group] = copies
 
         def finish() -> list[Tensor]:
-            if is_here is not None:
-                computing = torch.cuda.current_stream(self.device)
+            if is_here is not None and is_on_cpu:
+                is_here.synchronize()
+            elif is_here is not None:
+                computing = torch.cuda.current_stream(self._card)
                 computing.wait_event(is_here)
                 for x in copies:
                     x.record_stream(computing)
@@ -192,12 +199,12 @@ class DeviceMover:
         self._check()
         copies = self._here.pop(sub_group)
         if self._copies_out is not None:
-            self._copies_out.wait_stream(torch.cuda.current_stream(self.device))
+            self._copies_out.wait_stream(torch.cuda.current_stream(self._card))
         with _on(self._copies_out):
             for name, x in zip(sub_group.names, copies, strict=True):
                 if name not in sub_group.kept:
                     self._part(name, sub_group).copy_(x, non_blocking=True)
-                if self._copies_out is not None:
+                if self._copies_out is not None and x.is_cuda:
                     x.record_stream(self._copies_out)
             is_out = self._copies_out.record_event() if self._copies_out else None
         return is_out.synchronize if is_out is not None else lambda: None
@@ -226,32 +233,24 @@ class DeviceMover:
 
 
 class Resident:
-    """Gives sub-groups as views where the update runs on their device, and as copies elsewhere.
+    """Gives sub-groups as views of tensors that are where the update runs.
 
     Args:
         tensors: flat, by name.
-        device: where the update runs.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
-        self.tensors, self.device = tensors, torch.device(device)
-        self._here: dict[SubGroup, list[Tensor]] = {}
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
 
     def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
         """See `Mover`."""
 
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
         """See `Mover`."""
-        parts = [self._part(name, sub_group).to(self.device) for name in sub_group.names]
-        self._here[sub_group] = parts
-        return lambda: parts
+        return lambda: [self.tensors[name][sub_group.start : sub_group.stop] for name in sub_group.names]
 
     def put(self, sub_group: SubGroup) -> Callable[[], object]:
-        """See `Mover`."""
-        for name, part in zip(sub_group.names, self._here.pop(sub_group), strict=True):
-            own = self._part(name, sub_group)
-            if own.device != part.device and name not in sub_group.kept:
-                own.copy_(part)
+        """See `Mover`: what was changed is there."""
         return lambda: None
 
     def fence(self) -> None:
@@ -259,9 +258,6 @@ class Resident:
 
     def fail(self, cause: BaseException) -> None:
         """See `Mover`: memory stays as it is, part old and part new."""
-
-    def _part(self, name: str, group: SubGroup) -> Tensor:
-        return self.tensors[name][group.start : group.stop]
 
 
 class ByName:

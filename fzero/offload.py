@@ -4,7 +4,7 @@
 updates them there, and moves them elsewhere; each as one stream over sub-groups (`fzero.stream`), whose tensors come from where
 they are: files, host memory, or where the update runs. Parameters, which a pass asks for as whole shards, and gradients, which it
 gives, come and go through a `Stage` (`fzero.staging`). Where the model is on the CPU, host memory is the device's, and nothing
-moves. A buffer with a tensor in a file is updated on the CPU, others on the device.
+moves. A buffer whose master and optimizer state live elsewhere is updated on the CPU (`stream_buffers.updates_on_host`).
 
 If one rank's files fail, no rank may go on: before updated parameters are joined, every rank tells whether its files are whole
 (`agree`), and where one's are not, all of them raise, and none of their states can be used any more.
@@ -33,9 +33,13 @@ from fzero.sent import Label
 from fzero.staging import MOST_LEAVING, Leaf, Scratch, Stage
 from fzero.state import TrainState
 from fzero.stream import Mover, Streamed, SubGroup, cut, init_streamed, stream_update, update_streamed
+from fzero.stream_buffers import updates_on_host
 from fzero.transforms import Transform
 from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
+
+Place = Literal["here", "host", "nvme"]
+"""As the device sees it: its own memory, the host's, where that is another, or a file."""
 
 QUANTITIES = ("params", "grads", "master", "optimizer")
 """The parts of a state that are kept by flat buffer."""
@@ -110,6 +114,7 @@ class Offload:
         }
         trained = [b for b in plan.flat_buffers if b.trainable]
         self._wholes = {b.key for b in trained if not b.elementwise or self.joins(b)}
+        self._on_host = {b.key for b in trained if updates_on_host(b, plan)}
         cut_ = [self._leaves[b.key] for b in trained if b.key not in self._wholes]
         self._most = max((sum(n in self._files for n in (*of.names, of.grad)) for of in cut_), default=0)
         self._further = max((of.param != of.updated and of.param in self._files for of in cut_), default=False)
@@ -167,14 +172,17 @@ class Offload:
                     files.ahead(name, group.start, group.stop)
                 rest -= 1
 
-    def kind(self, placement: Placement) -> Literal["here", "host", "nvme"]:
-        """Where a tensor is, as this device sees it."""
+    def kind(self, placement: Placement) -> Place:
+        """Where a tensor is."""
         if placement.kind == "device":
             return "here"
         return "here" if placement.kind == "host" and self.device.type == "cpu" else placement.kind
 
     def _is_here(self, leaves: Leaves, name: str) -> bool:
-        return self.kind(leaves.homes[name].placement) == "here"
+        return self._is_at("here", leaves, name)
+
+    def _is_at(self, place: Place, leaves: Leaves, name: str) -> bool:
+        return self.kind(leaves.homes[name].placement) == place
 
     def is_away(self, buffer: BufferPlan) -> bool:
         """Whether a part of what an update of this buffer reads or writes lives elsewhere."""
@@ -186,11 +194,14 @@ class Offload:
         return buffer.joins_shards and not self._is_here(leaves, leaves.param)
 
     def runs_on(self, buffer: BufferPlan) -> torch.device:
-        """Where the buffer is updated: in files on the CPU, unless it is as a whole, with sums over ranks maybe."""
-        if buffer.key in self._wholes:
-            return self.device
-        in_files = any(name in self._files for name in self._leaves[buffer.key].homes)
-        return torch.device("cpu") if in_files else self.device
+        """Where the buffer is updated."""
+        return self._device_of(self._runs_at(buffer))
+
+    def _runs_at(self, buffer: BufferPlan) -> Place:
+        return self.kind(Placement("host")) if buffer.key in self._on_host else "here"
+
+    def _device_of(self, place: Place) -> torch.device:
+        return self.device if place == "here" else torch.device("cpu")
 
     # --- making, updating, moving --------------------------------------------------------------------------------
 
@@ -272,8 +283,8 @@ class Offload:
         """Writes first values to where they live. Errors are kept for `agree` where there are files."""
         if files is not None and files.cause is not None:
             return
-        streamed = self._streamed(buffer, lambda *_: transform, None, state)
-        mover = self._mover([(buffer, found)], files)
+        streamed = self._streamed(buffer, lambda *_: transform, found, state)
+        mover = self._mover([(buffer, found)])
         self._stream(
             files,
             lambda: init_streamed(
@@ -282,18 +293,11 @@ class Offload:
         )
 
     def _streamed(
-        self, buffer: BufferPlan, transform_at: Callable[..., Transform], grad: Leaf | None, state: Any
+        self, buffer: BufferPlan, transform_at: Callable[..., Transform], tensors: Mapping[str, Leaf], state: Any
     ) -> Streamed:
-        leaves, device = self._leaves[buffer.key], self.runs_on(buffer)
-        is_copy = leaves.param != leaves.updated and not self._is_here(leaves, leaves.param)
-        grad_at = None
-        if self._is_here(leaves, leaves.grad):
-            here: Any = grad
-            grad_at = lambda start, stop: here[start:stop].to(device)  # noqa: E731
-        return Streamed(
-            leaves.names, leaves.numel, transform_at, grad_at, state,
-            out=leaves.param if is_copy else None, grad=None if grad_at else leaves.grad,
-        )  # fmt: skip
+        leaves = self._leaves[buffer.key]
+        out = leaves.param if leaves.param != leaves.updated and leaves.param in tensors else None
+        return Streamed(leaves.names, leaves.numel, transform_at, None, state, out=out, grad=leaves.grad)
 
     def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
         """Raises unless each tensor of a state is in a file or not as its spec says, and those in files are good.
@@ -411,10 +415,9 @@ class Offload:
             return
         streamed, tensors = [], []
         for update in updates:
-            streamed.append(self._streamed(update.buffer, update.transform_at, update.grad, update.state))
-            found = self._tensors(update)
-            tensors.append((update.buffer, {name: found[name] for name in streamed[-1].all_names}))
-        mover = self._mover(tensors, files)
+            tensors.append((update.buffer, self._tensors(update)))
+            streamed.append(self._streamed(update.buffer, update.transform_at, tensors[-1][1], update.state))
+        mover = self._mover(tensors)
         self._stream(
             files,
             lambda: update_streamed(streamed, mover, sub_group_numel=self.sub_group_numel, **self._ahead),
@@ -466,7 +469,8 @@ class Offload:
             files.fail(error)
 
     def _empty(self, leaves: Leaves, files: Files | None) -> dict[str, Leaf]:
-        """Of a buffer with a tensor elsewhere: the tensors that live there, and those of the optimizer's state that do not."""
+        """Of a buffer with a tensor elsewhere: the tensors that live there, and those of the optimizer's state and the gradient
+        that do not."""
         tensors: dict[str, Leaf] = {}
         if all(self._is_here(leaves, name) for name in leaves.homes):
             return tensors
@@ -475,29 +479,28 @@ class Offload:
             if kind == "nvme":
                 assert files is not None
                 tensors[name] = files.handle(name)
-            elif kind == "host" or name in leaves.longs:
+            elif kind == "host" or name in (*leaves.longs, leaves.grad):
                 device = self.device if kind == "here" else torch.device("cpu")
                 like = torch.empty(home.numel, dtype=torch_dtype(home.dtype), device=device)
                 tensors[name] = _host(like, pinned=home.placement.pinned) if kind == "host" else like
         return tensors
 
-    def _mover(self, tensors: Sequence[tuple[BufferPlan, Mapping[str, Leaf]]], files: Files | None) -> Mover:
+    def _mover(self, tensors: Sequence[tuple[BufferPlan, Mapping[str, Leaf]]]) -> Mover:
         """What brings each tensor to where its buffer is updated."""
-        device_mover = DeviceMover(
-            {n: x for _, of in tensors for n, x in of.items() if isinstance(x, Tensor)}, self.device
-        )
-        residents = {
-            device: Resident(device_mover.tensors, device) for device in {self.runs_on(buffer) for buffer, _ in tensors}
-        }
         mover_of: dict[str, Mover] = {}
+        there: dict[str, Tensor] = {}
+        to: dict[Place, dict[str, Tensor]] = {"here": {}, "host": {}}
         for buffer, of_buffer in tensors:
-            device = self.runs_on(buffer)
+            place, leaves = self._runs_at(buffer), self._leaves[buffer.key]
             for name, x in of_buffer.items():
                 if isinstance(x, FileTensor):
                     mover_of[name] = x.files.mover(name)
                 else:
-                    streams = x.device != device and device.type == "cuda"
-                    mover_of[name] = device_mover if streams else residents[device]
+                    (there if self._is_at(place, leaves, name) else to[place])[name] = x
+        mover_of |= dict.fromkeys(there, Resident(there))
+        for place, moved in to.items():
+            if moved:
+                mover_of |= dict.fromkeys(moved, DeviceMover(moved, self._device_of(place)))
         return ByName(mover_of)
 
 

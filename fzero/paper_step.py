@@ -41,7 +41,8 @@ class PaperStep:
         rows: what is held besides, from moment to moment.
         timeline: what runs when, of at most two micro-steps.
         further_seconds: of the micro-steps in between.
-        host_pool: bytes of host memory through which files are read and written.
+        host_pool: bytes of host memory through which files are read and written, and what lives on the device is updated by the
+            processor.
         host_inputs: the most bytes of inputs of checkpointed modules that wait in host memory.
         device: where the model is.
     """
@@ -131,7 +132,8 @@ def follow(
     memory = plan.bytes_by_memory
     timeline = _timeline(book, sum(_on_device(memory, device).values()), title or f"stage {plan.stage}")
     inputs = max(part.waiting for part in parts)
-    return PaperStep(memory, tuple(book.rows), timeline, further, book.streams.host_pool, inputs, device)
+    pool = book.streams.host_pool + (book.streams.on_host if device == "cuda" else 0)
+    return PaperStep(memory, tuple(book.rows), timeline, further, pool, inputs, device)
 
 
 def _on_device(memory: dict[str, dict[str, int]], device: Device) -> dict[str, int]:

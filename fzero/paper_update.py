@@ -2,20 +2,20 @@
 
 An update reads and writes its tensors once. What is updated where the model is takes their bytes at the rate of memory, and is
 joined while the next one is updated, where every rank holds all of it. What lives elsewhere streams through in sub-groups: one is
-fetched, the last one is updated, and the one before is put back, each on its lane. State in files is updated by the processor,
-while the device has nothing to do.
+fetched, the last one is updated, and the one before is put back, each on its lane. State in files or in host memory is updated by
+the processor, while the device has nothing to do: gradients and parameters that live there cross for it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fzero.collectives import EVERYONE
-from fzero.paper_moves import Book, shard_nbytes
+from fzero.paper_moves import Book
 from fzero.plan import BufferPlan
-from fzero.stream_buffers import updated_numel, updated_specs
+from fzero.stream_buffers import updated_numel, updated_specs, updates_on_host
 from fzero.timeline import Lane
 from sharding import Sharded, TensorSpec
 from sharding.dtypes import itemsize
@@ -30,10 +30,7 @@ def update(book: Book) -> None:
     trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
     book.label = "update"
     for buffer in trained:
-        # What was added up elsewhere comes back; the rest was measured before it left.
-        if not book.is_here(buffer.grads) and book.device == "cuda" and plan.stage >= 2 and plan.num_micro_steps > 1:
-            book.lanes.wait("norm", book.bring(buffer.grads, _share_nbytes(book, buffer.grads), "norm"))
-        book.touch(_share_nbytes(book, buffer.grads), "norm")
+        book.touch(_share_nbytes(book, buffer.grads), "norm")  # wherever it lives, measured as it went there
     if plan.world_size > 1:
         axis = plan.mesh.names[0] if len(plan.mesh.names) == 1 else EVERYONE
         book.lanes.wait("norm", book.lanes.start("collective", "norm", book.machine.latency, axis=axis))
@@ -81,51 +78,50 @@ def _join(book: Book, buffer: BufferPlan) -> float:
 
 
 class _Group(NamedTuple):
-    """A sub-group, or several taken for one: seconds that it takes to be fetched, updated and put back, and on which lanes."""
+    """A sub-group, or several taken for one: seconds that it takes to be updated, and on each lane to be fetched and put back."""
 
     label: str
-    fetch: float
+    fetch: dict[Lane, float]
     compute: float
-    put: float
-    lanes: tuple[Lane, Lane]
+    put: dict[Lane, float]
 
 
 def _groups(book: Book, buffer: BufferPlan) -> Iterator[_Group]:
     plan, machine = book.plan, book.machine
-    specs, numel = list(updated_specs(buffer, plan)), updated_numel(buffer, book.plan)
-    in_files = _is_in_files(buffer, specs)
-    away = [spec for spec in specs if not book.is_here(spec)]
-    back = [spec for spec in away if spec is not specs[1]]  # the gradient stays as it is
-    rate = machine.disk if in_files else machine.host
+    specs, numel = list(updated_specs(buffer, plan)), updated_numel(buffer, plan)
+    on_host = updates_on_host(buffer, plan)
     num = 1 if buffer.updates_whole else max(min(-(-numel // plan.streaming.sub_group_numel), MOST_SUB_GROUPS), 1)
-    fetch, put = (numel / num * sum(itemsize(x.dtype) for x in some) / rate for some in (away, back))
-    if not book.is_here(buffer.params):
-        put += numel / num * itemsize(buffer.dtypes.param) * buffer.has_master / rate
-    compute = numel / num * _moved(buffer, specs) / (machine.processor if in_files else machine.memory)
+    fetch, put = defaultdict[Lane, float](float), defaultdict[Lane, float](float)
+    for index, spec in enumerate((*specs, *([buffer.params] if buffer.has_master else ()))):
+        for lane, rate, comes in _moves(book, spec, on_host):
+            if comes and index < len(specs):  # new parameters are made
+                fetch[lane] += numel / num * itemsize(spec.dtype) / rate
+            if not comes and index != 1:  # the gradient stays as it is
+                put[lane] += numel / num * itemsize(spec.dtype) / rate
+    compute = numel / num * _moved(buffer, specs) / (machine.processor if on_host else machine.memory)
     for _ in range(num):
-        yield _Group(buffer.key, fetch, compute, put, ("files", "files") if in_files else ("host", "back"))
+        yield _Group(buffer.key, fetch, compute, put)
 
 
-def _is_in_files(buffer: BufferPlan, specs: Iterable[TensorSpec]) -> bool:
-    return any(spec.placement.kind == "nvme" for spec in (buffer.params, *specs))
+def _moves(book: Book, spec: TensorSpec, on_host: bool) -> Iterator[tuple[Lane, float, bool]]:
+    """The lanes on which a tensor comes to its update, and goes: with their rates, and whether it comes."""
+    machine = book.machine
+    if spec.placement.kind == "nvme":
+        yield from (("files", machine.disk, True), ("files", machine.disk, False))
+    elif book.is_here(spec) == (on_host and book.device == "cuda"):
+        yield from (("back", machine.host, on_host), ("host", machine.host, not on_host))
 
 
 def _stream(book: Book, buffers: Sequence[BufferPlan]) -> None:
     """Fetches, updates and puts back, one sub-group after the other."""
-    plan, machine, lanes = book.plan, book.machine, book.lanes
-    on_processor = [b for b in buffers if book.device == "cuda" and _is_in_files(b, updated_specs(b, plan))]
-    for buffer in on_processor:
-        if book.is_here(buffer.grads):
-            nbytes = updated_numel(buffer, book.plan) * itemsize(buffer.dtypes.grad)
-            lanes.wait("update", lanes.start("back", f"put {buffer.key}", nbytes / machine.host))
+    lanes = book.lanes
     groups = [group for buffer in buffers for group in _groups(book, buffer)]
     coming = deque[float]()
     for index, group in enumerate(groups):
-        for following in groups[index + len(coming) : index + 1 + plan.streaming.read_ahead]:
-            coming.append(lanes.start(following.lanes[0], f"fetch {following.label}", following.fetch))
+        for following in groups[index + len(coming) : index + 1 + book.plan.streaming.read_ahead]:
+            ends = [lanes.start(lane, f"fetch {following.label}", time) for lane, time in following.fetch.items()]
+            coming.append(max(ends, default=0.0))
         lanes.wait("update", coming.popleft())
         lanes.compute(f"update {group.label}", group.compute)
-        lanes.start(group.lanes[1], f"put {group.label}", group.put)
-    for buffer in on_processor:
-        if book.is_here(buffer.params):
-            lanes.start("host", f"bring {buffer.key}", shard_nbytes(buffer, plan) / machine.host)
+        for lane, time in group.put.items():
+            lanes.start(lane, f"put {group.label}", time)

@@ -85,7 +85,7 @@ class Stage:
         self._coming: dict[str, Callable[[], Tensor]] = {}
         self._leaving: deque[tuple[str, FileTensor, Tensor, Callable[[], object]]] = deque()
         self._copies_in: torch.cuda.Stream | None = None
-        self._copies_out = False  # whether copies to the host may be under way
+        self._copies_out: torch.cuda.Stream | None = None  # while some may be under way
 
     # --- what comes ----------------------------------------------------------------------------------------------
 
@@ -129,6 +129,8 @@ class Stage:
     def _start_copy(self, x: Tensor) -> Callable[[], Tensor]:
         if self._copies_in is None:
             self._copies_in = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        if self._copies_out is not None:
+            self._copies_in.wait_stream(self._copies_out)  # which may write it
         with torch.cuda.stream(self._copies_in):
             copy = x.to(self.device, non_blocking=True)
             is_here = self._copies_in.record_event()
@@ -161,7 +163,8 @@ class Stage:
     # --- what leaves ---------------------------------------------------------------------------------------------
 
     def put(self, name: str, home: Leaf, values: Tensor, *, adds: bool, measures: bool = False) -> None:
-        """Takes values to a shard: in its place, or added to it. They may change when this returns.
+        """Takes values to a shard: in its place, or added to it. They may be freed when this returns, and changed where they live
+        with the shard.
 
         Args:
             name: of the shard, as for `bring`.
@@ -180,8 +183,8 @@ class Stage:
         else:
             here = self._put_in_memory(home, values, adds=adds)
         measures &= isinstance(home, FileTensor) or self._in_memory
-        if measures and self._measure is not None and here.device == self.device and here.numel():
-            self._measured[name] = self._measure(here.to(home.dtype)), home, _version(home)
+        if measures and self._measure is not None and here.numel():
+            self._measured[name] = self._measure(here.to(home.dtype)).to(self.device), home, _version(home)
 
     def known(self, name: str, home: Leaf) -> Tensor | None:
         """What was measured of the shard that lives there, if it was, and nobody has changed it since that PyTorch knows of."""
@@ -198,11 +201,29 @@ class Stage:
     def _put_in_memory(self, home: Tensor, values: Tensor, *, adds: bool) -> Tensor:
         """The new values, or where they were added."""
         if adds:
+            self._end_copies_out()
             return home.add_(values.to(home.device))
-        if home.data_ptr() != values.data_ptr():
-            home.copy_(values, non_blocking=True)
-            self._copies_out |= home.device != values.device
+        if home.device != values.device:
+            self._copy_out(home, values)
+        elif home.data_ptr() != values.data_ptr():
+            home.copy_(values)
         return values
+
+    def _copy_out(self, home: Tensor, values: Tensor) -> None:
+        """Copies to host memory beside what is computed next."""
+        if self._copies_out is None:
+            self._copies_out = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._copies_out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._copies_out):
+            home.copy_(values, non_blocking=True)
+        values.record_stream(self._copies_out)
+
+    def _end_copies_out(self) -> None:
+        """Waits until the host may read what was copied there."""
+        if self._copies_out is not None:
+            with ranged("wait put", "to host memory"):
+                self._copies_out.synchronize()
+            self._copies_out = None
 
     def _put_in_file(self, name: str, home: FileTensor, values: Tensor, *, adds: bool) -> Tensor:
         """The same."""
@@ -228,10 +249,7 @@ class Stage:
         """Waits until all that was put is where it lives."""
         while self._leaving:
             self._end_leaving()
-        if self._copies_out:
-            with ranged("wait put", "to host memory"):
-                torch.cuda.current_stream(self.device).synchronize()  # the host reads what was copied there
-            self._copies_out = False
+        self._end_copies_out()
 
     def abandon(self) -> None:
         """Waits until nothing moves, and forgets what came."""

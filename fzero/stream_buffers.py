@@ -18,41 +18,39 @@ class StreamBuffers(NamedTuple):
     """Bytes of what is on its way at once.
 
     Attributes:
-        on_device: sub-groups of state that lives in host memory, on their way to the update and back, or two flat buffers that
-            are updated as wholes.
+        on_device: sub-groups of state that lives in host memory and is updated on the device, on their way there and back, or two
+            flat buffers that are updated as wholes.
+        on_host: sub-groups of what lives on the device and is updated by the processor.
         host_pool: in host memory: sub-groups and shards of what lives in files.
     """
 
     on_device: int
+    on_host: int
     host_pool: int
 
 
 def stream_buffers(plan: Plan) -> StreamBuffers:
     """The buffers of a plan, on a device with a memory of its own."""
-    on_device, sub_groups = _streams(plan)
-    return StreamBuffers(on_device, sub_groups + _staged_from_files(plan))
-
-
-def _streams(plan: Plan) -> tuple[int, int]:
-    """Of sub-groups: on the device, and in host memory."""
     trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
     wholes = [sum(_away(buffer, plan, "host", "nvme")) for buffer in trained if buffer.updates_whole]
     longest = max((updated_numel(buffer, plan) for buffer in trained), default=0)
     specs = chain((buffer.params for buffer in plan.flat_buffers), *(updated_specs(buffer, plan) for buffer in trained))
     most = plan.streaming.sub_group(longest, (spec.dtype for spec in specs if spec.placement.kind == "nvme"))
-    on_device, num_in_files, width, further = 0, 0, 0, 0
+    copied, num_in_files, width, further = {"device": 0, "host": 0}, 0, 0, 0
     for buffer in [buffer for buffer in trained if not buffer.updates_whole]:
-        away = list(updated_specs(buffer, plan))
-        in_host = sum(itemsize(spec.dtype) for spec in away if spec.placement.kind == "host")
-        on_device = max(on_device, min(most, updated_numel(buffer, plan)) * in_host)
-        widths = [itemsize(spec.dtype) for spec in away if spec.placement.kind == "nvme"]
-        num_in_files = max(num_in_files, len(widths))
-        # New parameters beside the master from which they are made.
+        tensors = [*updated_specs(buffer, plan), *([buffer.params] if buffer.has_master else ())]
+        there, elsewhere = ("host", "device") if updates_on_host(buffer, plan) else ("device", "host")
+        moved = sum(itemsize(spec.dtype) for spec in tensors if spec.placement.kind == elsewhere)
+        copied[there] = max(copied[there], min(most, updated_numel(buffer, plan)) * moved)
+        widths = [itemsize(spec.dtype) for spec in tensors if spec.placement.kind == "nvme"]
+        # New parameters come beside the master from which they are made.
         beside = buffer.has_master and buffer.params.placement.kind == "nvme"
-        further, width = max(further, int(beside)), max([width, *widths, itemsize(buffer.dtypes.param) * beside])
+        num_in_files, further = max(num_in_files, len(widths) - beside), max(further, int(beside))
+        width = max([width, *widths])
     num_alive = 1 + sum(plan.streaming.ahead(num_in_files).values())
-    on_host = plan.streaming.num_pooled(num_in_files, further) * most * width
-    return max([num_alive * on_device, *(2 * nbytes for nbytes in wholes)]), on_host
+    pool = plan.streaming.num_pooled(num_in_files, further) * most * width
+    on_device = max([num_alive * copied["device"], *(2 * nbytes for nbytes in wholes)])
+    return StreamBuffers(on_device, num_alive * copied["host"], pool + _staged_from_files(plan))
 
 
 def updated_numel(buffer: BufferPlan, plan: Plan) -> int:
@@ -67,6 +65,17 @@ def updated_specs(buffer: BufferPlan, plan: Plan) -> Iterator[TensorSpec]:
     for spec in optree.tree_leaves(plan.optimizer[buffer.key]):
         if buffer.is_long(spec):
             yield spec
+
+
+def updates_on_host(buffer: BufferPlan, plan: Plan) -> bool:
+    """Whether the processor updates a buffer where the device has a memory of its own: by sub-groups, if a part of it is in a
+    file, or all of what updates keep, parameters of the model and gradients aside, is off the device."""
+    updated, grad, *kept = updated_specs(buffer, plan)
+    if buffer.has_master or updated.placement.kind != "device":
+        kept.append(updated)
+    in_files = any(spec.placement.kind == "nvme" for spec in (buffer.params, updated, grad, *kept))
+    is_away = bool(kept) and all(spec.placement.kind != "device" for spec in kept)
+    return (in_files or is_away) and not buffer.updates_whole
 
 
 def _away(buffer: BufferPlan, plan: Plan, *kinds: str) -> list[int]:

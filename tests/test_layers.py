@@ -99,6 +99,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "fzero.movers",
             "fzero.file_tensors",
             "fzero.staging",
+            "fzero.stream_buffers",
         ),
         *("fzero.bound_mesh", "fzero.eager", "fzero.offload"),
         *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked", "fzero.mesh_in_graph"),
@@ -106,13 +107,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.compiled", "fzero.compiled_blocks"),
     # their composition
     (
-        *(
-            "fzero.stream_buffers",
-            "fzero.paper_moves",
-            "fzero.traced_activations",
-            "fzero.paper_parts",
-            "fzero.paper_pass",
-        ),
+        *("fzero.paper_moves", "fzero.traced_activations", "fzero.paper_parts", "fzero.paper_pass"),
         *("fzero.paper_update", "fzero.paper_step", "fzero.planner", "fzero.fit_search", "fzero.fit"),
         *("fzero.profile_reports", "fzero.module_watch", "fzero.profiler"),
         *("fzero.machine_report", "fzero.tune_space", "fzero.tune_probe"),

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import optree
@@ -25,6 +25,8 @@ from training import Plain, config, make, part, vectors
 
 import fzero
 from fzero.file_tensors import in_memory
+from fzero.movers import DeviceMover
+from fzero.offload import Offload
 from fzero.transforms import same_bits
 from sharding import Placement
 
@@ -119,6 +121,51 @@ def test_every_placement_gives_the_bits_of_the_device(stage: int, precision: str
             assert all(torch.equal(weights[key], others[key]) for key in weights), name
             batch = tuple(x.unflatten(0, (world_size, -1)) for x in data(9))
             assert torch.equal(ranks.evaluate(expected, batch), elsewhere.evaluate(state, batch))
+
+
+class Crossings(DeviceMover):
+    """Notes what is copied between two memories: `params`, `grads`, a moment, or `updated`."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: Any) -> None:
+        super().__init__(tensors, device)
+        lasts = {name.rpartition("/")[2].removeprefix("state.") for name in tensors}
+        self.seen.update(x if x in ("params", "grads", "exp_avg", "exp_avg_sq") else "updated" for x in lasts)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_processor_updates_what_lives_in_host_memory_and_gradients_and_parameters_cross_for_it(
+    stage: int, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the memory of the CPU, where the model is, were that of a device: what lives in the host's is copied."""
+    ranks = on(2, step_of(stage, precision))
+    expected, told = train(ranks, ranks.init(), 0, 3)
+    monkeypatch.setattr(Offload, "kind", lambda _, where: "here" if where.kind == "device" else where.kind)
+    monkeypatch.setattr("fzero.offload.DeviceMover", Crossings)
+    host, params = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
+    new = "params" if "alone" not in precision and precision != "float32" else "updated"
+    grads = {"grads"} if stage < 2 else set[str]()  # which leave in the backward in stages 2 and 3
+    one = {"optimizer/*/exp_avg": Placement("host")}
+    cases: list[tuple[dict[str, Any], Any, set[str]]] = [
+        (host, None, {new, *grads}),
+        (nvme(tmp_path), None, {new, *grads}),
+        # Where a part of it stays on the device, the update does.
+        (host, {"optimizer/*/exp_avg": Placement()}, {"exp_avg_sq", *({"grads"} - grads), *({"updated"} - {new})}),
+        ({}, one, {"exp_avg"}),
+    ]
+    if stage == 3:
+        cases += [(host | params, None, set()), (params, None, {"params"} if new == "params" else {"updated"})]
+    for zero, given, crossing in cases:
+        elsewhere = on(2, step_of(stage, precision, placements=given, **zero))
+        state = elsewhere.init()
+        Crossings.seen.clear()
+        state, found = train(elsewhere, state, 0, 3)
+        assert found == told and differing(state, expected) == [], (zero, given)
+        assert Crossings.seen == crossing, (zero, given)
+        state = fzero.place(state, elsewhere)
+        assert differing(fzero.place(state, ranks), expected) == []
 
 
 @pytest.mark.parametrize(
