@@ -116,6 +116,7 @@ def plan_model(arguments: list[str]) -> int:
         ("network", "bytes sent"),
         ("pcie", "bytes to host"),
         ("files", "bytes"),
+        ("processor", "bytes of host memory read and written by an update there"),
     ):
         rates.add_argument(f"--{name}", type=positive, metavar="RATE", help=f"{what} (default {_default(name):.0e})")
     given = parser.parse_args(arguments)
@@ -127,7 +128,9 @@ def plan_model(arguments: list[str]) -> int:
     return told(lambda: _plan(given), given.json)
 
 
-RATES = {"flops": "flops", "memory": "memory", "network": "network", "pcie": "host", "files": "disk"}
+RATES = {
+    "flops": "flops", "memory": "memory", "network": "network", "pcie": "host", "files": "disk", "processor": "processor",
+}  # fmt: skip
 
 
 def _default(name: str) -> float:
