@@ -24,6 +24,7 @@ from fzero.paper_parts import order_of, parts_of
 from fzero.paper_pass import PaperPass
 from fzero.paper_update import update
 from fzero.plan import Plan
+from fzero.stream_buffers import pinned_gaps
 from fzero.tables import scale_of
 from fzero.timeline import Machine, Timeline
 from fzero.traced_activations import Traced
@@ -43,6 +44,7 @@ class PaperStep:
         further_seconds: of the micro-steps in between.
         host_pool: bytes of host memory through which files are read and written, and what lives on the device is updated by the
             processor.
+        host_gaps: bytes of host memory that pinned state takes besides its own.
         host_inputs: the most bytes of inputs of checkpointed modules that wait in host memory.
         device: where the model is.
     """
@@ -52,6 +54,7 @@ class PaperStep:
     timeline: Timeline = field(repr=False)
     further_seconds: float
     host_pool: int
+    host_gaps: int
     host_inputs: int
     device: Device = "cuda"
 
@@ -132,8 +135,9 @@ def follow(
     memory = plan.bytes_by_memory
     timeline = _timeline(book, sum(_on_device(memory, device).values()), title or f"stage {plan.stage}")
     inputs = max(part.waiting for part in parts)
-    pool = book.streams.host_pool + (book.streams.on_host if device == "cuda" else 0)
-    return PaperStep(memory, tuple(book.rows), timeline, further, pool, inputs, device)
+    on_cuda = device == "cuda"
+    pool, gaps = book.streams.host_pool + book.streams.on_host * on_cuda, pinned_gaps(plan) * on_cuda
+    return PaperStep(memory, tuple(book.rows), timeline, further, pool, gaps, inputs, device)
 
 
 def _on_device(memory: dict[str, dict[str, int]], device: Device) -> dict[str, int]:

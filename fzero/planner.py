@@ -51,6 +51,7 @@ QUANTITIES = (
     "streams",
     "activations",
     "sub-groups",
+    "gaps",
 )
 
 VARIANTS: dict[str, Keys] = {
@@ -276,7 +277,7 @@ def memory_of(step: PaperStep) -> dict[str, dict[str, int]]:
     held = {kind: dict(parts) for kind, parts in step.memory.items()}
     held["device"] = step.at_peak
     of_state = {name: n for name, n in held.get("host", {}).items() if step.device == "cuda"}  # else the device has it
-    held["host"] = of_state | {"activations": step.host_inputs, "sub-groups": step.host_pool}
+    held["host"] = of_state | {"activations": step.host_inputs, "sub-groups": step.host_pool, "gaps": step.host_gaps}
     return {kind: {name: n for name, n in parts.items() if n} for kind, parts in held.items() if any(parts.values())}
 
 
@@ -355,6 +356,7 @@ TITLES = {
     "kept": "kept buffers",
     "activations": "activations",
     "sub-groups": "on its way",
+    "gaps": "pinned, rounded up",
 }
 
 

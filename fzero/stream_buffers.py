@@ -53,6 +53,26 @@ def stream_buffers(plan: Plan) -> StreamBuffers:
     return StreamBuffers(on_device, num_alive * copied["host"], pool + _staged_from_files(plan))
 
 
+def pinned_gaps(plan: Plan) -> int:
+    """Bytes that PyTorch takes of pinned host memory besides those of the model state there."""
+    gaps = 0
+    for buffer in plan.flat_buffers:
+        of_update = updated_specs(buffer, plan) if buffer.trainable else ()
+        for spec in (*([buffer.params] if buffer.has_master or not buffer.trainable else ()), *of_update):
+            nbytes = spec.local_nbytes(plan.mesh)
+            gaps += pinned_nbytes(nbytes) - nbytes if spec.placement.pinned else 0
+    return gaps
+
+
+def pinned_nbytes(nbytes: int) -> int:
+    """What PyTorch takes of pinned host memory for so many bytes: the next power of two, which is then kept for others.
+
+    >>> pinned_nbytes(5000), pinned_nbytes(4096)
+    (8192, 4096)
+    """
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
 def updated_numel(buffer: BufferPlan, plan: Plan) -> int:
     """Elements that a rank updates."""
     return buffer.master.local_shape(plan.mesh)[0]

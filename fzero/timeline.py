@@ -52,8 +52,8 @@ class Machine:
         latency: seconds that every collective takes besides.
         host: bytes between host memory and the device; of plans alone, not of a graph.
         disk: bytes read from files and written to them; of plans alone.
-        processor: bytes read and written by the processor, where it updates what lives in files and host memory; of plans alone. The
-            default is an eighth of what a node's memory gives.
+        processor: bytes read and written by the processor, where it updates what lives in files and host memory; of plans alone.
+            The default is an eighth of what a node's memory gives.
         flops_fp32: operations on numbers of more than 16 bits; None is `flops`.
         overlap: whether anything moves while the device computes; on a CPU whose cores all compute, nothing does.
     """

@@ -36,6 +36,7 @@ from fzero.flop_counts import flops_of_call
 from fzero.measure import LossFn, loss_of
 from fzero.paper_moves import Device
 from fzero.plan import Plan, blocks_of, plan
+from fzero.stream_buffers import pinned_nbytes
 from sharding.views import torch_dtype
 
 CPU = torch.device("cpu")
@@ -160,15 +161,6 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return x.clone()
         finally:
             self._copying = ""
-
-
-def pinned_nbytes(nbytes: int) -> int:
-    """What PyTorch takes of pinned host memory for so many bytes: the next power of two, which is then kept for others.
-
-    >>> pinned_nbytes(5000), pinned_nbytes(4096)
-    (8192, 4096)
-    """
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 _MOVES_NOTHING = ("empty", "_unsafe_view", "lift_fresh", "_reshape_alias", "detach")

@@ -36,9 +36,9 @@ from fzero.named_models import VOCABULARY, Block, ModelError, PlainGPT, filled, 
 from fzero.paper_parts import order_of, parts_of
 from fzero.paper_step import follow
 from fzero.simulate import LockstepRanks, stacked
-from fzero.stream_buffers import stream_buffers
+from fzero.stream_buffers import pinned_nbytes, stream_buffers
 from fzero.timeline import Lanes, Machine
-from fzero.traced_activations import Alive, pinned_nbytes, trace_activations
+from fzero.traced_activations import Alive, trace_activations
 
 FP16 = {"fp16": {"enabled": True}}
 
@@ -269,6 +269,18 @@ def test_planned_pools_of_host_memory_are_those_that_a_step_with_files_makes(tmp
                 continue
             assert pools >= planned > 0.5 * pools, "buffers of the pool are rounded up to whole blocks of the files"
             files.close()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pinned_tensors_are_planned_as_large_as_pytorch_makes_them(pinned: bool) -> None:
+    """Each a power of two bytes; not where the model is on the CPU, and nothing is pinned."""
+    block = {"device": "cpu", "pin_memory": pinned}
+    cfg = config(3, offload_optimizer=block, offload_param=block) | {"bf16": {"enabled": True}}
+    plan = fzero.plan(make(Uneven), cfg, world_size=2)
+    # Parameters, gradients, master and two moments.
+    taken = sum(pinned_nbytes(size * buffer.shard_numel) for buffer in plan.flat_buffers for size in (2, 2, 4, 4, 4))
+    assert follow(plan).host_gaps == pinned * (taken - sum(plan.bytes_by_memory["host"].values()))
+    assert follow(plan, device="cpu").host_gaps == 0
 
 
 # --- a step on paper ---------------------------------------------------------------------------------------------
