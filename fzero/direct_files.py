@@ -41,6 +41,7 @@ class DirectFile:
 
     def __init__(self, path: Path, nbytes: int, *, checksums: bool) -> None:
         self.path, self.nbytes, self.is_direct = path, nbytes, False
+        self._fd = -1
         self._checksums = array("L", [_OF_ZEROS] * (nbytes // CHECKED if checksums else 0))
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         if not nbytes:
@@ -95,8 +96,12 @@ class DirectFile:
         self._check_length()
 
     def close(self) -> None:
-        """Closes it, and leaves it on the disk."""
-        os.close(self._fd)
+        """Closes it, and leaves it on the disk; as it happens to a file that nobody has any more."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
 
     def _move(self, call: Callable[[int, list[memoryview], int], int], at: int, memory: memoryview) -> None:
         """Calls the system until all bytes have moved; it may move fewer than it was asked for."""

@@ -43,8 +43,6 @@ from fzero.ranges import ranged
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
 
-_THREADS = "fzero-files"
-
 
 class StoreError(RuntimeError):
     """A file cannot be made, read or written; says which, where, what must hold, and what to do."""
@@ -163,7 +161,7 @@ class FileStore:
             claim = claims.claim(path, self.folder, leftover)
         except OSError as error:
             raise StoreError(_unusable(Path(error.filename or self.folder), error)) from error
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREADS)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="fzero-files")
         # Also at the end of the interpreter, but not of a process that was forked from this one.
         release = partial(claims.release, path, self.folder, claim)
         self._end = weakref.finalize(self, _end, os.getpid(), self._threads, self._files, release)
@@ -233,6 +231,7 @@ class FileStore:
         """Removes the files. The store cannot be used any more."""
         self.fail(StoreError("it was closed"))
         self._end()
+        self._threads.shutdown()  # so that nobody has a file any more
 
     def __enter__(self) -> Self:
         return self
@@ -335,13 +334,12 @@ def _unusable(folder: Path, error: OSError, needed: int | None = None) -> str:
 
 
 def _end(pid: int, threads: ThreadPoolExecutor, files: dict[str, DirectFile], release: Callable[[], None]) -> None:
+    """Waits for no thread: the collector may free a store in the midst of anything, such as the start of a thread.
+
+    What moves still has its file, which is closed when that has ended.
+    """
     if os.getpid() != pid:
         return
-    if threading.current_thread().name.startswith(_THREADS):  # which happened to free it, and cannot wait for itself
-        threading.Thread(target=_end, args=(pid, threads, files, release)).start()
-        return
-    threads.shutdown(cancel_futures=True)
-    for file in files.values():
-        file.close()
+    threads.shutdown(wait=False, cancel_futures=True)
     files.clear()
     release()

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 import weakref
@@ -29,7 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fzero import claims
+from fzero import claims, file_store
 from fzero.claims import Owner
 from fzero.direct_files import CHECKED
 from fzero.file_store import FileSpec, FileStore, StoreError
@@ -682,6 +683,34 @@ def test_a_process_removes_its_files_at_its_end_and_its_children_do_not(tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def test_a_store_is_freed_without_waiting_for_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may free it where a thread cannot end: within a lock of `threading`, say."""
+    may_end, move = threading.Event(), file_store._move_block
+
+    def slowly(*args: Any) -> None:
+        assert may_end.wait(60)
+        move(*args)
+
+    def open_files() -> list[str]:
+        links = (Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+        return [os.readlink(link) for link in links if link.is_symlink() and str(tmp_path) in os.readlink(link)]
+
+    monkeypatch.setattr(file_store, "_move_block", slowly)
+    store: Any = FileStore(tmp_path, {"x": FileSpec(4096, "float32"), "y": FileSpec(4096, "float32")}, num_threads=1)
+    buffer = Pool(1, 16384).take()
+    for name in "xy":
+        store.write(name, 0, 4096, buffer)
+    threads, began = list(store._threads._threads), time.monotonic()
+    del store
+    gc.collect()
+    assert time.monotonic() - began < 30 and not list(tmp_path.rglob("*.flat"))
+    assert len(open_files()) == 1, "what moves still has its file"
+    may_end.set()
+    for thread in threads:
+        thread.join(60)
+    assert not open_files()
+
+
 def test_a_store_that_one_of_its_threads_frees_removes_its_files(tmp_path: Path) -> None:
     held = [FileStore(tmp_path, FILES)]
     held[0]._threads.submit(held.clear).result()
@@ -694,7 +723,7 @@ def test_a_store_that_one_of_its_threads_frees_removes_its_files(tmp_path: Path)
 def test_a_store_that_is_collected_while_another_claims_its_folder_holds_nobody_up(tmp_path: Path) -> None:
     script = """
 import sys
-from fzero import claims
+from fzero import claims, file_store
 from fzero.file_store import FileSpec, FileStore
 files = {"a": FileSpec(1024, "float32")}
 held = [FileStore(sys.argv[1], files)]
