@@ -3,6 +3,7 @@
     with PretendedCuda() as card:
         ...tensors made on device="cuda", streams, events, copies...
     card.crossed  # bytes to the device, and to the host
+    card.waits  # operators that the host had to wait for, and how often
 
 All tensors are real ones on the CPU, so numbers are right whatever the order. A tensor is *on the device* if its storage is
 labelled so: Python is told so by patched functions of PyTorch, and a `TorchDispatchMode` sees every operator, those of a backward
@@ -13,8 +14,9 @@ the host has done and after what is on its stream, and the host goes on at once.
 2. AssertionError: a race, of two uses of the same bytes of which one writes and neither happens before the other;
 3. AssertionError: memory given back while a stream uses it that PyTorch's allocator was not told of (`record_stream`).
 
-Pessimistic: the bytes of a view with gaps go from its first to its last. Not seen: other threads, numpy's changes, gradients of a
-copy between the memories, and `with torch.device("cuda")`. A card's random numbers are the host's.
+Pessimistic: the bytes of a view with gaps go from its first to its last. Not seen: other threads, collectives of NCCL, changes by
+numpy, gradients of a copy between the memories, `copy.deepcopy`, and `with torch.device("cuda")`. A card's random numbers are the
+host's.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Kind = Literal["device", "pinned", "host"]
 
 COPIES = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"}
-KNOW_SHAPE_LATE = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}
+KNOW_SHAPE_LATE = {"nonzero", "masked_select", "_unique2", "unique_dim"}
 """Operators that the host waits for, to know how long the result is."""
 _FILLS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 _OTHERS = ("randperm", "arange", "linspace", "eye", "empty_strided", "scalar_tensor")
@@ -66,7 +68,22 @@ class Timeline:
         return self.name
 
 
-class Stream(Timeline):
+class Waited:
+    """What the host can wait for."""
+
+    card: PretendedCuda
+    seen: Counter[Timeline]
+
+    def synchronize(self) -> None:
+        self.card.sweep()
+        self.card.host.seen |= self.seen
+
+    def query(self) -> bool:
+        self.synchronize()  # for the host has been told that it is done
+        return True
+
+
+class Stream(Timeline, Waited):
     """`torch.cuda.Stream`."""
 
     def __init__(self, card: PretendedCuda, device: Any = None, priority: int = 0) -> None:
@@ -87,34 +104,18 @@ class Stream(Timeline):
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        self.card.sweep()
-        self.card.host.seen |= self.seen
 
-    def query(self) -> bool:
-        self.synchronize()  # the host has seen that it is done
-        return True
-
-
-class Event:
+class Event(Waited):
     """`torch.cuda.Event`: one that nobody has recorded is waited for by nobody."""
 
     def __init__(self, card: PretendedCuda, **_: bool) -> None:
         self.card, self.seen = card, Counter[Timeline]()
 
     def record(self, stream: Stream | None = None) -> None:
-        self.seen = (stream or self.card.current).seen | self.card.host.seen
+        self.seen = (stream or self.card.current).seen.copy()
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.card.current).wait_event(self)
-
-    def synchronize(self) -> None:
-        self.card.sweep()
-        self.card.host.seen |= self.seen
-
-    def query(self) -> bool:
-        self.synchronize()
-        return True
 
 
 class Use(NamedTuple):
@@ -185,6 +186,7 @@ class PretendedCuda(TorchDispatchMode):
         self.host, self.default = Timeline("the host"), Stream(self)
         self.current, self.crossed = self.default, Crossed(0, 0)
         self.nbytes = self.max_nbytes = 0  # on the device
+        self.waits = Counter[str]()
         self._making: Kind | None = None  # where new tensors stand; None: where those stand that they are made of
         self._patches = ExitStack()
 
@@ -220,56 +222,60 @@ class PretendedCuda(TorchDispatchMode):
         memory = self._memories.get(x.untyped_storage()._cdata)
         return "host" if memory is None else memory.kind
 
-    def _use(self, x: Tensor, timeline: Timeline, count: int, operator: str, *, writes: bool) -> None:
+    def _use(self, x: Tensor, timeline: Timeline, count: int, func: Any, *, writes: bool) -> None:
         if x.numel():
             start = x.storage_offset() * x.element_size()
             numel = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-            self.memory(x).use(Use(start, start + numel * x.element_size(), writes, timeline, count, operator))
+            self.memory(x).use(Use(start, start + numel * x.element_size(), writes, timeline, count, str(func)))
 
     # --- operators ---------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs, name, schema = dict(kwargs or {}), func._schema.name, func._schema
         self.sweep()
+        kwargs, schema = dict(kwargs or {}), func._schema
         given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(schema.arguments)]
-        inputs = [(a, x) for a, value in given for x in _tensors(value)]
-        kinds = [self.memory(x).kind for _, x in inputs]
-        if name in COPIES:
+        inputs = [(argument, x) for argument, value in given for x in _tensors(value)]
+        for _, x in inputs:
+            self.memory(x)  # so that new memory of a result is told from a view
+        if schema.name in COPIES:
             return self._copy(func, args, kwargs)
-        on_device = "device" in kinds
-        written = [x for a, x in inputs if a.alias_info is not None and a.alias_info.is_write]
-        read = [
-            x for a, x in inputs if a.alias_info is None and name.removeprefix("aten::") not in (*FACTORIES, *METHODS)
-        ]
-        for (argument, x), kind in zip(inputs, kinds, strict=True):
-            is_number = x.dim() == 0 and not any(x is y for y in written)
-            if name.startswith("aten::_fused_"):  # these kernels read their counters on the device
-                is_number &= argument.name == "lr"
-            if on_device and kind != "device" and not is_number:
-                raise RuntimeError(
-                    f"expected all tensors on the same device: {func} of {kinds} has {argument.name}, of shape "
-                    f"{tuple(x.shape)}, in host memory"
-                )
+        on_device = any(self.kind(x) == "device" for _, x in inputs)
+        if on_device:
+            self._check_is_there(func, inputs)
+        name = schema.name.removeprefix("aten::")
+        read = [x for a, x in inputs if a.alias_info is None and name not in (*FACTORIES, *METHODS)]
+        written = [x for a, x in inputs if _is_written(a)]
         outputs = func(*args, **kwargs)
         for x in _tensors(outputs):
             if x.untyped_storage()._cdata not in self._memories:
                 made = self.memory(x, self._making or ("device" if on_device else "host"))
                 on_device |= made.kind == "device"
                 written.append(x)
-        for x in read if on_device else ():  # numbers, when the host launches the operator
-            if self.kind(x) != "device":
-                self._use(x, self.host, self.launch(self.host), str(func), writes=False)
+        for x in read if on_device else ():
+            if self.kind(x) != "device":  # a number, read when the host launches the operator
+                self._use(x, self.host, self.launch(self.host), func, writes=False)
         timeline = self.current if on_device else self.host
         count = self.launch(timeline)
-        for uses, writes in ((read, False), (written, True)):
-            for x in uses:
-                if (self.kind(x) == "device") == on_device:
-                    self._use(x, timeline, count, str(func), writes=writes)
+        for x, writes in [*((x, False) for x in read), *((x, True) for x in written)]:
+            if (self.kind(x) == "device") == on_device:
+                self._use(x, timeline, count, func, writes=writes)
         if on_device and (name in KNOW_SHAPE_LATE or any("Tensor" not in str(x.type) for x in schema.returns)):
-            self.host.seen |= timeline.seen
-            if name == "aten::_local_scalar_dense":
+            self._wait(func)
+            if name == "_local_scalar_dense":
                 self._cross(to_host=inputs[0][1].element_size())
         return outputs
+
+    def _check_is_there(self, func: Any, inputs: list[tuple[Any, Tensor]]) -> None:
+        """Raises if an operator of the device is given what is not there, but for numbers."""
+        for argument, x in inputs:
+            is_number = x.dim() == 0 and not _is_written(argument)
+            if "::_fused_" in func._schema.name:  # whose kernels read counters themselves
+                is_number &= argument.name == "lr"
+            if self.kind(x) != "device" and not is_number:
+                raise RuntimeError(
+                    f"expected all tensors on the same device: {func} runs on cuda:0, and {argument.name}, of shape "
+                    f"{tuple(x.shape)}, is in host memory"
+                )
 
     def _copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Copies, of which each runs on the current stream if one side of it is on the device."""
@@ -285,19 +291,24 @@ class PretendedCuda(TorchDispatchMode):
             sides = {self.kind(to), self.kind(source)}
             timeline = self.current if "device" in sides else self.host
             count = self.launch(timeline)
-            self._use(source, timeline, count, str(func), writes=False)
-            self._use(to, timeline, count, str(func), writes=True)
+            self._use(source, timeline, count, func, writes=False)
+            self._use(to, timeline, count, func, writes=True)
             if "device" not in sides or sides == {"device"} or not to.numel():
                 continue
             # Else PyTorch copies by way of host memory that is not pinned.
             is_direct = to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous()
             if not (non_blocking and is_direct and "pinned" in sides):
-                self.host.seen |= timeline.seen
+                self._wait(func)
             if self.kind(to) == "device":
                 self._cross(to_device=to.numel() * to.element_size())
             else:
                 self._cross(to_host=to.numel() * source.element_size())
         return outputs
+
+    def _wait(self, func: Any) -> None:
+        """The host waits for the end of an operator."""
+        self.host.seen |= self.current.seen
+        self.waits[str(func)] += 1
 
     def _cross(self, to_device: int = 0, to_host: int = 0) -> None:
         self.crossed = Crossed(self.crossed.to_device + to_device, self.crossed.to_host + to_host)
@@ -456,6 +467,10 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [] if value.is_meta else [value]
     return [x for part in value for x in _tensors(part)] if isinstance(value, list | tuple) else []
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _is_cuda(device: Any) -> bool:

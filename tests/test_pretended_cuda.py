@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import optree
 import pretended_cuda
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from laws import examples
 from pretended_cuda import Crossed, PretendedCuda
 from torch import Tensor
+from training import Plain, make, vectors
 
+import fzero
 from fzero.movers import ByName, DeviceMover, Resident
 from fzero.precision import widened
 from fzero.staging import Scratch, Stage
@@ -105,8 +109,11 @@ def test_bytes_that_cross_are_counted() -> None:
         assert card.crossed == Crossed(52, 24)
         assert x[0].item() == 4.0 and bool(x[1] == 4.0)
         assert card.crossed == Crossed(52, 29)
-        torch.tensor(1.0, device="cuda"), torch.full((), 1.0, device="cuda")
-        assert card.crossed == Crossed(56, 29), "a fill needs no bytes"
+        torch.full((), 1.0, device="cuda")
+        waits = sum(card.waits.values())
+        assert card.crossed == Crossed(52, 29), "a fill needs no bytes"
+        torch.tensor(1.0, device="cuda")
+        assert card.crossed == Crossed(56, 29) and sum(card.waits.values()) == waits + 1
 
 
 # --- in which order ----------------------------------------------------------------------------------------------
@@ -157,7 +164,7 @@ def test_work_that_does_not_wait_is_a_race(order: str) -> None:
     [
         ("pinned, read", True), ("pinned, written", True), ("pinned, read by another copy", False), ("other bytes", False),
         ("pinned, synchronized", False), ("not pinned", False), ("blocking", False), ("another dtype", False),
-        ("to the host at once", True), ("pinned, a kernel's number", True),
+        ("to the host at once", True), ("pinned, a kernel's number", True), ("pinned, only its shape", False),
     ],
 )  # fmt: skip
 def test_the_host_waits_only_for_copies_that_it_must_wait_for(case: str, races: bool) -> None:
@@ -179,6 +186,8 @@ def test_the_host_waits_only_for_copies_that_it_must_wait_for(case: str, races: 
                 torch.cuda.current_stream().synchronize()
             if case == "pinned, read by another copy":
                 host.to("cuda", non_blocking=True)
+            elif case == "pinned, only its shape":
+                torch.empty_like(host), host.new_zeros(8), torch.empty_like(host, device="cuda"), host[1:]
             elif case == "pinned, a kernel's number":
                 x.mul_(host[0])
             else:
@@ -190,6 +199,7 @@ def test_the_host_waits_only_for_copies_that_it_must_wait_for(case: str, races: 
             run()
 
 
+@example(program=[("write", 0, 0, 0, 2), ("wait", 1, 0), ("read", 1, 0, 0, 2), ("read", 2, 0, 0, 2)])
 @examples(200)
 @given(
     program=st.lists(
@@ -443,3 +453,98 @@ def test_a_wait_that_a_stage_leaves_out_is_found(wait: str, says: str, monkeypat
     leave_out(wait, monkeypatch)
     with pytest.raises(AssertionError, match=says):
         pass_over_shards()
+
+
+# --- whole steps -------------------------------------------------------------------------------------------------
+
+ALONE = {"bf16_master_weights_and_grads": True, "stochastic_rounding": True}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True, "auto_cast": True}},
+    "bf16 alone": {"bf16": {"enabled": True, "auto_cast": True} | ALONE},
+    "fp16": {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 4}},
+}
+WIDTH, NUM_BLOCKS, NUM_STEPS = 8, 3, 2
+
+
+def on_host(*quantities: str, pinned: bool = True) -> dict[str, Any]:
+    """Keys of `zero_optimization`."""
+    return {f"offload_{quantity}": {"device": "cpu", "pin_memory": pinned} for quantity in quantities}
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "on the device": {},
+    "optimizer on the host": on_host("optimizer"),
+    "optimizer on the host, not pinned": on_host("optimizer", pinned=False),
+    "parameters on the host": on_host("param"),
+    "all on the host": on_host("optimizer", "param"),
+}
+
+
+def train(device: str, stage: int, precision: str, zero: dict[str, Any], optimizer: str = "AdamW") -> dict[str, Tensor]:
+    """What a training of some steps leaves, brought to host memory: losses, weights, and what is in memory of the state."""
+    model = make(lambda: Plain(WIDTH, NUM_BLOCKS)).to(device)
+    small = {"stage3_param_persistence_threshold": 0, "sub_group_size": 64, "reduce_bucket_size": 100}
+    cfg = {
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-2}},
+        "gradient_clipping": 1.0,
+        "train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage} | small | zero,
+    }
+    step = fzero.make_train_step(model, cfg | PRECISIONS[precision])
+    state, found = step.init(), {}
+    for number in range(NUM_STEPS):
+        batch = tuple(x.to(device) for x in vectors(number, 4, WIDTH))
+        state, metrics = step(state, batch)
+        found[f"loss {number}"] = metrics.loss
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(state._replace(rng={}))
+    state_of = {accessor.codify("state"): x for accessor, x in zip(accessors, leaves, strict=True)}
+    found |= {name: x for name, x in state_of.items() if isinstance(x, Tensor)}
+    return {name: x.cpu() for name, x in (found | step.gather(state)).items()}
+
+
+@cache
+def trained_on_cpu(stage: int, precision: str, optimizer: str = "AdamW") -> dict[str, Tensor]:
+    return train("cpu", stage, precision, {}, optimizer)
+
+
+def check_on_device(stage: int, precision: str, zero: dict[str, Any], optimizer: str = "AdamW") -> None:
+    """Raises unless a training on the device has no race, and leaves the bits of the one on the CPU."""
+    expected = trained_on_cpu(stage, precision, optimizer)
+    with PretendedCuda():
+        found = train("cuda", stage, precision, zero, optimizer)
+    assert len(found) > NUM_STEPS
+    assert [name for name, x in found.items() if not same_bits(x, expected[name])] == []
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "stage, placement",
+    [(stage, at) for at, zero in PLACEMENTS.items() for stage in ([3] if "offload_param" in zero else range(4))],
+)
+def test_a_step_on_the_device_gives_the_bits_of_the_cpu_without_a_race(
+    stage: int, precision: str, placement: str
+) -> None:
+    check_on_device(stage, precision, PLACEMENTS[placement])
+
+
+@pytest.mark.parametrize("placement", ["optimizer on the host", "all on the host"])
+@pytest.mark.parametrize("optimizer", ["Lamb", "Muon"])
+def test_so_does_an_optimizer_that_looks_at_whole_parameters(optimizer: str, placement: str) -> None:
+    check_on_device(3, "bf16", PLACEMENTS[placement], optimizer)
+
+
+@pytest.mark.parametrize("quantities", [["optimizer"], ["param"], ["optimizer", "param"]])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_so_does_a_step_whose_state_is_in_files(precision: str, quantities: list[str], tmp_path: Path) -> None:
+    files = {"device": "nvme", "nvme_path": str(tmp_path)}
+    check_on_device(3, precision, {f"offload_{quantity}": files for quantity in quantities})
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_that_a_step_leaves_out_is_found(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(wait, monkeypatch)
+    says = "given back too early" if wait == "record_stream" else "race"
+    with pytest.raises(AssertionError, match=says), PretendedCuda():
+        train("cuda", 3, "fp32", PLACEMENTS["all on the host"])
