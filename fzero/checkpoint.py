@@ -345,7 +345,7 @@ def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Map
     plan = step.plan
     return Contents(
         *stored_by(plan, aliases_of(step)), numbers_by_name(plan, numbers), told_of(plan), wires_told(plan),
-        step.recipe.stored_names, rates, asdict(step._scaling), plan.stage, plan.mesh.axes, step._scaling.dynamic,
+        step._stored_names, rates, asdict(step._scaling), plan.stage, plan.mesh.axes, step._scaling.dynamic,
     )  # fmt: skip
 
 
@@ -465,7 +465,7 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
     check_names(plan, aliases_of(step), source.stored)
     check_told(plan, saved.optimizer)
     numbers = chosen_numbers(sources_of_numbers(plan), dict(saved.numbers))
-    kept = {*step.recipe.stored_names.values()}
+    kept = {*step._stored_names.values()}
     missing = [n for n in plan.buffers if n not in kept and key_of("params", n) not in source.stored]
     wanted: dict[str, list[Part]] = {}
     for quantity, parts in parts_to_load(plan, rank, source.stored, without=missing):
@@ -511,7 +511,7 @@ class Source(Protocol):
 
 def aliases_of(step: TrainStep) -> dict[str, str]:
     """The further names of parameters and module buffers: of tied ones, and those that `state_dict` gives them."""
-    return step.plan.aliases | {key: name for key, name in step.recipe.stored_names.items() if key != name}
+    return step.plan.aliases | {key: name for key, name in step._stored_names.items() if key != name}
 
 
 def _kept_own(step: TrainStep, wires: Mapping[str, str]) -> dict[str, Any]:

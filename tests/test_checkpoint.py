@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -426,6 +427,23 @@ def test_steps_go_on_while_a_checkpoint_is_written_which_holds_what_was_given(ra
         assert not torch.equal(state.params["blocks.0/float32"], loaded.params["blocks.0/float32"])
         assert client == "first"
     assert (folder / "latest").read_text() == "step-6\n"
+
+
+def test_what_is_written_meanwhile_asks_nothing_of_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose parameters are a running step's: asking for them gathers."""
+    step = fzero.make_train_step(make(Moody), config(3))
+    asked = set()
+    for name in ("named_parameters", "named_buffers", "named_modules", "state_dict"):
+        ask = getattr(nn.Module, name)
+
+        def noted(*args: Any, ask: Any = ask, **kwargs: Any) -> Any:
+            asked.add(threading.current_thread().name)
+            return ask(*args, **kwargs)
+
+        monkeypatch.setattr(nn.Module, name, noted)
+    list(step.recipe.model.named_parameters())
+    fzero.start_save(step.init(), folder, step=step).wait()
+    assert asked == {threading.current_thread().name}
 
 
 def fail_while_training(folder: str) -> list[str]:
