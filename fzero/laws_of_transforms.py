@@ -84,6 +84,11 @@ def updates(min_parameters: int = 0, max_parameters: int = 4) -> st.SearchStrate
     )
 
 
+def several_updates() -> st.SearchStrategy[list[Updates]]:
+    """Updates of several buffers of one dtype, not all of which are updated equally often."""
+    return st.lists(updates(), min_size=1, max_size=4).map(lambda them: [replace(x, dtype=them[0].dtype) for x in them])
+
+
 class Skips(NamedTuple):
     """Updates between which others are skipped."""
 
@@ -304,6 +309,28 @@ def _is_not_widened(make: Make, example: Updates) -> str | None:
     return f"all in bf16, tiles of {ALIGNMENT} elements give another {differs} than one" if differs else None
 
 
+def _several_differ(make: Make, example: list[Updates]) -> str | None:
+    """Whether one call for several buffers does something else than their updates one by one."""
+    transform, last = make(), max(of.num_updates for of in example)
+    if not transform.has_several:
+        return None
+    side_by_side = torch.cat([of.param for of in example])
+    params = torch.split(side_by_side, [of.numel for of in example])
+    states = list(map(transform.init, params))
+    for to_go in range(last, 0, -1):  # all end together, so that one may begin when others have been updated before
+        now = [index for index, of in enumerate(example) if of.num_updates >= to_go]
+        grads = [example[index].grads[-to_go] for index in now]
+        news = transform.update_each(grads, [params[index] for index in now], [states[index] for index in now])
+        if len(news) != len(now):
+            return f"one call for {len(now)} buffers gives {len(news)} states"
+        for index, new in zip(now, news, strict=True):
+            states[index] = new
+    for index, of in enumerate(example):
+        if differs := _differs((params[index], states[index]), _run(transform, of.param, of.grads)):
+            return f"buffer {index} of {len(example)}, updated in one call with the others, differs in {differs}"
+    return None
+
+
 class _Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Remembers which operators gave the value of a tensor to the host."""
 
@@ -406,6 +433,12 @@ TRANSFORM_LAWS: tuple[Law[Make, Any], ...] = (
         "Let nothing depend on how many elements are updated at a time, nor on memory that an earlier update had",
         updates(min_parameters=1),
         _is_not_widened,
+    ),
+    Law(
+        "one call for several buffers must be their updates one by one, bit for bit",
+        "Let `several` write each parameter in place and give every buffer's own state, empty ones' too, or leave it out",
+        several_updates(),
+        _several_differ,
     ),
 )
 """In the order in which they are tried: the first ones say most clearly what is wrong."""

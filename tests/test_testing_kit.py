@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ def right(
     update: Callable[[Tensor, Tensor, Any], Any] | None = None,
     place: Callable[[TensorSpec], Any] | None = None,
     update_unless: Callable[[Tensor, Tensor, Tensor, Any], Any] | None = None,
+    several: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Any]], Any] | None = None,
 ) -> Transform:
     """A transform that is right, but for what is given."""
 
@@ -53,7 +54,10 @@ def right(
     def own_init(param: Tensor) -> Momentum:
         return Momentum(torch.zeros(()), torch.zeros_like(param))
 
-    return Transform(init or own_init, update or own_update, place or own_place, update_unless)
+    one = update or own_update
+    return Transform(
+        init or own_init, one, place or own_place, update_unless, None if several is None else (one, several)
+    )
 
 
 def own_place(spec: TensorSpec) -> Momentum:
@@ -185,6 +189,46 @@ def fp32_as_16_bits(grad: Tensor, param: Tensor, state: Momentum) -> Update:
     return UPDATE(grad, param, state)
 
 
+Tensors, States = Sequence[Tensor], Sequence[Momentum]
+
+
+def each(grads: Tensors, params: Tensors, states: States) -> list[Momentum]:
+    return [UPDATE(*of)[2] for of in zip(grads, params, states, strict=True)]
+
+
+def leaving_out_the_last(grads: Tensors, params: Tensors, states: States) -> list[Momentum]:
+    return [*each(grads[:-1], params[:-1], states[:-1]), states[-1]]
+
+
+def giving_no_state_of_the_empty(grads: Tensors, params: Tensors, states: States) -> list[Momentum]:
+    return [state for state in each(grads, params, states) if state.mean.numel()]
+
+
+def not_counting_the_empty(grads: Tensors, params: Tensors, states: States) -> list[Momentum]:
+    return [UPDATE(*of)[2] if of[0].numel() else of[2] for of in zip(grads, params, states, strict=True)]
+
+
+def counting_by_the_first(grads: Tensors, params: Tensors, states: States) -> list[Momentum]:
+    news = each(grads, params, states)
+    return [Momentum(news[0].step.clone(), new.mean) for new in news]
+
+
+def making_new_parameters(grads: Tensors, params: Tensors, states: States) -> list[Momentum]:
+    return each(grads, [param.clone() for param in params], states)
+
+
+def clipping_together(grads: Tensors, params: Tensors, states: States) -> list[Momentum]:
+    norm = torch.cat(list(grads)).norm()
+    return each([grad / (1 + norm) for grad in grads], params, states)
+
+
+def running_over(grads: Tensors, params: Tensors, states: States) -> list[Momentum]:
+    news, first = each(grads, params, states), params[0]
+    whole = torch.empty(0, dtype=first.dtype).set_(first.untyped_storage())
+    whole[first.storage_offset() + first.numel() :].mul_(0.9)
+    return news
+
+
 def branching(grad: Tensor, param: Tensor, state: Momentum) -> Update:
     if state.step > 0:
         grad.mul_(0.5)
@@ -205,7 +249,9 @@ def writing(lr: Any) -> Transform:
 
 
 ALL_LAWS = (*TRANSFORM_LAWS, *CAPTURE_LAWS, RATE_LAW)
-PLACE, EMPTY, KINDS, ALIASES, WRITES, EQUAL, ALL, SHARDS, SKIPS, WIDE, READS = (law.sentence for law in ALL_LAWS[:-1])
+PLACE, EMPTY, KINDS, ALIASES, WRITES, EQUAL, ALL, SHARDS, SKIPS, WIDE, SEVERAL, READS = (
+    law.sentence for law in ALL_LAWS[:-1]
+)
 BROKEN: dict[str, tuple[Any, str, str]] = {
     "padding": (right(place=forgetting_padding), PLACE, "init makes state.mean with shape and dtype"),
     "placement": (right(place=forgetting_placement), PLACE, "place puts state.step on .*'device'"),
@@ -227,6 +273,13 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "counts the skipped": (right(update_unless=counting_what_is_skipped), SKIPS, "a skipped update changes state.step"),
     "skips all": (right(update_unless=always_skipping), SKIPS, "after skipped updates the parameter is another"),
     "tiles": (right(update=fp32_as_16_bits), WIDE, "in tiles of 32 elements"),
+    "the last": (right(several=leaving_out_the_last), SEVERAL, "buffer 0 of 1, .* differs in state.step"),
+    "no state": (right(several=giving_no_state_of_the_empty), SEVERAL, "one call for 1 buffers gives 0 states"),
+    "uncounted": (right(several=not_counting_the_empty), SEVERAL, "buffer 0 of 1, .* differs in state.step"),
+    "one count": (right(several=counting_by_the_first), SEVERAL, "buffer 1 of 2, .* differs in state.step"),
+    "new parameters": (right(several=making_new_parameters), SEVERAL, "differs in the parameter"),
+    "one norm": (right(several=clipping_together), SEVERAL, "differs in the parameter"),
+    "over the end": (right(several=running_over), SEVERAL, "buffer 1 of 2, .* differs in the parameter"),
     "a branch": (right(update=branching), READS, "the host reads a value by aten._local_scalar_dense"),
     "rate as a constant": (freezing, RATE_LAW.sentence, "does not change the parameter"),
     "writes to the rate": (writing, RATE_LAW.sentence, "an update writes to the learning rate"),
@@ -244,7 +297,11 @@ def test_a_broken_transform_is_caught_for_the_right_reason(name: str) -> None:
     assert ". Smallest example: " in told and told.endswith(law.fix)
 
 
-@pytest.mark.parametrize("given_transform", [right(), right], ids=["itself", "of the learning rate"])
+@pytest.mark.parametrize(
+    "given_transform",
+    [right(), right, right(several=each)],
+    ids=["itself", "of the learning rate", "of several buffers"],
+)
 def test_a_transform_that_is_right_passes(given_transform: Any) -> None:
     check_transform(given_transform, compile="step")
 
