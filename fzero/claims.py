@@ -126,7 +126,7 @@ def claim(path: Path, folder: Path, leftover: Literal["refuse", "clean"]) -> str
         if refused:
             raise FileExistsError(_refusal(path, refused))
         for one in left:
-            _remove(one)
+            _remove(path, one)
         name = secrets.token_hex(8)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def claim(path: Path, folder: Path, leftover: Literal["refuse", "clean"]) -> str
             unfinished.write_text(json.dumps({"claim": name} | asdict(Owner.this_process())))
             unfinished.rename(folder / MARKER)
         except BaseException:
-            _remove(folder)
+            _remove(path, folder)
             raise
     return name
 
@@ -149,7 +149,7 @@ def is_mine(folder: Path) -> bool:
 
 
 def release(path: Path, folder: Path, name: str) -> None:
-    """Removes a run's files, its marker, and the folder if nothing else is in it. What has gone already is no error.
+    """Removes a run's files, its marker, and the folders that are empty then. What has gone already is no error.
 
     Args:
         name: of the claim. Where there is another by now, for somebody had removed the folder, nothing is done.
@@ -160,7 +160,7 @@ def release(path: Path, folder: Path, name: str) -> None:
             file.unlink(missing_ok=True)
         with _alone(path):
             if _read(folder)[1] in (name, None):
-                _remove(folder)
+                _remove(path, folder)
 
 
 def _left(path: Path) -> dict[Path, Owner | None]:
@@ -189,12 +189,14 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob(FILES))
 
 
-def _remove(folder: Path) -> None:
-    """Removes what a run has there, the marker last."""
+def _remove(path: Path, folder: Path) -> None:
+    """Removes what a run has there, the marker last, and the folders that are empty then: nobody claims one meanwhile."""
     for file in (*_files(folder), folder / UNFINISHED, folder / MARKER):
         file.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # where something else is in it
-        folder.rmdir()
+    for empty in (folder, folder.parent):
+        if empty != path:
+            with contextlib.suppress(OSError):  # where something else is in it
+                empty.rmdir()
 
 
 def _read(folder: Path) -> tuple[Owner | None, str | None]:

@@ -308,9 +308,9 @@ def test_a_folder_that_cannot_be_claimed_is_as_it_was(where: str, tmp_path: Path
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with mock.patch(f"fzero.claims.{where}", halfway):
-        for rank in range(2):
+        for rank, state in ((0, 0), (1, 0), (0, 1)):
             with pytest.raises(StoreError, match="No space left on device"):
-                FileStore(tmp_path, FILES, rank=rank)
+                FileStore(tmp_path, FILES, rank=rank, state=state)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -556,8 +556,9 @@ for _ in range(30):
     os.close(start)
     ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
     assert ended == [0 if end else -signal.SIGKILL for end in ends], ended
-    left = {folder.name for folder in path.glob("fzero-rank*")} | {folder.name for folder in path.glob("state1/*")}
-    assert left == {f"fzero-rank{rank}" for rank, end in enumerate(ends) if not end}, left
+    left = {f"fzero-rank{rank}" for rank, end in enumerate(ends) if not end}
+    assert {folder.name for folder in path.iterdir()} == left | ({"state1"} if left else set())
+    assert {folder.name for folder in path.glob("state1/*")} == left
 """
 
 
@@ -577,8 +578,9 @@ def test_files_go_wherever_the_process_is_by_then(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.rglob("*.flat"))
 
 
-def test_a_folder_goes_only_while_nobody_can_claim_it(tmp_path: Path) -> None:
-    store, rmdir, fd = FileStore(tmp_path, FILES), Path.rmdir, os.open(tmp_path, os.O_RDONLY)
+@pytest.mark.parametrize("state", [0, 1])
+def test_a_folder_goes_only_while_nobody_can_claim_it(state: int, tmp_path: Path) -> None:
+    store, rmdir, fd = FileStore(tmp_path, FILES, state=state), Path.rmdir, os.open(tmp_path, os.O_RDONLY)
 
     def goes(folder: Path) -> None:
         with pytest.raises(BlockingIOError):
@@ -589,6 +591,45 @@ def test_a_folder_goes_only_while_nobody_can_claim_it(tmp_path: Path) -> None:
         store.close()
     os.close(fd)
     assert not list(tmp_path.iterdir())
+
+
+COMING_AND_GOING = """
+import os, sys
+from pathlib import Path
+
+sys.path.append(sys.argv[2])
+import claims  # without torch, for processes that are forked fast
+
+path, ranks = Path(sys.argv[1]), []
+for rank in range(4):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        try:
+            for _ in range(100):
+                folder = claims.folder_of(path, rank, state=1)
+                name = claims.claim(path, folder, "refuse")
+                (folder / "x.flat").touch(exist_ok=False)
+                claims.release(path, folder, name)
+            os._exit(0)
+        finally:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+assert not any([os.waitpid(pid, 0)[1] for pid in ranks])
+"""
+
+
+def test_the_folder_of_a_state_goes_with_its_last_rank_and_none_that_comes_then_misses_it(tmp_path: Path) -> None:
+    folder = str(Path(claims.__file__).parent)
+    subprocess.run([sys.executable, "-c", COMING_AND_GOING, str(tmp_path), folder], check=True, timeout=100)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_a_state_stays_while_it_holds_something(tmp_path: Path) -> None:
+    with FileStore(tmp_path, FILES, state=1, rank=1), FileStore(tmp_path, FILES, state=2):
+        FileStore(tmp_path, FILES, state=1).close()
+        assert folders(tmp_path) == ["state1/fzero-rank1", "state2/fzero-rank0"]
+        (tmp_path / "state2" / "notes.txt").write_text("somebody's own")
+    assert [str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*")] == ["state2", "state2/notes.txt"]
 
 
 def test_a_store_whose_path_was_removed_leaves_those_that_were_made_there_since(tmp_path: Path) -> None:
