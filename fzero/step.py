@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, replace
 from functools import partial
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 import optree
 import torch
@@ -33,20 +33,18 @@ from fzero.bound_mesh import BoundMesh
 from fzero.checkpoint_files import CheckpointError
 from fzero.checkpoint_plan import Stored
 from fzero.checkpointing import Choice
-from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Pending, Real
+from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Real
 from fzero.config import Config, ConfigError
-from fzero.config_optimizers import Optimizer, TorchOptimizer
+from fzero.config_optimizers import Optimizer
 from fzero.eager import Pass, own_shard
 from fzero.file_tensors import Files, handles_of
 from fzero.loss_scaling import LossScale
-from fzero.lr_schedules import Schedule, constant
+from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
 from fzero.meshes import check_mesh, told
-from fzero.offload import Offload, Update, agree
-from fzero.pieces import Pieces
+from fzero.offload import Offload, agree
 from fzero.placements import GivenPlacements
 from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, place_optimizers
-from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
 from fzero.ranges import ranged
 from fzero.recipe import Recipe
 from fzero.safetensors_files import Export, exported_dtype
@@ -55,8 +53,8 @@ from fzero.sent import Label, Sent
 from fzero.staging import Scratch, Stage
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Machine, Timeline, joined, make_timeline
-from fzero.transforms import Transform, unless
 from fzero.tune_probe import probe_of
+from fzero.updater import Knobs, Updater
 from fzero.wiring import GivenWire
 from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
@@ -68,9 +66,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-MOST_TOGETHER = 1 << 24
-"""Elements that one call updates of several flat buffers; those of the next call are updated while these are joined."""
 
 
 class MismatchError(ValueError):
@@ -179,15 +174,6 @@ class Round(NamedTuple):
     """Whether losses are sums."""
 
 
-class _Knobs(NamedTuple):
-    """What changes about the update of a captured step: tensors, to be written before each."""
-
-    lr: list[Tensor]
-    """Of each parameter group."""
-    beta: Tensor | None
-    salts: Tensor
-
-
 class TrainStep:
     """`step(state, batch)` → `(state, metrics)`; made by `make_train_step`.
 
@@ -209,8 +195,6 @@ class TrainStep:
         self._model, self._cfg, self.device = recipe.model, recipe.cfg, recipe.device
         self._ranks: Bound | Fake = axis
         self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
-        self._optimizers, self._rates, self._momentum = recipe.optimizers, recipe.rates, recipe.momentum
-        self._transforms: dict[tuple[int, str], tuple[Any, Transform]] = {}  # made last, with their rate and momentum
         self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
         self._orders: Orders | None = {} if self._learns else None  # of the collectives of forwards and backwards
         self._num_passes = 0
@@ -219,8 +203,6 @@ class TrainStep:
         self._scratch = Scratch()
         self._expected: Any = None  # structure, paths, shapes and dtypes of the state's tensors
         self._scaling = self._cfg.loss_scaling()
-        numels = accumulate((buffer.padded_numel for buffer in self.plan.flat_buffers), initial=0)
-        self._places = dict(zip((buffer.key for buffer in self.plan.flat_buffers), numels, strict=False))
         casts_to = self._cfg.casts_batch_to
         self._batches = Batches(
             axis.size, self.plan.num_micro_steps, self._cfg.batch_sizes(axis.size).micro,
@@ -228,14 +210,19 @@ class TrainStep:
         )  # fmt: skip
         precision = self._cfg.precision
         self._autocast = None if precision.autocast is None else torch_dtype(precision.autocast)
-        self._is_stochastic = precision.stochastic_rounding
         self._stored_names = recipe.stored_names
         if not isinstance(axis, Fake):
             _check_same(axis, recipe.fingerprint(self.plan))
         recipe.check_placements(self.plan)
         self._offload = Offload(self.plan, self.device)
         self._bound = None if isinstance(axis, Fake) else BoundMesh.of(axis, self.plan)
-        self._shard = self.plan.shard_of(axis.rank)  # of the finest ones
+        numels = accumulate((buffer.padded_numel for buffer in self.plan.flat_buffers), initial=0)
+        places = dict(zip((buffer.key for buffer in self.plan.flat_buffers), numels, strict=False))
+        self._updater = Updater(
+            self.plan, self._bound, self.plan.shard_of(axis.rank), self._offload, self._scratch,
+            recipe.optimizers, recipe.rates, recipe.momentum, skips_overflow=self._cfg.skips_overflow,
+            places=places if precision.stochastic_rounding else None,
+        )  # fmt: skip
         self._compiled: CompiledStep | None = None
         self._blocks: CompiledBlocks | None = None
         # Where what is updated lives elsewhere, the graph of a step ends with the gradients.
@@ -271,7 +258,7 @@ class TrainStep:
         stacked: Stacked | None = None,
         *,
         until: Literal["gradients", "update"] = "update",
-    ) -> tuple[CompiledStep, _Knobs]:
+    ) -> tuple[CompiledStep, Knobs]:
         """The step as one graph, or what comes before its update; and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
@@ -280,29 +267,11 @@ class TrainStep:
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
                 "it out, or pass compile='block'"
             )
-        masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
-        dtype = torch.float64 if torch.float64 in masters else torch.float32
-        knobs = _Knobs(
-            [torch.zeros((), dtype=dtype, device=self.device) for _ in self._rates],
-            torch.full((), 0.9, dtype=dtype, device=self.device) if self._momentum else None,
-            torch.zeros(NUM_SALTS, dtype=torch.int64, device=self.device),
-        )
-        transforms = {}
-        for buffer in self.plan.flat_buffers:
-            if buffer.trainable and until == "update":
-                optimizer = self._optimizers[buffer.group]
-                if isinstance(optimizer, TorchOptimizer) or not optimizer.is_elementwise(buffer.way):
-                    raise ConfigError(
-                        f"optimizer.type: must be elementwise and of fzero's own (AdamW, Adam, SGD, Adagrad, Lion) where the "
-                        f"whole step is one graph, got {getattr(optimizer, 'type', optimizer)!r}; pass compile='block'"
-                    )
-                transforms[buffer.key] = optimizer.transform(
-                    lr=knobs.lr[buffer.group], momentum=knobs.beta, kind=buffer.way
-                )
+        knobs = self._updater.knobs(self.device)
+        transforms = self._updater.transforms_by(knobs) if until == "update" else {}
         rules = Rules(
-            self._measures, self._scaling, self._cfg.skips_overflow, transforms,
-            self._places if self._is_stochastic else None, knobs.salts,
-        )  # fmt: skip
+            self._measures, self._scaling, self._cfg.skips_overflow, transforms, self._updater.places, knobs.salts
+        )
         axis = self._ranks
         if isinstance(axis, Lockstep):
             axis = Fake(axis.name, axis.size, axis.rank, "gloo", axis.mesh)  # of what is never run
@@ -394,7 +363,7 @@ class TrainStep:
         flat_P = self._from_rank_0(flat_P, buffer.key)
         param = self._cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
         updated = self._cut(flat_P, buffer.master) if buffer.trainable else param
-        return self._offload.init(buffer, files, param, updated, partial(self._transform_of, buffer, 0))
+        return self._offload.init(buffer, files, param, updated, partial(self._updater.transform_of, buffer, 0))
 
     def _first_values(
         self, names: Sequence[str], params: Mapping[str, Tensor] | None, init_fn: initialise.InitFn | None
@@ -741,7 +710,7 @@ class TrainStep:
         """The state after the update with the gradients that it holds; `losses` and `stage` as in `_measure`."""
         num_updates = int(state.step)
         metrics, factor = self._measure(losses, state, is_sum=is_sum, num_updates=num_updates, stage=stage)
-        state = self._update(state, factor, metrics.overflow, num_updates=num_updates)
+        state = self._updater.update(state, factor, metrics.overflow, num_updates=num_updates)
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
@@ -757,10 +726,9 @@ class TrainStep:
             optimizers: of each parameter group, with the state that they had; None keeps those of this step.
         """
         twin = copy.copy(self)
-        twin._rates, twin._momentum = [constant(rate) for rate in rates], None
+        twin._updater = self._updater.following(rates, optimizers)
         if optimizers is not None:
-            twin._optimizers, twin._transforms = list(optimizers), {}
-            placed = place_optimizers([b for b in self.plan.flat_buffers if b.trainable], twin._optimizers)
+            placed = place_optimizers([b for b in self.plan.flat_buffers if b.trainable], optimizers)
             if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
                 raise ConfigError(
                     "optimizer.params: must not change what an optimizer remembers during training (a momentum from or to 0), "
@@ -810,7 +778,7 @@ class TrainStep:
     ) -> tuple[TrainState[Tensor], Metrics]:
         """The step as a graph: writes its numbers where the graph reads them, and raises what the graph found."""
         self._num_passes += 1
-        self._turn_knobs(self._knobs, int(state.step))
+        self._updater.turn(self._knobs, int(state.step))
         batches = [self._batches.cast(batch) for batch in micro_batches]
         wires = optree.tree_map(torch.clone, state.wires)
         with _random_state(state.rng, self.device) as rng:
@@ -854,15 +822,6 @@ class TrainStep:
         self._check_passes(told_AW3[..., 2].flatten())
         with ranged("update"):
             return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=is_sum, stage=stage)
-
-    def _turn_knobs(self, knobs: _Knobs, num_updates: int) -> None:
-        """Writes what the graph reads about the update after `num_updates` others."""
-        for lr, rate in zip(knobs.lr, self._rates, strict=True):
-            lr.fill_(rate(num_updates))
-        if knobs.beta is not None and self._momentum is not None:
-            knobs.beta.fill_(self._momentum(num_updates))
-        if self._is_stochastic:
-            knobs.salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
 
     def _check_outcome(self, outcome: Outcome, state: TrainState[Tensor], *, is_sum: bool) -> None:
         """Raises on every rank what the graph found."""
@@ -986,7 +945,7 @@ class TrainStep:
             torch._assert_async((mean_loss + norm).isfinite(), "fzero: the loss or the gradient norm is not finite")
         elif not math.isfinite(mean_loss) or not math.isfinite(norm):
             raise FloatingPointError(self._what_is_not_finite(losses, state, norm))
-        rate = self._rates[0](num_updates)
+        rate = self._updater.rates[0](num_updates)
         lr = torch.full((), rate, device=self.device)  # a fill does not wait for the device
         factor = self._measures.factor(norm, multiple, overflow, weight)
         scale = state.loss_scale.scale.clone()
@@ -1095,6 +1054,7 @@ class TrainStep:
         """
         twin = copy.copy(self)
         twin._bound = self._mesh.observed(observe)
+        twin._updater = replace(self._updater, mesh=twin._bound)
         twin._orders = None if self._orders is None else dict(self._orders)
         twin._compiled = None if self._compiled is None else self._compiled.observed(observe)
         return twin
@@ -1121,111 +1081,6 @@ class TrainStep:
                     first = order[name]
         found = int(mesh.stack(torch.tensor(first, device=self.device), label=Label("overflow")).min())
         return dict(zip(order.values(), order, strict=True)).get(found)
-
-    def _transform_of(
-        self, buffer: BufferPlan, num_updates: int, *, start: int = 0, skip: Tensor | None = None, **how: Any
-    ) -> Transform:
-        """The transform of a flat buffer, from element `start` of what this rank updates on, for the update after
-        `num_updates` others; `how` is for `widened`."""
-        optimizer, way = self._optimizers[buffer.group], (buffer.group, buffer.way)
-        lr, momentum = self._rates[buffer.group](num_updates), self._momentum(num_updates) if self._momentum else None
-        if not optimizer.is_elementwise(buffer.way):
-            pieces = Pieces.whole(buffer.layout)
-            if isinstance(buffer.row.optimizer, Sharded):
-                pieces = Pieces(buffer.layout, (self._shard,), stack=self._stack, join=self._join)
-            transform = optimizer.transform(lr=lr, momentum=momentum, pieces=pieces, kind=buffer.way)
-            how["tile"] = None
-        elif self._transforms.get(way, (None,))[0] == (lr, momentum):
-            transform = self._transforms[way][1]
-        else:
-            transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.way)
-            self._transforms[way] = (lr, momentum), transform
-        if skip is not None:
-            transform = unless(skip, transform)
-        if self._is_stochastic:
-            how["rounding"] = stochastic(num_updates, self._place(buffer) + start)
-        return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
-
-    def _place(self, buffer: BufferPlan) -> int:
-        """Where what this rank updates of a flat buffer begins among all elements."""
-        own = self._shard * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
-        return self._places[buffer.key] + own
-
-    def _stack(self, partial: Tensor) -> Tensor:
-        return self._mesh.stack(partial[0], label=Label("optimizer", phase="update"))
-
-    def _join(self, shard_S: Tensor) -> Tensor:
-        return self._mesh.all_gather(shard_S, self._mesh.axes, label=Label("momentum", phase="update"))
-
-    def _update(
-        self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor, *, num_updates: int
-    ) -> TrainState[Tensor]:
-        """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
-        skip, mesh = overflow if self._cfg.skips_overflow else None, self._mesh
-        here: list[Update] = []
-        away: list[Update] = []
-        for buffer in self.plan.flat_buffers:
-            if not buffer.trainable:
-                continue
-            share, grad = state.params[buffer.key], state.grads[buffer.key]
-            if isinstance(buffer.row.optimizer, Sharded):
-                share = share if self._offload.joins(buffer) else own_shard(share, buffer, mesh.shard)
-                grad = own_shard(grad, buffer, mesh.shard)
-            master = state.master.get(buffer.key, share)
-            at = self._transforms_of(buffer, num_updates, skip, factor, share if buffer.has_master else None)
-            axes, label = mesh.axes[len(mesh.axes_of(buffer.row.params)) :], Label("join", buffer.key, "update")
-            join = partial(mesh.start_all_gather, axes=axes, label=label)
-            update = Update(buffer, grad, master, state.optimizer[buffer.key], at, share, join)
-            (away if self._offload.is_away(buffer) else here).append(update)
-        params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
-        for alike in self._alike(here):
-            transform = alike[0].transform_at(0, alike[0].grad.numel())
-            grads, masters, states = zip(*((x.grad, x.master, x.state) for x in alike), strict=True)
-            news = transform.update_each(grads, masters, states)
-            optimizer |= {x.buffer.key: new for x, new in zip(alike, news, strict=True)}
-            pending += _start_joins(alike, params)
-        if away:
-            state = self._offload.step(state._replace(optimizer=optimizer), away, mesh, skip, scratch=self._scratch)
-            pending += _start_joins(away, params)
-        else:
-            state = state._replace(optimizer=optimizer)
-        for joined_ in pending:
-            joined_.wait()
-        return state
-
-    def _alike(self, updates: Sequence[Update]) -> Iterator[list[Update]]:
-        """Neighbours whose updates may be one call, up to `MOST_TOGETHER` elements: elementwise, by the same transform, of
-        parameters that are their own master."""
-
-        def kind_of(update: Update) -> object:
-            buffer = update.buffer
-            is_plain = self._optimizers[buffer.group].is_elementwise(buffer.way) and not buffer.has_master
-            return (buffer.group, buffer.way, buffer.dtypes) if is_plain and not self._is_stochastic else buffer.key
-
-        for _, neighbours in groupby(updates, kind_of):
-            alike, numel = list[Update](), 0
-            for update in neighbours:
-                if alike and numel + update.grad.numel() > MOST_TOGETHER:
-                    yield alike
-                    alike, numel = [], 0
-                alike.append(update)
-                numel += update.grad.numel()
-            yield alike
-
-    def _transforms_of(
-        self, buffer: BufferPlan, num_updates: int, skip: Tensor | None, factor: Tensor | None, out: Any
-    ) -> Callable[..., Transform]:
-        """The transform of elements [start, stop) of what this rank updates of a flat buffer; as the third
-        what takes the new parameters, if not that part of `out`."""
-        device = self._offload.runs_on(buffer)
-        skip, factor = (None if x is None else x.to(device) for x in (skip, factor))
-
-        def at(start: int, stop: int, part: Tensor | None = None) -> Transform:
-            if part is None and isinstance(out, Tensor):
-                part = out[start:stop]
-            return self._transform_of(buffer, num_updates, start=start, skip=skip, factor=factor, out=part)
-
-        return at
 
     def _has_news(self, news: Tensor) -> bool:
         """Whether any rank saw a buffer move that never did before; reading that would wait for a CUDA device."""
@@ -1263,17 +1118,6 @@ class TrainStep:
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
-
-
-def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:
-    """Of the buffers that every rank holds whole, and has updated a share of."""
-    started = []
-    for update in updates:
-        key, share = update.buffer.key, cast(Tensor, update.param)  # a file's is no share
-        if share is not params[key]:
-            with ranged("join", key):
-                started.append(update.join(share, params[key]))
-    return started
 
 
 def _bind(mesh: Mesh | None, device: torch.device) -> Real:

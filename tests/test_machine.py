@@ -17,13 +17,13 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from torch import Tensor, nn
 
 import fzero
-from fzero import collectives, eager, measure, training_machine
-from fzero import step as step_module
+from fzero import collectives, eager, measure, training_machine, updater
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.step import TrainStep
 from fzero.testing import Job, TrainingMachine
 from fzero.training_machine import NUM_RULES, jobs
 from fzero.transforms import Transform
+from fzero.updater import Updater
 from sharding.testing import models
 
 pytestmark = pytest.mark.property
@@ -58,15 +58,15 @@ TestTrainingInBits = pytest.mark.nightly(InBits.TestCase)
 
 
 def skipping_an_update_on_rank_1() -> Any:
-    update = TrainStep._update
+    update = Updater.update
 
-    def broken(self: TrainStep, state: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.rank != 1:
+    def broken(self: Updater, state: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._ranks.everyone.rank != 1:
             return update(self, state, *args, **kwargs)
         own = state._replace(params=optree.tree_map(torch.clone, state.params))
         return update(self, own, *args, **kwargs)._replace(params=state.params)
 
-    return patch.object(TrainStep, "_update", broken)
+    return patch.object(Updater, "update", broken)
 
 
 def leaking_padding() -> Any:
@@ -176,7 +176,7 @@ def leaving_a_trace_of_a_skipped_update() -> Any:
 
         return transform._replace(update=update, update_unless=None)
 
-    return patch.object(step_module, "unless", broken)
+    return patch.object(updater, "unless", broken)
 
 
 def dropping_the_last_micro_step() -> Any:
