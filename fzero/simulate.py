@@ -271,7 +271,7 @@ class VmapRanks(LockstepRanks):
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
             states = unstacked(state, self.world_size)
-            self._run(lambda rank: self.steps[rank]._check_outcome(outcome, states[rank], is_sum=is_sum))
+            self._run(lambda rank: self.steps[rank]._bound_measure.check_outcome(outcome, states[rank], is_sum=is_sum))
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)

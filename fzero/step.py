@@ -13,10 +13,9 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -29,14 +28,15 @@ from torch import Tensor, nn
 from fzero import collectives, initialise
 from fzero.batches import Batches, without_memory
 from fzero.binding import bound
+from fzero.bound_measure import BoundMeasure, check_passes
 from fzero.bound_mesh import BoundMesh
 from fzero.checkpoint_files import CheckpointError
 from fzero.checkpoint_plan import Stored
 from fzero.checkpointing import Choice
-from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Real
+from fzero.collectives import Bound, Fake, Lockstep, Real
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer
-from fzero.eager import Pass, own_shard
+from fzero.eager import Pass
 from fzero.file_tensors import Files, handles_of
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
@@ -60,7 +60,7 @@ from sharding import Mesh, Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype, unflatten
 
 if TYPE_CHECKING:
-    from fzero.compiled import Captured, CompiledStep, Outcome
+    from fzero.compiled import Captured, CompiledStep
     from fzero.compiled_blocks import CompiledBlocks
     from fzero.stacked import Stacked
 
@@ -251,6 +251,13 @@ class TrainStep:
                 f"specs, trace and explain, so leave mesh out under torchrun"
             )
         return self._bound
+
+    @property
+    def _bound_measure(self) -> BoundMeasure:
+        return BoundMeasure(
+            self.plan, self._mesh, self._offload, self._scratch, self._measures, self._scaling, self._cfg.skips_overflow,
+            self._model,
+        )  # fmt: skip
 
     def _one_graph(
         self,
@@ -648,7 +655,7 @@ class TrainStep:
                 scaled, torch.stack([x.double() for x in row]), share=1 / (self._measures.predivide * num_parts),
                 is_first=not round_.told, is_last=is_last, keeps=keeps,
             )  # fmt: skip
-        self._check_passes(told[:, 3])
+        check_passes(told[:, 3])
         return round_._replace(told=(*round_.told, told[:, :3]), is_sum=weight is not None)
 
     @contextmanager
@@ -707,9 +714,10 @@ class TrainStep:
         is_sum: bool,
         stage: Stage,
     ) -> tuple[TrainState[Tensor], Metrics]:
-        """The state after the update with the gradients that it holds; `losses` and `stage` as in `_measure`."""
+        """The state after the update with the gradients that it holds; `losses` and `stage` as in `BoundMeasure.metrics`."""
         num_updates = int(state.step)
-        metrics, factor = self._measure(losses, state, is_sum=is_sum, num_updates=num_updates, stage=stage)
+        rate = self._updater.rates[0](num_updates)
+        metrics, factor = self._bound_measure.metrics(losses, state, is_sum=is_sum, rate=rate, stage=stage)
         state = self._updater.update(state, factor, metrics.overflow, num_updates=num_updates)
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
@@ -785,7 +793,7 @@ class TrainStep:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
             with ranged("step", "in one graph"):
                 outcome, is_sum = compiled(state, buffers, wires, batches, number)
-        self._check_outcome(outcome, state, is_sum=is_sum)
+        self._bound_measure.check_outcome(outcome, state, is_sum=is_sum)
         metrics = Metrics(
             outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
         )
@@ -819,28 +827,9 @@ class TrainStep:
         del grad
         stage.settle()
         self._agree_on_files(state)
-        self._check_passes(told_AW3[..., 2].flatten())
+        check_passes(told_AW3[..., 2].flatten())
         with ranged("update"):
             return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=is_sum, stage=stage)
-
-    def _check_outcome(self, outcome: Outcome, state: TrainState[Tensor], *, is_sum: bool) -> None:
-        """Raises on every rank what the graph found."""
-        if self.device.type != "cpu":
-            torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
-        elif not outcome.ok:
-            self._check_passes(outcome.told[..., 2].flatten())
-            check_rows(outcome.told[..., :2].flatten(0, 1), is_sum=is_sum)
-            if self._cfg.skips_overflow:
-                self._check_loss_scale(state, outcome.overflow)
-            raise FloatingPointError(self._what_is_not_finite(outcome.told[..., :2], state, outcome.norm))
-
-    def _check_passes(self, numbers_W: Tensor) -> None:
-        if self.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
-            raise CollectiveError(
-                f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes, since an error was "
-                f"raised at different places on different ranks, or some alone called what all must call (trace_comm, "
-                f"evaluate); end the job, and start it again from what was saved"
-            )
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
@@ -863,7 +852,7 @@ class TrainStep:
         told = collectives.stack(
             torch.stack([x.double() for x in row]), self._mesh.everyone, label=Label("told", phase="turn")
         )
-        self._check_passes(told[:, 2])
+        check_passes(told[:, 2])
         check_rows(told[:, :2], is_sum=weight is not None)
         return mean_of(told[:, :2], is_sum=weight is not None)[0].float()
 
@@ -915,83 +904,6 @@ class TrainStep:
                     f"with auto_cast in fp16 or bf16, and module buffers with data_types.buffer_dtype"
                 )
             raise
-
-    def _measure(
-        self,
-        losses: Tensor,
-        state: TrainState[Tensor],
-        *,
-        is_sum: bool,
-        num_updates: int,
-        stage: Stage,
-    ) -> tuple[Metrics, Tensor | None]:
-        """The metrics, and the factor that the gradients still need, None for 1. *Collective* where they are sharded.
-
-        Args:
-            losses: of every micro-step and rank, with their weights (A, W, 2).
-            state: holds the gradients.
-            is_sum: whether each loss is a sum, to be divided by the sum of the weights.
-            num_updates: made before this step.
-            stage: that of the backward, which may know what a gradient adds to the norm.
-        """
-        check_rows(losses.flatten(0, 1), is_sum=is_sum)
-        mean_loss, weight = mean_of(losses.flatten(0, 1), is_sum=is_sum)
-        multiple = self._measures.multiple(weight, state.loss_scale.scale)
-        norm = self._norm(state, stage) / multiple
-        overflow = ~(norm + mean_loss).isfinite()
-        if self._cfg.skips_overflow:
-            self._check_loss_scale(state, overflow)
-        elif self.device.type != "cpu":
-            torch._assert_async((mean_loss + norm).isfinite(), "fzero: the loss or the gradient norm is not finite")
-        elif not math.isfinite(mean_loss) or not math.isfinite(norm):
-            raise FloatingPointError(self._what_is_not_finite(losses, state, norm))
-        rate = self._updater.rates[0](num_updates)
-        lr = torch.full((), rate, device=self.device)  # a fill does not wait for the device
-        factor = self._measures.factor(norm, multiple, overflow, weight)
-        scale = state.loss_scale.scale.clone()
-        return Metrics(mean_loss.float(), norm.float(), lr, overflow, scale), factor
-
-    def _norm(self, state: TrainState[Any], stage: Stage) -> Tensor:
-        """The global norm of what was collected (0-d float64): from the same numbers in the same order in all stages."""
-        mesh = self._mesh
-        held = [shard for shard in range(mesh.num_shards) if self.plan.stage == 0 or shard == mesh.shard]
-        cut = [b for b in self.plan.flat_buffers if b.trainable and b.shard_numel]
-
-        def numbers(shard: int) -> Iterator[Tensor]:
-            homes = [(f"{b.key}/grads", own_shard(state.grads[b.key], b, shard)) for b in cut]
-            known = [stage.known(*named) for named in homes]
-            unknown = [named for named, number in zip(homes, known, strict=True) if number is None]
-            rest = map(self._measures.of_shard, stage.each(unknown))
-            return (next(rest) if number is None else number for number in known)
-
-        parts = [self._measures.joined(numbers(shard), self.device) for shard in held]
-        if len(held) < mesh.num_shards:
-            return self._measures.norm(mesh.stack(parts[0], label=Label("norm", phase="update")))
-        return self._measures.norm(torch.stack(parts))
-
-    def _check_loss_scale(self, state: TrainState[Tensor], overflow: Tensor) -> None:
-        """Raises on every rank when the loss scale would have to shrink below its minimum."""
-        exhausted = self._scaling.is_exhausted(state.loss_scale, overflow)
-        if self.device.type != "cpu":
-            torch._assert_async(~exhausted, "fzero: an overflow with the loss scale at its minimum")
-        elif exhausted:
-            raise FloatingPointError(
-                f"fp16.min_loss_scale: the gradient overflows with the loss scale at its minimum "
-                f"{state.loss_scale.scale.item():g}, first in {self.first_overflow(state)!r}; the state was not updated: "
-                f"look at this batch, lower the learning rate, or use bf16"
-            )
-
-    def _what_is_not_finite(self, losses: Tensor, state: TrainState[Tensor], norm: Tensor) -> str:
-        by_rank = losses[..., 0].mean(dim=0).tolist()
-        ranks = [rank for rank, value in enumerate(by_rank) if not math.isfinite(value)]
-        mean = losses[..., 0].mean().item()
-        what = f"loss is not finite on ranks {ranks}" if ranks else f"loss is {mean:.6g}, its gradient is not finite"
-        name = self.first_overflow(state)
-        return (
-            f"step {int(state.step)}: {what} (losses {by_rank}, gradient norm {norm.item():.6g}"
-            + (f", first parameter {name!r}" if name else "")
-            + "); the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
-        )
 
     def trace(self, batch: Any) -> list[Captured]:
         """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured and not yet scheduled.
@@ -1071,16 +983,7 @@ class TrainStep:
 
         *Collective:* every rank; sends one number.
         """
-        order = {name: index for index, (name, _) in enumerate(self._model.named_parameters())}
-        first, mesh = len(order), self._mesh
-        trained = [buffer for buffer in self.plan.flat_buffers if buffer.trainable]
-        shards = ((b.key, own_shard(state.grads[b.key], b, mesh.shard)) for b in trained)
-        for buffer, grad_S in zip(trained, self._offload.stage(self._scratch).each(shards), strict=True):
-            for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
-                if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
-                    first = order[name]
-        found = int(mesh.stack(torch.tensor(first, device=self.device), label=Label("overflow")).min())
-        return dict(zip(order.values(), order, strict=True)).get(found)
+        return self._bound_measure.first_overflow(state)
 
     def _has_news(self, news: Tensor) -> bool:
         """Whether any rank saw a buffer move that never did before; reading that would wait for a CUDA device."""

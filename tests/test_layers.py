@@ -118,6 +118,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("fzero.machine_report", "fzero.tune_space", "fzero.tune_probe"),
         "fzero.recipe",
         "fzero.updater",
+        "fzero.bound_measure",
         "fzero.step",
         "fzero.simulate",
         "fzero.place",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero import collectives, eager, measure, training_machine, updater
+from fzero.bound_measure import BoundMeasure
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.step import TrainStep
 from fzero.testing import Job, TrainingMachine
@@ -153,14 +154,14 @@ def missing_rank_1() -> Any:
 
 def overflowing_alone() -> Any:
     """A rank skips the update when its own loss is not finite."""
-    told = TrainStep._measure
+    told = BoundMeasure.metrics
 
-    def broken(self: TrainStep, losses: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def broken(self: BoundMeasure, losses: Tensor, *args: Any, **kwargs: Any) -> Any:
         metrics, factor = told(self, losses, *args, **kwargs)
-        own = ~losses[:, self.rank, 0].isfinite().all()
+        own = ~losses[:, self.mesh.everyone.rank, 0].isfinite().all()
         return metrics._replace(overflow=own), factor
 
-    return patch.object(TrainStep, "_measure", broken)
+    return patch.object(BoundMeasure, "metrics", broken)
 
 
 def clipping_by_the_norm_of_one_rank() -> Any:
