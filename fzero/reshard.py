@@ -29,12 +29,13 @@ from fzero.loss_scaling import LossScale
 from fzero.offload import QUANTITIES, agree, files_of
 from fzero.place import place as put
 from fzero.placements import SUB_GROUP
+from fzero.recipe import MismatchError
 from fzero.reshard_plan import Place, ReshardPlan, Round, kept_wires, plan_reshard
 from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
 from fzero.staging import Leaf
 from fzero.state import TrainState
-from fzero.step import MismatchError, TrainStep
+from fzero.step import TrainStep
 from sharding import Sharded
 from sharding.views import torch_dtype
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fzero import collectives, initialise
 from fzero.batches import Batches, without_memory
-from fzero.binding import bound
+from fzero.binding import bound, random_state
 from fzero.bound_measure import BoundMeasure, check_passes
 from fzero.bound_mesh import BoundMesh
 from fzero.checkpoint_files import CheckpointError
@@ -40,13 +40,14 @@ from fzero.eager import Pass
 from fzero.file_tensors import Files, handles_of
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
-from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
+from fzero.measure import LossFn, check_rows, loss_of, mean_of
 from fzero.meshes import check_mesh, told
+from fzero.module_buffers import make_equal, moved
 from fzero.offload import Offload, agree
 from fzero.placements import GivenPlacements
 from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, place_optimizers
 from fzero.ranges import ranged
-from fzero.recipe import Recipe
+from fzero.recipe import Recipe, check_same
 from fzero.safetensors_files import Export, exported_dtype
 from fzero.schedule import Event, Orders
 from fzero.sent import Label, Sent
@@ -66,10 +67,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-
-class MismatchError(ValueError):
-    """The ranks of one job were given different models or configurations."""
 
 
 def make_train_step(
@@ -212,7 +209,7 @@ class TrainStep:
         self._autocast = None if precision.autocast is None else torch_dtype(precision.autocast)
         self._stored_names = recipe.stored_names
         if not isinstance(axis, Fake):
-            _check_same(axis, recipe.fingerprint(self.plan))
+            check_same(axis, recipe.fingerprint(self.plan))
         recipe.check_placements(self.plan)
         self._offload = Offload(self.plan, self.device)
         self._bound = None if isinstance(axis, Fake) else BoundMesh.of(axis, self.plan)
@@ -546,7 +543,7 @@ class TrainStep:
         if self._compiled is not None:
             call = self._call_compiled if self._until == "update" else self._call_and_update
             return call(self._compiled, state, round_.buffers, micro_batches)
-        with _random_state(state.rng, self.device) as rng:
+        with random_state(state.rng, self.device) as rng:
             for index, micro_batch in enumerate(micro_batches):
                 loss, weight = self.forward(round_, partial(self._loss, micro_batch))
                 is_last = index == self.plan.num_micro_steps - 1
@@ -588,15 +585,8 @@ class TrainStep:
         # Buffers change in a copy, so that the state given stays good when this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        work = Pass(
-            self.plan,
-            self._mesh,
-            state.params,
-            state.grads,
-            self._orders,
-            self._offload.stage(self._scratch, self._measures.of_shard, in_memory=measures_early),
-            wires=state.wires,
-        )
+        stage = self._offload.stage(self._scratch, self._measures.of_shard, in_memory=measures_early)
+        work = Pass(self.plan, self._mesh, state.params, state.grads, self._orders, stage, wires=state.wires)
         return Round(state, work, buffers, before)
 
     def forward(self, round_: Round, function: Callable[[], T], *, run: str = "train") -> T:
@@ -642,9 +632,7 @@ class TrainStep:
         """
         self._num_passes += 1
         work, scale = round_.work, round_.state.loss_scale.scale
-        news = _moved(round_.buffers, round_.before) - (self._moving_buffers or set())
-        rest = [-1.0 if weight is None else weight, float(len(news)), float(self._num_passes)]
-        row = [loss.detach(), *(torch.as_tensor(x, device=loss.device) for x in rest)]
+        news = moved(round_.buffers, round_.before) - (self._moving_buffers or set())
         scaled = loss
         if self._cfg.scales_loss:
             scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
@@ -652,8 +640,8 @@ class TrainStep:
             self._offload.read_ahead(round_.state)
         with ranged("backward"), self._bound_to(round_):
             told = work.backward(
-                scaled, torch.stack([x.double() for x in row]), share=1 / (self._measures.predivide * num_parts),
-                is_first=not round_.told, is_last=is_last, keeps=keeps,
+                scaled, _row(loss, weight, len(news), self._num_passes),
+                share=1 / (self._measures.predivide * num_parts), is_first=not round_.told, is_last=is_last, keeps=keeps,
             )  # fmt: skip
         check_passes(told[:, 3])
         return round_._replace(told=(*round_.told, told[:, :3]), is_sum=weight is not None)
@@ -694,26 +682,21 @@ class TrainStep:
             if self._offload.passes_use_files:
                 self._agree_on_files(state)
             told_AW3 = torch.stack(round_.told)
-            moved = _moved(buffers, round_.before)
-            if self._moving_buffers is None:  # kernels such as BatchNorm's change a buffer and not its version
-                moved |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
-            buffers = self._agree(buffers, moved, has_news=self._has_news(told_AW3[..., 2]))
+            changed, moving = moved(buffers, round_.before), self._moving_buffers
+            if moving is None:  # kernels such as BatchNorm's change a buffer and not its version
+                changed |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
+            # Whether a rank has news would have to be read on a CUDA device, for which the host would wait.
+            has_news = bool(told_AW3[..., 2].any()) if self.device.type == "cpu" else not self._learns
+            self._moving_buffers = make_equal(buffers, changed, moving, self._mesh.everyone, has_news=has_news)
             wires: dict[str, Any] = round_.work.wires
             rng = state.rng if rng is None else rng
             stage = round_.work.stage
             return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=round_.is_sum, stage=stage)
 
     def _updated(
-        self,
-        state: TrainState[Tensor],
-        losses: Tensor,
-        buffers: dict[str, Tensor],
-        rng: dict[str, Tensor],
-        wires: dict[str, dict[str, Any]],
-        *,
-        is_sum: bool,
-        stage: Stage,
-    ) -> tuple[TrainState[Tensor], Metrics]:
+        self, state: TrainState[Tensor], losses: Tensor, buffers: dict[str, Tensor], rng: dict[str, Tensor],
+        wires: dict[str, dict[str, Any]], *, is_sum: bool, stage: Stage,
+    ) -> tuple[TrainState[Tensor], Metrics]:  # fmt: skip
         """The state after the update with the gradients that it holds; `losses` and `stage` as in `BoundMeasure.metrics`."""
         num_updates = int(state.step)
         rate = self._updater.rates[0](num_updates)
@@ -758,14 +741,9 @@ class TrainStep:
             yield
 
     def _next(
-        self,
-        state: TrainState[Tensor],
-        metrics: Metrics,
-        loss_scale: LossScale[Tensor],
-        buffers: dict[str, Tensor],
-        rng: dict[str, Tensor],
-        wires: dict[str, dict[str, Any]],
-    ) -> TrainState[Tensor]:
+        self, state: TrainState[Tensor], metrics: Metrics, loss_scale: LossScale[Tensor], buffers: dict[str, Tensor],
+        rng: dict[str, Tensor], wires: dict[str, dict[str, Any]],
+    ) -> TrainState[Tensor]:  # fmt: skip
         """The state after an update, which an overflow skipped."""
         if self._probe:
             self._probe.has_updated()
@@ -789,7 +767,7 @@ class TrainStep:
         self._updater.turn(self._knobs, int(state.step))
         batches = [self._batches.cast(batch) for batch in micro_batches]
         wires = optree.tree_map(torch.clone, state.wires)
-        with _random_state(state.rng, self.device) as rng:
+        with random_state(state.rng, self.device) as rng:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
             with ranged("step", "in one graph"):
                 outcome, is_sum = compiled(state, buffers, wires, batches, number)
@@ -815,7 +793,7 @@ class TrainStep:
             else self._scratch.take(x.numel(), x.dtype, self.device)
             for key, x in state.grads.items()
         }
-        with _random_state(state.rng, self.device) as rng:
+        with random_state(state.rng, self.device) as rng:
             number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
             with ranged("step", "in one graph"):
                 told_AW3, is_sum = compiled.collect(state._replace(grads=grads), buffers, wires, batches, number)
@@ -840,18 +818,13 @@ class TrainStep:
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            with torch.no_grad(), _random_state(state.rng, self.device):
+            with torch.no_grad(), random_state(state.rng, self.device):
                 loss, weight = self._inspect(state, lambda: self._loss(batch), "evaluate")
         finally:
             for module, mode in modes:
                 module.training = mode
-        row = [
-            loss.detach(),
-            *(torch.as_tensor(x, device=loss.device) for x in (-1.0 if weight is None else weight, self._num_passes)),
-        ]
-        told = collectives.stack(
-            torch.stack([x.double() for x in row]), self._mesh.everyone, label=Label("told", phase="turn")
-        )
+        row = _row(loss, weight, self._num_passes)
+        told = collectives.stack(row, self._mesh.everyone, label=Label("told", phase="turn"))
         check_passes(told[:, 2])
         check_rows(told[:, :2], is_sum=weight is not None)
         return mean_of(told[:, :2], is_sum=weight is not None)[0].float()
@@ -985,40 +958,6 @@ class TrainStep:
         """
         return self._bound_measure.first_overflow(state)
 
-    def _has_news(self, news: Tensor) -> bool:
-        """Whether any rank saw a buffer move that never did before; reading that would wait for a CUDA device."""
-        return bool(news.any()) if self.device.type == "cpu" else not self._learns
-
-    def _agree(self, buffers: dict[str, Tensor], moved: set[str], *, has_news: bool) -> dict[str, Tensor]:
-        """Makes module buffers that the forward changed equal on all ranks: floating ones are averaged, others rank 0's.
-
-        So BatchNorm's running statistics see the global batch. Which buffers change is agreed on in the first step, and
-        when a rank had news of another one.
-        """
-        if self.world_size == 1 or not buffers:
-            self._moving_buffers = (self._moving_buffers or frozenset()) | moved
-            return buffers
-        if self._moving_buffers is None or has_news:
-            everyone = collectives.exchange(moved, self._mesh.everyone, label=Label("agree", phase="update"))
-            self._moving_buffers = (self._moving_buffers or frozenset()).union(*everyone)
-        unexpected = moved - self._moving_buffers
-        if unexpected:
-            raise ValueError(
-                f"buffer {min(unexpected)!r}: changed for the first time after the first step (on the CPU: in the backward), so "
-                f"that the ranks did not agree to average it; change it once in the first forward"
-            )
-        by_dtype: dict[torch.dtype, list[str]] = {}
-        for name in buffers:
-            if name in self._moving_buffers:
-                by_dtype.setdefault(buffers[name].dtype, []).append(name)
-        for names in by_dtype.values():
-            flat = torch.cat([buffers[name].reshape(-1) for name in names])
-            rows = collectives.stack(flat, self._mesh.everyone, label=Label("buffers", phase="update"))
-            agreed = agreed_buffers(rows)
-            for name, values in zip(names, torch.split(agreed, [buffers[name].numel() for name in names]), strict=True):
-                buffers[name].copy_(values.view(buffers[name].shape))
-        return buffers
-
 
 # --- helpers -----------------------------------------------------------------------------------------------------
 
@@ -1034,19 +973,10 @@ def _bind(mesh: Mesh | None, device: torch.device) -> Real:
     return replace(axis, mesh=mesh)
 
 
-def _check_same(axis: Bound, mine: dict[str, dict[str, str]]) -> None:
-    """Raises on every rank when ranks were given different models or configurations."""
-    everyone = collectives.exchange(mine, axis, label=Label("compare"))
-    for rank, theirs in enumerate(everyone):
-        for subject, first in everyone[0].items():
-            if list(theirs[subject].items()) != list(first.items()):
-                names = [*first, *(name for name in theirs[subject] if name not in first)]
-                differing = [name for name in names if theirs[subject].get(name) != first.get(name)]
-                name = differing[0] if differing else "the order"
-                raise MismatchError(
-                    f"{subject}: must be the same on all ranks, but {name!r} is {first.get(name)!r} on rank 0 and "
-                    f"{theirs[subject].get(name)!r} on rank {rank}; start every rank with the same model and configuration"
-                )
+def _row(loss: Tensor, weight: Tensor | None, *numbers: int) -> Tensor:
+    """What a rank tells the others of a loss (0-d float64 each): itself, its weight or -1, and the numbers."""
+    rest = (-1.0 if weight is None else weight, *numbers)
+    return torch.stack([x.double() for x in (loss.detach(), *(torch.as_tensor(x, device=loss.device) for x in rest))])
 
 
 def _portable(tensor: Tensor) -> Tensor:
@@ -1066,30 +996,5 @@ def _chosen(skip: Tensor, before: dict[str, T], after: dict[str, T]) -> dict[str
     return chosen
 
 
-def _moved(buffers: dict[str, Tensor], before: dict[str, tuple[Tensor, int]]) -> set[str]:
-    """The names of buffers that are another tensor than before, or another version of it."""
-    return {n for n, (tensor, version) in before.items() if buffers[n] is not tensor or tensor._version != version}
-
-
 def _generator(device_type: str, seed: int) -> torch.Generator:
     return torch.Generator(device_type).manual_seed(seed % 2**63)
-
-
-@contextmanager
-def _random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Runs on the random state `rng`, and leaves the process' own as it was; the mapping given is the state after."""
-    after: dict[str, Tensor] = {}
-    own = {"cpu": torch.get_rng_state()}
-    torch.set_rng_state(rng["cpu"].clone())  # torch reads a view of other memory wrongly
-    if "cuda" in rng:
-        own["cuda"] = torch.cuda.get_rng_state(device)
-        torch.cuda.set_rng_state(rng["cuda"], device)
-    try:
-        yield after
-        after["cpu"] = torch.get_rng_state()
-        if "cuda" in rng:
-            after["cuda"] = torch.cuda.get_rng_state(device)
-    finally:
-        torch.set_rng_state(own["cpu"])
-        if "cuda" in rng:
-            torch.cuda.set_rng_state(own["cuda"], device)

@@ -117,6 +117,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("fzero.profile_reports", "fzero.module_watch", "fzero.profiler"),
         *("fzero.machine_report", "fzero.tune_space", "fzero.tune_probe"),
         "fzero.recipe",
+        "fzero.module_buffers",
         "fzero.updater",
         "fzero.bound_measure",
         "fzero.step",
