@@ -474,7 +474,7 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
     state = blank(step, rank, numbers, keeps_scale=keeps_scale, files=scratch)
     wanted["own"] = parts_of_own(rank, _kept_own(step, saved.wires), source.stored)
     read_into(state, wanted.values(), source)
-    for name, value in step._first_values(missing, None, None).items():
+    for name, value in step._first_state.values(missing, None, None).items():
         state.buffers[name].copy_(value)
     narrow(state, step, rank)
     rescale(state, numbers)

@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 from fzero import collectives, lr_schedules
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
-from fzero.collectives import Bound
+from fzero.collectives import Bound, Real
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer
 from fzero.lr_schedules import Schedule
@@ -218,6 +218,18 @@ class Recipe:
             },
             "torch": {"version": torch.__version__},
         }
+
+
+def bind(mesh: Mesh | None, device: torch.device) -> Real:
+    """The ranks of this job, which stand in a mesh. *Collective:* every rank; joins them where nobody did."""
+    axis = collectives.join(device)
+    collectives.check_backend(device)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"model: must be on this rank's own device cuda:{torch.cuda.current_device()}, got {device}; call "
+            f"torch.cuda.set_device(LOCAL_RANK) before model.cuda()"
+        )
+    return replace(axis, mesh=mesh)
 
 
 def check_same(axis: Bound, mine: dict[str, dict[str, str]]) -> None:

@@ -327,8 +327,8 @@ def blank(
         **parts,
         buffers=zeros(specs.buffers),
         loss_scale=loss_scale,
-        rng=new._first_rng(rank),
-        wires=new._first_wires(),
+        rng=new._first_state.rng(rank),
+        wires=new._first_state.wires(),
     )
     for name, x in by_name(state).items():
         if name.startswith("state.optimizer") and name in numbers:

@@ -25,7 +25,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero import collectives, initialise
+from fzero import collectives
 from fzero.batches import Batches, without_memory
 from fzero.binding import bound, random_state
 from fzero.bound_measure import BoundMeasure, check_passes
@@ -37,17 +37,18 @@ from fzero.collectives import Bound, Fake, Lockstep, Real
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer
 from fzero.eager import Pass
-from fzero.file_tensors import Files, handles_of
+from fzero.file_tensors import handles_of
+from fzero.initialise import FirstState, InitFn
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
-from fzero.measure import LossFn, check_rows, loss_of, mean_of
+from fzero.measure import LossFn, check_rows, loss_of, mean_of, row_of
 from fzero.meshes import check_mesh, told
 from fzero.module_buffers import make_equal, moved
 from fzero.offload import Offload, agree
 from fzero.placements import GivenPlacements
-from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, place_optimizers
+from fzero.plan import Own, OwnTransform, ParamGroup, place_optimizers
 from fzero.ranges import ranged
-from fzero.recipe import Recipe, check_same
+from fzero.recipe import Recipe, bind, check_same
 from fzero.safetensors_files import Export, exported_dtype
 from fzero.schedule import Event, Orders
 from fzero.sent import Label, Sent
@@ -57,8 +58,8 @@ from fzero.timeline import Machine, Timeline, joined, make_timeline
 from fzero.tune_probe import probe_of
 from fzero.updater import Knobs, Updater
 from fzero.wiring import GivenWire
-from sharding import Mesh, Sharded, TensorSpec
-from sharding.views import flatten, take_shard, torch_dtype, unflatten
+from sharding import Mesh, TensorSpec
+from sharding.views import torch_dtype, unflatten
 
 if TYPE_CHECKING:
     from fzero.compiled import Captured, CompiledStep
@@ -153,7 +154,7 @@ def make_train_step(
         gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, donate=donate, lr_schedule=lr_schedule,
         schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
     )  # fmt: skip
-    return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else _bind(mesh, recipe.device))
+    return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else bind(mesh, recipe.device))
 
 
 class Round(NamedTuple):
@@ -256,6 +257,10 @@ class TrainStep:
             self._model,
         )  # fmt: skip
 
+    @property
+    def _first_state(self) -> FirstState:
+        return FirstState(self.recipe, self.plan, self._offload, self._updater, self.rank, self.device)
+
     def _one_graph(
         self,
         backend: Literal["inductor", "aot_eager"] | None,
@@ -289,7 +294,6 @@ class TrainStep:
     @property
     def specs(self) -> TrainState[TensorSpec]:
         """How every tensor of the state is divided and placed, in the state's own structure."""
-        device_types = ("cpu", "cuda") if self.device.type == "cuda" else ("cpu",)
         return TrainState(
             step=TensorSpec((), "int64"),
             params={b.key: b.params for b in self.plan.flat_buffers},
@@ -298,15 +302,13 @@ class TrainStep:
             optimizer=dict(self.plan.optimizer),
             buffers=dict(self.plan.buffers),
             loss_scale=LossScale(TensorSpec((), "float32"), TensorSpec((), "int64"), TensorSpec((), "int64")),
-            rng={t: TensorSpec(tuple(_generator(t, 0).get_state().shape), "uint8") for t in device_types},
+            rng={kind: TensorSpec(tuple(x.shape), "uint8") for kind, x in self._first_state.rng(0).items()},
             wires=self.plan.wires,
         )
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def init(
-        self, params: Mapping[str, Tensor] | None = None, *, init_fn: initialise.InitFn | None = None
-    ) -> TrainState[Tensor]:
+    def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> TrainState[Tensor]:
         """A new state, this rank's part.
 
         *Collective:* every rank. Rank 0's values are used: each flat buffer is broadcast once.
@@ -318,74 +320,9 @@ class TrainStep:
         Raises:
             ValueError: a name or shape that does not fit, or a module on `meta` that nothing initialises.
         """
-        everyone = self._mesh.everyone
         if params is not None:
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
-            initialise.check_names(self._model, params)
-        files = self._offload.make_files(everyone)
-        state: dict[str, dict[str, Any]] = {"params": {}, "master": {}, "grads": {}, "optimizer": {}}
-        for unit in self.plan.units:
-            names = [name for buffer in unit.buffers for name in buffer.layout.names]
-            values = self._first_values(names, params, init_fn)
-            for buffer in unit.buffers:
-                for part, tensors in self._init_buffer(buffer, values, files).items():
-                    state[part][buffer.key] = tensors
-            del values  # before the next unit's are made
-        found = self._first_values(list(self.plan.buffers), params, init_fn)
-        buffers = {
-            name: self._from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), name)
-            for name, spec in self.plan.buffers.items()
-        }
-        if files is not None:
-            agree(files, everyone)
-        rng = self._first_rng(everyone.rank)
-        num_updates = torch.zeros((), dtype=torch.int64, device=self.device if self._cfg.skips_overflow else "cpu")
-        loss_scale = self._scaling.init(self.device)
-        return TrainState(
-            step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=rng, wires=self._first_wires()
-        )
-
-    def _first_wires(self) -> dict[str, dict[str, Any]]:
-        """What the wires of reductions remember at first."""
-        found: dict[str, dict[str, Any]] = {}
-        planned = self.plan.wires
-        for buffer in self.plan.flat_buffers:
-            dtype, summands = torch_dtype(buffer.dtypes.reduce), self.plan.summands(buffer)
-            for axis in planned.get(buffer.key, {}):
-                like = torch.zeros(summands[axis], dtype=dtype, device=self.device)
-                found.setdefault(buffer.key, {})[axis] = self.plan.wiring.reduce[axis].init(like)
-        return found
-
-    def _first_rng(self, rank: int) -> dict[str, Tensor]:
-        """The random state with which a rank starts."""
-        return {kind: _generator(kind, self.recipe.seed * 1_000_003 + rank).get_state() for kind in self.specs.rng}
-
-    def _init_buffer(self, buffer: BufferPlan, values: Mapping[str, Tensor], files: Files | None) -> dict[str, Any]:
-        """What this rank holds of one flat buffer, from the whole values of its parameters."""
-        dtype = torch_dtype(buffer.dtypes.master)
-        flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
-        flat_P = self._from_rank_0(flat_P, buffer.key)
-        param = self._cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
-        updated = self._cut(flat_P, buffer.master) if buffer.trainable else param
-        return self._offload.init(buffer, files, param, updated, partial(self._updater.transform_of, buffer, 0))
-
-    def _first_values(
-        self, names: Sequence[str], params: Mapping[str, Tensor] | None, init_fn: initialise.InitFn | None
-    ) -> dict[str, Tensor]:
-        return initialise.values_of(
-            self._model, names, aliases=self.plan.aliases, given=params, init_fn=init_fn, seed=self.recipe.seed,
-            device=self.device,
-        )  # fmt: skip
-
-    def _from_rank_0(self, value: Tensor, name: str) -> Tensor:
-        return collectives.broadcast(value, self._mesh.everyone, label=Label("init", name))
-
-    def _cut(self, flat_P: Tensor, spec: TensorSpec) -> Tensor:
-        """What this rank holds of a flat buffer."""
-        if isinstance(spec.spec, Sharded):
-            mesh = self.plan.mesh
-            return take_shard(flat_P, spec.partition(mesh), mesh.shard_of(self.rank, spec.spec)).clone()
-        return flat_P
+        return self._first_state.make(self._mesh, params, init_fn)
 
     def gather(self, state: TrainState[Tensor], *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
         """The full state dict: the model's own names, floating tensors in fp32 (or fp64, if they are), on the CPU.
@@ -640,7 +577,7 @@ class TrainStep:
             self._offload.read_ahead(round_.state)
         with ranged("backward"), self._bound_to(round_):
             told = work.backward(
-                scaled, _row(loss, weight, len(news), self._num_passes),
+                scaled, row_of(loss, weight, len(news), self._num_passes),
                 share=1 / (self._measures.predivide * num_parts), is_first=not round_.told, is_last=is_last, keeps=keeps,
             )  # fmt: skip
         check_passes(told[:, 3])
@@ -763,14 +700,8 @@ class TrainStep:
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
     ) -> tuple[TrainState[Tensor], Metrics]:
         """The step as a graph: writes its numbers where the graph reads them, and raises what the graph found."""
-        self._num_passes += 1
         self._updater.turn(self._knobs, int(state.step))
-        batches = [self._batches.cast(batch) for batch in micro_batches]
-        wires = optree.tree_map(torch.clone, state.wires)
-        with random_state(state.rng, self.device) as rng:
-            number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            with ranged("step", "in one graph"):
-                outcome, is_sum = compiled(state, buffers, wires, batches, number)
+        (outcome, is_sum), rng, wires = self._run(compiled, state, buffers, micro_batches)
         self._bound_measure.check_outcome(outcome, state, is_sum=is_sum)
         metrics = Metrics(
             outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
@@ -781,9 +712,6 @@ class TrainStep:
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
     ) -> tuple[TrainState[Tensor], Metrics]:
         """The step as a graph up to its gradients, which go to where they live, and the update as without a graph."""
-        self._num_passes += 1
-        batches = [self._batches.cast(batch) for batch in micro_batches]
-        wires = optree.tree_map(torch.clone, state.wires)
         stage = self._offload.stage(self._scratch, self._measures.of_shard, in_memory=True)
         if self._offload.has_files:
             self._offload.read_ahead(state)
@@ -793,10 +721,8 @@ class TrainStep:
             else self._scratch.take(x.numel(), x.dtype, self.device)
             for key, x in state.grads.items()
         }
-        with random_state(state.rng, self.device) as rng:
-            number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            with ranged("step", "in one graph"):
-                told_AW3, is_sum = compiled.collect(state._replace(grads=grads), buffers, wires, batches, number)
+        collecting = state._replace(grads=grads)
+        (told_AW3, is_sum), rng, wires = self._run(compiled.collect, collecting, buffers, micro_batches)
         for key, home in state.grads.items():
             grad = grads.pop(key)
             if grad is not home:
@@ -808,6 +734,18 @@ class TrainStep:
         check_passes(told_AW3[..., 2].flatten())
         with ranged("update"):
             return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=is_sum, stage=stage)
+
+    def _run(
+        self, graph: Callable[..., T], state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
+    ) -> tuple[T, dict[str, Tensor], dict[str, dict[str, Any]]]:
+        """What a graph gives; and the random state and what the wires remember after it."""
+        self._num_passes += 1
+        batches = [self._batches.cast(batch) for batch in micro_batches]
+        wires = optree.tree_map(torch.clone, state.wires)
+        with random_state(state.rng, self.device) as rng, ranged("step", "in one graph"):
+            number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
+            told = graph(state, buffers, wires, batches, number)
+        return told, rng, wires
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
@@ -823,7 +761,7 @@ class TrainStep:
         finally:
             for module, mode in modes:
                 module.training = mode
-        row = _row(loss, weight, self._num_passes)
+        row = row_of(loss, weight, self._num_passes)
         told = collectives.stack(row, self._mesh.everyone, label=Label("told", phase="turn"))
         check_passes(told[:, 2])
         check_rows(told[:, :2], is_sum=weight is not None)
@@ -962,23 +900,6 @@ class TrainStep:
 # --- helpers -----------------------------------------------------------------------------------------------------
 
 
-def _bind(mesh: Mesh | None, device: torch.device) -> Real:
-    axis = collectives.join(device)
-    collectives.check_backend(device)
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        raise ValueError(
-            f"model: must be on this rank's own device cuda:{torch.cuda.current_device()}, got {device}; call "
-            f"torch.cuda.set_device(LOCAL_RANK) before model.cuda()"
-        )
-    return replace(axis, mesh=mesh)
-
-
-def _row(loss: Tensor, weight: Tensor | None, *numbers: int) -> Tensor:
-    """What a rank tells the others of a loss (0-d float64 each): itself, its weight or -1, and the numbers."""
-    rest = (-1.0 if weight is None else weight, *numbers)
-    return torch.stack([x.double() for x in (loss.detach(), *(torch.as_tensor(x, device=loss.device) for x in rest))])
-
-
 def _portable(tensor: Tensor) -> Tensor:
     dtype = torch.float32 if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
     copy = tensor.detach().to("cpu", dtype)
@@ -994,7 +915,3 @@ def _chosen(skip: Tensor, before: dict[str, T], after: dict[str, T]) -> dict[str
     """The tensors of one of two trees."""
     chosen: dict[str, T] = optree.tree_map(lambda old, new: torch.where(skip, old, new), before, after)
     return chosen
-
-
-def _generator(device_type: str, seed: int) -> torch.Generator:
-    return torch.Generator(device_type).manual_seed(seed % 2**63)

@@ -82,7 +82,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     # what moves state, and what runs a model
     (
-        *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
+        *("fzero.verbs", "fzero.binding", "fzero.checkpointing"),
         *(
             "fzero.host_buffers",
             "fzero.claims",
@@ -119,6 +119,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.recipe",
         "fzero.module_buffers",
         "fzero.updater",
+        "fzero.initialise",
         "fzero.bound_measure",
         "fzero.step",
         "fzero.simulate",
