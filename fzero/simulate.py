@@ -275,7 +275,7 @@ class VmapRanks(LockstepRanks):
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
-        return step._next(state, metrics, outcome_W.loss_scale, buffers, rng, wires), metrics
+        return step._updater.next_state(state, metrics, outcome_W.loss_scale, buffers, rng, wires), metrics
 
 
 def simulate(

@@ -217,8 +217,9 @@ class TrainStep:
         numels = accumulate((buffer.padded_numel for buffer in self.plan.flat_buffers), initial=0)
         places = dict(zip((buffer.key for buffer in self.plan.flat_buffers), numels, strict=False))
         self._updater = Updater(
-            self.plan, self._bound, self.plan.shard_of(axis.rank), self._offload, self._scratch,
-            recipe.optimizers, recipe.rates, recipe.momentum, skips_overflow=self._cfg.skips_overflow,
+            self.plan, self._bound, shard=self.plan.shard_of(axis.rank), offload=self._offload, scratch=self._scratch,
+            optimizers=recipe.optimizers, rates=recipe.rates, momentum=recipe.momentum,
+            skips_overflow=self._cfg.skips_overflow, scales_loss=self._cfg.scales_loss,
             places=places if precision.stochastic_rounding else None,
         )  # fmt: skip
         self._compiled: CompiledStep | None = None
@@ -253,13 +254,15 @@ class TrainStep:
     @property
     def _bound_measure(self) -> BoundMeasure:
         return BoundMeasure(
-            self.plan, self._mesh, self._offload, self._scratch, self._measures, self._scaling, self._cfg.skips_overflow,
-            self._model,
+            self.plan, self._mesh, offload=self._offload, scratch=self._scratch, measure=self._measures,
+            scaling=self._scaling, skips_overflow=self._cfg.skips_overflow, model=self._model,
         )  # fmt: skip
 
     @property
     def _first_state(self) -> FirstState:
-        return FirstState(self.recipe, self.plan, self._offload, self._updater, self.rank, self.device)
+        return FirstState(
+            self.recipe, self.plan, offload=self._offload, updater=self._updater, rank=self.rank, device=self.device
+        )
 
     def _one_graph(
         self,
@@ -642,7 +645,9 @@ class TrainStep:
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
-        return self._next(state, metrics, loss_scale, buffers, rng, wires), metrics
+        if self._probe:
+            self._probe.has_updated()
+        return self._updater.next_state(state, metrics, loss_scale, buffers, rng, wires), metrics
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | Own] | None = None) -> Self:
         """The same step, whose updates use other learning rates, and optimizers with other hyper-parameters.
@@ -677,25 +682,6 @@ class TrainStep:
         ):  # fmt: skip
             yield
 
-    def _next(
-        self, state: TrainState[Tensor], metrics: Metrics, loss_scale: LossScale[Tensor], buffers: dict[str, Tensor],
-        rng: dict[str, Tensor], wires: dict[str, dict[str, Any]],
-    ) -> TrainState[Tensor]:  # fmt: skip
-        """The state after an update, which an overflow skipped."""
-        if self._probe:
-            self._probe.has_updated()
-        num_updates = state.step.add_(1)
-        if self._cfg.skips_overflow:
-            num_updates.sub_(metrics.overflow.to(num_updates.dtype))
-            buffers = _chosen(metrics.overflow, state.buffers, buffers)
-            if self.device.type == "cpu":  # elsewhere the host would have to wait for the overflow
-                rng = _chosen(metrics.overflow, state.rng, rng)
-            wires = _chosen(metrics.overflow, state.wires, wires)
-        if self._cfg.scales_loss:  # what was lost is of a scaled loss
-            ratio = loss_scale.scale / state.loss_scale.scale
-            wires = optree.tree_map(lambda x: _times_each(x, ratio) if x.is_floating_point() else x, wires)
-        return state._replace(step=num_updates, buffers=buffers, loss_scale=loss_scale, rng=rng, wires=wires)
-
     def _call_compiled(
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
     ) -> tuple[TrainState[Tensor], Metrics]:
@@ -706,7 +692,9 @@ class TrainStep:
         metrics = Metrics(
             outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
         )
-        return self._next(state, metrics, outcome.loss_scale, buffers, rng, wires), metrics
+        if self._probe:
+            self._probe.has_updated()
+        return self._updater.next_state(state, metrics, outcome.loss_scale, buffers, rng, wires), metrics
 
     def _call_and_update(
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
@@ -904,14 +892,3 @@ def _portable(tensor: Tensor) -> Tensor:
     dtype = torch.float32 if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
     copy = tensor.detach().to("cpu", dtype)
     return copy.clone() if copy.data_ptr() == tensor.data_ptr() or copy._base is not None else copy
-
-
-def _times_each(x: Tensor, factor: Tensor) -> Tensor:
-    """A tensor times a number; of simulated ranks each with its own."""
-    return x * factor.to(x.dtype).reshape(factor.shape + (1,) * (x.dim() - factor.dim()))
-
-
-def _chosen(skip: Tensor, before: dict[str, T], after: dict[str, T]) -> dict[str, T]:
-    """The tensors of one of two trees."""
-    chosen: dict[str, T] = optree.tree_map(lambda old, new: torch.where(skip, old, new), before, after)
-    return chosen

@@ -1,4 +1,4 @@
-"""What does an update do to the flat buffers? It changes this rank's share of each, and joins what every rank holds whole.
+"""What does an update do to a state? It changes this rank's share of each flat buffer, and joins what every rank holds whole.
 
 The transform of a flat buffer is that of its parameter group, for the learning rate and momentum of this update, and in the
 buffer's dtypes (`fzero.precision.widened`). Neighbours that are alike are updated in one call. What lives elsewhere streams
@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
+import optree
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from fzero.collectives import Pending
 from fzero.config import ConfigError
 from fzero.config_optimizers import Optimizer, TorchOptimizer
 from fzero.eager import own_shard
+from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule, constant
 from fzero.offload import Offload, Update
 from fzero.pieces import Pieces
@@ -29,10 +31,12 @@ from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
 from fzero.ranges import ranged
 from fzero.sent import Label
 from fzero.staging import Scratch
-from fzero.state import TrainState
+from fzero.state import Metrics, TrainState
 from fzero.transforms import Transform, unless
 from sharding import Sharded
 from sharding.views import torch_dtype
+
+T = TypeVar("T")
 
 MOST_TOGETHER = 1 << 24
 """Elements that one call updates of several flat buffers; those of the next call are updated while these are joined."""
@@ -57,6 +61,7 @@ class Updater:
         optimizers, rates: of each parameter group; a rate is a function of the number of updates so far.
         momentum: the first beta likewise, where a schedule moves it.
         skips_overflow: whether an overflow leaves everything as it was.
+        scales_loss: whether the loss is multiplied by a scale.
         places: where each flat buffer begins among all elements, if they are rounded stochastically.
     """
 
@@ -69,6 +74,7 @@ class Updater:
     rates: Sequence[Schedule]
     momentum: Schedule | None
     skips_overflow: bool
+    scales_loss: bool
     places: dict[str, int] | None
     _made: dict[tuple[int, str], tuple[Any, Transform]] = field(default_factory=dict)
     """The transforms made last, with their rate and momentum."""
@@ -112,6 +118,23 @@ class Updater:
         for joined in pending:
             joined.wait()
         return state
+
+    def next_state(
+        self, state: TrainState[Tensor], metrics: Metrics, loss_scale: LossScale[Tensor], buffers: dict[str, Tensor],
+        rng: dict[str, Tensor], wires: dict[str, dict[str, Any]],
+    ) -> TrainState[Tensor]:  # fmt: skip
+        """The state after an update, which an overflow skipped."""
+        num_updates = state.step.add_(1)
+        if self.skips_overflow:
+            num_updates.sub_(metrics.overflow.to(num_updates.dtype))
+            buffers = _chosen(metrics.overflow, state.buffers, buffers)
+            if self.offload.device.type == "cpu":  # elsewhere the host would have to wait for the overflow
+                rng = _chosen(metrics.overflow, state.rng, rng)
+            wires = _chosen(metrics.overflow, state.wires, wires)
+        if self.scales_loss:  # what was lost is of a scaled loss
+            ratio = loss_scale.scale / state.loss_scale.scale
+            wires = optree.tree_map(lambda x: _times_each(x, ratio) if x.is_floating_point() else x, wires)
+        return state._replace(step=num_updates, buffers=buffers, loss_scale=loss_scale, rng=rng, wires=wires)
 
     def _alike(self, updates: Sequence[Update]) -> Iterator[list[Update]]:
         """Neighbours whose updates may be one call, up to `MOST_TOGETHER` elements: elementwise, by the same transform, of
@@ -224,6 +247,17 @@ class Updater:
                     lr=knobs.lr[buffer.group], momentum=knobs.beta, kind=buffer.way
                 )
         return transforms
+
+
+def _times_each(x: Tensor, factor: Tensor) -> Tensor:
+    """A tensor times a number; of simulated ranks each with its own."""
+    return x * factor.to(x.dtype).reshape(factor.shape + (1,) * (x.dim() - factor.dim()))
+
+
+def _chosen(skip: Tensor, before: dict[str, T], after: dict[str, T]) -> dict[str, T]:
+    """The tensors of one of two trees."""
+    chosen: dict[str, T] = optree.tree_map(lambda old, new: torch.where(skip, old, new), before, after)
+    return chosen
 
 
 def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:

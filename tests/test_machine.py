@@ -199,13 +199,13 @@ def writing_into_what_is_kept() -> Any:
 
 
 def counting_what_is_skipped() -> Any:
-    next_ = TrainStep._next
+    next_ = Updater.next_state
 
-    def broken(self: TrainStep, *args: Any) -> Any:
+    def broken(self: Updater, *args: Any) -> Any:
         state = next_(self, *args)
         return state._replace(step=state.step + args[1].overflow)
 
-    return patch.object(TrainStep, "_next", broken)
+    return patch.object(Updater, "next_state", broken)
 
 
 NUMBERS, AGREE, PADDING = "the numbers are those", "all ranks agree", "padding is zero"
