@@ -34,6 +34,7 @@ from fzero.planner import Column, Comparison, compare_plans
 from fzero.precision import Precision, widened
 from fzero.profile_reports import ModuleProfile, Profile, comms_table, wall_clock_table
 from fzero.profiler import profile
+from fzero.recipe import MismatchError
 from fzero.reshard import reshard, reshard_all
 from fzero.reshard_plan import Place, ReshardPlan, plan_reshard
 from fzero.schedule import Event, ScheduleError
@@ -41,7 +42,7 @@ from fzero.sent import Label, Sent
 from fzero.simulate import LockstepRanks, VmapRanks, simulate, stacked, unstacked
 from fzero.stacked import VmapError
 from fzero.state import Metrics, TrainState
-from fzero.step import MismatchError, Round, TrainStep, make_train_step
+from fzero.step import Round, TrainStep, make_train_step
 from fzero.timeline import Machine, Timeline
 from fzero.torch_optimizers import torch_optimizer
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless

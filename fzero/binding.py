@@ -2,7 +2,7 @@
 
 Inside `bound(...)` every access to a parameter, in any module and from anywhere in its code, asks a function for the
 tensor by the parameter's full name. That is the moment in which a unit is gathered: no hook has to guess which
-parameters a forward will touch. Afterwards the module is as it was.
+parameters a forward will touch. Afterwards the module is as it was. So it is with random numbers (`random_state`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import accumulate, takewhile
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Fetch = Callable[[str], Tensor]
@@ -98,6 +99,26 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
             hook.remove()
         for module, own_weights, own_refs in flat_weights:
             module._flat_weights, module._flat_weight_refs = own_weights, own_refs
+
+
+@contextmanager
+def random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Runs on the random state `rng`, and leaves the process' own as it was; the mapping given is the state after."""
+    after: dict[str, Tensor] = {}
+    own = {"cpu": torch.get_rng_state()}
+    torch.set_rng_state(rng["cpu"].clone())  # torch reads a view of other memory wrongly
+    if "cuda" in rng:
+        own["cuda"] = torch.cuda.get_rng_state(device)
+        torch.cuda.set_rng_state(rng["cuda"], device)
+    try:
+        yield after
+        after["cpu"] = torch.get_rng_state()
+        if "cuda" in rng:
+            after["cuda"] = torch.cuda.get_rng_state(device)
+    finally:
+        torch.set_rng_state(own["cpu"])
+        if "cuda" in rng:
+            torch.cuda.set_rng_state(own["cuda"], device)
 
 
 @contextmanager

@@ -352,7 +352,7 @@ def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Map
 def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
     """The learning rate of each parameter's next update; nothing where the schedule has come to its end, and raises."""
     try:
-        rates = [float(rate(num_updates)) for rate in step._rates]
+        rates = [float(rate(num_updates)) for rate in step._updater.rates]
     except Exception:
         return {}
     return {name: rates[b.group] for b in step.plan.flat_buffers if b.trainable for name in b.layout.names}
@@ -474,7 +474,7 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
     state = blank(step, rank, numbers, keeps_scale=keeps_scale, files=scratch)
     wanted["own"] = parts_of_own(rank, _kept_own(step, saved.wires), source.stored)
     read_into(state, wanted.values(), source)
-    for name, value in step._first_values(missing, None, None).items():
+    for name, value in step._first_state.values(missing, None, None).items():
         state.buffers[name].copy_(value)
     narrow(state, step, rank)
     rescale(state, numbers)

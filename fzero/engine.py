@@ -177,7 +177,7 @@ class Engine(HoldsModule, KeepsFiles):
             )
         self.live.check()
         groups = self.hyper
-        step = step.following([lr_of(group) for group in groups], changed(step._optimizers, groups))
+        step = step.following([lr_of(group) for group in groups], changed(step._updater.optimizers, groups))
         try:
             self.state, self.metrics = step.update(round_)
         except FloatingPointError:  # this step is over, as if it had not been

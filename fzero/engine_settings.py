@@ -89,7 +89,7 @@ class Settings:
 
     def get_type(self) -> list[str | None]:
         """The optimizer of each group."""
-        return [str(getattr(one, "type", one)).lower() for one in self.train_step._optimizers]
+        return [str(getattr(one, "type", one)).lower() for one in self.train_step._updater.optimizers]
 
     def scheduler_name(self) -> str | None:
         return None if self.cfg.scheduler is None else self.cfg.scheduler.type

@@ -97,7 +97,7 @@ def initialize(
         checkpoint=checkpoint, seed=seed,
     )  # fmt: skip
     _check_parallelism(mpu, mesh_param, step.world_size)
-    rates, momentum = step._rates, step._momentum
+    rates, momentum = step._updater.rates, step._updater.momentum
     loader = None
     if training_data is not None:
         loader = ResumableLoader(

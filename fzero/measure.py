@@ -155,6 +155,12 @@ class Measure:
         return parts_F.max() if self.is_inf else (mean_in_rank_order(parts_F) * len(parts_F)).sqrt()
 
 
+def row_of(loss: Tensor, weight: Tensor | None, *numbers: int) -> Tensor:
+    """What a rank tells the others of a loss (0-d float64 each): itself, its weight or -1, and the numbers."""
+    rest = (-1.0 if weight is None else weight, *numbers)
+    return torch.stack([x.double() for x in (loss.detach(), *(torch.as_tensor(x, device=loss.device) for x in rest))])
+
+
 def mean_of(rows_M2: Tensor, *, is_sum: bool) -> tuple[Tensor, Tensor | None]:
     """The mean of losses with their weights, and the sum of the weights if the losses are sums."""
     mean, weight = mean_in_rank_order(rows_M2).unbind()

@@ -10,22 +10,28 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from fzero import lr_schedules
+from fzero import collectives, lr_schedules
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
+from fzero.collectives import Bound, Real
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, Measure
 from fzero.placements import GivenPlacements
 from fzero.plan import Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
+from fzero.sent import Label
 from fzero.wiring import GivenWire
 from sharding import Mesh
+
+
+class MismatchError(ValueError):
+    """The ranks of one job were given different models or configurations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +218,33 @@ class Recipe:
             },
             "torch": {"version": torch.__version__},
         }
+
+
+def bind(mesh: Mesh | None, device: torch.device) -> Real:
+    """The ranks of this job, which stand in a mesh. *Collective:* every rank; joins them where nobody did."""
+    axis = collectives.join(device)
+    collectives.check_backend(device)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"model: must be on this rank's own device cuda:{torch.cuda.current_device()}, got {device}; call "
+            f"torch.cuda.set_device(LOCAL_RANK) before model.cuda()"
+        )
+    return replace(axis, mesh=mesh)
+
+
+def check_same(axis: Bound, mine: dict[str, dict[str, str]]) -> None:
+    """Raises on every rank when ranks were given different models or configurations."""
+    everyone = collectives.exchange(mine, axis, label=Label("compare"))
+    for rank, theirs in enumerate(everyone):
+        for subject, first in everyone[0].items():
+            if list(theirs[subject].items()) != list(first.items()):
+                names = [*first, *(name for name in theirs[subject] if name not in first)]
+                differing = [name for name in names if theirs[subject].get(name) != first.get(name)]
+                name = differing[0] if differing else "the order"
+                raise MismatchError(
+                    f"{subject}: must be the same on all ranks, but {name!r} is {first.get(name)!r} on rank 0 and "
+                    f"{theirs[subject].get(name)!r} on rank {rank}; start every rank with the same model and configuration"
+                )
 
 
 def _check_choice(field: str, value: Any, known: tuple[Any, ...]) -> None:

@@ -29,12 +29,13 @@ from fzero.loss_scaling import LossScale
 from fzero.offload import QUANTITIES, agree, files_of
 from fzero.place import place as put
 from fzero.placements import SUB_GROUP
+from fzero.recipe import MismatchError
 from fzero.reshard_plan import Place, ReshardPlan, Round, kept_wires, plan_reshard
 from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
 from fzero.staging import Leaf
 from fzero.state import TrainState
-from fzero.step import MismatchError, TrainStep
+from fzero.step import TrainStep
 from sharding import Sharded
 from sharding.views import torch_dtype
 
@@ -313,7 +314,7 @@ def blank(
         for buffer in new.plan.flat_buffers:
             param = zeros(buffer.params)
             own = zeros(buffer.master) if buffer.trainable else param
-            first = new._offload.init(buffer, files, param, own, partial(new._transform_of, buffer, 0))
+            first = new._offload.init(buffer, files, param, own, partial(new._updater.transform_of, buffer, 0))
             for part, tensors in first.items():
                 parts[part][buffer.key] = tensors
     loss_scale = new._scaling.init(new.device)
@@ -326,8 +327,8 @@ def blank(
         **parts,
         buffers=zeros(specs.buffers),
         loss_scale=loss_scale,
-        rng=new._first_rng(rank),
-        wires=new._first_wires(),
+        rng=new._first_state.rng(rank),
+        wires=new._first_state.wires(),
     )
     for name, x in by_name(state).items():
         if name.startswith("state.optimizer") and name in numbers:
@@ -349,7 +350,7 @@ def first_optimizer(
             param = params[buffer.key]
             is_cut = isinstance(buffer.row.optimizer, Sharded)
             share = own_shard(param, buffer, new.plan.shard_of(rank)) if is_cut else param
-            values, make = in_memory(master.get(buffer.key, share)), partial(new._transform_of, buffer, 0)
+            values, make = in_memory(master.get(buffer.key, share)), partial(new._updater.transform_of, buffer, 0)
             if files is None:
                 optimizer[buffer.key] = make().init(values)
             else:

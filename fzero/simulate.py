@@ -39,7 +39,8 @@ from fzero.recipe import Recipe
 from fzero.sent import Sent
 from fzero.stacked import RandomByRank, Stacked, VmapError
 from fzero.state import Metrics, TrainState
-from fzero.step import TrainStep, _Knobs
+from fzero.step import TrainStep
+from fzero.updater import Knobs
 from sharding import Mesh, TensorSpec
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class VmapRanks(LockstepRanks):
         """Raises unless that is a state of all ranks."""
         self.steps[0]._check_state(unstacked(state, self.world_size)[0])  # the other rows have its shapes
 
-    def _make(self, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, _Knobs]:
+    def _make(self, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, Knobs]:
         own = replace(self._recipe, model=_twin(self._recipe.model), compile=None)
         step = TrainStep(own, Fake("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
         return step, *step._one_graph(compile, self._stacked)
@@ -261,7 +262,7 @@ class VmapRanks(LockstepRanks):
         state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         wires = optree.tree_map(torch.clone, state.wires)
-        step._turn_knobs(self._knobs, int(state.step[0]))
+        step._updater.turn(self._knobs, int(state.step[0]))
         number = torch.zeros(self.world_size, 1, dtype=torch.float64)
         self._stacked.random = drawn = RandomByRank(state.rng["cpu"]) if self._backend is None else None
         with _quietly():
@@ -270,11 +271,11 @@ class VmapRanks(LockstepRanks):
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
             states = unstacked(state, self.world_size)
-            self._run(lambda rank: self.steps[rank]._check_outcome(outcome, states[rank], is_sum=is_sum))
+            self._run(lambda rank: self.steps[rank]._bound_measure.check_outcome(outcome, states[rank], is_sum=is_sum))
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
-        return step._next(state, metrics, outcome_W.loss_scale, buffers, rng, wires), metrics
+        return step._updater.next_state(state, metrics, outcome_W.loss_scale, buffers, rng, wires), metrics
 
 
 def simulate(

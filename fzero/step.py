@@ -13,68 +13,61 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 import optree
 import torch
 from torch import Tensor, nn
 
-from fzero import collectives, initialise
+from fzero import collectives
 from fzero.batches import Batches, without_memory
-from fzero.binding import bound
+from fzero.binding import bound, random_state
+from fzero.bound_measure import BoundMeasure, check_passes
 from fzero.bound_mesh import BoundMesh
 from fzero.checkpoint_files import CheckpointError
 from fzero.checkpoint_plan import Stored
 from fzero.checkpointing import Choice
-from fzero.collectives import Bound, CollectiveError, Fake, Lockstep, Pending, Real
+from fzero.collectives import Bound, Fake, Lockstep, Real
 from fzero.config import Config, ConfigError
-from fzero.config_optimizers import Optimizer, TorchOptimizer
-from fzero.eager import Pass, own_shard
-from fzero.file_tensors import Files, handles_of
+from fzero.config_optimizers import Optimizer
+from fzero.eager import Pass
+from fzero.file_tensors import handles_of
+from fzero.initialise import FirstState, InitFn
 from fzero.loss_scaling import LossScale
-from fzero.lr_schedules import Schedule, constant
-from fzero.measure import LossFn, agreed_buffers, check_rows, loss_of, mean_of
+from fzero.lr_schedules import Schedule
+from fzero.measure import LossFn, check_rows, loss_of, mean_of, row_of
 from fzero.meshes import check_mesh, told
-from fzero.offload import Offload, Update, agree
-from fzero.pieces import Pieces
+from fzero.module_buffers import make_equal, moved
+from fzero.offload import Offload, agree
 from fzero.placements import GivenPlacements
-from fzero.plan import BufferPlan, Own, OwnTransform, ParamGroup, place_optimizers
-from fzero.precision import NUM_SALTS, salts_of, stochastic, widened
+from fzero.plan import Own, OwnTransform, ParamGroup, place_optimizers
 from fzero.ranges import ranged
-from fzero.recipe import Recipe
+from fzero.recipe import Recipe, bind, check_same
 from fzero.safetensors_files import Export, exported_dtype
 from fzero.schedule import Event, Orders
 from fzero.sent import Label, Sent
 from fzero.staging import Scratch, Stage
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Machine, Timeline, joined, make_timeline
-from fzero.transforms import Transform, unless
 from fzero.tune_probe import probe_of
+from fzero.updater import Knobs, Updater
 from fzero.wiring import GivenWire
-from sharding import Mesh, Sharded, TensorSpec
-from sharding.views import flatten, take_shard, torch_dtype, unflatten
+from sharding import Mesh, TensorSpec
+from sharding.views import torch_dtype, unflatten
 
 if TYPE_CHECKING:
-    from fzero.compiled import Captured, CompiledStep, Outcome
+    from fzero.compiled import Captured, CompiledStep
     from fzero.compiled_blocks import CompiledBlocks
     from fzero.stacked import Stacked
 
 
 T = TypeVar("T")
-
-MOST_TOGETHER = 1 << 24
-"""Elements that one call updates of several flat buffers; those of the next call are updated while these are joined."""
-
-
-class MismatchError(ValueError):
-    """The ranks of one job were given different models or configurations."""
 
 
 def make_train_step(
@@ -161,7 +154,7 @@ def make_train_step(
         gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, donate=donate, lr_schedule=lr_schedule,
         schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
     )  # fmt: skip
-    return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else _bind(mesh, recipe.device))
+    return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else bind(mesh, recipe.device))
 
 
 class Round(NamedTuple):
@@ -177,15 +170,6 @@ class Round(NamedTuple):
     """Of each backward what every rank told (W, 3): its loss, its weight or -1, and whether a buffer moved that never did."""
     is_sum: bool = False
     """Whether losses are sums."""
-
-
-class _Knobs(NamedTuple):
-    """What changes about the update of a captured step: tensors, to be written before each."""
-
-    lr: list[Tensor]
-    """Of each parameter group."""
-    beta: Tensor | None
-    salts: Tensor
 
 
 class TrainStep:
@@ -209,8 +193,6 @@ class TrainStep:
         self._model, self._cfg, self.device = recipe.model, recipe.cfg, recipe.device
         self._ranks: Bound | Fake = axis
         self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
-        self._optimizers, self._rates, self._momentum = recipe.optimizers, recipe.rates, recipe.momentum
-        self._transforms: dict[tuple[int, str], tuple[Any, Transform]] = {}  # made last, with their rate and momentum
         self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
         self._orders: Orders | None = {} if self._learns else None  # of the collectives of forwards and backwards
         self._num_passes = 0
@@ -219,8 +201,6 @@ class TrainStep:
         self._scratch = Scratch()
         self._expected: Any = None  # structure, paths, shapes and dtypes of the state's tensors
         self._scaling = self._cfg.loss_scaling()
-        numels = accumulate((buffer.padded_numel for buffer in self.plan.flat_buffers), initial=0)
-        self._places = dict(zip((buffer.key for buffer in self.plan.flat_buffers), numels, strict=False))
         casts_to = self._cfg.casts_batch_to
         self._batches = Batches(
             axis.size, self.plan.num_micro_steps, self._cfg.batch_sizes(axis.size).micro,
@@ -228,14 +208,20 @@ class TrainStep:
         )  # fmt: skip
         precision = self._cfg.precision
         self._autocast = None if precision.autocast is None else torch_dtype(precision.autocast)
-        self._is_stochastic = precision.stochastic_rounding
         self._stored_names = recipe.stored_names
         if not isinstance(axis, Fake):
-            _check_same(axis, recipe.fingerprint(self.plan))
+            check_same(axis, recipe.fingerprint(self.plan))
         recipe.check_placements(self.plan)
         self._offload = Offload(self.plan, self.device)
         self._bound = None if isinstance(axis, Fake) else BoundMesh.of(axis, self.plan)
-        self._shard = self.plan.shard_of(axis.rank)  # of the finest ones
+        numels = accumulate((buffer.padded_numel for buffer in self.plan.flat_buffers), initial=0)
+        places = dict(zip((buffer.key for buffer in self.plan.flat_buffers), numels, strict=False))
+        self._updater = Updater(
+            self.plan, self._bound, shard=self.plan.shard_of(axis.rank), offload=self._offload, scratch=self._scratch,
+            optimizers=recipe.optimizers, rates=recipe.rates, momentum=recipe.momentum,
+            skips_overflow=self._cfg.skips_overflow, scales_loss=self._cfg.scales_loss,
+            places=places if precision.stochastic_rounding else None,
+        )  # fmt: skip
         self._compiled: CompiledStep | None = None
         self._blocks: CompiledBlocks | None = None
         # Where what is updated lives elsewhere, the graph of a step ends with the gradients.
@@ -265,13 +251,26 @@ class TrainStep:
             )
         return self._bound
 
+    @property
+    def _bound_measure(self) -> BoundMeasure:
+        return BoundMeasure(
+            self.plan, self._mesh, offload=self._offload, scratch=self._scratch, measure=self._measures,
+            scaling=self._scaling, skips_overflow=self._cfg.skips_overflow, model=self._model,
+        )  # fmt: skip
+
+    @property
+    def _first_state(self) -> FirstState:
+        return FirstState(
+            self.recipe, self.plan, offload=self._offload, updater=self._updater, rank=self.rank, device=self.device
+        )
+
     def _one_graph(
         self,
         backend: Literal["inductor", "aot_eager"] | None,
         stacked: Stacked | None = None,
         *,
         until: Literal["gradients", "update"] = "update",
-    ) -> tuple[CompiledStep, _Knobs]:
+    ) -> tuple[CompiledStep, Knobs]:
         """The step as one graph, or what comes before its update; and what it reads about the update."""
         from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
@@ -280,29 +279,11 @@ class TrainStep:
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
                 "it out, or pass compile='block'"
             )
-        masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
-        dtype = torch.float64 if torch.float64 in masters else torch.float32
-        knobs = _Knobs(
-            [torch.zeros((), dtype=dtype, device=self.device) for _ in self._rates],
-            torch.full((), 0.9, dtype=dtype, device=self.device) if self._momentum else None,
-            torch.zeros(NUM_SALTS, dtype=torch.int64, device=self.device),
-        )
-        transforms = {}
-        for buffer in self.plan.flat_buffers:
-            if buffer.trainable and until == "update":
-                optimizer = self._optimizers[buffer.group]
-                if isinstance(optimizer, TorchOptimizer) or not optimizer.is_elementwise(buffer.way):
-                    raise ConfigError(
-                        f"optimizer.type: must be elementwise and of fzero's own (AdamW, Adam, SGD, Adagrad, Lion) where the "
-                        f"whole step is one graph, got {getattr(optimizer, 'type', optimizer)!r}; pass compile='block'"
-                    )
-                transforms[buffer.key] = optimizer.transform(
-                    lr=knobs.lr[buffer.group], momentum=knobs.beta, kind=buffer.way
-                )
+        knobs = self._updater.knobs(self.device)
+        transforms = self._updater.transforms_by(knobs) if until == "update" else {}
         rules = Rules(
-            self._measures, self._scaling, self._cfg.skips_overflow, transforms,
-            self._places if self._is_stochastic else None, knobs.salts,
-        )  # fmt: skip
+            self._measures, self._scaling, self._cfg.skips_overflow, transforms, self._updater.places, knobs.salts
+        )
         axis = self._ranks
         if isinstance(axis, Lockstep):
             axis = Fake(axis.name, axis.size, axis.rank, "gloo", axis.mesh)  # of what is never run
@@ -316,7 +297,6 @@ class TrainStep:
     @property
     def specs(self) -> TrainState[TensorSpec]:
         """How every tensor of the state is divided and placed, in the state's own structure."""
-        device_types = ("cpu", "cuda") if self.device.type == "cuda" else ("cpu",)
         return TrainState(
             step=TensorSpec((), "int64"),
             params={b.key: b.params for b in self.plan.flat_buffers},
@@ -325,15 +305,13 @@ class TrainStep:
             optimizer=dict(self.plan.optimizer),
             buffers=dict(self.plan.buffers),
             loss_scale=LossScale(TensorSpec((), "float32"), TensorSpec((), "int64"), TensorSpec((), "int64")),
-            rng={t: TensorSpec(tuple(_generator(t, 0).get_state().shape), "uint8") for t in device_types},
+            rng={kind: TensorSpec(tuple(x.shape), "uint8") for kind, x in self._first_state.rng(0).items()},
             wires=self.plan.wires,
         )
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def init(
-        self, params: Mapping[str, Tensor] | None = None, *, init_fn: initialise.InitFn | None = None
-    ) -> TrainState[Tensor]:
+    def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> TrainState[Tensor]:
         """A new state, this rank's part.
 
         *Collective:* every rank. Rank 0's values are used: each flat buffer is broadcast once.
@@ -345,74 +323,9 @@ class TrainStep:
         Raises:
             ValueError: a name or shape that does not fit, or a module on `meta` that nothing initialises.
         """
-        everyone = self._mesh.everyone
         if params is not None:
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
-            initialise.check_names(self._model, params)
-        files = self._offload.make_files(everyone)
-        state: dict[str, dict[str, Any]] = {"params": {}, "master": {}, "grads": {}, "optimizer": {}}
-        for unit in self.plan.units:
-            names = [name for buffer in unit.buffers for name in buffer.layout.names]
-            values = self._first_values(names, params, init_fn)
-            for buffer in unit.buffers:
-                for part, tensors in self._init_buffer(buffer, values, files).items():
-                    state[part][buffer.key] = tensors
-            del values  # before the next unit's are made
-        found = self._first_values(list(self.plan.buffers), params, init_fn)
-        buffers = {
-            name: self._from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), name)
-            for name, spec in self.plan.buffers.items()
-        }
-        if files is not None:
-            agree(files, everyone)
-        rng = self._first_rng(everyone.rank)
-        num_updates = torch.zeros((), dtype=torch.int64, device=self.device if self._cfg.skips_overflow else "cpu")
-        loss_scale = self._scaling.init(self.device)
-        return TrainState(
-            step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=rng, wires=self._first_wires()
-        )
-
-    def _first_wires(self) -> dict[str, dict[str, Any]]:
-        """What the wires of reductions remember at first."""
-        found: dict[str, dict[str, Any]] = {}
-        planned = self.plan.wires
-        for buffer in self.plan.flat_buffers:
-            dtype, summands = torch_dtype(buffer.dtypes.reduce), self.plan.summands(buffer)
-            for axis in planned.get(buffer.key, {}):
-                like = torch.zeros(summands[axis], dtype=dtype, device=self.device)
-                found.setdefault(buffer.key, {})[axis] = self.plan.wiring.reduce[axis].init(like)
-        return found
-
-    def _first_rng(self, rank: int) -> dict[str, Tensor]:
-        """The random state with which a rank starts."""
-        return {kind: _generator(kind, self.recipe.seed * 1_000_003 + rank).get_state() for kind in self.specs.rng}
-
-    def _init_buffer(self, buffer: BufferPlan, values: Mapping[str, Tensor], files: Files | None) -> dict[str, Any]:
-        """What this rank holds of one flat buffer, from the whole values of its parameters."""
-        dtype = torch_dtype(buffer.dtypes.master)
-        flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
-        flat_P = self._from_rank_0(flat_P, buffer.key)
-        param = self._cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
-        updated = self._cut(flat_P, buffer.master) if buffer.trainable else param
-        return self._offload.init(buffer, files, param, updated, partial(self._transform_of, buffer, 0))
-
-    def _first_values(
-        self, names: Sequence[str], params: Mapping[str, Tensor] | None, init_fn: initialise.InitFn | None
-    ) -> dict[str, Tensor]:
-        return initialise.values_of(
-            self._model, names, aliases=self.plan.aliases, given=params, init_fn=init_fn, seed=self.recipe.seed,
-            device=self.device,
-        )  # fmt: skip
-
-    def _from_rank_0(self, value: Tensor, name: str) -> Tensor:
-        return collectives.broadcast(value, self._mesh.everyone, label=Label("init", name))
-
-    def _cut(self, flat_P: Tensor, spec: TensorSpec) -> Tensor:
-        """What this rank holds of a flat buffer."""
-        if isinstance(spec.spec, Sharded):
-            mesh = self.plan.mesh
-            return take_shard(flat_P, spec.partition(mesh), mesh.shard_of(self.rank, spec.spec)).clone()
-        return flat_P
+        return self._first_state.make(self._mesh, params, init_fn)
 
     def gather(self, state: TrainState[Tensor], *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
         """The full state dict: the model's own names, floating tensors in fp32 (or fp64, if they are), on the CPU.
@@ -570,7 +483,7 @@ class TrainStep:
         if self._compiled is not None:
             call = self._call_compiled if self._until == "update" else self._call_and_update
             return call(self._compiled, state, round_.buffers, micro_batches)
-        with _random_state(state.rng, self.device) as rng:
+        with random_state(state.rng, self.device) as rng:
             for index, micro_batch in enumerate(micro_batches):
                 loss, weight = self.forward(round_, partial(self._loss, micro_batch))
                 is_last = index == self.plan.num_micro_steps - 1
@@ -612,15 +525,8 @@ class TrainStep:
         # Buffers change in a copy, so that the state given stays good when this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        work = Pass(
-            self.plan,
-            self._mesh,
-            state.params,
-            state.grads,
-            self._orders,
-            self._offload.stage(self._scratch, self._measures.of_shard, in_memory=measures_early),
-            wires=state.wires,
-        )
+        stage = self._offload.stage(self._scratch, self._measures.of_shard, in_memory=measures_early)
+        work = Pass(self.plan, self._mesh, state.params, state.grads, self._orders, stage, wires=state.wires)
         return Round(state, work, buffers, before)
 
     def forward(self, round_: Round, function: Callable[[], T], *, run: str = "train") -> T:
@@ -666,9 +572,7 @@ class TrainStep:
         """
         self._num_passes += 1
         work, scale = round_.work, round_.state.loss_scale.scale
-        news = _moved(round_.buffers, round_.before) - (self._moving_buffers or set())
-        rest = [-1.0 if weight is None else weight, float(len(news)), float(self._num_passes)]
-        row = [loss.detach(), *(torch.as_tensor(x, device=loss.device) for x in rest)]
+        news = moved(round_.buffers, round_.before) - (self._moving_buffers or set())
         scaled = loss
         if self._cfg.scales_loss:
             scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
@@ -676,10 +580,10 @@ class TrainStep:
             self._offload.read_ahead(round_.state)
         with ranged("backward"), self._bound_to(round_):
             told = work.backward(
-                scaled, torch.stack([x.double() for x in row]), share=1 / (self._measures.predivide * num_parts),
-                is_first=not round_.told, is_last=is_last, keeps=keeps,
+                scaled, row_of(loss, weight, len(news), self._num_passes),
+                share=1 / (self._measures.predivide * num_parts), is_first=not round_.told, is_last=is_last, keeps=keeps,
             )  # fmt: skip
-        self._check_passes(told[:, 3])
+        check_passes(told[:, 3])
         return round_._replace(told=(*round_.told, told[:, :3]), is_sum=weight is not None)
 
     @contextmanager
@@ -718,34 +622,32 @@ class TrainStep:
             if self._offload.passes_use_files:
                 self._agree_on_files(state)
             told_AW3 = torch.stack(round_.told)
-            moved = _moved(buffers, round_.before)
-            if self._moving_buffers is None:  # kernels such as BatchNorm's change a buffer and not its version
-                moved |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
-            buffers = self._agree(buffers, moved, has_news=self._has_news(told_AW3[..., 2]))
+            changed, moving = moved(buffers, round_.before), self._moving_buffers
+            if moving is None:  # kernels such as BatchNorm's change a buffer and not its version
+                changed |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
+            # Whether a rank has news would have to be read on a CUDA device, for which the host would wait.
+            has_news = bool(told_AW3[..., 2].any()) if self.device.type == "cpu" else not self._learns
+            self._moving_buffers = make_equal(buffers, changed, moving, self._mesh.everyone, has_news=has_news)
             wires: dict[str, Any] = round_.work.wires
             rng = state.rng if rng is None else rng
             stage = round_.work.stage
             return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=round_.is_sum, stage=stage)
 
     def _updated(
-        self,
-        state: TrainState[Tensor],
-        losses: Tensor,
-        buffers: dict[str, Tensor],
-        rng: dict[str, Tensor],
-        wires: dict[str, dict[str, Any]],
-        *,
-        is_sum: bool,
-        stage: Stage,
-    ) -> tuple[TrainState[Tensor], Metrics]:
-        """The state after the update with the gradients that it holds; `losses` and `stage` as in `_measure`."""
+        self, state: TrainState[Tensor], losses: Tensor, buffers: dict[str, Tensor], rng: dict[str, Tensor],
+        wires: dict[str, dict[str, Any]], *, is_sum: bool, stage: Stage,
+    ) -> tuple[TrainState[Tensor], Metrics]:  # fmt: skip
+        """The state after the update with the gradients that it holds; `losses` and `stage` as in `BoundMeasure.metrics`."""
         num_updates = int(state.step)
-        metrics, factor = self._measure(losses, state, is_sum=is_sum, num_updates=num_updates, stage=stage)
-        state = self._update(state, factor, metrics.overflow, num_updates=num_updates)
+        rate = self._updater.rates[0](num_updates)
+        metrics, factor = self._bound_measure.metrics(losses, state, is_sum=is_sum, rate=rate, stage=stage)
+        state = self._updater.update(state, factor, metrics.overflow, num_updates=num_updates)
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
-        return self._next(state, metrics, loss_scale, buffers, rng, wires), metrics
+        if self._probe:
+            self._probe.has_updated()
+        return self._updater.next_state(state, metrics, loss_scale, buffers, rng, wires), metrics
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | Own] | None = None) -> Self:
         """The same step, whose updates use other learning rates, and optimizers with other hyper-parameters.
@@ -757,10 +659,9 @@ class TrainStep:
             optimizers: of each parameter group, with the state that they had; None keeps those of this step.
         """
         twin = copy.copy(self)
-        twin._rates, twin._momentum = [constant(rate) for rate in rates], None
+        twin._updater = self._updater.following(rates, optimizers)
         if optimizers is not None:
-            twin._optimizers, twin._transforms = list(optimizers), {}
-            placed = place_optimizers([b for b in self.plan.flat_buffers if b.trainable], twin._optimizers)
+            placed = place_optimizers([b for b in self.plan.flat_buffers if b.trainable], optimizers)
             if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
                 raise ConfigError(
                     "optimizer.params: must not change what an optimizer remembers during training (a momentum from or to 0), "
@@ -781,55 +682,24 @@ class TrainStep:
         ):  # fmt: skip
             yield
 
-    def _next(
-        self,
-        state: TrainState[Tensor],
-        metrics: Metrics,
-        loss_scale: LossScale[Tensor],
-        buffers: dict[str, Tensor],
-        rng: dict[str, Tensor],
-        wires: dict[str, dict[str, Any]],
-    ) -> TrainState[Tensor]:
-        """The state after an update, which an overflow skipped."""
-        if self._probe:
-            self._probe.has_updated()
-        num_updates = state.step.add_(1)
-        if self._cfg.skips_overflow:
-            num_updates.sub_(metrics.overflow.to(num_updates.dtype))
-            buffers = _chosen(metrics.overflow, state.buffers, buffers)
-            if self.device.type == "cpu":  # elsewhere the host would have to wait for the overflow
-                rng = _chosen(metrics.overflow, state.rng, rng)
-            wires = _chosen(metrics.overflow, state.wires, wires)
-        if self._cfg.scales_loss:  # what was lost is of a scaled loss
-            ratio = loss_scale.scale / state.loss_scale.scale
-            wires = optree.tree_map(lambda x: _times_each(x, ratio) if x.is_floating_point() else x, wires)
-        return state._replace(step=num_updates, buffers=buffers, loss_scale=loss_scale, rng=rng, wires=wires)
-
     def _call_compiled(
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
     ) -> tuple[TrainState[Tensor], Metrics]:
         """The step as a graph: writes its numbers where the graph reads them, and raises what the graph found."""
-        self._num_passes += 1
-        self._turn_knobs(self._knobs, int(state.step))
-        batches = [self._batches.cast(batch) for batch in micro_batches]
-        wires = optree.tree_map(torch.clone, state.wires)
-        with _random_state(state.rng, self.device) as rng:
-            number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            with ranged("step", "in one graph"):
-                outcome, is_sum = compiled(state, buffers, wires, batches, number)
-        self._check_outcome(outcome, state, is_sum=is_sum)
+        self._updater.turn(self._knobs, int(state.step))
+        (outcome, is_sum), rng, wires = self._run(compiled, state, buffers, micro_batches)
+        self._bound_measure.check_outcome(outcome, state, is_sum=is_sum)
         metrics = Metrics(
             outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
         )
-        return self._next(state, metrics, outcome.loss_scale, buffers, rng, wires), metrics
+        if self._probe:
+            self._probe.has_updated()
+        return self._updater.next_state(state, metrics, outcome.loss_scale, buffers, rng, wires), metrics
 
     def _call_and_update(
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
     ) -> tuple[TrainState[Tensor], Metrics]:
         """The step as a graph up to its gradients, which go to where they live, and the update as without a graph."""
-        self._num_passes += 1
-        batches = [self._batches.cast(batch) for batch in micro_batches]
-        wires = optree.tree_map(torch.clone, state.wires)
         stage = self._offload.stage(self._scratch, self._measures.of_shard, in_memory=True)
         if self._offload.has_files:
             self._offload.read_ahead(state)
@@ -839,10 +709,8 @@ class TrainStep:
             else self._scratch.take(x.numel(), x.dtype, self.device)
             for key, x in state.grads.items()
         }
-        with _random_state(state.rng, self.device) as rng:
-            number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            with ranged("step", "in one graph"):
-                told_AW3, is_sum = compiled.collect(state._replace(grads=grads), buffers, wires, batches, number)
+        collecting = state._replace(grads=grads)
+        (told_AW3, is_sum), rng, wires = self._run(compiled.collect, collecting, buffers, micro_batches)
         for key, home in state.grads.items():
             grad = grads.pop(key)
             if grad is not home:
@@ -851,37 +719,21 @@ class TrainStep:
         del grad
         stage.settle()
         self._agree_on_files(state)
-        self._check_passes(told_AW3[..., 2].flatten())
+        check_passes(told_AW3[..., 2].flatten())
         with ranged("update"):
             return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=is_sum, stage=stage)
 
-    def _turn_knobs(self, knobs: _Knobs, num_updates: int) -> None:
-        """Writes what the graph reads about the update after `num_updates` others."""
-        for lr, rate in zip(knobs.lr, self._rates, strict=True):
-            lr.fill_(rate(num_updates))
-        if knobs.beta is not None and self._momentum is not None:
-            knobs.beta.fill_(self._momentum(num_updates))
-        if self._is_stochastic:
-            knobs.salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
-
-    def _check_outcome(self, outcome: Outcome, state: TrainState[Tensor], *, is_sum: bool) -> None:
-        """Raises on every rank what the graph found."""
-        if self.device.type != "cpu":
-            torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
-        elif not outcome.ok:
-            self._check_passes(outcome.told[..., 2].flatten())
-            check_rows(outcome.told[..., :2].flatten(0, 1), is_sum=is_sum)
-            if self._cfg.skips_overflow:
-                self._check_loss_scale(state, outcome.overflow)
-            raise FloatingPointError(self._what_is_not_finite(outcome.told[..., :2], state, outcome.norm))
-
-    def _check_passes(self, numbers_W: Tensor) -> None:
-        if self.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
-            raise CollectiveError(
-                f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes, since an error was "
-                f"raised at different places on different ranks, or some alone called what all must call (trace_comm, "
-                f"evaluate); end the job, and start it again from what was saved"
-            )
+    def _run(
+        self, graph: Callable[..., T], state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
+    ) -> tuple[T, dict[str, Tensor], dict[str, dict[str, Any]]]:
+        """What a graph gives; and the random state and what the wires remember after it."""
+        self._num_passes += 1
+        batches = [self._batches.cast(batch) for batch in micro_batches]
+        wires = optree.tree_map(torch.clone, state.wires)
+        with random_state(state.rng, self.device) as rng, ranged("step", "in one graph"):
+            number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
+            told = graph(state, buffers, wires, batches, number)
+        return told, rng, wires
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
@@ -892,19 +744,14 @@ class TrainStep:
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            with torch.no_grad(), _random_state(state.rng, self.device):
+            with torch.no_grad(), random_state(state.rng, self.device):
                 loss, weight = self._inspect(state, lambda: self._loss(batch), "evaluate")
         finally:
             for module, mode in modes:
                 module.training = mode
-        row = [
-            loss.detach(),
-            *(torch.as_tensor(x, device=loss.device) for x in (-1.0 if weight is None else weight, self._num_passes)),
-        ]
-        told = collectives.stack(
-            torch.stack([x.double() for x in row]), self._mesh.everyone, label=Label("told", phase="turn")
-        )
-        self._check_passes(told[:, 2])
+        row = row_of(loss, weight, self._num_passes)
+        told = collectives.stack(row, self._mesh.everyone, label=Label("told", phase="turn"))
+        check_passes(told[:, 2])
         check_rows(told[:, :2], is_sum=weight is not None)
         return mean_of(told[:, :2], is_sum=weight is not None)[0].float()
 
@@ -956,83 +803,6 @@ class TrainStep:
                     f"with auto_cast in fp16 or bf16, and module buffers with data_types.buffer_dtype"
                 )
             raise
-
-    def _measure(
-        self,
-        losses: Tensor,
-        state: TrainState[Tensor],
-        *,
-        is_sum: bool,
-        num_updates: int,
-        stage: Stage,
-    ) -> tuple[Metrics, Tensor | None]:
-        """The metrics, and the factor that the gradients still need, None for 1. *Collective* where they are sharded.
-
-        Args:
-            losses: of every micro-step and rank, with their weights (A, W, 2).
-            state: holds the gradients.
-            is_sum: whether each loss is a sum, to be divided by the sum of the weights.
-            num_updates: made before this step.
-            stage: that of the backward, which may know what a gradient adds to the norm.
-        """
-        check_rows(losses.flatten(0, 1), is_sum=is_sum)
-        mean_loss, weight = mean_of(losses.flatten(0, 1), is_sum=is_sum)
-        multiple = self._measures.multiple(weight, state.loss_scale.scale)
-        norm = self._norm(state, stage) / multiple
-        overflow = ~(norm + mean_loss).isfinite()
-        if self._cfg.skips_overflow:
-            self._check_loss_scale(state, overflow)
-        elif self.device.type != "cpu":
-            torch._assert_async((mean_loss + norm).isfinite(), "fzero: the loss or the gradient norm is not finite")
-        elif not math.isfinite(mean_loss) or not math.isfinite(norm):
-            raise FloatingPointError(self._what_is_not_finite(losses, state, norm))
-        rate = self._rates[0](num_updates)
-        lr = torch.full((), rate, device=self.device)  # a fill does not wait for the device
-        factor = self._measures.factor(norm, multiple, overflow, weight)
-        scale = state.loss_scale.scale.clone()
-        return Metrics(mean_loss.float(), norm.float(), lr, overflow, scale), factor
-
-    def _norm(self, state: TrainState[Any], stage: Stage) -> Tensor:
-        """The global norm of what was collected (0-d float64): from the same numbers in the same order in all stages."""
-        mesh = self._mesh
-        held = [shard for shard in range(mesh.num_shards) if self.plan.stage == 0 or shard == mesh.shard]
-        cut = [b for b in self.plan.flat_buffers if b.trainable and b.shard_numel]
-
-        def numbers(shard: int) -> Iterator[Tensor]:
-            homes = [(f"{b.key}/grads", own_shard(state.grads[b.key], b, shard)) for b in cut]
-            known = [stage.known(*named) for named in homes]
-            unknown = [named for named, number in zip(homes, known, strict=True) if number is None]
-            rest = map(self._measures.of_shard, stage.each(unknown))
-            return (next(rest) if number is None else number for number in known)
-
-        parts = [self._measures.joined(numbers(shard), self.device) for shard in held]
-        if len(held) < mesh.num_shards:
-            return self._measures.norm(mesh.stack(parts[0], label=Label("norm", phase="update")))
-        return self._measures.norm(torch.stack(parts))
-
-    def _check_loss_scale(self, state: TrainState[Tensor], overflow: Tensor) -> None:
-        """Raises on every rank when the loss scale would have to shrink below its minimum."""
-        exhausted = self._scaling.is_exhausted(state.loss_scale, overflow)
-        if self.device.type != "cpu":
-            torch._assert_async(~exhausted, "fzero: an overflow with the loss scale at its minimum")
-        elif exhausted:
-            raise FloatingPointError(
-                f"fp16.min_loss_scale: the gradient overflows with the loss scale at its minimum "
-                f"{state.loss_scale.scale.item():g}, first in {self.first_overflow(state)!r}; the state was not updated: "
-                f"look at this batch, lower the learning rate, or use bf16"
-            )
-
-    def _what_is_not_finite(self, losses: Tensor, state: TrainState[Tensor], norm: Tensor) -> str:
-        by_rank = losses[..., 0].mean(dim=0).tolist()
-        ranks = [rank for rank, value in enumerate(by_rank) if not math.isfinite(value)]
-        mean = losses[..., 0].mean().item()
-        what = f"loss is not finite on ranks {ranks}" if ranks else f"loss is {mean:.6g}, its gradient is not finite"
-        name = self.first_overflow(state)
-        return (
-            f"step {int(state.step)}: {what} (losses {by_rank}, gradient norm {norm.item():.6g}"
-            + (f", first parameter {name!r}" if name else "")
-            + "); the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
-        )
 
     def trace(self, batch: Any) -> list[Captured]:
         """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured and not yet scheduled.
@@ -1095,6 +865,7 @@ class TrainStep:
         """
         twin = copy.copy(self)
         twin._bound = self._mesh.observed(observe)
+        twin._updater = replace(self._updater, mesh=twin._bound)
         twin._orders = None if self._orders is None else dict(self._orders)
         twin._compiled = None if self._compiled is None else self._compiled.observed(observe)
         return twin
@@ -1111,238 +882,13 @@ class TrainStep:
 
         *Collective:* every rank; sends one number.
         """
-        order = {name: index for index, (name, _) in enumerate(self._model.named_parameters())}
-        first, mesh = len(order), self._mesh
-        trained = [buffer for buffer in self.plan.flat_buffers if buffer.trainable]
-        shards = ((b.key, own_shard(state.grads[b.key], b, mesh.shard)) for b in trained)
-        for buffer, grad_S in zip(trained, self._offload.stage(self._scratch).each(shards), strict=True):
-            for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
-                if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
-                    first = order[name]
-        found = int(mesh.stack(torch.tensor(first, device=self.device), label=Label("overflow")).min())
-        return dict(zip(order.values(), order, strict=True)).get(found)
-
-    def _transform_of(
-        self, buffer: BufferPlan, num_updates: int, *, start: int = 0, skip: Tensor | None = None, **how: Any
-    ) -> Transform:
-        """The transform of a flat buffer, from element `start` of what this rank updates on, for the update after
-        `num_updates` others; `how` is for `widened`."""
-        optimizer, way = self._optimizers[buffer.group], (buffer.group, buffer.way)
-        lr, momentum = self._rates[buffer.group](num_updates), self._momentum(num_updates) if self._momentum else None
-        if not optimizer.is_elementwise(buffer.way):
-            pieces = Pieces.whole(buffer.layout)
-            if isinstance(buffer.row.optimizer, Sharded):
-                pieces = Pieces(buffer.layout, (self._shard,), stack=self._stack, join=self._join)
-            transform = optimizer.transform(lr=lr, momentum=momentum, pieces=pieces, kind=buffer.way)
-            how["tile"] = None
-        elif self._transforms.get(way, (None,))[0] == (lr, momentum):
-            transform = self._transforms[way][1]
-        else:
-            transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.way)
-            self._transforms[way] = (lr, momentum), transform
-        if skip is not None:
-            transform = unless(skip, transform)
-        if self._is_stochastic:
-            how["rounding"] = stochastic(num_updates, self._place(buffer) + start)
-        return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
-
-    def _place(self, buffer: BufferPlan) -> int:
-        """Where what this rank updates of a flat buffer begins among all elements."""
-        own = self._shard * buffer.shard_numel if isinstance(buffer.row.optimizer, Sharded) else 0
-        return self._places[buffer.key] + own
-
-    def _stack(self, partial: Tensor) -> Tensor:
-        return self._mesh.stack(partial[0], label=Label("optimizer", phase="update"))
-
-    def _join(self, shard_S: Tensor) -> Tensor:
-        return self._mesh.all_gather(shard_S, self._mesh.axes, label=Label("momentum", phase="update"))
-
-    def _update(
-        self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor, *, num_updates: int
-    ) -> TrainState[Tensor]:
-        """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
-        skip, mesh = overflow if self._cfg.skips_overflow else None, self._mesh
-        here: list[Update] = []
-        away: list[Update] = []
-        for buffer in self.plan.flat_buffers:
-            if not buffer.trainable:
-                continue
-            share, grad = state.params[buffer.key], state.grads[buffer.key]
-            if isinstance(buffer.row.optimizer, Sharded):
-                share = share if self._offload.joins(buffer) else own_shard(share, buffer, mesh.shard)
-                grad = own_shard(grad, buffer, mesh.shard)
-            master = state.master.get(buffer.key, share)
-            at = self._transforms_of(buffer, num_updates, skip, factor, share if buffer.has_master else None)
-            axes, label = mesh.axes[len(mesh.axes_of(buffer.row.params)) :], Label("join", buffer.key, "update")
-            join = partial(mesh.start_all_gather, axes=axes, label=label)
-            update = Update(buffer, grad, master, state.optimizer[buffer.key], at, share, join)
-            (away if self._offload.is_away(buffer) else here).append(update)
-        params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
-        for alike in self._alike(here):
-            transform = alike[0].transform_at(0, alike[0].grad.numel())
-            grads, masters, states = zip(*((x.grad, x.master, x.state) for x in alike), strict=True)
-            news = transform.update_each(grads, masters, states)
-            optimizer |= {x.buffer.key: new for x, new in zip(alike, news, strict=True)}
-            pending += _start_joins(alike, params)
-        if away:
-            state = self._offload.step(state._replace(optimizer=optimizer), away, mesh, skip, scratch=self._scratch)
-            pending += _start_joins(away, params)
-        else:
-            state = state._replace(optimizer=optimizer)
-        for joined_ in pending:
-            joined_.wait()
-        return state
-
-    def _alike(self, updates: Sequence[Update]) -> Iterator[list[Update]]:
-        """Neighbours whose updates may be one call, up to `MOST_TOGETHER` elements: elementwise, by the same transform, of
-        parameters that are their own master."""
-
-        def kind_of(update: Update) -> object:
-            buffer = update.buffer
-            is_plain = self._optimizers[buffer.group].is_elementwise(buffer.way) and not buffer.has_master
-            return (buffer.group, buffer.way, buffer.dtypes) if is_plain and not self._is_stochastic else buffer.key
-
-        for _, neighbours in groupby(updates, kind_of):
-            alike, numel = list[Update](), 0
-            for update in neighbours:
-                if alike and numel + update.grad.numel() > MOST_TOGETHER:
-                    yield alike
-                    alike, numel = [], 0
-                alike.append(update)
-                numel += update.grad.numel()
-            yield alike
-
-    def _transforms_of(
-        self, buffer: BufferPlan, num_updates: int, skip: Tensor | None, factor: Tensor | None, out: Any
-    ) -> Callable[..., Transform]:
-        """The transform of elements [start, stop) of what this rank updates of a flat buffer; as the third
-        what takes the new parameters, if not that part of `out`."""
-        device = self._offload.runs_on(buffer)
-        skip, factor = (None if x is None else x.to(device) for x in (skip, factor))
-
-        def at(start: int, stop: int, part: Tensor | None = None) -> Transform:
-            if part is None and isinstance(out, Tensor):
-                part = out[start:stop]
-            return self._transform_of(buffer, num_updates, start=start, skip=skip, factor=factor, out=part)
-
-        return at
-
-    def _has_news(self, news: Tensor) -> bool:
-        """Whether any rank saw a buffer move that never did before; reading that would wait for a CUDA device."""
-        return bool(news.any()) if self.device.type == "cpu" else not self._learns
-
-    def _agree(self, buffers: dict[str, Tensor], moved: set[str], *, has_news: bool) -> dict[str, Tensor]:
-        """Makes module buffers that the forward changed equal on all ranks: floating ones are averaged, others rank 0's.
-
-        So BatchNorm's running statistics see the global batch. Which buffers change is agreed on in the first step, and
-        when a rank had news of another one.
-        """
-        if self.world_size == 1 or not buffers:
-            self._moving_buffers = (self._moving_buffers or frozenset()) | moved
-            return buffers
-        if self._moving_buffers is None or has_news:
-            everyone = collectives.exchange(moved, self._mesh.everyone, label=Label("agree", phase="update"))
-            self._moving_buffers = (self._moving_buffers or frozenset()).union(*everyone)
-        unexpected = moved - self._moving_buffers
-        if unexpected:
-            raise ValueError(
-                f"buffer {min(unexpected)!r}: changed for the first time after the first step (on the CPU: in the backward), so "
-                f"that the ranks did not agree to average it; change it once in the first forward"
-            )
-        by_dtype: dict[torch.dtype, list[str]] = {}
-        for name in buffers:
-            if name in self._moving_buffers:
-                by_dtype.setdefault(buffers[name].dtype, []).append(name)
-        for names in by_dtype.values():
-            flat = torch.cat([buffers[name].reshape(-1) for name in names])
-            rows = collectives.stack(flat, self._mesh.everyone, label=Label("buffers", phase="update"))
-            agreed = agreed_buffers(rows)
-            for name, values in zip(names, torch.split(agreed, [buffers[name].numel() for name in names]), strict=True):
-                buffers[name].copy_(values.view(buffers[name].shape))
-        return buffers
+        return self._bound_measure.first_overflow(state)
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
-
-
-def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:
-    """Of the buffers that every rank holds whole, and has updated a share of."""
-    started = []
-    for update in updates:
-        key, share = update.buffer.key, cast(Tensor, update.param)  # a file's is no share
-        if share is not params[key]:
-            with ranged("join", key):
-                started.append(update.join(share, params[key]))
-    return started
-
-
-def _bind(mesh: Mesh | None, device: torch.device) -> Real:
-    axis = collectives.join(device)
-    collectives.check_backend(device)
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        raise ValueError(
-            f"model: must be on this rank's own device cuda:{torch.cuda.current_device()}, got {device}; call "
-            f"torch.cuda.set_device(LOCAL_RANK) before model.cuda()"
-        )
-    return replace(axis, mesh=mesh)
-
-
-def _check_same(axis: Bound, mine: dict[str, dict[str, str]]) -> None:
-    """Raises on every rank when ranks were given different models or configurations."""
-    everyone = collectives.exchange(mine, axis, label=Label("compare"))
-    for rank, theirs in enumerate(everyone):
-        for subject, first in everyone[0].items():
-            if list(theirs[subject].items()) != list(first.items()):
-                names = [*first, *(name for name in theirs[subject] if name not in first)]
-                differing = [name for name in names if theirs[subject].get(name) != first.get(name)]
-                name = differing[0] if differing else "the order"
-                raise MismatchError(
-                    f"{subject}: must be the same on all ranks, but {name!r} is {first.get(name)!r} on rank 0 and "
-                    f"{theirs[subject].get(name)!r} on rank {rank}; start every rank with the same model and configuration"
-                )
 
 
 def _portable(tensor: Tensor) -> Tensor:
     dtype = torch.float32 if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
     copy = tensor.detach().to("cpu", dtype)
     return copy.clone() if copy.data_ptr() == tensor.data_ptr() or copy._base is not None else copy
-
-
-def _times_each(x: Tensor, factor: Tensor) -> Tensor:
-    """A tensor times a number; of simulated ranks each with its own."""
-    return x * factor.to(x.dtype).reshape(factor.shape + (1,) * (x.dim() - factor.dim()))
-
-
-def _chosen(skip: Tensor, before: dict[str, T], after: dict[str, T]) -> dict[str, T]:
-    """The tensors of one of two trees."""
-    chosen: dict[str, T] = optree.tree_map(lambda old, new: torch.where(skip, old, new), before, after)
-    return chosen
-
-
-def _moved(buffers: dict[str, Tensor], before: dict[str, tuple[Tensor, int]]) -> set[str]:
-    """The names of buffers that are another tensor than before, or another version of it."""
-    return {n for n, (tensor, version) in before.items() if buffers[n] is not tensor or tensor._version != version}
-
-
-def _generator(device_type: str, seed: int) -> torch.Generator:
-    return torch.Generator(device_type).manual_seed(seed % 2**63)
-
-
-@contextmanager
-def _random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Runs on the random state `rng`, and leaves the process' own as it was; the mapping given is the state after."""
-    after: dict[str, Tensor] = {}
-    own = {"cpu": torch.get_rng_state()}
-    torch.set_rng_state(rng["cpu"].clone())  # torch reads a view of other memory wrongly
-    if "cuda" in rng:
-        own["cuda"] = torch.cuda.get_rng_state(device)
-        torch.cuda.set_rng_state(rng["cuda"], device)
-    try:
-        yield after
-        after["cpu"] = torch.get_rng_state()
-        if "cuda" in rng:
-            after["cuda"] = torch.cuda.get_rng_state(device)
-    finally:
-        torch.set_rng_state(own["cpu"])
-        if "cuda" in rng:
-            torch.cuda.set_rng_state(own["cuda"], device)

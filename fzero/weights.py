@@ -136,7 +136,7 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
         )
     state = blank(step, step.rank, {"state.step": 0}, keeps_scale=False, files=scratch)
     missing = [name for name in step.plan.buffers if name not in keys]
-    for name, value in step._first_values(missing, None, None).items():
+    for name, value in step._first_state.values(missing, None, None).items():
         state.buffers[name].copy_(value)
     read_into(state, parts_of_weights(step.plan, step.rank, source.stored, keys), source)
     return state._replace(optimizer=first_optimizer(step, step.rank, state.params, state.master, scratch))

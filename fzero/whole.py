@@ -181,4 +181,4 @@ def _write(step: TrainStep, buffer: BufferPlan, flat: Any, spec: TensorSpec, nam
         )
     with torch.no_grad():
         target.copy_(value)
-        flat.copy_(step._cut(whole.to(torch_dtype(spec.dtype)), spec))
+        flat.copy_(step._first_state.cut(whole.to(torch_dtype(spec.dtype)), spec))

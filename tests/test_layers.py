@@ -82,7 +82,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     # what moves state, and what runs a model
     (
-        *("fzero.verbs", "fzero.binding", "fzero.checkpointing", "fzero.initialise"),
+        *("fzero.verbs", "fzero.binding", "fzero.checkpointing"),
         *(
             "fzero.host_buffers",
             "fzero.claims",
@@ -112,6 +112,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("fzero.profile_reports", "fzero.module_watch", "fzero.profiler"),
         *("fzero.machine_report", "fzero.tune_space", "fzero.tune_probe"),
         "fzero.recipe",
+        "fzero.module_buffers",
+        "fzero.updater",
+        "fzero.initialise",
+        "fzero.bound_measure",
         "fzero.step",
         "fzero.simulate",
         "fzero.place",

@@ -17,13 +17,14 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from torch import Tensor, nn
 
 import fzero
-from fzero import collectives, eager, measure, training_machine
-from fzero import step as step_module
+from fzero import collectives, eager, measure, training_machine, updater
+from fzero.bound_measure import BoundMeasure
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.step import TrainStep
 from fzero.testing import Job, TrainingMachine
 from fzero.training_machine import NUM_RULES, jobs
 from fzero.transforms import Transform
+from fzero.updater import Updater
 from sharding.testing import models
 
 pytestmark = pytest.mark.property
@@ -58,15 +59,15 @@ TestTrainingInBits = pytest.mark.nightly(InBits.TestCase)
 
 
 def skipping_an_update_on_rank_1() -> Any:
-    update = TrainStep._update
+    update = Updater.update
 
-    def broken(self: TrainStep, state: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.rank != 1:
+    def broken(self: Updater, state: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._ranks.everyone.rank != 1:
             return update(self, state, *args, **kwargs)
         own = state._replace(params=optree.tree_map(torch.clone, state.params))
         return update(self, own, *args, **kwargs)._replace(params=state.params)
 
-    return patch.object(TrainStep, "_update", broken)
+    return patch.object(Updater, "update", broken)
 
 
 def leaking_padding() -> Any:
@@ -153,14 +154,14 @@ def missing_rank_1() -> Any:
 
 def overflowing_alone() -> Any:
     """A rank skips the update when its own loss is not finite."""
-    told = TrainStep._measure
+    told = BoundMeasure.metrics
 
-    def broken(self: TrainStep, losses: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def broken(self: BoundMeasure, losses: Tensor, *args: Any, **kwargs: Any) -> Any:
         metrics, factor = told(self, losses, *args, **kwargs)
-        own = ~losses[:, self.rank, 0].isfinite().all()
+        own = ~losses[:, self.mesh.everyone.rank, 0].isfinite().all()
         return metrics._replace(overflow=own), factor
 
-    return patch.object(TrainStep, "_measure", broken)
+    return patch.object(BoundMeasure, "metrics", broken)
 
 
 def clipping_by_the_norm_of_one_rank() -> Any:
@@ -176,7 +177,7 @@ def leaving_a_trace_of_a_skipped_update() -> Any:
 
         return transform._replace(update=update, update_unless=None)
 
-    return patch.object(step_module, "unless", broken)
+    return patch.object(updater, "unless", broken)
 
 
 def dropping_the_last_micro_step() -> Any:
@@ -198,13 +199,13 @@ def writing_into_what_is_kept() -> Any:
 
 
 def counting_what_is_skipped() -> Any:
-    next_ = TrainStep._next
+    next_ = Updater.next_state
 
-    def broken(self: TrainStep, *args: Any) -> Any:
+    def broken(self: Updater, *args: Any) -> Any:
         state = next_(self, *args)
         return state._replace(step=state.step + args[1].overflow)
 
-    return patch.object(TrainStep, "_next", broken)
+    return patch.object(Updater, "next_state", broken)
 
 
 NUMBERS, AGREE, PADDING = "the numbers are those", "all ranks agree", "padding is zero"

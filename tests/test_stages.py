@@ -54,7 +54,7 @@ def _kernels(most_together: int) -> tuple[list[int], Any]:
         sizes.append(len(params))
         kernel(params, *args, **values)
 
-    with mock.patch("fzero.step.MOST_TOGETHER", most_together), mock.patch("torch._fused_adamw_", count):
+    with mock.patch("fzero.updater.MOST_TOGETHER", most_together), mock.patch("torch._fused_adamw_", count):
         step = fzero.make_train_step(make(Odd), config(2, optimizer={"type": "AdamW"}))
         state, _ = step(step.init(), part(tokens(0), step.rank, step.world_size))
     return sizes, step.gather(state)
