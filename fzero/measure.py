@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ def loss_of(
                     f"gradient of a weighted mean is divided by all weights"
                 )
             loss, told = loss
-            weight = torch.as_tensor(told, device=loss.device if isinstance(loss, Tensor) else None).detach()
+            make: Any = partial(torch.full, ()) if isinstance(told, int | float) else torch.as_tensor
+            weight = make(told, device=loss.device if isinstance(loss, Tensor) else None).detach()
             check_weight(weight, source)
     else:
         source = f"{type(model).__name__}'s output"
@@ -157,8 +159,10 @@ class Measure:
 
 def row_of(loss: Tensor, weight: Tensor | None, *numbers: int) -> Tensor:
     """What a rank tells the others of a loss (0-d float64 each): itself, its weight or -1, and the numbers."""
-    rest = (-1.0 if weight is None else weight, *numbers)
-    return torch.stack([x.double() for x in (loss.detach(), *(torch.as_tensor(x, device=loss.device) for x in rest))])
+    # A fill does not wait for the device, as a copy of a number does.
+    fill = partial(torch.full, (), dtype=torch.float64, device=loss.device)
+    rest = [fill(-1.0) if weight is None else weight.to(loss.device), *map(fill, numbers)]
+    return torch.stack([x.double() for x in (loss.detach(), *rest)])
 
 
 def mean_of(rows_M2: Tensor, *, is_sum: bool) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""How long does an update take, and what waits for it? On paper, buffer by buffer (`fzero.step`, `fzero.stream`).
+"""How long does an update take, and what waits for it? On paper, buffer by buffer (`fzero.updater`, `fzero.stream`).
 
 An update reads and writes its tensors once. What is updated where the model is takes their bytes at the rate of memory, and is
 joined while the next one is updated, where every rank holds all of it. What lives elsewhere streams through in sub-groups: one is

@@ -548,3 +548,39 @@ def test_a_wait_that_a_step_leaves_out_is_found(wait: str, monkeypatch: pytest.M
     says = "given back too early" if wait == "record_stream" else "race"
     with pytest.raises(AssertionError, match=says), PretendedCuda():
         train("cuda", 3, "fp32", PLACEMENTS["all on the host"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_waits_for_the_device_only_to_know_how_many_updates_were_skipped(stage: int, precision: str) -> None:
+    """What is learned in the first step aside, with all state and the batch on the device."""
+    with PretendedCuda() as card:
+        cfg = {"zero_optimization": {"stage": stage}, "train_batch_size": 4, "gradient_accumulation_steps": 2}
+        cfg |= PRECISIONS[precision]
+        step = fzero.make_train_step(make(lambda: Plain(WIDTH, 2)).cuda(), cfg)
+        state, batch = step.init(), tuple(x.cuda() for x in vectors(0, 4, WIDTH))
+        for _ in range(2):
+            card.waits.clear()
+            state, _ = step(state, batch)
+        assert card.waits == ({"aten._local_scalar_dense.default": 1} if precision == "bf16" else {})
+
+
+@pytest.mark.parametrize(
+    ("stage", "placement", "num_brought"),
+    # By the update; or for the forward, and one of two blocks for the backward, too.
+    [*((stage, "optimizer on the host", 1) for stage in range(4)), (3, "all on the host", 1.5)],
+)
+def test_of_state_on_the_host_gradients_and_parameters_cross_and_nothing_else(
+    stage: int, placement: str, num_brought: float
+) -> None:
+    """Some numbers without a dimension aside: fewer bytes than any of the state's tensors has."""
+    with PretendedCuda() as card:
+        cfg = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0} | PLACEMENTS[placement]}
+        step = fzero.make_train_step(make(lambda: Plain(64, 2)).cuda(), cfg | PRECISIONS["bf16"])
+        state, batch = step.init(), tuple(x.cuda() for x in vectors(0, 4, 64))
+        for _ in range(2):
+            before = card.crossed
+            state, _ = step(state, batch)
+        to_device, to_host = (now - then for now, then in zip(card.crossed, before, strict=True))
+    nbytes = sum(2 * buffer.padded_numel for buffer in step.plan.flat_buffers)
+    assert 0 <= to_host - nbytes < 128 and 0 <= to_device - num_brought * nbytes < 128
