@@ -448,7 +448,9 @@ class Offload:
             value = x[:] if isinstance(x, FileTensor) else x
             if kind == "here":
                 return value.to(self.device)
-            return x if x is value and value.device.type == "cpu" else _host(value, pinned=placement.pinned)
+            return (
+                x if x is value and value.device.type == "cpu" else _host(value, pinned=self._is_pinned(leaves, name))
+            )
         assert files is not None
 
         def copy(group: SubGroup, tensors: list[Tensor]) -> None:
@@ -482,8 +484,13 @@ class Offload:
             elif kind == "host" or name in (*leaves.longs, leaves.grad):
                 device = self.device if kind == "here" else torch.device("cpu")
                 like = torch.empty(home.numel, dtype=torch_dtype(home.dtype), device=device)
-                tensors[name] = _host(like, pinned=home.placement.pinned) if kind == "host" else like
+                tensors[name] = _host(like, pinned=self._is_pinned(leaves, name)) if kind == "host" else like
         return tensors
+
+    def _is_pinned(self, leaves: Leaves, name: str) -> bool:
+        """Whether a tensor's pages are locked: PyTorch takes up to twice the bytes for that, so only if it crosses in a step."""
+        crosses = name in (leaves.param, leaves.grad) or leaves.updated not in self._on_host
+        return leaves.homes[name].placement.pinned and crosses
 
     def _mover(self, tensors: Sequence[tuple[BufferPlan, Mapping[str, Leaf]]]) -> Mover:
         """What brings each tensor to where its buffer is updated."""

@@ -54,11 +54,14 @@ def stream_buffers(plan: Plan) -> StreamBuffers:
 
 
 def pinned_gaps(plan: Plan) -> int:
-    """Bytes that PyTorch takes of pinned host memory besides those of the model state there."""
+    """Bytes that PyTorch takes of pinned host memory besides those of the model state there, of which is pinned what crosses."""
     gaps = 0
     for buffer in plan.flat_buffers:
-        of_update = updated_specs(buffer, plan) if buffer.trainable else ()
-        for spec in (*([buffer.params] if buffer.has_master or not buffer.trainable else ()), *of_update):
+        crossing = [buffer.params]
+        if buffer.trainable:
+            of_update = list(updated_specs(buffer, plan))[not buffer.has_master :]
+            crossing += [buffer.grads] if updates_on_host(buffer, plan) else of_update
+        for spec in crossing:
             nbytes = spec.local_nbytes(plan.mesh)
             gaps += pinned_nbytes(nbytes) - nbytes if spec.placement.pinned else 0
     return gaps

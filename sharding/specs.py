@@ -101,7 +101,7 @@ class Placement:
 
     Args:
         kind: `device`, `host` or `nvme`.
-        pinned: page-locked host memory, from which copies to the device overlap compute; host only.
+        pinned: page-locked host memory, from which copies to the device overlap compute, of what is copied in a step; host only.
         path: the folder of the files; nvme only, and required there.
 
     >>> Placement("host", pinned=True).kind

@@ -582,5 +582,7 @@ def test_of_state_on_the_host_gradients_and_parameters_cross_and_nothing_else(
             before = card.crossed
             state, _ = step(state, batch)
         to_device, to_host = (now - then for now, then in zip(card.crossed, before, strict=True))
+        pinned = {part: all(x.is_pinned() for x in getattr(state, part).values()) for part in ("grads", "master")}
+    assert pinned == {"grads": stage >= 2, "master": False}, "of what is on the host only what crosses"
     nbytes = sum(2 * buffer.padded_numel for buffer in step.plan.flat_buffers)
     assert 0 <= to_host - nbytes < 128 and 0 <= to_device - num_brought * nbytes < 128
