@@ -44,6 +44,8 @@ Place = Literal["here", "host", "nvme"]
 QUANTITIES = ("params", "grads", "master", "optimizer")
 """The parts of a state that are kept by flat buffer."""
 
+_OF_BUFFERS = tuple(f"state.{quantity}" for quantity in QUANTITIES)
+
 Parts = dict[str, Any]
 """What a state holds of one flat buffer: `params`, `grads`, `master` and `optimizer`, as far as there is any."""
 
@@ -103,6 +105,7 @@ class Offload:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.device, self._streaming = device, plan.streaming
         self._leaves = {b.key: _leaves_of(plan, b) for b in plan.flat_buffers}
+        self._shapes = {(b.padded_numel,) for b in plan.flat_buffers}
         self._files: FilePlan = {
             name: (home.placement.path, FileSpec(home.numel, home.dtype))
             for leaves in self._leaves.values()
@@ -300,7 +303,7 @@ class Offload:
         return Streamed(leaves.names, leaves.numel, transform_at, None, state, out=out, grad=leaves.grad)
 
     def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
-        """Raises unless each tensor of a state is in a file or not as its spec says, and those in files are good.
+        """Raises unless each tensor of a state lives where its spec says, and those in files are good.
 
         Raises:
             ValueError: one is not, or their buffers do not fit this step's streams.
@@ -318,6 +321,13 @@ class Offload:
                 )
             if in_file:
                 leaf.check()
+            elif name.startswith(_OF_BUFFERS) and spec.shape in self._shapes:
+                expected = self._device_of("host" if self.kind(spec.placement) == "host" else "here")
+                if leaf.device.type != expected.type:
+                    raise ValueError(
+                        f"{name}: must be on {expected} in this step, got a tensor on {leaf.device}; bring the state there with "
+                        f"fzero.place(state, step)"
+                    )
         files = next((leaf.files for leaf in leaves if isinstance(leaf, FileTensor)), None)
         if files is not None and not self._has_room(files):
             raise ValueError(
@@ -435,22 +445,23 @@ class Offload:
         state = parts["optimizer"]
         longs = dict(zip(leaves.longs, _long(state, leaves), strict=True))
         made = {name: self._moved(x, name, leaves, files) for name, x in longs.items()}
-        counters = self.runs_on(buffer)
-        state = optree.tree_map(lambda x: x.to(counters) if isinstance(x, Tensor) and x.ndim == 0 else x, state)
-        return moved | {"optimizer": _with_long(state, leaves, made)}
+        accessors, tensors, treespec = optree.tree_flatten_with_accessor(state)
+        short = [
+            x if _is_long(a, leaves) else x.to(self.runs_on(buffer)) for a, x in zip(accessors, tensors, strict=True)
+        ]
+        return moved | {"optimizer": _with_long(treespec.unflatten(short), leaves, made)}
 
     def _moved(self, x: Leaf, name: str, leaves: Leaves, files: Files | None) -> Leaf:
         if isinstance(x, FileTensor) and x.files is files:
             return x
-        placement = leaves.homes[name].placement
-        kind = self.kind(placement)
+        kind = self.kind(leaves.homes[name].placement)
         if kind != "nvme":
             value = x[:] if isinstance(x, FileTensor) else x
             if kind == "here":
                 return value.to(self.device)
-            return (
-                x if x is value and value.device.type == "cpu" else _host(value, pinned=self._is_pinned(leaves, name))
-            )
+            pinned = self._is_pinned(leaves, name)
+            stays = x is value and value.device.type == "cpu" and value.is_pinned() == pinned
+            return x if stays else _host(value, pinned=pinned)
         assert files is not None
 
         def copy(group: SubGroup, tensors: list[Tensor]) -> None:

@@ -192,7 +192,7 @@ def widened(
         out: takes the new parameter too, in its own dtype.
         tile: how many elements are updated at a time; None is all.
     """
-    kept, specs = torch_dtype(state_dtype), _probed(transform)
+    kept, specs = torch_dtype(state_dtype), _probed(transform.place)
     is_long, is_cast = [spec.shape == _PROBE.shape for spec in specs], [_is_cast(spec) for spec in specs]
 
     def init(param: Tensor) -> Any:
@@ -254,20 +254,21 @@ def widened(
 
 def long_leaves(transform: Transform) -> list[bool]:
     """Which tensors of the transform's state have the parameter's shape."""
-    return [spec.shape == _PROBE.shape for spec in _probed(transform)]
+    return [spec.shape == _PROBE.shape for spec in _probed(transform.place)]
 
 
 def cast_leaves(transform: Transform) -> list[bool]:
     """Which of them have its dtype too, so that they are kept in the dtype of the state; others keep their own."""
-    return [_is_cast(spec) for spec in _probed(transform)]
+    return [_is_cast(spec) for spec in _probed(transform.place)]
 
 
 _PROBE = TensorSpec((1_000_003,), "float32")  # no other tensor of a state has this many elements
 
 
 @lru_cache(maxsize=64)  # steps keep their transforms from update to update
-def _probed(transform: Transform) -> list[TensorSpec]:
-    specs: list[TensorSpec] = optree.tree_leaves(transform.place(_PROBE))
+def _probed(place: Callable[[TensorSpec], Any]) -> list[TensorSpec]:
+    """Of a transform's `place`, not of all of it, for an update may hold tensors, which would live as long as this is kept."""
+    specs: list[TensorSpec] = optree.tree_leaves(place(_PROBE))
     return specs
 
 

@@ -40,8 +40,9 @@ def stream_buffers(plan: Plan) -> StreamBuffers:
     for buffer in [buffer for buffer in trained if not buffer.updates_whole]:
         tensors = [*updated_specs(buffer, plan), *([buffer.params] if buffer.has_master else ())]
         there, elsewhere = ("host", "device") if updates_on_host(buffer, plan) else ("device", "host")
-        moved = sum(itemsize(spec.dtype) for spec in tensors if spec.placement.kind == elsewhere)
-        copied[there] = max(copied[there], min(most, updated_numel(buffer, plan)) * moved)
+        numel = min(most, updated_numel(buffer, plan))
+        copies = [numel * itemsize(spec.dtype) for spec in tensors if spec.placement.kind == elsewhere]
+        copied[there] = max(copied[there], sum(map(pinned_nbytes, copies) if there == "host" else copies))
         widths = [itemsize(spec.dtype) for spec in tensors if spec.placement.kind == "nvme"]
         # New parameters come beside the master from which they are made.
         beside = buffer.has_master and buffer.params.placement.kind == "nvme"

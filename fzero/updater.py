@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple, Self, TypeVar, cast
 
@@ -89,6 +89,11 @@ class Updater:
     ) -> TrainState[Tensor]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
         skip, mesh = overflow if self.skips_overflow else None, self._ranks
+
+        @cache  # the host waits for a copy from the device, and needs one
+        def numbers_on(device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+            return None if skip is None else skip.to(device), None if factor is None else factor.to(device)
+
         here: list[Update] = []
         away: list[Update] = []
         for buffer in self.plan.flat_buffers:
@@ -99,7 +104,8 @@ class Updater:
                 share = share if self.offload.joins(buffer) else own_shard(share, buffer, mesh.shard)
                 grad = own_shard(grad, buffer, mesh.shard)
             master = state.master.get(buffer.key, share)
-            at = self._transforms_of(buffer, num_updates, skip, factor, share if buffer.has_master else None)
+            numbers = numbers_on(self.offload.runs_on(buffer))
+            at = self._transforms_of(buffer, num_updates, *numbers, share if buffer.has_master else None)
             axes, label = mesh.axes[len(mesh.axes_of(buffer.row.params)) :], Label("join", buffer.key, "update")
             join = partial(mesh.start_all_gather, axes=axes, label=label)
             update = Update(buffer, grad, master, state.optimizer[buffer.key], at, share, join)
@@ -160,8 +166,6 @@ class Updater:
     ) -> Callable[..., Transform]:
         """The transform of elements [start, stop) of what this rank updates of a flat buffer; as the third
         what takes the new parameters, if not that part of `out`."""
-        device = self.offload.runs_on(buffer)
-        skip, factor = (None if x is None else x.to(device) for x in (skip, factor))
 
         def at(start: int, stop: int, part: Tensor | None = None) -> Transform:
             if part is None and isinstance(out, Tensor):

@@ -392,6 +392,11 @@ class PretendedCuda(TorchDispatchMode):
         for stream in self.streams:
             self.host.seen |= stream.seen
 
+    def pinned_nbytes(self) -> int:
+        """Of host memory that is pinned now."""
+        self.sweep()
+        return sum(memory.nbytes for memory in self._memories.values() if memory.kind == "pinned")
+
     def _allocated(self, device: Any = None) -> int:
         self.sweep()
         return self.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,8 @@ from fzero.movers import ByName, DeviceMover, Resident
 from fzero.precision import widened
 from fzero.staging import Scratch, Stage
 from fzero.stream import Mover, Streamed, streamed_names, update_streamed
-from fzero.transforms import adamw, same_bits
+from fzero.transforms import Transform, adamw, same_bits
+from sharding import Placement, TensorSpec
 
 # --- which memory ------------------------------------------------------------------------------------------------
 
@@ -579,10 +581,79 @@ def test_of_state_on_the_host_gradients_and_parameters_cross_and_nothing_else(
         step = fzero.make_train_step(make(lambda: Plain(64, 2)).cuda(), cfg | PRECISIONS["bf16"])
         state, batch = step.init(), tuple(x.cuda() for x in vectors(0, 4, 64))
         for _ in range(2):
-            before = card.crossed
+            before, card.waits = card.crossed, Counter()
             state, _ = step(state, batch)
         to_device, to_host = (now - then for now, then in zip(card.crossed, before, strict=True))
+        assert sum(card.waits.values()) <= 4, "for numbers that the update needs, not of each buffer"
+        left = card.pinned_nbytes() - sum(x.nbytes for x in optree.tree_leaves(state) if x.is_pinned())
+        assert left == 0, "no copy outlives its update"
         pinned = {part: all(x.is_pinned() for x in getattr(state, part).values()) for part in ("grads", "master")}
     assert pinned == {"grads": stage >= 2, "master": False}, "of what is on the host only what crosses"
     nbytes = sum(2 * buffer.padded_numel for buffer in step.plan.flat_buffers)
     assert 0 <= to_host - nbytes < 128 and 0 <= to_device - num_brought * nbytes < 128
+
+
+HOST = Placement("host", pinned=True)
+PLACED: dict[str, Any] = {
+    "on the device": None,
+    "gradients": {"grads/*": HOST},
+    "a part": {"optimizer/*/exp_avg": HOST},
+    "all": {"master/*": HOST, "optimizer/*": HOST, "grads/*": HOST},
+}
+
+
+@pytest.mark.parametrize("there", PLACED)
+@pytest.mark.parametrize("here", PLACED)
+def test_a_state_is_taken_where_it_belongs_and_brought_there_by_place(here: str, there: str) -> None:
+    cfg = {"zero_optimization": {"stage": 2}} | PRECISIONS["bf16"]
+
+    def made(placements: Any, device: str) -> fzero.TrainStep:
+        return fzero.make_train_step(make(lambda: Plain(WIDTH, 2)).to(device), cfg, placements=placements)
+
+    alone = made(None, "cpu")
+    state = alone.init()
+    for number in range(3):
+        state, _ = alone(state, vectors(number, 4, WIDTH))
+    expected = alone.gather(state)
+    with PretendedCuda():
+        first, second = (made(PLACED[name], "cuda") for name in (here, there))
+        batches = [tuple(x.cuda() for x in vectors(number, 4, WIDTH)) for number in range(3)]
+        state, _ = first(first.init(), batches[0])
+        if here != there:
+            with pytest.raises(
+                ValueError, match=r"must be on (cpu|cuda:0) in this step, got a tensor on .* fzero.place"
+            ):
+                second(state, batches[1])
+        for batch in batches[1:]:
+            state, _ = second(fzero.place(state, second), batch)
+        assert all(
+            x.is_pinned() == (there == "a part") for x in optree.tree_leaves(state.optimizer) if x.ndim and x.is_cpu
+        )
+        assert all(same_bits(x, expected[name]) for name, x in second.gather(state).items())
+
+
+def test_place_brings_a_short_tensor_of_an_optimizer_to_where_the_update_runs() -> None:
+    def scaled(lr: float) -> Transform:
+        def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+            state["mean"].lerp_(grad, 0.1)
+            return grad, param.sub_(state["mean"] * state["rates"][1]), state
+
+        return Transform(
+            lambda param: {"mean": torch.zeros_like(param), "rates": param.new_tensor([0.0, lr])},
+            update,
+            lambda param: {"mean": param, "rates": TensorSpec((2,), param.dtype)},
+        )
+
+    host = {"optimizer/*": HOST}
+    with PretendedCuda():
+        steps = [
+            fzero.make_train_step(make(lambda: Plain(WIDTH, 2)).cuda(), {}, transform=scaled, placements=placements)
+            for placements in (None, host)
+        ]
+        batch, found = tuple(x.cuda() for x in vectors(0, 4, WIDTH)), []
+        for order in ((0, 0, 0), (0, 1, 0), (1, 0, 1)):
+            state = steps[order[0]].init()
+            for index in order:
+                state, _ = steps[index](fzero.place(state, steps[index]), batch)
+            found.append(steps[order[-1]].gather(state))
+        assert all(same_bits(x, found[0][name]) for others in found for name, x in others.items())

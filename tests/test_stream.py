@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laws import examples
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fzero.file_store import FileSpec, FileStore, StoreError
 from fzero.movers import DeviceMover, FileMover, Part
@@ -142,6 +143,15 @@ def test_a_streamed_update_is_that_of_the_whole_bit_for_bit(
                 assert long or same_bits(x, expected), "counters advance once"
     for found, expected in zip(streamed_outs, outs, strict=True):
         assert same_bits(found, expected), "what the model computes with"
+
+
+def test_what_is_known_of_a_transform_keeps_no_tensor_alive() -> None:
+    skip, out = torch.zeros((), dtype=torch.bool), torch.zeros(5)
+    memory = StorageWeakRef(out.untyped_storage())
+    transform = widened(unless(skip, adamw(0.1)), state_dtype="float32", out=out)
+    assert long_leaves(transform) == [False, True, True]
+    del transform, out
+    assert memory.expired()
 
 
 class Recorder:
