@@ -3,7 +3,7 @@
 An update reads and writes its tensors once. What is updated where the model is takes their bytes at the rate of memory, and is
 joined while the next one is updated, where every rank holds all of it. What lives elsewhere streams through in sub-groups: one is
 fetched, the last one is updated, and the one before is put back, each on its lane. State in files or in host memory is updated by
-the processor, while the device has nothing to do: gradients and parameters that live there cross for it.
+the processor, while the device has nothing to do: gradients and parameters that live on the device cross for it.
 """
 
 from __future__ import annotations

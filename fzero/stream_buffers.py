@@ -1,4 +1,5 @@
-"""How large are the buffers through which state moves that lives in host memory or in files? From the plan."""
+"""Where is state updated that lives in host memory or in files, and how large are the buffers through which it moves? From the
+plan: `updates_on_host` is the rule that a step (`fzero.offload`) and a step on paper (`fzero.paper_update`) follow."""
 
 from __future__ import annotations
 
