@@ -138,6 +138,23 @@ def _lerp(x: Tensor, y: Tensor, share: Rate) -> Tensor:
     return x.lerp_(y, share.to(x.dtype)) if isinstance(share, Tensor) else x.lerp_(y, share)
 
 
+def _run_fused(
+    kernel: Callable[..., None], params: Sequence[Tensor], grads: Sequence[Tensor], *moments: Sequence[Tensor]
+) -> None:
+    """Calls a fused kernel of PyTorch, which writes parameters and moments in place.
+
+    On the CPU such a kernel takes as many consecutive elements as a tensor has, whatever its strides say: it would pair wrong
+    elements, and write past the end of an expanded tensor. So a tensor that is not contiguous goes through a copy.
+    """
+    written = [params, *moments]
+    copies = [[x.contiguous() for x in tensors] for tensors in written]  # of a contiguous tensor the tensor itself
+    kernel(copies[0], [x.contiguous() for x in grads], *copies[1:])
+    for tensors, dense in zip(written, copies, strict=True):
+        for x, copy in zip(tensors, dense, strict=True):
+            if copy is not x:
+                x.copy_(copy)
+
+
 class ScaleState(NamedTuple):
     """`scale` remembers nothing."""
 
@@ -251,11 +268,15 @@ def _adam(
                 by_element(grad, param, AdamState(*state_))
         elif full:
             full_grads, full_params, steps, exp_avgs, exp_avg_sqs = zip(*full, strict=True)
-            kernel(
-                full_params, full_grads, exp_avgs, exp_avg_sqs, [], steps,
-                lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
-                amsgrad=False, maximize=False, found_inf=found_inf,
-            )  # fmt: skip
+
+            def run(params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any) -> None:
+                kernel(
+                    params, grads, exp_avgs, exp_avg_sqs, [], steps,
+                    lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
+                    amsgrad=False, maximize=False, found_inf=found_inf,
+                )  # fmt: skip
+
+            _run_fused(run, full_params, full_grads, exp_avgs, exp_avg_sqs)
         return list(states)
 
     def by_element(grad: Tensor, param: Tensor, state: AdamState[Tensor]) -> None:
@@ -309,10 +330,10 @@ def adagrad(
             state.sum.addcmul_(decayed, decayed)
             param.sub_(decayed / (state.sum.sqrt() + eps) * (lr / (1 + (step.double() - 1) * lr_decay)))
         elif param.numel():
-            torch._fused_adagrad_(
-                [param], [grad], [state.sum], [step],
-                lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, maximize=False,
-            )  # fmt: skip
+            options = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps, "maximize": False}
+            _run_fused(
+                lambda *tensors: torch._fused_adagrad_(*tensors, [step], **options), [param], [grad], [state.sum]
+            )
         return grad, param, AdagradState(step, state.sum)
 
     def place(param: TensorSpec) -> AdagradState[TensorSpec]:

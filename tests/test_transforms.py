@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import optree
@@ -254,6 +255,38 @@ def test_an_update_works_in_place_and_makes_no_tensor_of_the_parameters_size(nam
     watch, before, after = _watched(TRANSFORMS[name])
     assert after == before
     assert not watch.made, f"new memory was made by one of {watch.operators}"
+
+
+LAID_OUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "every second": lambda x: torch.stack((x, x), -1).view(*x.shape[:-1], -1)[..., ::2],
+    "transposed": lambda x: x.T.contiguous().T,
+    "part of rows": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+}
+
+
+@every_transform
+def test_elements_are_updated_where_the_strides_say_they_are(name: str) -> None:
+    # A kernel that ignores strides pairs wrong elements, and writes where it must not.
+    transform, grads = TRANSFORMS[name], [grad.view(3, 5) for grad in make_grads(15)[:3]]
+    for of_param, of_grad in product(LAID_OUT.values(), repeat=2):
+        param = make_param(15).view(3, 5)
+        other = of_param(param.clone())
+        state, its_state = transform.init(param), transform.init(other)
+        for grad in grads:
+            _, other, its_state = transform.update(of_grad(grad.clone()), other, its_state)
+            _, param, state = transform.update(grad.clone(), param, state)
+        assert all(map(torch.equal, optree.tree_leaves((param, state)), optree.tree_leaves((other, its_state))))
+
+
+@pytest.mark.parametrize("name", ["adamw, defaults", "adam, defaults", "adagrad, defaults"])
+def test_a_gradient_may_be_one_number_for_all_elements_and_a_parameter_may_not(name: str) -> None:
+    transform, params = TRANSFORMS[name], [torch.zeros(1000), torch.zeros(1000)]
+    for param, grad in zip(params, (torch.ones(1000), torch.ones(1).expand(1000)), strict=True):
+        transform.update(grad, param, transform.init(param))
+    assert torch.equal(*params)
+    param = torch.zeros(1).expand(1000)  # memory for one element, which the kernel alone would write a thousand to
+    with pytest.raises(RuntimeError, match="refers to a single memory location"):
+        transform.update(torch.ones(1000), param, transform.init(param))
 
 
 @pytest.mark.parametrize("factor", [None, torch.tensor(0.5)])
