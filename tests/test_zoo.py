@@ -105,9 +105,10 @@ def differences(found: Trained, expected: Trained) -> dict[str, float]:
     unlike = dict.fromkeys(found.weights.keys() ^ expected.weights.keys(), math.nan)
     for name in found.weights.keys() & expected.weights.keys():
         one, other = found.weights[name], expected.weights[name]
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
+        wide = torch.promote_types(other.dtype, torch.float32) if other.is_floating_point() else other.dtype
+        if (one.shape, one.dtype) != (other.shape, wide):  # `gather` gives floats in fp32 or wider
             unlike[name] = math.nan
-        elif not torch.equal(one.nan_to_num(), other.nan_to_num()):
+        elif not torch.equal(one.nan_to_num(), other.to(wide).nan_to_num()):
             unlike[name] = (one.to(torch.complex128) - other).abs().max().item()
     return unlike
 
@@ -118,6 +119,7 @@ def refusal(error: RankError) -> str:
     raised_by = [text.rpartition('  File "')[2] for text in texts]
     said = {str(each) for each in error.errors}
     is_ours = len(texts) == WORLD_SIZE and all(os.sep + "fzero" + os.sep in text.partition('"')[0] for text in raised_by)
+    is_ours &= not any(isinstance(each, fzero.CollectiveError) for each in error.errors)  # that is how another error ends
     return said.pop() if is_ours and len(said) == 1 else ""
 
 

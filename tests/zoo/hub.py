@@ -57,7 +57,7 @@ def tiny(config_class: Any, row: Row) -> Any:
         if getattr(part_class, "model_type", ""):
             fields[part] = tiny(part_class, row.get(part, {})).to_dict()
     fields |= {name: value for name, value in row.items() if not isinstance(value, Mapping) or name not in fields}
-    return config_class(**{name: value for name, value in fields.items() if name not in row or row[name] is not None})
+    return config_class(**{name: value for name, value in fields.items() if value is not None})
 
 
 def text() -> dict[str, Tensor]:
@@ -105,14 +105,88 @@ FlaubertWithLMHeadModel SeamlessM4TForTextToText SeamlessM4Tv2ForTextToText
 """
 IMAGES = "Beit CLIP Data2VecVision MetaClip2 Siglip ViT ViTMSN"
 
+STAGES: Row = {"hidden_sizes": [8, 12], "depths": [1, 1], "embedding_size": 8}
+FOUR: Row = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 12, 12]}
+SPEECH: Row = {
+    "conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2, "mask_time_length": 2, "num_feat_extract_layers": 2,
+}  # fmt: skip
+FORECAST: Row = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 1}
+
 TEXT: dict[str, Row] = {
     **{f"{name}ForCausalLM": {} for name in CAUSAL.split()},
     **{f"{name}ForMaskedLM": {} for name in MASKED.split()},
     **{f"{name}ForConditionalGeneration": {} for name in CONDITIONAL.split()},
     **{name: {} for name in OTHER_TEXT.split()},
 }
-IMAGE_CLASSES: dict[str, Row] = {f"{name}ForImageClassification": {} for name in IMAGES.split()}
-TABLES = ((TEXT, text), (IMAGE_CLASSES, images))
+SPECIAL: dict[str, Row] = {
+    "T5ForConditionalGeneration": {"decoder_start_token_id": 1}, "LongT5ForConditionalGeneration": {"decoder_start_token_id": 1, "local_radius": 3},
+    "SwitchTransformersForConditionalGeneration": {"decoder_start_token_id": 1, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    "CodeGenForCausalLM": {"num_attention_heads": None, "n_head": 4, "rotary_dim": 4}, "GPTJForCausalLM": {"n_head": 2, "rotary_dim": 4},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]}, "CTRLLMHeadModel": {"dff": 24},
+    "FSMTForConditionalGeneration": {"src_vocab_size": 32, "tgt_vocab_size": 32}, "DiffLlamaForCausalLM": {"num_key_value_heads": 2},
+    "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
+    "BambaForCausalLM": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 4, "attn_layer_indices": [1]},
+    "Qwen3NextForCausalLM": {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "shared_expert_intermediate_size": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "ReformerModelWithLMHead": {"is_decoder": True, "attn_layers": ["local", "lsh"], "axial_pos_embds": False, "attention_head_size": 8, "feed_forward_size": 24, "num_buckets": 2, "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
+    "XmodForCausalLM": {"default_language": "en_XX", "languages": ["en_XX"]}, "ProphetNetForConditionalGeneration": {},
+    "BartForConditionalGeneration": {"encoder_layerdrop": 0.3, "decoder_layerdrop": 0.3},
+}  # fmt: skip
+TEXT |= SPECIAL
+IMAGE_CLASSES: dict[str, Row] = {
+    **{f"{name}ForImageClassification": {} for name in IMAGES.split()},
+    "ResNetForImageClassification": STAGES | {"layer_type": "basic"},
+    "RegNetForImageClassification": STAGES | {"groups_width": 4},
+    "ConvNextForImageClassification": {"num_stages": 2, **STAGES, "drop_path_rate": 0.3},
+    "ConvNextV2ForImageClassification": {"num_stages": 2, **STAGES},
+    "PoolFormerForImageClassification": FOUR | {"num_encoder_blocks": 4, "mlp_ratio": 2.0, "layer_scale_init_value": 0.1},
+    "SwinForImageClassification": {"num_heads": [2, 2], "depths": [1, 1], "embed_dim": 8, "window_size": 2, "num_layers": None, "num_attention_heads": None},
+    "Swinv2ForImageClassification": {"num_heads": [2, 2], "depths": [1, 1], "embed_dim": 8, "window_size": 2, "num_layers": None, "num_attention_heads": None},
+    "DonutSwinForImageClassification": {"num_heads": [2, 2], "depths": [1, 1], "embed_dim": 8, "window_size": 2, "num_layers": None, "num_attention_heads": None},
+    "SegformerForImageClassification": {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "drop_path_rate": 0.3},
+    "BitForImageClassification": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_groups": 2},
+    "DeiTForImageClassification": {}, "Dinov2ForImageClassification": {"drop_path_rate": 0.3}, "Dinov2WithRegistersForImageClassification": {}, "IJepaForImageClassification": {},
+    "FocalNetForImageClassification": {"embed_dim": 8, "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3]},
+    "MobileNetV1ForImageClassification": {"depth_multiplier": 0.1, "min_depth": 4},
+    "MobileViTForImageClassification": {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [4, 4, 4, 4, 4, 4, 8], "num_attention_heads": 2, "expand_ratio": 1.0},
+}  # fmt: skip
+AUDIO: dict[str, Row] = {
+    **{f"{name}ForCTC": SPEECH for name in "Wav2Vec2 Hubert WavLM UniSpeech SEW Wav2Vec2Conformer Data2VecAudio".split()},
+    "UniSpeechSatForCTC": SPEECH,
+}
+SERIES: dict[str, Row] = {
+    "TimeSeriesTransformerForPrediction": FORECAST, "InformerForPrediction": FORECAST,
+}  # fmt: skip
+PATCHES: dict[str, Row] = {
+    "PatchTSTForPrediction": {"num_input_channels": 2, "context_length": 8, "prediction_length": 4, "patch_length": 2, "patch_stride": 2},
+    "PatchTSMixerForPrediction": {"num_input_channels": 2, "context_length": 8, "prediction_length": 4, "patch_length": 2, "patch_stride": 2},
+}  # fmt: skip
+PAIRS: dict[str, Row] = {"CLIPModel": {}, "AltCLIPModel": {}}
+
+
+def audio() -> dict[str, Tensor]:
+    return {"input_values": torch.randn(ROWS, SAMPLES), "labels": torch.randint(3, VOCABULARY, (ROWS, 2))}
+
+
+def series() -> dict[str, Tensor]:
+    past, future = 10, 4
+    return {
+        "past_values": torch.randn(ROWS, past), "past_time_features": torch.randn(ROWS, past, 1),
+        "past_observed_mask": torch.ones(ROWS, past), "future_values": torch.randn(ROWS, future),
+        "future_time_features": torch.randn(ROWS, future, 1),
+    }  # fmt: skip
+
+
+def patches() -> dict[str, Tensor]:
+    return {"past_values": torch.randn(ROWS, 8, 2), "future_values": torch.randn(ROWS, 4, 2)}
+
+
+def pairs() -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH))
+    return {"input_ids": ids, "pixel_values": torch.randn(ROWS, 3, IMAGE, IMAGE)}
+
+
+TABLES = ((TEXT, text), (IMAGE_CLASSES, images), (AUDIO, audio), (SERIES, series), (PATCHES, patches), (PAIRS, pairs))
 
 KNOWN: dict[str, dict[str, str]] = {}
 """What is known of some of them: fields of a Case."""

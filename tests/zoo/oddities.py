@@ -97,6 +97,9 @@ class Fit(nn.Module):
         return F.mse_loss(out[0] if isinstance(out, tuple) else out, y)
 
 
+STAYS = "gradients of a weight are added up stay by stay in its unit, and in a plain loop use by use"
+
+
 # --- weights that are reached by other ways than attributes of their module ------------------------------------------
 
 BEHIND = "weights that the forward does not reach through its module get no gradient"
@@ -207,7 +210,7 @@ class BoundForward(Odd):
         return self.map(x)
 
 
-@odd()
+@odd(rounds=STAYS)
 class ReadsWeightsEveryWay(Odd):
     def odd(self, x: Tensor) -> Tensor:
         named = dict(self.named_parameters())
@@ -959,12 +962,15 @@ class ParameterHook(Odd):
         self.inlet.weight.register_hook(lambda grad: 2 * grad)
 
 
-@odd()
+@odd(known="a hook that the forward sets on a parameter lasts until its unit is entered again")
 class ParameterHookInside(Odd):
-    """Scales a gradient with a hook that it sets in the forward."""
+    """Scales a gradient with a hook that it sets in its first forward."""
+
+    hooked = False
 
     def odd(self, x: Tensor) -> Tensor:
-        self.inlet.weight.register_hook(lambda grad: 2 * grad)
+        if not self.hooked:
+            self.hooked = bool(self.inlet.weight.register_hook(lambda grad: 2 * grad))
         return self.inlet(x)
 
 
@@ -1000,7 +1006,7 @@ class Buffers(Odd):
         return x * self.factor * self.mask + self.edge.exp().sum() + self.count
 
 
-@odd(known="a buffer that grows ends in PyTorch's internals")
+@odd(refused="'seen'")
 class GrowingBuffer(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -1034,19 +1040,41 @@ class BufferOfAnotherDtype(Odd):
         return x * self.scale.float()
 
 
-@odd()
+@odd(known="a buffer that the forward sets to None is there again in the next step")
 class BufferThatGoes(Odd):
-    """A buffer that the forward sets to None, and one that it fills."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("first", torch.ones(WIDTH))
-        self.register_buffer("later", None)
+        self.register_buffer("first", torch.full((WIDTH,), 2.0))
 
     def odd(self, x: Tensor) -> Tensor:
         x = x if self.first is None else x * self.first
-        self.first, self.later = None, torch.ones(WIDTH)
+        self.first = None
         return x
+
+
+@odd(known="a buffer that the forward fills is None again in the next step")
+class BufferFromTheFirstBatch(Odd):
+    """Takes its scale from the first batch, as an ActNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def odd(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = 1 / x.detach().std(0)
+        return x * self.scale
+
+
+@odd(known="a buffer that the forward registers is gone in the next step")
+class BufferOfTheFirstForward(BufferFromTheFirstBatch):
+    def __init__(self) -> None:
+        Odd.__init__(self)
+
+    def odd(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", 1 / x.detach().std(0))
+        return x * self.scale
 
 
 @odd()
@@ -1094,7 +1122,7 @@ class Packed(Odd):
         return x + rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=LENGTH)[0]
 
 
-@odd(sequences, rounds="a unit's gradients are added up stay by stay, where a plain loop adds up use by use")
+@odd(sequences, rounds=STAYS)
 class Cells(Odd):
     def __init__(self) -> None:
         super().__init__()
