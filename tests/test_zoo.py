@@ -118,8 +118,12 @@ def refusal(error: RankError) -> str:
     texts = [text.rstrip() for text in str(error).split("--- rank ") if text]
     raised_by = [text.rpartition('  File "')[2] for text in texts]
     said = {str(each) for each in error.errors}
-    is_ours = len(texts) == WORLD_SIZE and all(os.sep + "fzero" + os.sep in text.partition('"')[0] for text in raised_by)
-    is_ours &= not any(isinstance(each, fzero.CollectiveError) for each in error.errors)  # that is how another error ends
+    is_ours = len(texts) == WORLD_SIZE and all(
+        os.sep + "fzero" + os.sep in text.partition('"')[0] for text in raised_by
+    )
+    is_ours &= all(
+        isinstance(each, ValueError) for each in error.errors
+    )  # no CollectiveError, which says nothing of the model
     return said.pop() if is_ours and len(said) == 1 else ""
 
 

@@ -111,7 +111,14 @@ SPEECH: Row = {
     "conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2, "mask_time_length": 2, "num_feat_extract_layers": 2,
 }  # fmt: skip
+WINDOWS: Row = {
+    "num_heads": [2, 2], "depths": [1, 1], "embed_dim": 8, "window_size": 2, "num_layers": None, "num_attention_heads": None,
+}  # fmt: skip
 FORECAST: Row = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 1}
+
+PATCHED: Row = {
+    "num_input_channels": 2, "context_length": 8, "prediction_length": 4, "patch_length": 2, "patch_stride": 2,
+}  # fmt: skip
 
 TEXT: dict[str, Row] = {
     **{f"{name}ForCausalLM": {} for name in CAUSAL.split()},
@@ -120,18 +127,49 @@ TEXT: dict[str, Row] = {
     **{name: {} for name in OTHER_TEXT.split()},
 }
 SPECIAL: dict[str, Row] = {
-    "T5ForConditionalGeneration": {"decoder_start_token_id": 1}, "LongT5ForConditionalGeneration": {"decoder_start_token_id": 1, "local_radius": 3},
-    "SwitchTransformersForConditionalGeneration": {"decoder_start_token_id": 1, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
-    "CodeGenForCausalLM": {"num_attention_heads": None, "n_head": 4, "rotary_dim": 4}, "GPTJForCausalLM": {"n_head": 2, "rotary_dim": 4},
-    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]}, "CTRLLMHeadModel": {"dff": 24},
-    "FSMTForConditionalGeneration": {"src_vocab_size": 32, "tgt_vocab_size": 32}, "DiffLlamaForCausalLM": {"num_key_value_heads": 2},
+    "T5ForConditionalGeneration": {"decoder_start_token_id": 1},
+    "LongT5ForConditionalGeneration": {"decoder_start_token_id": 1, "local_radius": 3},
+    "SwitchTransformersForConditionalGeneration": {
+        "decoder_start_token_id": 1,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+    },
+    "CodeGenForCausalLM": {"num_attention_heads": None, "n_head": 4, "rotary_dim": 4},
+    "GPTJForCausalLM": {"n_head": 2, "rotary_dim": 4},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
+    "CTRLLMHeadModel": {"dff": 24},
+    "FSMTForConditionalGeneration": {"src_vocab_size": 32, "tgt_vocab_size": 32},
+    "DiffLlamaForCausalLM": {"num_key_value_heads": 2},
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
-    "BambaForCausalLM": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 4, "attn_layer_indices": [1]},
-    "Qwen3NextForCausalLM": {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "shared_expert_intermediate_size": 8, "layer_types": ["linear_attention", "full_attention"]},
-    "ReformerModelWithLMHead": {"is_decoder": True, "attn_layers": ["local", "lsh"], "axial_pos_embds": False, "attention_head_size": 8, "feed_forward_size": 24, "num_buckets": 2, "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
-    "XmodForCausalLM": {"default_language": "en_XX", "languages": ["en_XX"]}, "ProphetNetForConditionalGeneration": {},
+    "BambaForCausalLM": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 4,
+        "mamba_chunk_size": 4,
+        "attn_layer_indices": [1],
+    },
+    "Qwen3NextForCausalLM": {
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 4,
+        "shared_expert_intermediate_size": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "ReformerModelWithLMHead": {
+        "is_decoder": True,
+        "attn_layers": ["local", "lsh"],
+        "axial_pos_embds": False,
+        "attention_head_size": 8,
+        "feed_forward_size": 24,
+        "num_buckets": 2,
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+    },
+    "XmodForCausalLM": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "ProphetNetForConditionalGeneration": {},
     "BartForConditionalGeneration": {"encoder_layerdrop": 0.3, "decoder_layerdrop": 0.3},
-}  # fmt: skip
+}
 TEXT |= SPECIAL
 IMAGE_CLASSES: dict[str, Row] = {
     **{f"{name}ForImageClassification": {} for name in IMAGES.split()},
@@ -139,28 +177,53 @@ IMAGE_CLASSES: dict[str, Row] = {
     "RegNetForImageClassification": STAGES | {"groups_width": 4},
     "ConvNextForImageClassification": {"num_stages": 2, **STAGES, "drop_path_rate": 0.3},
     "ConvNextV2ForImageClassification": {"num_stages": 2, **STAGES},
-    "PoolFormerForImageClassification": FOUR | {"num_encoder_blocks": 4, "mlp_ratio": 2.0, "layer_scale_init_value": 0.1},
-    "SwinForImageClassification": {"num_heads": [2, 2], "depths": [1, 1], "embed_dim": 8, "window_size": 2, "num_layers": None, "num_attention_heads": None},
-    "Swinv2ForImageClassification": {"num_heads": [2, 2], "depths": [1, 1], "embed_dim": 8, "window_size": 2, "num_layers": None, "num_attention_heads": None},
-    "DonutSwinForImageClassification": {"num_heads": [2, 2], "depths": [1, 1], "embed_dim": 8, "window_size": 2, "num_layers": None, "num_attention_heads": None},
-    "SegformerForImageClassification": {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "drop_path_rate": 0.3},
+    "PoolFormerForImageClassification": FOUR
+    | {"num_encoder_blocks": 4, "mlp_ratio": 2.0, "layer_scale_init_value": 0.1},
+    "SwinForImageClassification": WINDOWS,
+    "Swinv2ForImageClassification": WINDOWS,
+    "DonutSwinForImageClassification": WINDOWS,
+    "SegformerForImageClassification": {
+        "num_encoder_blocks": 2,
+        "depths": [1, 1],
+        "sr_ratios": [2, 1],
+        "hidden_sizes": [8, 16],
+        "patch_sizes": [3, 3],
+        "strides": [2, 2],
+        "num_attention_heads": [1, 2],
+        "mlp_ratios": [2, 2],
+        "drop_path_rate": 0.3,
+    },
     "BitForImageClassification": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_groups": 2},
-    "DeiTForImageClassification": {}, "Dinov2ForImageClassification": {"drop_path_rate": 0.3}, "Dinov2WithRegistersForImageClassification": {}, "IJepaForImageClassification": {},
-    "FocalNetForImageClassification": {"embed_dim": 8, "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3]},
+    "DeiTForImageClassification": {},
+    "Dinov2ForImageClassification": {"drop_path_rate": 0.3},
+    "Dinov2WithRegistersForImageClassification": {},
+    "IJepaForImageClassification": {},
+    "FocalNetForImageClassification": {
+        "embed_dim": 8,
+        "depths": [1, 1],
+        "focal_levels": [1, 1],
+        "focal_windows": [3, 3],
+    },
     "MobileNetV1ForImageClassification": {"depth_multiplier": 0.1, "min_depth": 4},
-    "MobileViTForImageClassification": {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [4, 4, 4, 4, 4, 4, 8], "num_attention_heads": 2, "expand_ratio": 1.0},
-}  # fmt: skip
+    "MobileViTForImageClassification": {
+        "hidden_sizes": [8, 8, 8],
+        "neck_hidden_sizes": [4, 4, 4, 4, 4, 4, 8],
+        "num_attention_heads": 2,
+        "expand_ratio": 1.0,
+    },
+}
+SPEAKERS = "Wav2Vec2 Hubert WavLM UniSpeech UniSpeechSat SEW Wav2Vec2Conformer Data2VecAudio"
 AUDIO: dict[str, Row] = {
-    **{f"{name}ForCTC": SPEECH for name in "Wav2Vec2 Hubert WavLM UniSpeech SEW Wav2Vec2Conformer Data2VecAudio".split()},
-    "UniSpeechSatForCTC": SPEECH,
+    **{f"{name}ForCTC": SPEECH for name in SPEAKERS.split()},
 }
 SERIES: dict[str, Row] = {
-    "TimeSeriesTransformerForPrediction": FORECAST, "InformerForPrediction": FORECAST,
-}  # fmt: skip
+    "TimeSeriesTransformerForPrediction": FORECAST,
+    "InformerForPrediction": FORECAST,
+}
 PATCHES: dict[str, Row] = {
-    "PatchTSTForPrediction": {"num_input_channels": 2, "context_length": 8, "prediction_length": 4, "patch_length": 2, "patch_stride": 2},
-    "PatchTSMixerForPrediction": {"num_input_channels": 2, "context_length": 8, "prediction_length": 4, "patch_length": 2, "patch_stride": 2},
-}  # fmt: skip
+    "PatchTSTForPrediction": PATCHED,
+    "PatchTSMixerForPrediction": PATCHED,
+}
 PAIRS: dict[str, Row] = {"CLIPModel": {}, "AltCLIPModel": {}}
 
 
@@ -187,6 +250,53 @@ def pairs() -> dict[str, Tensor]:
 
 
 TABLES = ((TEXT, text), (IMAGE_CLASSES, images), (AUDIO, audio), (SERIES, series), (PATCHES, patches), (PAIRS, pairs))
+
+UNBUILT: dict[str, str] = {
+    "needs fields of its configuration that agree with each other, and has no row for them": """
+        ASTForAudioClassification AXK2ForCausalLM CohereCompassForCausalLM CvtForImageClassification
+        DbrxForCausalLM DeepseekV32ForCausalLM DepthProForDepthEstimation DinatForImageClassification
+        Dots3NoteForCausalLM Emu3ForCausalLM EsmcForMaskedLM GLPNForDepthEstimation Gemma3nForCausalLM
+        Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM GitForCausalLM Glm4MoeLiteForCausalLM
+        GlmMoeDsaForCausalLM GraniteMoeHybridForCausalLM GraniteSpeech5ForCTC HieraForImageClassification
+        LevitForImageClassification Lfm2MoeForCausalLM LiltForSequenceClassification LongcatFlashForCausalLM
+        MoshiForCausalLM MusicgenForCausalLM MusicgenMelodyForCausalLM
+        Nemotron3_5TranscribeForConditionalGeneration NeoMMEForMaskedLM PvtForImageClassification
+        PvtV2ForImageClassification Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM SEWDForCTC
+        Sapiens2ForSemanticSegmentation Siglip2ForImageClassification Zamba2ForCausalLM ZambaForCausalLM
+        ZayaForCausalLM
+    """,
+    "has parts of more than 300,000 elements, whose sizes SMALL does not name": """
+        AudioFlamingo3ForConditionalGeneration BltForCausalLM CHMv2ForDepthEstimation
+        CanineForSequenceClassification CpmAntForCausalLM DPTForSemanticSegmentation DeepseekV4ForCausalLM
+        DepthAnythingForDepthEstimation EfficientNetForImageClassification EncoderDecoderModel FuyuForCausalLM
+        Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
+        Gemma4UnifiedForConditionalGeneration GlmAsrForConditionalGeneration GotOcr2ForConditionalGeneration
+        GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration
+        HGNetV2ForImageClassification Inkling2ForCausalLM InklingForCausalLM KimiLinearForCausalLM
+        LayoutLMv3ForSequenceClassification LukeForMaskedLM MarkupLMForSequenceClassification
+        MiniMaxM3VLForCausalLM MobileNetV2ForImageClassification MobileViTV2ForImageClassification
+        ModernVBertForMaskedLM MossTranscribeDiarizeForConditionalGeneration
+        MusicFlamingoForConditionalGeneration NemotronHForCausalLM PPLCNetForImageClassification
+        PerceiverForMaskedLM Phi4MultimodalForCausalLM PromptDepthAnythingForDepthEstimation
+        Qwen2AudioForConditionalGeneration Qwen3ASRForConditionalGeneration Qwen3_5ForCausalLM
+        Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM RoCBertForCausalLM ShieldGemma2ForImageClassification
+        SwiftFormerForImageClassification T5Gemma2ForConditionalGeneration TextNetForImageClassification
+        Tipsv2DptForSemanticSegmentation UltraVBertForMaskedLM UperNetForSemanticSegmentation
+        VibeVoiceAsrForConditionalGeneration VoxtralForConditionalGeneration
+        VoxtralRealtimeForConditionalGeneration ZoeDepthForDepthEstimation
+    """,
+    "needs a library that is not installed (timm, detectron2)": """
+        Gemma3nForConditionalGeneration LayoutLMv2ForSequenceClassification TimmWrapperForImageClassification
+    """,
+    "takes inputs of other shapes or names than the batches here": """
+        ImageGPTForImageClassification LasrForCTC Mistral4ForSequenceClassification ParakeetForCTC
+        Wav2Vec2BertForCTC
+    """,
+    "takes seconds for a forward, whatever its size": """
+        FalconH1ForCausalLM
+    """,
+}
+"""Classes that were tried and are not here, by the reason."""
 
 KNOWN: dict[str, dict[str, str]] = {}
 """What is known of some of them: fields of a Case."""
