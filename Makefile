@@ -30,8 +30,8 @@ test-all: env  ## the long tests that `make test` leaves out; the last lines com
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "long and not nightly" $(ARGS)
 
 nightly: env  ## the property tests, with ten times the examples, the zoo with a new seed, and tests too long for `make test-all`
-	ZOO_SEED=$${ZOO_SEED:-$$(date +%s)} HYPOTHESIS_PROFILE=nightly \
-		$(BIN)/python -m pytest -m "property or nightly or long" $(ARGS)
+	seed=$${ZOO_SEED:-$$(date +%s)}; echo "ZOO_SEED=$$seed"; \
+	ZOO_SEED=$$seed HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "property or nightly or long" $(ARGS)
 
 lint: env  ## lint, format and types
 	$(BIN)/ruff check .

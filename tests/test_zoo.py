@@ -19,6 +19,7 @@ import fzero
 
 pytestmark = pytest.mark.long(budget=400)
 SEED = int(os.environ.get("ZOO_SEED", "0"))
+"""Of weights, batches and the size of small parameters. `make nightly` draws a new one and prints it."""
 LEARNING_RATE = 2.0**-4
 """A power of two, as is WORLD_SIZE: products with them are exact, so that a job and a plain loop do the same arithmetic."""
 
@@ -114,17 +115,14 @@ def differences(found: Trained, expected: Trained) -> dict[str, float]:
 
 
 def refusal(error: RankError) -> str:
-    """What all ranks say, where it is an error of fzero's own; "" otherwise."""
+    """What all ranks say, where it is an error that fzero raises itself, of the form "subject: rule; fix"; "" otherwise."""
     texts = [text.rstrip() for text in str(error).split("--- rank ") if text]
-    raised_by = [text.rpartition('  File "')[2] for text in texts]
+    raised_in = [text.rpartition('  File "')[2].partition('"')[0] for text in texts]
+    is_ours = len(texts) == WORLD_SIZE and all(os.sep + "fzero" + os.sep in path for path in raised_in)
+    # A ScheduleError or a CollectiveError says nothing of the model, and others are mistakes in fzero.
+    is_ours &= all(isinstance(each, ValueError) or type(each) is RuntimeError for each in error.errors)
     said = {str(each) for each in error.errors}
-    is_ours = len(texts) == WORLD_SIZE and all(
-        os.sep + "fzero" + os.sep in text.partition('"')[0] for text in raised_by
-    )
-    is_ours &= all(
-        isinstance(each, ValueError) for each in error.errors
-    )  # no CollectiveError, which says nothing of the model
-    return said.pop() if is_ours and len(said) == 1 else ""
+    return next((text for text in said if is_ours and len(said) == 1 and re.search("(?s): .*; ", text)), "")
 
 
 def check(ranks: RankPool, name: str, seed: int) -> None:
@@ -162,4 +160,5 @@ def test_a_model_trains_in_all_stages_like_the_plain_loop_or_is_refused(ranks: R
             print(f"to see it again: ZOO_SEED={SEED}")
             raise
         pytest.xfail(known)
-    assert not known, f"{known}: no longer so; its row may go without known="
+    if SEED == 0:  # with other numbers a fault that depends on data may not show
+        assert not known, f"{known}: no longer so; its row may go without known="
