@@ -8,6 +8,7 @@ import random
 import re
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from ranks import RankError, RankPool
@@ -54,6 +55,7 @@ def rows_of(batch: Any, index: int) -> Any:
 def made(case: Case, seed: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(seed)
     random.seed(seed)
+    numpy.random.seed(seed)
     return case.make()
 
 
@@ -75,17 +77,24 @@ def trained(name: str, stage: int, seed: int) -> Trained:
 
 def plainly_trained(case: Case, seed: int, rngs: list[Tensor]) -> Trained:
     """Data parallel training as one process does it: a module for each rank, whose gradients and buffers are averaged."""
-    modules, batches = zip(*(made(case, seed) for _ in rngs), strict=True)
+    modules, batches, others = [], [], []
+    for _ in rngs:
+        module, batch = made(case, seed)
+        modules.append(module)
+        batches.append(batch)
+        others.append((random.getstate(), numpy.random.get_state()))  # a rank has its own
     optimizers = [torch.optim.SGD(module.parameters(), lr=LEARNING_RATE) for module in modules]
     first, states, losses = rngs[0].clone(), [rng.clone() for rng in rngs], []
     for index in range(NUM_STEPS):
         found = []
         for rank, (module, batch) in enumerate(zip(modules, batches)):
             torch.set_rng_state(states[rank])
+            random.setstate(others[rank][0])
+            numpy.random.set_state(others[rank][1])
             module.zero_grad()
             found.append(loss_of(module, part(rows_of(batch, index), rank, WORLD_SIZE)))
             found[-1].backward()
-            states[rank] = torch.get_rng_state()
+            states[rank], others[rank] = torch.get_rng_state(), (random.getstate(), numpy.random.get_state())
         losses.append(sum(loss.item() for loss in found) / WORLD_SIZE)
         for params in zip(*(module.parameters() for module in modules), strict=True):
             grads = [param.grad.to_dense() for param in params if param.grad is not None]

@@ -109,7 +109,7 @@ STAGES: Row = {"hidden_sizes": [8, 12], "depths": [1, 1], "embedding_size": 8}
 FOUR: Row = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 12, 12]}
 SPEECH: Row = {
     "conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2, "mask_time_length": 2, "num_feat_extract_layers": 2,
+    "num_conv_pos_embedding_groups": 2, "mask_time_length": 2, "num_feat_extract_layers": 2, "layerdrop": 0.0,
 }  # fmt: skip
 WINDOWS: Row = {
     "num_heads": [2, 2], "depths": [1, 1], "embed_dim": 8, "window_size": 2, "num_layers": None, "num_attention_heads": None,
@@ -155,16 +155,6 @@ SPECIAL: dict[str, Row] = {
         "linear_value_head_dim": 4,
         "shared_expert_intermediate_size": 8,
         "layer_types": ["linear_attention", "full_attention"],
-    },
-    "ReformerModelWithLMHead": {
-        "is_decoder": True,
-        "attn_layers": ["local", "lsh"],
-        "axial_pos_embds": False,
-        "attention_head_size": 8,
-        "feed_forward_size": 24,
-        "num_buckets": 2,
-        "local_attn_chunk_length": 4,
-        "lsh_attn_chunk_length": 4,
     },
     "XmodForCausalLM": {"default_language": "en_XX", "languages": ["en_XX"]},
     "ProphetNetForConditionalGeneration": {},
@@ -217,7 +207,7 @@ AUDIO: dict[str, Row] = {
     **{f"{name}ForCTC": SPEECH for name in SPEAKERS.split()},
 }
 SERIES: dict[str, Row] = {
-    "TimeSeriesTransformerForPrediction": FORECAST,
+    "TimeSeriesTransformerForPrediction": FORECAST | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
     "InformerForPrediction": FORECAST,
 }
 PATCHES: dict[str, Row] = {
@@ -292,13 +282,20 @@ UNBUILT: dict[str, str] = {
         ImageGPTForImageClassification LasrForCTC Mistral4ForSequenceClassification ParakeetForCTC
         Wav2Vec2BertForCTC
     """,
+    "draws seeds from the machine's clock and noise in its forward, so that no two runs are alike": """
+        ReformerModelWithLMHead
+    """,
     "takes seconds for a forward, whatever its size": """
         FalconH1ForCausalLM
     """,
 }
 """Classes that were tried and are not here, by the reason."""
 
-KNOWN: dict[str, dict[str, str]] = {}
+LAYER_DROP = "layer drop raises ScheduleError in stage 3 on several ranks"
+KNOWN: dict[str, dict[str, str]] = {
+    "BartForConditionalGeneration": {"known": LAYER_DROP},
+    "InformerForPrediction": {"known": LAYER_DROP},
+}
 """What is known of some of them: fields of a Case."""
 
 HUB: dict[str, Case] = {
