@@ -6,7 +6,7 @@ TORCH  ?= 2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test nightly lint bench env clean
+.PHONY: demo test test-all nightly lint bench env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,11 +23,15 @@ $(VENV)/.ready: pyproject.toml
 demo: env  ## train a byte-level GPT with ZeRO-3 on two processes; ARGS="--stage 2 --ranks 2 --steps 100"
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: env lint  ## every test but those of `make nightly`, on one to four real processes
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly" $(ARGS)
+test: env lint  ## every test but the long ones of `make test-all` and `make nightly`, on one to four real processes
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long and not nightly" $(ARGS)
 
-nightly: env  ## the property tests, with ten times the examples, and long ones that `make test` leaves out
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "property or nightly" $(ARGS)
+test-all: env  ## the long tests that `make test` leaves out; the last lines compare each file's time with its budget
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "long and not nightly" $(ARGS)
+
+nightly: env  ## the property tests, with ten times the examples, the zoo with a new seed, and tests too long for `make test-all`
+	seed=$${ZOO_SEED:-$$(date +%s)}; echo "ZOO_SEED=$$seed"; \
+	ZOO_SEED=$$seed HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "property or nightly or long" $(ARGS)
 
 lint: env  ## lint, format and types
 	$(BIN)/ruff check .

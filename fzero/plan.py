@@ -25,6 +25,7 @@ import optree
 from rich.console import Group
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fzero.config import Config, ConfigError, ZeroOptimization
 from fzero.config_optimizers import Optimizer, with_overrides
@@ -461,6 +462,7 @@ def plan(
     zero = cfg.zero_optimization
     mesh = mesh_of(zero, world_size or (mesh.size if mesh else 1), mesh)
     optimizers = optimizers_of(cfg, param_groups, transform)
+    _check_has_shapes(model)
     modules, (owners, aliases) = dict(model.named_modules()), _owners(model)
     if not owners:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
@@ -615,6 +617,18 @@ def optimizers_of(
                 f"{overrides[min(overrides)]!r}; make the transform with it"
             )
     return optimizers
+
+
+def _check_has_shapes(model: nn.Module) -> None:
+    by_kind: dict[str, Iterable[tuple[str, Tensor]]]
+    by_kind = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+    for kind, named in by_kind.items():
+        for name, tensor in named:
+            if is_lazy(tensor):
+                raise ValueError(
+                    f"{kind} {name!r}: must have a shape, and that of a lazy module has none before its first forward; run the "
+                    f"model once on a batch before the step is made"
+                )
 
 
 def _check_params(owners: Mapping[str, nn.Parameter], param_groups: Sequence[ParamGroup]) -> None:

@@ -510,3 +510,13 @@ def test_what_cannot_be_trained_or_does_not_exist_is_refused() -> None:
         params = {"etas": [0.5]} if name == "Rprop" else {}
         with pytest.raises(fzero.ConfigError, match=told):
             fzero.Config.load({"optimizer": {"type": name, "params": params}})
+
+
+def test_a_lazy_module_that_has_not_run_is_refused_by_name() -> None:
+    weight, statistics = (
+        nn.Sequential(nn.LazyLinear(2)),
+        nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False)),
+    )
+    for model, named in ((weight, "parameter '0.weight'"), (statistics, "buffer '1.running_mean'")):
+        with pytest.raises(ValueError, match=f"{named}: must have a shape.* run the model once"):
+            fzero.make_train_step(model, config(0))

@@ -1,0 +1,173 @@
+"""The law of the zoo: a model trains alike in all stages and like a plain loop, or is refused with a reason."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from ranks import RankError, RankPool
+from torch import Tensor, nn
+from training import part
+from zoo import NUM_STEPS, ROWS, WORLD_SIZE, ZOO, Case
+
+import fzero
+
+pytestmark = pytest.mark.long(budget=600)
+SEED = int(os.environ.get("ZOO_SEED", "0"))
+"""Of weights, batches and the size of small parameters. `make nightly` draws a new one and prints it."""
+LEARNING_RATE = 2.0**-4
+"""A power of two, as is WORLD_SIZE: products with them are exact, so that a job and a plain loop do the same arithmetic."""
+
+
+class Trained(NamedTuple):
+    """What a rank made of a model."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    rng: Tensor
+    """The random state of this rank before the first step."""
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """The model's own loss, or a penalty on its first output."""
+    out = model(**batch) if isinstance(batch, dict) else model(*batch)
+    if isinstance(out, Tensor):
+        return out
+    loss = getattr(out, "loss", None)
+    return out[0].float().square().mean() if loss is None else loss
+
+
+def rows_of(batch: Any, index: int) -> Any:
+    """The rows of one step, of all ranks."""
+    if isinstance(batch, dict):
+        return {name: rows_of(x, index) for name, x in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(rows_of(x, index) for x in batch)
+    return batch.reshape(NUM_STEPS, ROWS // NUM_STEPS, *batch.shape[1:])[index]
+
+
+def made(case: Case, seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    return case.make()
+
+
+def trained(name: str, stage: int, seed: int) -> Trained:
+    """One rank trains the model with fzero."""
+    model, batch = made(ZOO[name], seed)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": random.Random(seed).choice([0, 20, 300])}
+    cfg = {
+        "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}}, "gradient_clipping": 0.0, "zero_optimization": zero
+    }  # fmt: skip
+    step = fzero.make_train_step(model, cfg, loss_fn=loss_of, seed=seed)
+    state = step.init()
+    losses, rng = [], state.rng["cpu"].clone()
+    for index in range(NUM_STEPS):
+        state, metrics = step(state, part(rows_of(batch, index), step.rank, step.world_size))
+        losses.append(metrics.loss.item())
+    return Trained(losses, step.gather(state), rng)
+
+
+def plainly_trained(case: Case, seed: int, rngs: list[Tensor]) -> Trained:
+    """Data parallel training as one process does it: a module for each rank, whose gradients and buffers are averaged."""
+    modules, batches, others = [], [], []
+    for _ in rngs:
+        module, batch = made(case, seed)
+        modules.append(module)
+        batches.append(batch)
+        others.append((random.getstate(), numpy.random.get_state()))  # a rank has its own
+    optimizers = [torch.optim.SGD(module.parameters(), lr=LEARNING_RATE) for module in modules]
+    first, states, losses = rngs[0].clone(), [rng.clone() for rng in rngs], []
+    for index in range(NUM_STEPS):
+        found = []
+        for rank, (module, batch) in enumerate(zip(modules, batches)):
+            torch.set_rng_state(states[rank])
+            random.setstate(others[rank][0])
+            numpy.random.set_state(others[rank][1])
+            module.zero_grad()
+            found.append(loss_of(module, part(rows_of(batch, index), rank, WORLD_SIZE)))
+            found[-1].backward()
+            states[rank], others[rank] = torch.get_rng_state(), (random.getstate(), numpy.random.get_state())
+        losses.append(sum(loss.item() for loss in found) / WORLD_SIZE)
+        for params in zip(*(module.parameters() for module in modules), strict=True):
+            grads = [param.grad.to_dense() for param in params if param.grad is not None]
+            for param in params:
+                param.grad = sum(grad / WORLD_SIZE for grad in grads) if grads else None  # type: ignore[assignment]
+        for optimizer in optimizers:
+            optimizer.step()
+        for buffers in zip(*(module.buffers() for module in modules), strict=True):
+            floats = buffers[0].is_floating_point() or buffers[0].is_complex()
+            mean = torch.stack(buffers).mean(0) if floats else buffers[0].clone()
+            for buffer in buffers:
+                buffer.copy_(mean)
+    return Trained(losses, modules[0].state_dict(), first)
+
+
+def differences(found: Trained, expected: Trained) -> dict[str, float]:
+    """The tensors that are not the same bits, each with its largest difference; nan where names, shapes or dtypes differ."""
+    unlike = dict.fromkeys(found.weights.keys() ^ expected.weights.keys(), math.nan)
+    for name in found.weights.keys() & expected.weights.keys():
+        one, other = found.weights[name], expected.weights[name]
+        wide = torch.promote_types(other.dtype, torch.float32) if other.is_floating_point() else other.dtype
+        if (one.shape, one.dtype) != (other.shape, wide):  # `gather` gives floats in fp32 or wider
+            unlike[name] = math.nan
+        elif not torch.equal(one.nan_to_num(), other.to(wide).nan_to_num()):
+            unlike[name] = (one.to(torch.complex128) - other).abs().max().item()
+    return unlike
+
+
+def refusal(error: RankError) -> str:
+    """What all ranks say, where it is an error that fzero raises itself, of the form "subject: rule; fix"; "" otherwise."""
+    texts = [text.rstrip() for text in str(error).split("--- rank ") if text]
+    raised_in = [text.rpartition('  File "')[2].partition('"')[0] for text in texts]
+    is_ours = len(texts) == WORLD_SIZE and all(os.sep + "fzero" + os.sep in path for path in raised_in)
+    # A ScheduleError or a CollectiveError says nothing of the model, and others are mistakes in fzero.
+    is_ours &= all(isinstance(each, ValueError) or type(each) is RuntimeError for each in error.errors)
+    said = {str(each) for each in error.errors}
+    return next((text for text in said if is_ours and len(said) == 1 and re.search("(?s): .*; ", text)), "")
+
+
+def check(ranks: RankPool, name: str, seed: int) -> None:
+    """A model trains in all stages to the bits of the plain loop; or all stages refuse it, in words of fzero's own."""
+    case, results, refusals = ZOO[name], [], []
+    for stage in range(4):
+        try:
+            results.append(ranks(WORLD_SIZE, trained, name, stage, seed))
+        except RankError as error:
+            refusals.append(refusal(error))
+            assert refusals[-1], f"stage {stage}: {error}"
+    assert not refusals or not results, f"refused by {len(refusals)} of 4 stages: {refusals[0]}"
+    if refusals:
+        assert case.known or case.refused, f"refused: {refusals[0]}"
+        assert all(re.search(case.refused, said) for said in refusals), refusals
+        return
+    assert not case.refused, "it trains now: its row may go without refused="
+    first = results[0][0]
+    for stage, on_ranks in enumerate(results):
+        for rank, found in enumerate(on_ranks):
+            assert found.losses == first.losses and not differences(found, first), f"rank {rank} of stage {stage}"
+    plain = plainly_trained(case, seed, [found.rng for found in results[0]])
+    assert first.losses == pytest.approx(plain.losses, rel=max(1e-6, case.tolerance))  # fp32: a mean over ranks
+    unlike = differences(first, plain)
+    assert all(case.rounds and difference <= case.tolerance for difference in unlike.values()), unlike
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_model_trains_in_all_stages_like_the_plain_loop_or_is_refused(ranks: RankPool, name: str) -> None:
+    known = ZOO[name].known
+    try:
+        check(ranks, name, SEED)
+    except AssertionError:
+        if not known:
+            print(f"to see it again: ZOO_SEED={SEED}")
+            raise
+        pytest.xfail(known)
+    if SEED == 0:  # with other numbers a fault that depends on data may not show
+        assert not known, f"{known}: no longer so; its row may go without known="

@@ -1,0 +1,9 @@
+"""A zoo of models: tiny ones of every class of transformers that builds on the CPU, and oddities in plain PyTorch."""
+
+from zoo.case import NUM_STEPS, ROWS, WORLD_SIZE, Case
+from zoo.hub import HUB
+from zoo.oddities import ODDITIES
+
+ZOO: dict[str, Case] = {**ODDITIES, **HUB}
+
+__all__ = ["NUM_STEPS", "ROWS", "WORLD_SIZE", "ZOO", "Case"]
