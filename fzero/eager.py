@@ -130,6 +130,9 @@ class Pass:
         orders: the events to follow, by what runs; what is not there is negotiated, and learned. None negotiates all.
         stage: what brings shards from where they live, and takes those of gradients there.
         wires: what the wires of reductions remember, by flat buffer and axis; what they do afterwards stands in their place.
+
+    Attributes:
+        is_over: whether it was closed, or an error ended it.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class Pass:
         self.executed: list[Event] = []
         self.schedule: Sequence[Event] | None = None  # of what runs, after what has run
         self._orders, self._begun = orders, 0
-        self._is_open, self._is_over, self._is_passed = False, False, False
+        self._is_open, self.is_over, self._is_passed = False, False, False
         self._stays: list[Counter[str]] = []  # of each forward: how often it entered each unit
         self._num_forwards, self._num_backwards = 0, 0  # since the last backward, since the last forward
         self._is_kept = False  # whether a graph may be gone through again
@@ -261,7 +264,7 @@ class Pass:
     @contextmanager
     def _running(self, run: Run) -> Iterator[None]:
         """Follows the order of what runs, or learns it; after an error the pass is over."""
-        if self._is_over:
+        if self.is_over:
             raise RuntimeError(_OVER)
         collectives.settle()
         known = None if self._orders is None else self._orders.get(run)
@@ -289,7 +292,7 @@ class Pass:
 
     def close(self) -> None:
         """Lets go of what is gathered; a graph that was made here is refused from now on."""
-        self._is_open, self._is_over = False, True
+        self._is_open, self.is_over = False, True
         self._release_all_but("")
         self.stage.abandon()
 
@@ -314,7 +317,7 @@ class Pass:
     def _check_runs(self) -> None:
         """Raises where autograd comes at a moment of its own, when other ranks do not take part."""
         if not self._is_open:
-            raise RuntimeError(_OVER if self._is_over else _BETWEEN)
+            raise RuntimeError(_OVER if self.is_over else _BETWEEN)
 
     # --- parameters --------------------------------------------------------------------------------------------
 

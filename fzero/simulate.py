@@ -38,7 +38,7 @@ from fzero.plan import Plan
 from fzero.recipe import Recipe
 from fzero.sent import Sent
 from fzero.stacked import RandomByRank, Stacked, VmapError
-from fzero.state import Metrics, TrainState
+from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.step import TrainStep
 from fzero.updater import Knobs
 from sharding import Mesh, TensorSpec
@@ -63,14 +63,17 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 def unstacked(tree: Any, world_size: int) -> list[Any]:
     """The ranks' trees from a tree of stacked tensors. They share its memory; what is no tensor is every rank's."""
+    mark = tree.step if isinstance(tree, TrainState) and is_donated(tree) else None  # which each rank's step finds
     for x in optree.tree_leaves(tree):
-        if isinstance(x, Tensor | FileTensors) and (not x.ndim or x.shape[0] != world_size):
+        if x is not mark and isinstance(x, Tensor | FileTensors) and (not x.ndim or x.shape[0] != world_size):
             raise ValueError(
                 f"simulate: every tensor must have a leading dimension of {world_size} ranks, got shape {tuple(x.shape)}; "
                 f"give each rank its part, for example rearrange(x, '(rank b) ... -> rank b ...', rank={world_size})"
             )
 
     def of_rank(x: Any, rank: int) -> Any:
+        if x is mark:
+            return x
         if isinstance(x, FileTensors):
             return x[rank]
         return x[rank].data if isinstance(x, Tensor) else x
@@ -127,8 +130,12 @@ class LockstepRanks:
             batch: of all ranks, each tensor with a leading dimension of ranks; or an iterator of micro-batches like that.
         """
         states, batches = unstacked(state, self.world_size), self._batches(batch)
-        results = self._run(lambda rank: self.steps[rank](states[rank], batches[rank]))
-        return _restacked(state, [new for new, _ in results]), results[0][1]
+        try:
+            results = self._run(lambda rank: self.steps[rank](states[rank], batches[rank]))
+            return _restacked(state, [new for new, _ in results]), results[0][1]
+        finally:
+            if any(map(is_donated, states)) and not is_donated(state):
+                taken(state)
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, as `TrainStep.evaluate`."""
@@ -247,6 +254,8 @@ class VmapRanks(LockstepRanks):
                 return self._step_of_all(state, micro_batches)
         except (RuntimeError, VmapError, CompileError) as error:
             if isinstance(error, CollectiveError) or [x._version for x in kept] != versions:
+                if not is_donated(state):
+                    taken(state)
                 raise  # what has begun to be updated must not be updated again
             told = f"simulate: torch.vmap cannot run this step for all ranks at once: {_first_line(error)}"
             if self._way == "vmap":
@@ -275,7 +284,7 @@ class VmapRanks(LockstepRanks):
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
-        return step._updater.next_state(state, metrics, outcome_W.loss_scale, buffers, rng, wires), metrics
+        return step._updater.next_state(taken(state), metrics, outcome_W.loss_scale, buffers, rng, wires), metrics
 
 
 def simulate(

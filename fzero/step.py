@@ -53,7 +53,7 @@ from fzero.safetensors_files import Export, exported_dtype
 from fzero.schedule import Event, Orders
 from fzero.sent import Label, Sent
 from fzero.staging import Scratch, Stage
-from fzero.state import Metrics, TrainState
+from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.timeline import Machine, Timeline, joined, make_timeline
 from fzero.tune_probe import probe_of
 from fzero.updater import Knobs, Updater
@@ -448,6 +448,7 @@ class TrainStep:
             )
         for name, leaf, (shape, dtype) in zip(names, leaves, shapes, strict=True):
             if leaf.shape != shape or leaf.dtype != dtype:
+                _check_not_donated(state)
                 raise ValueError(
                     f"{name}: must be {dtype} of shape {shape} in this step (stage "
                     f"{self.plan.stage}, {self.world_size} ranks), got {leaf.dtype} of shape {tuple(leaf.shape)}; {fix}"
@@ -612,6 +613,12 @@ class TrainStep:
         Raises:
             FloatingPointError: see `__call__`.
         """
+        _check_not_donated(round_.state)
+        if round_.work.is_over:
+            raise RuntimeError(
+                "update: must be of a round that no error has ended, and one did, so that its gradients are not all there; begin "
+                "another round with the same state"
+            )
         if not round_.told:
             raise ValueError(
                 "update: needs a backward since the last one, and there was none; call backward(loss) first"
@@ -641,6 +648,7 @@ class TrainStep:
         num_updates = int(state.step)
         rate = self._updater.rates[0](num_updates)
         metrics, factor = self._bound_measure.metrics(losses, state, is_sum=is_sum, rate=rate, stage=stage)
+        state = taken(state)  # before the first write: what an error leaves is no state to go on with
         state = self._updater.update(state, factor, metrics.overflow, num_updates=num_updates)
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
@@ -694,7 +702,7 @@ class TrainStep:
         )
         if self._probe:
             self._probe.has_updated()
-        return self._updater.next_state(state, metrics, outcome.loss_scale, buffers, rng, wires), metrics
+        return self._updater.next_state(taken(state), metrics, outcome.loss_scale, buffers, rng, wires), metrics
 
     def _call_and_update(
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
@@ -882,10 +890,23 @@ class TrainStep:
 
         *Collective:* every rank; sends one number.
         """
+        self._check_state(state)
         return self._bound_measure.first_overflow(state)
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _check_not_donated(state: TrainState[Tensor]) -> None:
+    """Raises if a step took the state: what its files hold, if it has some, and otherwise what to go on with."""
+    if is_donated(state):
+        for handle in handles_of(state):
+            handle.check()
+        raise ValueError(
+            "state: must not be used again once a step took it (donate=True), for that step wrote the next state into its "
+            "memory; go on with the state that the step returned (from a checkpoint, if its update raised), or make the step "
+            "with donate=False"
+        )
 
 
 def _portable(tensor: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ class Updater:
         rng: dict[str, Tensor], wires: dict[str, dict[str, Any]],
     ) -> TrainState[Tensor]:  # fmt: skip
         """The state after an update, which an overflow skipped."""
-        num_updates = state.step.add_(1)
+        num_updates = state.step.add_(1)  # of a state that is taken
         if self.skips_overflow:
             num_updates.sub_(metrics.overflow.to(num_updates.dtype))
             buffers = _chosen(metrics.overflow, state.buffers, buffers)
