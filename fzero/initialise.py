@@ -84,7 +84,7 @@ class FirstState:
         flat_P = _from_rank_0(flat_P, everyone, buffer.key)
         param = self.cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
         updated = self.cut(flat_P, buffer.master) if buffer.trainable else param
-        make = functools.partial(self.updater.transform_of, buffer, 0)
+        make = functools.partial(self.updater.transform_of, buffer)
         return self.offload.init(buffer, files, param, updated, make)
 
     def cut(self, flat_P: Tensor, spec: TensorSpec) -> Tensor:

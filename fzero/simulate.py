@@ -271,16 +271,18 @@ class VmapRanks(LockstepRanks):
         state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         wires = optree.tree_map(torch.clone, state.wires)
-        step._updater.turn(self._knobs, int(state.step[0]))
-        number = torch.zeros(self.world_size, 1, dtype=torch.float64)
+        step._updater.turn(self._knobs, step._updater.hyper(int(state.step[0])))
+        numbers = torch.zeros(self.world_size, 2, dtype=torch.float64)  # there is one pass, of one step
         self._stacked.random = drawn = RandomByRank(state.rng["cpu"]) if self._backend is None else None
         with _quietly():
             batches = [step._batches.cast(b) for b in micro_batches]
-            outcome_W, is_sum = self._made(state, buffers, wires, batches, number)
+            outcome_W, is_sum = self._made(state, buffers, wires, batches, numbers)
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
             states = unstacked(state, self.world_size)
-            self._run(lambda rank: self.steps[rank]._bound_measure.check_outcome(outcome, states[rank], is_sum=is_sum))
+            self._run(
+                lambda rank: self.steps[rank]._bound_measure.check_outcome(outcome, states[rank], dict, is_sum=is_sum)
+            )
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)

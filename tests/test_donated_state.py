@@ -17,7 +17,9 @@ import fzero
 from fzero.place import copied
 from fzero.state import is_donated
 
-TAKEN = r"state: must not be used again once a step took it \(donate=True\).*the state that the step returned.*donate=False"
+TAKEN = (
+    r"state: must not be used again once a step took it \(donate=True\).*the state that the step returned.*donate=False"
+)
 BATCH = functools.partial(vectors, 0)
 WORLD_SIZE = 2
 
@@ -125,7 +127,7 @@ def test_a_round_is_updated_once_and_not_after_an_error_ended_it() -> None:
     round_ = collect(state)
     with pytest.raises(KeyError):
         step.forward(round_, fails)
-    with pytest.raises(RuntimeError, match="must be of a round that no error has ended.*begin another"):
+    with pytest.raises(RuntimeError, match=r"must be of a round that no error has ended.*begin another"):
         step.update(round_)
     state, metrics = step.update(collect(state))
     assert int(state.step) == 2 and metrics.loss.isfinite()
