@@ -45,6 +45,7 @@ from torch.torch_version import TorchVersion
 
 from fzero.binding import with_own_code
 from fzero.collectives import Fake, InGraph, Real, collective_that_raised, failed
+from fzero.eager import INSIDE, UNRELATED
 from fzero.graph_analysis import name_units
 from fzero.graph_backends import Backend as TorchBackend
 from fzero.graph_backends import OnPaper, aot_eager, inductor, on_paper
@@ -661,11 +662,15 @@ class CompiledStep:
 
         with self._ranks.drawing():
             loss, row = self._ranks.each(forward)(tensors, buffers, batch, numbers, loss_scale.scale)
+        if any(leaf.grad is not None for leaf in leaves.values()):
+            raise RuntimeError(INSIDE)
         with torch.fx.traceback.annotate(BACKWARD):
             # Of simulated ranks there is a loss each, and no gradient of one rank's in another's parameters.
             grads = torch.autograd.grad(
                 loss, list(leaves.values()), torch.ones_like(loss) if loss.dim() else None, allow_unused=True
             )
+        if all(grad is None for grad in grads):
+            raise ValueError(UNRELATED)
         # Zeros by shape alone: zeros like a parameter would gather its unit once more.
         found_grads = {
             name: torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if grad is None else grad

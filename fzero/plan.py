@@ -440,7 +440,7 @@ def plan(
     Args:
         model: any module.
         cfg: a `Config`, or what `Config.load` takes.
-        world_size: number of ranks W; None is those of the mesh, or 1.
+        world_size: number of ranks W, at least 1; None is those of the mesh, or 1.
         mesh: how they stand along several axes; None is as the configuration says, or one axis.
         units: names of the modules to use as units, with `*` as a wildcard (the outermost matches count); None finds
             repeated blocks.
@@ -459,7 +459,9 @@ def plan(
     check_mesh(mesh)
     cfg = Config.load(cfg)
     zero = cfg.zero_optimization
-    mesh = mesh_of(zero, world_size or (mesh.size if mesh else 1), mesh)
+    if world_size is None:
+        world_size = mesh.size if mesh else 1
+    mesh = mesh_of(zero, world_size, mesh)
     optimizers = optimizers_of(cfg, param_groups, transform)
     modules, (owners, aliases) = dict(model.named_modules()), _owners(model)
     if not owners:

@@ -254,7 +254,9 @@ def test_a_graph_of_a_step_finds_the_checksums_that_differ_and_updates_nothing()
 
 def test_states_of_other_updates_raise_on_all_ranks(ranks: RankPool) -> None:
     for told in ranks(2, _step_that_drifts, 0, {}, True):
-        assert told.startswith("number of updates so far: must be the same on all ranks, but 'state.step' is '1' on rank 0")
+        assert told.startswith(
+            "number of updates so far: must be the same on all ranks, but 'state.step' is '1' on rank 0"
+        )
 
 
 def _engine_that_drifts(stage: int, when: str) -> str:
@@ -287,8 +289,14 @@ def _engine_that_drifts(stage: int, when: str) -> str:
 @pytest.mark.parametrize(
     ("when", "expected"),
     [
-        ("before the backward", r"learning rate after 1 updates: .*'group 0 \(all parameters\)' is '0.03125' on rank 0 and '0.09375'"),
-        ("between backward and step", r"learning rate after 1 updates, used in the last update: .*'0.03125'.*'0.09375'"),
+        (
+            "before the backward",
+            r"learning rate after 1 updates: .*'group 0 \(all parameters\)' is '0.03125' on rank 0 and '0.09375'",
+        ),
+        (
+            "between backward and step",
+            r"learning rate after 1 updates, used in the last update: .*'0.03125'.*'0.09375'",
+        ),
         ("other weight decay", r"hyper-parameters: .*'group 0 .*weight_decay=0.1.*on rank 0.*weight_decay=1.1"),
     ],
 )
@@ -306,7 +314,9 @@ def test_a_rate_that_is_no_number_raises_before_anything_is_updated() -> None:
     state = step.init()
     for bad in (False, True, True, False):
         if bad:
-            with pytest.raises(ValueError, match=r"learning rate: must be a finite number .*got \[(nan|None)\] after 1"):
+            with pytest.raises(
+                ValueError, match=r"learning rate: must be a finite number .*got \[(nan|None)\] after 1"
+            ):
                 step(state, part(vectors(0), 0, 1))
         else:
             state, _ = step(state, part(vectors(0), 0, 1))
