@@ -313,7 +313,7 @@ def blank(
         parts = {part: {} for part in QUANTITIES}
         for buffer in new.plan.flat_buffers:
             param = zeros(buffer.params)
-            own = zeros(buffer.master) if buffer.trainable else param
+            own = zeros(buffer.master) if buffer.trainable or buffer.has_master else param
             first = new._offload.init(buffer, files, param, own, partial(new._updater.transform_of, buffer))
             for part, tensors in first.items():
                 parts[part][buffer.key] = tensors

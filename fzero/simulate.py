@@ -147,6 +147,17 @@ class LockstepRanks:
         states = unstacked(state, self.world_size)
         return self._run(lambda rank: self.steps[rank].gather(states[rank], to="rank0"))[0]
 
+    def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
+        """The weights by flat buffer, stacked, as `TrainStep.weights`."""
+        states = unstacked(state, self.world_size)
+        self._run(lambda rank: self.steps[rank].weights(states[rank]))  # which checks them
+        return {b.key: state.master.get(b.key, state.params[b.key]) for b in self.plan.flat_buffers}
+
+    def with_weights(self, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
+        """The state with other weights, as `TrainStep.with_weights`; `state` and `weights` are stacked."""
+        states, of_ranks = unstacked(state, self.world_size), unstacked(weights, self.world_size)
+        return _restacked(state, self._run(lambda rank: self.steps[rank].with_weights(states[rank], of_ranks[rank])))
+
     def save_16bit_model(self, state: TrainState[Tensor], out: str | Path, **how: Any) -> None:
         """The weights as safetensors files, as `TrainStep.save_16bit_model`."""
         states = unstacked(state, self.world_size)

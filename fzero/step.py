@@ -38,7 +38,7 @@ from fzero.collectives import Bound, Fake, Lockstep, Real
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer
 from fzero.eager import Pass
-from fzero.file_tensors import handles_of
+from fzero.file_tensors import FileTensor, handles_of
 from fzero.initialise import FirstState, InitFn
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
@@ -121,9 +121,10 @@ def make_train_step(
         placements: where masters and tensors of the optimizer's state live, in place of what the configuration says: by
             pattern, `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and
             leaf (`fzero.placements`). The state then streams through each update, with the same bits on the CPU.
-        donate: the step may write into the state it is given, which must not be used again. False works on a copy, which
+        donate: the step may write into the state it is given, which raises when it is used again. False works on a copy, which
             there is none of state in files.
-        lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's.
+        lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's. All ranks
+            must get the same from it, which is checked: metrics are the same on all, a rank's own loss is not.
         schedule: `"learned"` fixes the order of collectives in the first step. `"negotiated"` agrees on it in every
             step: for models whose units run in an order that depends on data. Slower, nothing starts early.
         checkpoint: activation checkpointing: the modules that keep only their inputs for the backward, and run again in
@@ -371,13 +372,67 @@ class TrainStep:
 
     def _whole_weights(self, state: TrainState[Tensor]) -> Iterator[dict[str, Tensor]]:
         """The whole weights, one flat buffer after the other; the master's where there is one. *Collective.*"""
-        weights = [(b.key, state.master.get(b.key, state.params[b.key])) for b in self.plan.flat_buffers]
-        shards = self._offload.stage(self._scratch).each(weights)
+        shards = self._offload.stage(self._scratch).each(list(self.weights(state).items()))
         for buffer, flat in zip(self.plan.flat_buffers, shards, strict=True):
             if flat.numel() != buffer.padded_numel:
                 spec = buffer.row.optimizer if buffer.key in state.master else buffer.row.params
                 flat = self._mesh.all_gather(flat, self._mesh.axes_of(spec))
             yield unflatten(flat, buffer.layout)
+
+    def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
+        """This rank's part of the weights by flat buffer: the master where there is one, else the parameters.
+
+        The state's own tensors, to be averaged into a tree of the same structure, say, for `with_weights`. Sends nothing.
+        """
+        self._check_state(state)
+        return {b.key: state.master.get(b.key, state.params[b.key]) for b in self.plan.flat_buffers}
+
+    def with_weights(self, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
+        """The state with other weights, for `evaluate`, `gather`, `save` and `save_16bit_model`: masters and parameters both.
+
+            ema = optree.tree_map(lambda mean, weight: torch.lerp(mean, weight, 0.01), ema, step.weights(state))
+            loss = step.evaluate(step.with_weights(state, ema), batch)
+
+        (`state._replace(master=…)` alone changes nothing that the model computes with, where there are masters.) All else is the
+        state's own, so both end when a step takes one of them. Weights that have the right dtype and place are not copied: give
+        a step that donates only what you need no more.
+
+        *Collective* where a rank holds a shard of the weights and whole parameters: every rank; sends `(W-1)/W` of them.
+
+        Args:
+            state: of this step. It is left as it is.
+            weights: by flat buffer as `weights` has them, in any floating dtype; buffers that are left out keep theirs.
+
+        Raises:
+            ValueError: a name or a shape is not that of the state's weights, or what would change lives in files.
+        """
+        own = self.weights(state)
+        for key, weight in weights.items():
+            if key not in own or not isinstance(weight, Tensor) or weight.shape != own[key].shape:
+                got = f"{tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+                wanted = f"a tensor of shape {tuple(own[key].shape)}" if key in own else f"one of {', '.join(own)}"
+                raise ValueError(
+                    f"with_weights: {key!r} must be {wanted} in this step, got {got}; give the flat buffers of "
+                    f"step.weights(state) (step.init(params) takes a state dict)"
+                )
+        master, params = dict(state.master), dict(state.params)
+        for buffer in self.plan.flat_buffers:
+            if buffer.key not in weights:
+                continue
+            key, weight, home = buffer.key, weights[buffer.key].detach(), params[buffer.key]
+            if isinstance(home, FileTensor) or isinstance(own[key], FileTensor):
+                raise ValueError(
+                    f"with_weights: {key!r} must be in memory to have other weights, and is in a file; bring the state into "
+                    f"memory with fzero.place and a step without offload, and evaluate with that"
+                )
+            if key in master:
+                master[key] = weight.to(own[key].device, own[key].dtype)
+            narrow = weight.to(self.device, torch_dtype(buffer.dtypes.param))
+            if narrow.numel() != home.numel():
+                axes = self._mesh.axes_of(buffer.row.optimizer)
+                narrow = self._first_state.cut(self._mesh.all_gather(narrow, axes), buffer.params)
+            params[key] = narrow.to(home.device)
+        return state._replace(master=master, params=params)
 
     def save_16bit_model(
         self,
@@ -796,6 +851,8 @@ class TrainStep:
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
+
+        The model computes with `state.params`; `with_weights` makes a state of other weights.
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """

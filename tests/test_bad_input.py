@@ -326,9 +326,9 @@ def _with_bad_losses(stage: int) -> list[tuple[str, str]]:
 
     for bad in (_elsewhere, _goes_backward):
         current.append(bad)
-        for train in (lambda: step(state, batch), lambda: run(step.recipe.model, batch, bad)):  # noqa: B023
+        for attempt in (lambda: step(state, batch), lambda: run(step.recipe.model, batch, bad)):  # noqa: B023
             with pytest.raises((ValueError, RuntimeError), match="backward: ") as caught:
-                train()
+                attempt()
             found.append((bad.__name__, str(caught.value)))
         current.pop()
     assert all(map(torch.equal, step.gather(state).values(), before.values()))
