@@ -367,6 +367,18 @@ def test_a_graph_of_a_step_refuses_such_losses_too() -> None:
             )
 
 
+@pytest.mark.parametrize("world_size", [0, -1, True, 2.0])
+def test_a_plan_is_for_a_positive_number_of_ranks(world_size: Any) -> None:
+    told = f"world_size: must be a positive integer, got {world_size!r}; say how many ranks"
+    for plan in (
+        lambda: fzero.plan(Plain(), config(1), world_size=world_size),
+        lambda: fzero.compare_plans(Plain(), config(1), world_size=world_size),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            plan()
+    assert fzero.plan(Plain(), config(1)).world_size == 1
+
+
 # --- numbers that are not finite ---------------------------------------------------------------------------------
 
 
