@@ -7,7 +7,7 @@ wait for that, on the CPU; elsewhere a device-side assertion ends the process. S
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from fzero.bound_mesh import BoundMesh
-from fzero.collectives import CollectiveError
+from fzero.collectives import Bound, CollectiveError
 from fzero.eager import own_shard
 from fzero.loss_scaling import LossScaling
 from fzero.measure import Measure, check_rows, mean_of
 from fzero.offload import Offload
 from fzero.plan import Plan
+from fzero.recipe import MismatchError, check_same
 from fzero.sent import Label
 from fzero.staging import Scratch, Stage
 from fzero.state import Metrics, TrainState
 
 if TYPE_CHECKING:
     from fzero.compiled import Outcome
+
+Named = Callable[[], dict[str, dict[str, str]]]
+"""Values as text, by subject and name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +110,12 @@ class BoundMeasure:
         found = int(mesh.stack(torch.tensor(first, device=self.offload.device), label=Label("overflow")).min())
         return dict(zip(order.values(), order, strict=True)).get(found)
 
-    def check_outcome(self, outcome: Outcome, state: TrainState[Tensor], *, is_sum: bool) -> None:
-        """Raises on every rank what a graph found."""
+    def check_outcome(self, outcome: Outcome, state: TrainState[Tensor], hyper: Named, *, is_sum: bool) -> None:
+        """Raises on every rank what a graph found; `hyper` as in `check_alike`."""
         if outcome.ok.device.type != "cpu":
             torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
         elif not outcome.ok:
-            check_passes(outcome.told[..., 2].flatten())
+            check_alike(outcome.told[..., 2:].flatten(0, 1), self.mesh.everyone, hyper)
             check_rows(outcome.told[..., :2].flatten(0, 1), is_sum=is_sum)
             if self.skips_overflow:
                 self._check_loss_scale(state, outcome.overflow)
@@ -140,6 +144,40 @@ class BoundMeasure:
             + (f", first parameter {name!r}" if name else "")
             + "); the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
         )
+
+
+def check_alike(numbers_M2: Tensor, everyone: Bound, hyper: Named) -> None:
+    """Raises on every rank when the ranks' passes, by number, are not the same, or the hyper-parameters, by checksum.
+
+    On the CPU alone, where reading is free: elsewhere `assert_alike` and a graph do it.
+
+    Args:
+        numbers_M2: the number of the pass and the checksum, of every rank at least once.
+        everyone: the ranks.
+        hyper: this rank's hyper-parameters as text, by subject and name.
+
+    Raises:
+        CollectiveError: the ranks are in different steps.
+        MismatchError: their hyper-parameters differ.
+    """
+    if numbers_M2.device.type != "cpu" or (numbers_M2 == numbers_M2[0]).all():
+        return
+    check_passes(numbers_M2[:, 0])
+    check_same(
+        everyone, hyper(),
+        fix="compute it from what is the same on all ranks (metrics.loss is the mean over them), or on rank 0 for all",
+    )  # fmt: skip
+    raise MismatchError(
+        "hyper-parameters: must be the same on all ranks, and differ; compute them from the same numbers"
+    )
+
+
+def assert_alike(told_AWN: Tensor) -> None:
+    """`check_alike` where the host must not wait for the device, of all backwards of a step."""
+    numbers = told_AWN[..., 3:]
+    torch._assert_async(
+        (numbers == numbers[:, :1]).all(), "fzero: the ranks are in different steps, or have other learning rates"
+    )
 
 
 def check_passes(numbers_W: Tensor) -> None:

@@ -45,6 +45,7 @@ from torch.torch_version import TorchVersion
 
 from fzero.binding import with_own_code
 from fzero.collectives import Fake, InGraph, Real, collective_that_raised, failed
+from fzero.eager import INSIDE, UNRELATED
 from fzero.graph_analysis import name_units
 from fzero.graph_backends import Backend as TorchBackend
 from fzero.graph_backends import OnPaper, aot_eager, inductor, on_paper
@@ -213,7 +214,8 @@ class Outcome(NamedTuple):
     """What one compiled step tells the host."""
 
     told: Tensor
-    """Of every micro-step and rank its loss, its weight or -1, and the number of its pass (A, W, 3)."""
+    """Of every micro-step and rank its loss, its weight or -1, the number of its pass, and the checksum of its
+    hyper-parameters (A, W, 4)."""
     loss: Tensor
     norm: Tensor
     overflow: Tensor
@@ -321,7 +323,7 @@ class CompiledStep:
         buffers: dict[str, Tensor],
         wires: Wires,
         micro_batches: Sequence[Any],
-        number: Tensor,
+        numbers: Tensor,
     ) -> tuple[Outcome, bool]:
         """Makes one step of `state`, in place, and of the module `buffers`; tells whether losses are sums. *Collective.*
 
@@ -330,16 +332,16 @@ class CompiledStep:
             buffers: the module's, which are written.
             wires: what they remember, which is written.
             micro_batches: A batches.
-            number: of this pass (1,), float64; must be the same on all ranks.
+            numbers: of this pass, and a checksum of the hyper-parameters (2,), float64; must be the same on all ranks.
         """
         flat = (state.params, state.master, state.grads, _shielded(state.optimizer))
         buffers = _shielded(buffers)
         if len(micro_batches) == 1:
             made: tuple[Outcome, bool] = self._run(
-                self._whole, *flat, buffers, wires, state.loss_scale, micro_batches[0], number
+                self._whole, *flat, buffers, wires, state.loss_scale, micro_batches[0], numbers
             )
             return made
-        told_A, is_sum = self._accumulate(state, buffers, wires, micro_batches, number)
+        told_A, is_sum = self._accumulate(state, buffers, wires, micro_batches, numbers)
         return self._run(self._end, *flat, buffers, wires, state.loss_scale, told_A, is_sum), is_sum
 
     def _accumulate(
@@ -348,15 +350,15 @@ class CompiledStep:
         buffers: dict[str, Tensor],
         wires: Wires,
         micro_batches: Sequence[Any],
-        number: Tensor,
+        numbers: Tensor,
     ) -> tuple[Tensor, bool]:
-        """Adds up the gradients of micro-steps; what every rank told in each (A, W, 3), and whether losses are sums."""
+        """Adds up the gradients of micro-steps; what every rank told in each (A, W, 4), and whether losses are sums."""
         for grads in state.grads.values():
             grads.zero_()
         told = []
         for batch in micro_batches:
             rows, is_sum = self._run(
-                self._micro, state.params, state.grads, buffers, wires, state.loss_scale, batch, number
+                self._micro, state.params, state.grads, buffers, wires, state.loss_scale, batch, numbers
             )
             told.append(rows)
         return torch.stack(told, rows.dim() - 2), is_sum
@@ -367,22 +369,22 @@ class CompiledStep:
         buffers: dict[str, Tensor],
         wires: Wires,
         micro_batches: Sequence[Any],
-        number: Tensor,
+        numbers: Tensor,
     ) -> tuple[Tensor, bool]:
         """All of a step but the update: leaves the mean gradients in `state.grads`, and makes `buffers` equal. *Collective.*
 
         For state that is not where the graph is. Arguments as in a call.
 
         Returns:
-            What every rank told in each micro-step (A, W, 3), and whether losses are sums.
+            What every rank told in each micro-step (A, W, 4), and whether losses are sums.
         """
         buffers = _shielded(buffers)
         if len(micro_batches) == 1:
             rows, is_sum = self._run(
-                self._alone, state.params, state.grads, buffers, wires, state.loss_scale, micro_batches[0], number
+                self._alone, state.params, state.grads, buffers, wires, state.loss_scale, micro_batches[0], numbers
             )
             return rows[None], is_sum
-        told_A, is_sum = self._accumulate(state, buffers, wires, micro_batches, number)
+        told_A, is_sum = self._accumulate(state, buffers, wires, micro_batches, numbers)
         self._run(self._summed, state.grads, wires, buffers)
         return told_A, is_sum
 
@@ -433,10 +435,10 @@ class CompiledStep:
         """
         flat = (state.params, state.master, state.grads, _shielded(state.optimizer))
         buffers = _shielded(dict(state.buffers))
-        number = torch.empty((1,), dtype=torch.float64, device=self._device)
+        numbers = torch.empty((2,), dtype=torch.float64, device=self._device)
         if len(micro_batches) == 1:
             whole = self._compile(self._whole_step, on_paper)
-            return [self._captured(whole, *flat, buffers, state.wires, state.loss_scale, micro_batches[0], number)]
+            return [self._captured(whole, *flat, buffers, state.wires, state.loss_scale, micro_batches[0], numbers)]
         sums: list[bool] = []
 
         @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # it is called in the capture
@@ -450,10 +452,10 @@ class CompiledStep:
 
         micro, update = self._compile(micro_step, on_paper), self._compile(self._update, on_paper)
         graphs = [
-            self._captured(micro, state.params, state.grads, buffers, state.wires, state.loss_scale, batch, number)
+            self._captured(micro, state.params, state.grads, buffers, state.wires, state.loss_scale, batch, numbers)
             for batch in micro_batches
         ]
-        told = number.new_empty(len(micro_batches), self._graph.num_ranks, 3)
+        told = numbers.new_empty(len(micro_batches), self._graph.num_ranks, 4)
         return [*graphs, self._captured(update, *flat, buffers, state.wires, state.loss_scale, told, sums[-1])]
 
     def _captured(self, function: Callable[..., Any], *arguments: Any) -> Captured:
@@ -479,10 +481,10 @@ class CompiledStep:
         wires: Wires,
         loss_scale: LossScale[Tensor],
         batch: Any,
-        number: Tensor,
+        numbers: Tensor,
     ) -> tuple[Outcome, bool]:
         optimizer, buffers = _bare(optimizer), _bare(buffers)
-        row, gradients, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number)
+        row, gradients, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, numbers)
 
         def finish(
             params: dict[str, Tensor],
@@ -509,11 +511,11 @@ class CompiledStep:
         wires: Wires,
         loss_scale: LossScale[Tensor],
         batch: Any,
-        number: Tensor,
+        numbers: Tensor,
     ) -> tuple[Tensor, bool]:
-        """The whole step without the update; what every rank told (W, 3), and whether losses are sums."""
+        """The whole step without the update; what every rank told (W, 4), and whether losses are sums."""
         buffers = _bare(buffers)
-        row, gradients, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, number)
+        row, gradients, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, numbers)
         told = self._told(row)
         self._reduced(gradients, grads, wires, is_sum=is_sum)
         self._agree(buffers)
@@ -532,10 +534,10 @@ class CompiledStep:
         wires: Wires,
         loss_scale: LossScale[Tensor],
         batch: Any,
-        number: Tensor,
+        numbers: Tensor,
     ) -> tuple[Tensor, bool]:
         """Adds the gradients of one micro-batch to `grads`; reduces what a rank does not keep whole."""
-        row, gradients, is_sum = self._value_and_grad(params, _bare(buffers), loss_scale, batch, number)
+        row, gradients, is_sum = self._value_and_grad(params, _bare(buffers), loss_scale, batch, numbers)
 
         def add(grads: dict[str, Tensor], wires: Wires, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
             share = self._share(is_sum)
@@ -617,7 +619,7 @@ class CompiledStep:
         multiple = rules.measures.multiple(weight, loss_scale.scale)
         norm = self._norm(reduced) / multiple
         overflow = ~(norm + mean_loss).isfinite()
-        ok = is_agreed(rows[:, :2], is_sum=is_sum) & (rows[:, 2] == rows[0, 2]).all()
+        ok = is_agreed(rows[:, :2], is_sum=is_sum) & (rows[:, 2:] == rows[0, 2:]).all()
         if is_sum:
             ok = ok & (rows[:, 1] > 0).any()
         if rules.skips_overflow:
@@ -640,32 +642,35 @@ class CompiledStep:
         buffers: dict[str, Tensor],
         loss_scale: LossScale[Tensor],
         batch: Any,
-        number: Tensor,
+        numbers: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor], bool]:
-        """What a rank tells (3,), its gradients by name, and whether losses are sums. Not differentiated are collectives."""
+        """What a rank tells (4,), its gradients by name, and whether losses are sums. Not differentiated are collectives."""
         tensors = {name: tensor.detach() for name, tensor in self._ranks.each(self._cut)(params).items()}
         leaves = {name: tensors[name].requires_grad_() for flat in self._trained for name in flat.names}
         found: list[bool] = []
 
         def forward(
-            tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, number: Tensor, scale: Tensor
+            tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, numbers: Tensor, scale: Tensor
         ) -> tuple[Tensor, Tensor]:
             loss, weight = self._forward(tensors, buffers, batch)
             found.append(weight is not None)
-            row = torch.stack(
-                [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double(), number[0]]
-            ).detach()
+            of_loss = [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double()]
+            row = torch.cat([torch.stack(of_loss), numbers]).detach()
             if self._rules.measures.scales_loss:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
             return loss, row
 
         with self._ranks.drawing():
-            loss, row = self._ranks.each(forward)(tensors, buffers, batch, number, loss_scale.scale)
+            loss, row = self._ranks.each(forward)(tensors, buffers, batch, numbers, loss_scale.scale)
+        if any(leaf.grad is not None for leaf in leaves.values()):
+            raise RuntimeError(INSIDE)
         with torch.fx.traceback.annotate(BACKWARD):
             # Of simulated ranks there is a loss each, and no gradient of one rank's in another's parameters.
             grads = torch.autograd.grad(
                 loss, list(leaves.values()), torch.ones_like(loss) if loss.dim() else None, allow_unused=True
             )
+        if all(grad is None for grad in grads):
+            raise ValueError(UNRELATED)
         # Zeros by shape alone: zeros like a parameter would gather its unit once more.
         found_grads = {
             name: torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if grad is None else grad
@@ -702,7 +707,7 @@ class CompiledStep:
         return loss, weight
 
     def _told(self, row: Tensor) -> Tensor:
-        """What every rank tells, in rank order (W, 3)."""
+        """What every rank tells, in rank order (W, 4)."""
         with labelled("told"):
             return self._graph.stack(row)
 

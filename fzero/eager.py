@@ -130,6 +130,9 @@ class Pass:
         orders: the events to follow, by what runs; what is not there is negotiated, and learned. None negotiates all.
         stage: what brings shards from where they live, and takes those of gradients there.
         wires: what the wires of reductions remember, by flat buffer and axis; what they do afterwards stands in their place.
+
+    Attributes:
+        is_over: whether it was closed, or an error ended it.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class Pass:
         self.executed: list[Event] = []
         self.schedule: Sequence[Event] | None = None  # of what runs, after what has run
         self._orders, self._begun = orders, 0
-        self._is_open, self._is_over, self._is_passed = False, False, False
+        self._is_open, self.is_over, self._is_passed = False, False, False
         self._stays: list[Counter[str]] = []  # of each forward: how often it entered each unit
         self._num_forwards, self._num_backwards = 0, 0  # since the last backward, since the last forward
         self._is_kept = False  # whether a graph may be gone through again
@@ -177,6 +180,7 @@ class Pass:
         self._held: set[str] = set()  # keys of whole gradients that hold something, to which the next is added
         self._reduced: set[str] = set()  # keys of gradients that have been reduced in this backward, or for good
         self._is_done = False  # whether a backward was the last one
+        self._has_come = False  # whether this backward has brought a gradient
         self._stay: AbstractContextManager[object] | None = None  # the range of the unit that the forward is in
 
     # --- the two halves ----------------------------------------------------------------------------------------
@@ -224,9 +228,15 @@ class Pass:
 
         Returns:
             Every rank's row, in rank order.
+
+        Raises:
+            ValueError: the loss does not depend on a trained parameter through a forward of this pass.
         """
+        if not loss.requires_grad:
+            raise ValueError(UNRELATED)
         run = self._expect(loss)
         with self._running(run):
+            self._has_come = False
             self._share, self.is_first = share, is_first
             self.is_last = is_last or (self._is_done and not is_first)
             if is_first or not self._is_done:
@@ -236,6 +246,8 @@ class Pass:
             self._num_forwards, self._num_backwards = 0, self._num_backwards + 1
             self._rows = collectives.start_stack(row, self.mesh.everyone, label=Label("told", phase="turn"))
             torch.autograd.backward(loss, retain_graph=keeps)
+            if not self._has_come:  # an update would decay what it has nothing to say about
+                raise ValueError(UNRELATED)
             self._finish()
             self._is_done = self.is_last
             told, self._rows = self._rows.wait(), None
@@ -261,7 +273,7 @@ class Pass:
     @contextmanager
     def _running(self, run: Run) -> Iterator[None]:
         """Follows the order of what runs, or learns it; after an error the pass is over."""
-        if self._is_over:
+        if self.is_over:
             raise RuntimeError(_OVER)
         collectives.settle()
         known = None if self._orders is None else self._orders.get(run)
@@ -289,7 +301,7 @@ class Pass:
 
     def close(self) -> None:
         """Lets go of what is gathered; a graph that was made here is refused from now on."""
-        self._is_open, self._is_over = False, True
+        self._is_open, self.is_over = False, True
         self._release_all_but("")
         self.stage.abandon()
 
@@ -314,7 +326,7 @@ class Pass:
     def _check_runs(self) -> None:
         """Raises where autograd comes at a moment of its own, when other ranks do not take part."""
         if not self._is_open:
-            raise RuntimeError(_OVER if self._is_over else _BETWEEN)
+            raise RuntimeError(_OVER if self.is_over else _BETWEEN)
 
     # --- parameters --------------------------------------------------------------------------------------------
 
@@ -445,8 +457,11 @@ class Pass:
 
     def _write_grad(self, name: str, grad: Tensor) -> None:
         self._check_runs()
+        if self._in_forward:
+            raise RuntimeError(INSIDE)
         if self._is_passed:
             return
+        self._has_come = True
         unit, buffer = self._homes[name]
         grad = grad.to_dense() if grad.layout != torch.strided else grad
         filling = self._filling[unit.name]
@@ -751,6 +766,14 @@ def _roots_of(loss: Tensor) -> Iterator[Any]:
             nodes += [following for following, _ in node.next_functions]
 
 
+UNRELATED = (
+    "backward: the loss must depend on a trainable parameter of the model, through a forward of this step, and does not; make "
+    "it of what the model returned (where a batch has nothing to learn from, of 0.0 * that)"
+)
+INSIDE = (
+    "backward: must not be called inside the forward or loss_fn, for the step calls it for what these return, and was; return "
+    "the loss, and take a gradient of activations with torch.autograd.grad(loss, activations)"
+)
 _OVER = (
     "backward: the forward that this loss is of belongs to a step that is over (it was updated, or an error ended it), so that "
     "its gradients would be of other parameters; run the forward again"

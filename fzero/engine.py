@@ -125,6 +125,8 @@ class Engine(HoldsModule, KeepsFiles):
         if round_ is None:
             raise RuntimeError("engine.backward: no forward has come since the last update; call engine(...) first")
         self._is_reduced = self.is_gradient_accumulation_boundary() and self._is_syncing
+        if self._is_reduced:  # the ranks compare the numbers of the update in its last backward
+            step = self._following()
         with (
             self._guarded(),
             self._watch.of("backward", self.global_steps),
@@ -176,8 +178,7 @@ class Engine(HoldsModule, KeepsFiles):
                 "call set_gradient_accumulation_boundary(True) before it"
             )
         self.live.check()
-        groups = self.hyper
-        step = step.following([lr_of(group) for group in groups], changed(step._updater.optimizers, groups))
+        step = self._following()
         try:
             self.state, self.metrics = step.update(round_)
         except FloatingPointError:  # this step is over, as if it had not been
@@ -199,6 +200,11 @@ class Engine(HoldsModule, KeepsFiles):
             owner: Any = getattr(self.lr_scheduler, "optimizer", optimizer)
             owner._opt_called = True
             self.lr_scheduler.step(**lr_kwargs)
+
+    def _following(self) -> TrainStep:
+        """The step with the numbers that stand in the param groups now."""
+        step, groups = self._here(), self.hyper
+        return step.following([lr_of(group) for group in groups], changed(step._updater.optimizers, groups))
 
     @property
     def hyper(self) -> list[dict[str, Any]]:

@@ -83,8 +83,8 @@ class FirstState:
         flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
         flat_P = _from_rank_0(flat_P, everyone, buffer.key)
         param = self.cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
-        updated = self.cut(flat_P, buffer.master) if buffer.trainable else param
-        make = functools.partial(self.updater.transform_of, buffer, 0)
+        updated = self.cut(flat_P, buffer.master) if buffer.trainable or buffer.has_master else param
+        make = functools.partial(self.updater.transform_of, buffer)
         return self.offload.init(buffer, files, param, updated, make)
 
     def cut(self, flat_P: Tensor, spec: TensorSpec) -> Tensor:

@@ -60,13 +60,17 @@ def mesh_of(zero: ZeroOptimization, world_size: int, given: Mesh | None = None) 
 
     Raises:
         ConfigError: the configuration's does not divide the ranks, or is not the one given.
-        ValueError: the one given has another number of ranks.
+        ValueError: `world_size` is no positive integer, or the one given has another number of ranks.
 
     >>> mesh_of(ZeroOptimization(stage=3, mics_shard_size=4), 8).axes
     (('node', 2), ('data', 4))
     >>> mesh_of(ZeroOptimization(stage=3), 8).axes
     (('data', 8),)
     """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(
+            f"world_size: must be a positive integer, got {world_size!r}; say how many ranks share the model, or leave it out"
+        )
     if given is not None and given.size != world_size:
         sizes = " × ".join(str(size) for _, size in given.axes)
         raise ValueError(

@@ -252,12 +252,12 @@ class Offload:
 
         Args:
             param: what the model computes with, on the device.
-            values_S: what this rank updates of it, or the master, on the device.
+            values_S: what this rank updates of it, or the master (of a frozen one, too), on the device.
             make: the transform, of a buffer that is trained.
         """
         leaves = self._leaves[buffer.key]
         if not buffer.trainable:
-            return {"params": self._moved(param, leaves.param, leaves, files)}
+            return self.move(buffer, files, {"params": param, "master": values_S})
         if self.is_away(buffer) and buffer.key in self._wholes:
             home = leaves.homes[leaves.grad]
             zeros_S = torch.zeros(home.numel, dtype=torch_dtype(home.dtype), device=self.device)
@@ -437,11 +437,11 @@ class Offload:
         """A state's part of one flat buffer, brought to where this plan says; what is there stays itself."""
         leaves = self._leaves[buffer.key]
         moved = {"params": self._moved(parts["params"], leaves.param, leaves, files)}
+        if buffer.has_master:
+            moved["master"] = self._moved(parts["master"], leaves.updated, leaves, files)
         if not buffer.trainable:
             return moved
         moved["grads"] = self._moved(parts["grads"], leaves.grad, leaves, files)
-        if buffer.has_master:
-            moved["master"] = self._moved(parts["master"], leaves.updated, leaves, files)
         state = parts["optimizer"]
         longs = dict(zip(leaves.longs, _long(state, leaves), strict=True))
         made = {name: self._moved(x, name, leaves, files) for name, x in longs.items()}
@@ -565,13 +565,13 @@ def _leaves_of(plan: Plan, buffer: BufferPlan) -> Leaves:
     updated = param = buffer.key
     params = buffer.params
     shard_of_params = Home(params.placement, params.dtype, params.local_shape(plan.mesh)[0])
-    if not buffer.trainable:
-        return Leaves(updated, (), param, "", 0, {param: shard_of_params})
     numel = buffer.master.local_shape(plan.mesh)[0]
     homes = {updated: shard_of_params}
     if buffer.has_master:
         param = f"{buffer.key}/params"
         homes = {updated: Home(buffer.placement, buffer.dtypes.master, numel), param: shard_of_params}
+    if not buffer.trainable:
+        return Leaves(updated, (), param, "", 0, homes)
     accessors, specs, _ = optree.tree_flatten_with_accessor(plan.optimizer[buffer.key])
     longs = []
     for accessor, spec in zip(accessors, specs, strict=True):

@@ -119,8 +119,9 @@ class BufferPlan:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer updates a copy of its own, from which the parameters are made."""
-        return self.trainable and self.dtypes.master != self.dtypes.param
+        """Whether there is a copy of more bits, from which the parameters are made: that the optimizer updates, or a frozen
+        parameter's own values."""
+        return self.dtypes.master != self.dtypes.param
 
     def is_long(self, spec: TensorSpec) -> bool:
         """Whether a tensor of the optimizer's state has an element for each of the buffer's, and is divided as they are.
@@ -277,7 +278,7 @@ class Plan:
         trainable = [buffer for buffer in self.flat_buffers if buffer.trainable]
         held = {
             "parameters": sum(b.params.local_nbytes(self.mesh) for b in self.flat_buffers),
-            "master": sum(b.master.local_nbytes(self.mesh) for b in trainable if b.has_master),
+            "master": sum(b.master.local_nbytes(self.mesh) for b in self.flat_buffers if b.has_master),
             "gradients": sum(b.grads.local_nbytes(self.mesh) for b in trainable),
             "optimizer": sum(_nbytes(self.optimizer[b.key], self.mesh) for b in trainable),
         }
@@ -441,7 +442,7 @@ def plan(
     Args:
         model: any module.
         cfg: a `Config`, or what `Config.load` takes.
-        world_size: number of ranks W; None is those of the mesh, or 1.
+        world_size: number of ranks W, at least 1; None is those of the mesh, or 1.
         mesh: how they stand along several axes; None is as the configuration says, or one axis.
         units: names of the modules to use as units, with `*` as a wildcard (the outermost matches count); None finds
             repeated blocks.
@@ -460,7 +461,9 @@ def plan(
     check_mesh(mesh)
     cfg = Config.load(cfg)
     zero = cfg.zero_optimization
-    mesh = mesh_of(zero, world_size or (mesh.size if mesh else 1), mesh)
+    if world_size is None:
+        world_size = mesh.size if mesh else 1
+    mesh = mesh_of(zero, world_size, mesh)
     optimizers = optimizers_of(cfg, param_groups, transform)
     _check_has_shapes(model)
     modules, (owners, aliases) = dict(model.named_modules()), _owners(model)
@@ -674,9 +677,8 @@ def _by_kind(
     precision, threshold = cfg.precision, cfg.zero_optimization.stage3_param_persistence_threshold
     for name in names:
         param = owners[name]
-        dtypes = precision.dtypes_of(dtype_name(param.dtype), modules[name.rpartition(".")[0]])
-        if not param.requires_grad:  # nothing but the parameter itself is kept
-            dtypes = Dtypes(*[dtypes.param] * len(dtypes))
+        owner = modules[name.rpartition(".")[0]]
+        dtypes = precision.dtypes_of(dtype_name(param.dtype), owner, trainable=param.requires_grad)
         group = _group_of(name, param, param_groups) if param.requires_grad else 0
         way = optimizers[group].kind_of(name, tuple(param.shape)) if param.requires_grad else ""
         kind = Kind(dtypes, param.requires_grad, param.numel() < threshold, group, way)
@@ -731,8 +733,9 @@ def _placed(
     buffers = [buffer for unit in units for buffer in unit.buffers]
     trained = [buffer for buffer in buffers if buffer.trainable]
     shards = {b.key: b.params.local_shape(mesh)[0] for b in buffers if isinstance(b.row.params, Sharded)}
-    chooser = Chooser(cfg, given, {b.key: b.master.local_shape(mesh)[0] for b in trained}, shards)
-    masters = {b.key: chooser.of("master", b.key) for b in trained if b.has_master}
+    kept = {b.key: b.master.local_shape(mesh)[0] for b in buffers if b.trainable or b.has_master}
+    chooser = Chooser(cfg, given, kept, shards)
+    masters = {b.key: chooser.of("master", b.key) for b in buffers if b.has_master}
     names, placed = [f"master/{key}" for key in masters], dict(optimizer)
     for buffer in trained:
         leaves, treespec = optree.tree_flatten(optimizer[buffer.key])
@@ -942,7 +945,10 @@ def _report(plan: Plan) -> Group:
                 f"{buffer.params.local_shape(plan.mesh)[0]:,}",
             )
     held = ", ".join(f"{name} {_human(nbytes)}" for name, nbytes in plan.bytes_per_rank.items() if nbytes)
-    dtypes = dict.fromkeys(str(b.dtypes) if b.trainable else f"frozen {b.dtypes.param}" for b in plan.flat_buffers)
+    dtypes = dict.fromkeys(
+        str(b.dtypes) if b.trainable else f"frozen {b.dtypes.param}" + f", own values {b.dtypes.master}" * b.has_master
+        for b in plan.flat_buffers
+    )
     buffers = ", ".join(dict.fromkeys(spec.dtype for spec in plan.buffers.values()))
     lines = {"": plan.sent_per_step}
     if is_several(plan.mesh):

@@ -76,12 +76,18 @@ class Precision:
     safe_modules: tuple[str, ...] = ()
     stochastic_rounding: bool = False
 
-    def dtypes_of(self, own: str, owner: nn.Module) -> Dtypes:
-        """The dtypes of a parameter of dtype `own` that belongs to the module `owner`."""
+    def dtypes_of(self, own: str, owner: nn.Module, *, trainable: bool = True) -> Dtypes:
+        """The dtypes of a parameter of dtype `own` that belongs to the module `owner`.
+
+        Of a frozen one nothing is kept but the parameter, and where autocast alone lowers that, its own values as the master.
+        """
         if not torch_dtype(own).is_floating_point:
             return Dtypes(own, own, own, own, own)
         lowered = self.param_dtype or (self.autocast if _is_one_of(owner, self.safe_modules) else None)
         param = lowered or own
+        if not trainable:
+            kept = self.param_dtype or own
+            return Dtypes(param, param, param, kept, kept)
         master = self.master_dtype or (_wide(own) if lowered else own)
         return Dtypes(
             param,

@@ -31,7 +31,7 @@ from sharding import Mesh
 
 
 class MismatchError(ValueError):
-    """The ranks of one job were given different models or configurations."""
+    """The ranks of one job were given different models, configurations or hyper-parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +124,14 @@ class Recipe:
                 "lambda lr: ..."
             )
         return [_rate_of(group.lr, cfg.optimizer.lr, rate) for group in optimizers]
+
+    @property
+    def group_names(self) -> list[str]:
+        """What each parameter group is called in messages, in the order of `rates`."""
+        rest = "all that no other group takes" if self.param_groups else "all parameters"
+        patterns = [group["params"] for group in self.param_groups]
+        told = [repr(match) if isinstance(match, str) else "chosen by a function" for match in patterns]
+        return [f"group {index} ({name})" for index, name in enumerate([rest, *told])]
 
     @property
     def momentum(self) -> Schedule | None:
@@ -232,8 +240,16 @@ def bind(mesh: Mesh | None, device: torch.device) -> Real:
     return replace(axis, mesh=mesh)
 
 
-def check_same(axis: Bound, mine: dict[str, dict[str, str]]) -> None:
-    """Raises on every rank when ranks were given different models or configurations."""
+def check_same(
+    axis: Bound,
+    mine: dict[str, dict[str, str]],
+    *,
+    fix: str = "start every rank with the same model and configuration",
+) -> None:
+    """Raises on every rank when values, by subject and name, differ between ranks: their models and configurations, say.
+
+    *Collective:* every rank.
+    """
     everyone = collectives.exchange(mine, axis, label=Label("compare"))
     for rank, theirs in enumerate(everyone):
         for subject, first in everyone[0].items():
@@ -243,7 +259,7 @@ def check_same(axis: Bound, mine: dict[str, dict[str, str]]) -> None:
                 name = differing[0] if differing else "the order"
                 raise MismatchError(
                     f"{subject}: must be the same on all ranks, but {name!r} is {first.get(name)!r} on rank 0 and "
-                    f"{theirs[subject].get(name)!r} on rank {rank}; start every rank with the same model and configuration"
+                    f"{theirs[subject].get(name)!r} on rank {rank}; {fix}"
                 )
 
 

@@ -313,8 +313,8 @@ def blank(
         parts = {part: {} for part in QUANTITIES}
         for buffer in new.plan.flat_buffers:
             param = zeros(buffer.params)
-            own = zeros(buffer.master) if buffer.trainable else param
-            first = new._offload.init(buffer, files, param, own, partial(new._updater.transform_of, buffer, 0))
+            own = zeros(buffer.master) if buffer.trainable or buffer.has_master else param
+            first = new._offload.init(buffer, files, param, own, partial(new._updater.transform_of, buffer))
             for part, tensors in first.items():
                 parts[part][buffer.key] = tensors
     loss_scale = new._scaling.init(new.device)
@@ -350,7 +350,7 @@ def first_optimizer(
             param = params[buffer.key]
             is_cut = isinstance(buffer.row.optimizer, Sharded)
             share = own_shard(param, buffer, new.plan.shard_of(rank)) if is_cut else param
-            values, make = in_memory(master.get(buffer.key, share)), partial(new._updater.transform_of, buffer, 0)
+            values, make = in_memory(master.get(buffer.key, share)), partial(new._updater.transform_of, buffer)
             if files is None:
                 optimizer[buffer.key] = make().init(values)
             else:

@@ -38,7 +38,7 @@ from fzero.plan import Plan
 from fzero.recipe import Recipe
 from fzero.sent import Sent
 from fzero.stacked import RandomByRank, Stacked, VmapError
-from fzero.state import Metrics, TrainState
+from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.step import TrainStep
 from fzero.updater import Knobs
 from sharding import Mesh, TensorSpec
@@ -63,14 +63,17 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 def unstacked(tree: Any, world_size: int) -> list[Any]:
     """The ranks' trees from a tree of stacked tensors. They share its memory; what is no tensor is every rank's."""
+    mark = tree.step if isinstance(tree, TrainState) and is_donated(tree) else None  # which each rank's step finds
     for x in optree.tree_leaves(tree):
-        if isinstance(x, Tensor | FileTensors) and (not x.ndim or x.shape[0] != world_size):
+        if x is not mark and isinstance(x, Tensor | FileTensors) and (not x.ndim or x.shape[0] != world_size):
             raise ValueError(
                 f"simulate: every tensor must have a leading dimension of {world_size} ranks, got shape {tuple(x.shape)}; "
                 f"give each rank its part, for example rearrange(x, '(rank b) ... -> rank b ...', rank={world_size})"
             )
 
     def of_rank(x: Any, rank: int) -> Any:
+        if x is mark:
+            return x
         if isinstance(x, FileTensors):
             return x[rank]
         return x[rank].data if isinstance(x, Tensor) else x
@@ -127,8 +130,12 @@ class LockstepRanks:
             batch: of all ranks, each tensor with a leading dimension of ranks; or an iterator of micro-batches like that.
         """
         states, batches = unstacked(state, self.world_size), self._batches(batch)
-        results = self._run(lambda rank: self.steps[rank](states[rank], batches[rank]))
-        return _restacked(state, [new for new, _ in results]), results[0][1]
+        try:
+            results = self._run(lambda rank: self.steps[rank](states[rank], batches[rank]))
+            return _restacked(state, [new for new, _ in results]), results[0][1]
+        finally:
+            if any(map(is_donated, states)) and not is_donated(state):
+                taken(state)
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, as `TrainStep.evaluate`."""
@@ -139,6 +146,17 @@ class LockstepRanks:
         """The full state dict, as `TrainStep.gather`."""
         states = unstacked(state, self.world_size)
         return self._run(lambda rank: self.steps[rank].gather(states[rank], to="rank0"))[0]
+
+    def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
+        """The weights by flat buffer, stacked, as `TrainStep.weights`."""
+        states = unstacked(state, self.world_size)
+        self._run(lambda rank: self.steps[rank].weights(states[rank]))  # which checks them
+        return {b.key: state.master.get(b.key, state.params[b.key]) for b in self.plan.flat_buffers}
+
+    def with_weights(self, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
+        """The state with other weights, as `TrainStep.with_weights`; `state` and `weights` are stacked."""
+        states, of_ranks = unstacked(state, self.world_size), unstacked(weights, self.world_size)
+        return _restacked(state, self._run(lambda rank: self.steps[rank].with_weights(states[rank], of_ranks[rank])))
 
     def save_16bit_model(self, state: TrainState[Tensor], out: str | Path, **how: Any) -> None:
         """The weights as safetensors files, as `TrainStep.save_16bit_model`."""
@@ -247,6 +265,8 @@ class VmapRanks(LockstepRanks):
                 return self._step_of_all(state, micro_batches)
         except (RuntimeError, VmapError, CompileError) as error:
             if isinstance(error, CollectiveError) or [x._version for x in kept] != versions:
+                if not is_donated(state):
+                    taken(state)
                 raise  # what has begun to be updated must not be updated again
             told = f"simulate: torch.vmap cannot run this step for all ranks at once: {_first_line(error)}"
             if self._way == "vmap":
@@ -262,20 +282,22 @@ class VmapRanks(LockstepRanks):
         state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         wires = optree.tree_map(torch.clone, state.wires)
-        step._updater.turn(self._knobs, int(state.step[0]))
-        number = torch.zeros(self.world_size, 1, dtype=torch.float64)
+        step._updater.turn(self._knobs, step._updater.hyper(int(state.step[0])))
+        numbers = torch.zeros(self.world_size, 2, dtype=torch.float64)  # there is one pass, of one step
         self._stacked.random = drawn = RandomByRank(state.rng["cpu"]) if self._backend is None else None
         with _quietly():
             batches = [step._batches.cast(b) for b in micro_batches]
-            outcome_W, is_sum = self._made(state, buffers, wires, batches, number)
+            outcome_W, is_sum = self._made(state, buffers, wires, batches, numbers)
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
             states = unstacked(state, self.world_size)
-            self._run(lambda rank: self.steps[rank]._bound_measure.check_outcome(outcome, states[rank], is_sum=is_sum))
+            self._run(
+                lambda rank: self.steps[rank]._bound_measure.check_outcome(outcome, states[rank], dict, is_sum=is_sum)
+            )
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
-        return step._updater.next_state(state, metrics, outcome_W.loss_scale, buffers, rng, wires), metrics
+        return step._updater.next_state(taken(state), metrics, outcome_W.loss_scale, buffers, rng, wires), metrics
 
 
 def simulate(

@@ -44,6 +44,21 @@ class TrainState(NamedTuple, Generic[Leaf]):
     added up along it; every rank has its own. Empty where no wire remembers anything."""
 
 
+def taken(state: TrainState[Tensor]) -> TrainState[Tensor]:
+    """The same tensors as a step's own, which writes into them; the state given is donated from now on.
+
+    What marks it is its counter, which is emptied: whatever shares the counter shares memory that the step writes.
+    """
+    own = state._replace(step=state.step.clone())
+    state.step.resize_(0)
+    return own
+
+
+def is_donated(state: TrainState[Tensor]) -> bool:
+    """Whether a step took this state, so that its tensors are the next one's."""
+    return not state.step.numel()
+
+
 class Metrics(NamedTuple):
     """What a step reports: 0-d tensors, the same on every rank. Reading one with `.item()` waits for the device."""
 

@@ -13,9 +13,10 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from fzero import collectives
 from fzero.batches import Batches, without_memory
 from fzero.binding import bound, random_state
-from fzero.bound_measure import BoundMeasure, check_passes
+from fzero.bound_measure import BoundMeasure, assert_alike, check_alike, check_passes
 from fzero.bound_mesh import BoundMesh
 from fzero.checkpoint_files import CheckpointError
 from fzero.checkpoint_plan import Stored
@@ -37,7 +38,7 @@ from fzero.collectives import Bound, Fake, Lockstep, Real
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer
 from fzero.eager import Pass
-from fzero.file_tensors import handles_of
+from fzero.file_tensors import FileTensor, handles_of
 from fzero.initialise import FirstState, InitFn
 from fzero.loss_scaling import LossScale
 from fzero.lr_schedules import Schedule
@@ -53,10 +54,10 @@ from fzero.safetensors_files import Export, exported_dtype
 from fzero.schedule import Event, Orders
 from fzero.sent import Label, Sent
 from fzero.staging import Scratch, Stage
-from fzero.state import Metrics, TrainState
+from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.timeline import Machine, Timeline, joined, make_timeline
 from fzero.tune_probe import probe_of
-from fzero.updater import Knobs, Updater
+from fzero.updater import Hyper, Knobs, Updater
 from fzero.wiring import GivenWire
 from sharding import Mesh, TensorSpec
 from sharding.views import torch_dtype, unflatten
@@ -120,9 +121,10 @@ def make_train_step(
         placements: where masters and tensors of the optimizer's state live, in place of what the configuration says: by
             pattern, `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and
             leaf (`fzero.placements`). The state then streams through each update, with the same bits on the CPU.
-        donate: the step may write into the state it is given, which must not be used again. False works on a copy, which
+        donate: the step may write into the state it is given, which raises when it is used again. False works on a copy, which
             there is none of state in files.
-        lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's.
+        lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's. All ranks
+            must get the same from it, which is checked: metrics are the same on all, a rank's own loss is not.
         schedule: `"learned"` fixes the order of collectives in the first step. `"negotiated"` agrees on it in every
             step: for models whose units run in an order that depends on data. Slower, nothing starts early.
         checkpoint: activation checkpointing: the modules that keep only their inputs for the backward, and run again in
@@ -167,9 +169,22 @@ class Round(NamedTuple):
     before: dict[str, tuple[Tensor, int]]
     """The buffers at first, with their versions."""
     told: tuple[Tensor, ...] = ()
-    """Of each backward what every rank told (W, 3): its loss, its weight or -1, and whether a buffer moved that never did."""
+    """Of each backward what every rank told (W, 5): its loss, its weight or -1, whether a buffer moved that never did, the
+    number of its pass, and a checksum of its hyper-parameters."""
     is_sum: bool = False
     """Whether losses are sums."""
+
+
+@dataclass(slots=True)
+class _Said:
+    """The hyper-parameters that this rank has told the others of, as a checksum, and those that it has not."""
+
+    now: Hyper | None = None
+    """Of the update to come, as the last backward knew them; None where the host would have to wait for the device."""
+    last: Hyper | None = None
+    """Of the last update."""
+    is_late: bool = False
+    """Whether these are others than the backward before it knew."""
 
 
 class TrainStep:
@@ -195,7 +210,7 @@ class TrainStep:
         self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
         self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
         self._orders: Orders | None = {} if self._learns else None  # of the collectives of forwards and backwards
-        self._num_passes = 0
+        self._num_passes, self._said = 0, _Said()
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
         self._statistics = recipe.statistics & set(self.plan.buffers)
         self._scratch = Scratch()
@@ -357,13 +372,67 @@ class TrainStep:
 
     def _whole_weights(self, state: TrainState[Tensor]) -> Iterator[dict[str, Tensor]]:
         """The whole weights, one flat buffer after the other; the master's where there is one. *Collective.*"""
-        weights = [(b.key, state.master.get(b.key, state.params[b.key])) for b in self.plan.flat_buffers]
-        shards = self._offload.stage(self._scratch).each(weights)
+        shards = self._offload.stage(self._scratch).each(list(self.weights(state).items()))
         for buffer, flat in zip(self.plan.flat_buffers, shards, strict=True):
             if flat.numel() != buffer.padded_numel:
                 spec = buffer.row.optimizer if buffer.key in state.master else buffer.row.params
                 flat = self._mesh.all_gather(flat, self._mesh.axes_of(spec))
             yield unflatten(flat, buffer.layout)
+
+    def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
+        """This rank's part of the weights by flat buffer: the master where there is one, else the parameters.
+
+        The state's own tensors, to be averaged into a tree of the same structure, say, for `with_weights`. Sends nothing.
+        """
+        self._check_state(state)
+        return {b.key: state.master.get(b.key, state.params[b.key]) for b in self.plan.flat_buffers}
+
+    def with_weights(self, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
+        """The state with other weights, for `evaluate`, `gather`, `save` and `save_16bit_model`: masters and parameters both.
+
+            ema = optree.tree_map(lambda mean, weight: torch.lerp(mean, weight, 0.01), ema, step.weights(state))
+            loss = step.evaluate(step.with_weights(state, ema), batch)
+
+        (`state._replace(master=…)` alone changes nothing that the model computes with, where there are masters.) All else is the
+        state's own, so both end when a step takes one of them. Weights that have the right dtype and place are not copied: give
+        a step that donates only what you need no more.
+
+        *Collective* where a rank holds a shard of the weights and whole parameters: every rank; sends `(W-1)/W` of them.
+
+        Args:
+            state: of this step. It is left as it is.
+            weights: by flat buffer as `weights` has them, in any floating dtype; buffers that are left out keep theirs.
+
+        Raises:
+            ValueError: a name or a shape is not that of the state's weights, or what would change lives in files.
+        """
+        own = self.weights(state)
+        for key, weight in weights.items():
+            if key not in own or not isinstance(weight, Tensor) or weight.shape != own[key].shape:
+                got = f"{tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+                wanted = f"a tensor of shape {tuple(own[key].shape)}" if key in own else f"one of {', '.join(own)}"
+                raise ValueError(
+                    f"with_weights: {key!r} must be {wanted} in this step, got {got}; give the flat buffers of "
+                    f"step.weights(state) (step.init(params) takes a state dict)"
+                )
+        master, params = dict(state.master), dict(state.params)
+        for buffer in self.plan.flat_buffers:
+            if buffer.key not in weights:
+                continue
+            key, weight, home = buffer.key, weights[buffer.key].detach(), params[buffer.key]
+            if isinstance(home, FileTensor) or isinstance(own[key], FileTensor):
+                raise ValueError(
+                    f"with_weights: {key!r} must be in memory to have other weights, and is in a file; bring the state into "
+                    f"memory with fzero.place and a step without offload, and evaluate with that"
+                )
+            if key in master:
+                master[key] = weight.to(own[key].device, own[key].dtype)
+            narrow = weight.to(self.device, torch_dtype(buffer.dtypes.param))
+            if narrow.numel() != home.numel():
+                axes = self._mesh.axes_of(buffer.row.optimizer)
+                narrow = self._first_state.cut(self._mesh.all_gather(narrow, axes), buffer.params)
+            params[key] = narrow.to(home.device)
+        return state._replace(master=master, params=params)
 
     def save_16bit_model(
         self,
@@ -448,6 +517,7 @@ class TrainStep:
             )
         for name, leaf, (shape, dtype) in zip(names, leaves, shapes, strict=True):
             if leaf.shape != shape or leaf.dtype != dtype:
+                _check_not_donated(state)
                 raise ValueError(
                     f"{name}: must be {dtype} of shape {shape} in this step (stage "
                     f"{self.plan.stage}, {self.world_size} ranks), got {leaf.dtype} of shape {tuple(leaf.shape)}; {fix}"
@@ -578,13 +648,32 @@ class TrainStep:
             scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
         if is_last and self._offload.has_files:
             self._offload.read_ahead(round_.state)
+        checksum = self._say(round_.state, num_parts=num_parts)
         with ranged("backward"), self._bound_to(round_):
             told = work.backward(
-                scaled, row_of(loss, weight, len(news), self._num_passes),
+                scaled, row_of(loss, weight, len(news), self._num_passes, checksum),
                 share=1 / (self._measures.predivide * num_parts), is_first=not round_.told, is_last=is_last, keeps=keeps,
             )  # fmt: skip
-        check_passes(told[:, 3])
-        return round_._replace(told=(*round_.told, told[:, :3]), is_sum=weight is not None)
+        check_alike(told[:, 3:], self._mesh.everyone, partial(self._named_hyper, num_parts))
+        return round_._replace(told=(*round_.told, told), is_sum=weight is not None)
+
+    def _say(self, state: TrainState[Tensor], hyper: Hyper | None = None, *, num_parts: int = 1) -> int:
+        """A checksum of what this rank works out by itself: the numbers of the update to come, where the host knows how many
+        there were, and of the last one what the checksum before it was not of."""
+        said, is_known = self._said, state.step.device.type == "cpu"
+        said.now = self._updater.hyper(int(state.step)) if hyper is None and is_known else hyper
+        return zlib.crc32(repr((said.now, said.last if said.is_late else None, num_parts)).encode())
+
+    def _named_hyper(self, num_parts: int = 1) -> dict[str, dict[str, str]]:
+        """What the last checksum is of, as text."""
+        names, made_with = self.recipe.group_names, tuple(map(repr, self.recipe.optimizers))
+
+        def named(hyper: Hyper | None) -> dict[str, dict[str, str]]:
+            return {} if hyper is None else hyper._replace(optimizers=hyper.optimizers or made_with).named(names)
+
+        found = named(self._said.now) | {"loss": {"divided by": str(num_parts)}}
+        late = named(self._said.last)
+        return found | {f"{subject}, used in the last update": values for subject, values in late.items()}
 
     @contextmanager
     def passing(self, round_: Round, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
@@ -612,6 +701,12 @@ class TrainStep:
         Raises:
             FloatingPointError: see `__call__`.
         """
+        _check_not_donated(round_.state)
+        if round_.work.is_over:
+            raise RuntimeError(
+                "update: must be of a round that no error has ended, and one did, so that its gradients are not all there; begin "
+                "another round with the same state"
+            )
         if not round_.told:
             raise ValueError(
                 "update: needs a backward since the last one, and there was none; call backward(loss) first"
@@ -621,27 +716,30 @@ class TrainStep:
             round_.work.close()
             if self._offload.passes_use_files:
                 self._agree_on_files(state)
-            told_AW3 = torch.stack(round_.told)
+            told_AW5 = torch.stack(round_.told)
+            if self.device.type != "cpu":
+                assert_alike(told_AW5)
             changed, moving = moved(buffers, round_.before), self._moving_buffers
             if moving is None:  # kernels such as BatchNorm's change a buffer and not its version
                 changed |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
             # Whether a rank has news would have to be read on a CUDA device, for which the host would wait.
-            has_news = bool(told_AW3[..., 2].any()) if self.device.type == "cpu" else not self._learns
+            has_news = bool(told_AW5[..., 2].any()) if self.device.type == "cpu" else not self._learns
             self._moving_buffers = make_equal(buffers, changed, moving, self._mesh.everyone, has_news=has_news)
             wires: dict[str, Any] = round_.work.wires
             rng = state.rng if rng is None else rng
             stage = round_.work.stage
-            return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=round_.is_sum, stage=stage)
+            return self._updated(state, told_AW5[..., :2], buffers, rng, wires, is_sum=round_.is_sum, stage=stage)
 
     def _updated(
         self, state: TrainState[Tensor], losses: Tensor, buffers: dict[str, Tensor], rng: dict[str, Tensor],
         wires: dict[str, dict[str, Any]], *, is_sum: bool, stage: Stage,
     ) -> tuple[TrainState[Tensor], Metrics]:  # fmt: skip
         """The state after the update with the gradients that it holds; `losses` and `stage` as in `BoundMeasure.metrics`."""
-        num_updates = int(state.step)
-        rate = self._updater.rates[0](num_updates)
-        metrics, factor = self._bound_measure.metrics(losses, state, is_sum=is_sum, rate=rate, stage=stage)
-        state = self._updater.update(state, factor, metrics.overflow, num_updates=num_updates)
+        hyper = self._updater.hyper(int(state.step))
+        self._said.last, self._said.is_late = hyper, hyper != self._said.now
+        metrics, factor = self._bound_measure.metrics(losses, state, is_sum=is_sum, rate=hyper.rates[0], stage=stage)
+        state = taken(state)  # before the first write: what an error leaves is no state to go on with
+        state = self._updater.update(state, factor, metrics.overflow, hyper=hyper)
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
@@ -655,11 +753,24 @@ class TrainStep:
         Shares all that was learned with this one, and the states are the same.
 
         Args:
-            rates: of each parameter group, in place of every schedule.
+            rates: of each parameter group, in place of every schedule. Group 0 is all that no group of `param_groups` takes,
+                also where that is nothing, and group i is `param_groups[i - 1]`; all ranks must give the same.
             optimizers: of each parameter group, with the state that they had; None keeps those of this step.
+
+        Raises:
+            ValueError: there is not one rate, or optimizer, for each group, or a rate is no finite number.
         """
+        names = self.recipe.group_names
+        for field, given in (("rates", rates), ("optimizers", rates if optimizers is None else optimizers)):
+            if not isinstance(given, Sequence) or len(given) != len(names):
+                got = f"{len(given)}: {list(given)!r}" if isinstance(given, Sequence) else repr(given)
+                raise ValueError(
+                    f"following: {field} must be a list with one for each of the {len(names)} parameter groups "
+                    f"({', '.join(names)}), got {got}; give that of every group in this order"
+                )
         twin = copy.copy(self)
         twin._updater = self._updater.following(rates, optimizers)
+        twin._updater.hyper(0)  # which raises for what is no rate
         if optimizers is not None:
             placed = place_optimizers([b for b in self.plan.flat_buffers if b.trainable], optimizers)
             if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
@@ -686,15 +797,16 @@ class TrainStep:
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
     ) -> tuple[TrainState[Tensor], Metrics]:
         """The step as a graph: writes its numbers where the graph reads them, and raises what the graph found."""
-        self._updater.turn(self._knobs, int(state.step))
-        (outcome, is_sum), rng, wires = self._run(compiled, state, buffers, micro_batches)
-        self._bound_measure.check_outcome(outcome, state, is_sum=is_sum)
+        hyper = self._updater.hyper(int(state.step))
+        self._updater.turn(self._knobs, hyper)
+        (outcome, is_sum), rng, wires = self._run(compiled, state, buffers, micro_batches, hyper)
+        self._bound_measure.check_outcome(outcome, state, self._named_hyper, is_sum=is_sum)
         metrics = Metrics(
             outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
         )
         if self._probe:
             self._probe.has_updated()
-        return self._updater.next_state(state, metrics, outcome.loss_scale, buffers, rng, wires), metrics
+        return self._updater.next_state(taken(state), metrics, outcome.loss_scale, buffers, rng, wires), metrics
 
     def _call_and_update(
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
@@ -710,7 +822,7 @@ class TrainStep:
             for key, x in state.grads.items()
         }
         collecting = state._replace(grads=grads)
-        (told_AW3, is_sum), rng, wires = self._run(compiled.collect, collecting, buffers, micro_batches)
+        (told_AW4, is_sum), rng, wires = self._run(compiled.collect, collecting, buffers, micro_batches)
         for key, home in state.grads.items():
             grad = grads.pop(key)
             if grad is not home:
@@ -719,24 +831,28 @@ class TrainStep:
         del grad
         stage.settle()
         self._agree_on_files(state)
-        check_passes(told_AW3[..., 2].flatten())
+        check_alike(told_AW4[..., 2:].flatten(0, 1), self._mesh.everyone, self._named_hyper)
         with ranged("update"):
-            return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=is_sum, stage=stage)
+            return self._updated(state, told_AW4[..., :2], buffers, rng, wires, is_sum=is_sum, stage=stage)
 
     def _run(
-        self, graph: Callable[..., T], state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
-    ) -> tuple[T, dict[str, Tensor], dict[str, dict[str, Any]]]:
+        self, graph: Callable[..., T], state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any],
+        hyper: Hyper | None = None,
+    ) -> tuple[T, dict[str, Tensor], dict[str, dict[str, Any]]]:  # fmt: skip
         """What a graph gives; and the random state and what the wires remember after it."""
         self._num_passes += 1
         batches = [self._batches.cast(batch) for batch in micro_batches]
         wires = optree.tree_map(torch.clone, state.wires)
         with random_state(state.rng, self.device) as rng, ranged("step", "in one graph"):
-            number = torch.full((1,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            told = graph(state, buffers, wires, batches, number)
+            numbers = torch.full((2,), float(self._num_passes), dtype=torch.float64, device=self.device)
+            numbers[1:].fill_(self._say(state, hyper))  # fills do not wait for the device
+            told = graph(state, buffers, wires, batches, numbers)
         return told, rng, wires
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
+
+        The model computes with `state.params`; `with_weights` makes a state of other weights.
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
@@ -882,10 +998,23 @@ class TrainStep:
 
         *Collective:* every rank; sends one number.
         """
+        self._check_state(state)
         return self._bound_measure.first_overflow(state)
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _check_not_donated(state: TrainState[Tensor]) -> None:
+    """Raises if a step took the state: what its files hold, if it has some, and otherwise what to go on with."""
+    if is_donated(state):
+        for handle in handles_of(state):
+            handle.check()
+        raise ValueError(
+            "state: must not be used again once a step took it (donate=True), for that step wrote the next state into its "
+            "memory; go on with the state that the step returned (from a checkpoint, if its update raised), or make the step "
+            "with donate=False"
+        )
 
 
 def _portable(tensor: Tensor) -> Tensor:

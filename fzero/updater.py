@@ -7,11 +7,12 @@ through its update (`fzero.offload`). A captured step has the update in its grap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
-from typing import Any, NamedTuple, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, SupportsFloat, TypeVar, cast
 
 import optree
 import torch
@@ -51,6 +52,28 @@ class Knobs(NamedTuple):
     salts: Tensor
 
 
+class Hyper(NamedTuple):
+    """The numbers of one update that every rank works out by itself, and that must be the same on all."""
+
+    num_updates: int
+    """Made before this one."""
+    rates: tuple[float, ...]
+    """The learning rate of each parameter group."""
+    momentum: float | None
+    """The first beta, where a schedule moves it."""
+    optimizers: tuple[str, ...]
+    """Of each parameter group, where they are others than those that the step was made with."""
+
+    def named(self, groups: Sequence[str]) -> dict[str, dict[str, str]]:
+        """The numbers as text, by subject and name, to be compared with those of other ranks."""
+        return {
+            "number of updates so far": {"state.step": str(self.num_updates)},
+            f"learning rate after {self.num_updates} updates": dict(zip(groups, map(str, self.rates), strict=True)),
+            "momentum": {"betas": str(self.momentum)},
+            "hyper-parameters": dict(zip(groups, self.optimizers, strict=False)),
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class Updater:
     """The updates of a step, on one rank.
@@ -76,16 +99,35 @@ class Updater:
     skips_overflow: bool
     scales_loss: bool
     places: dict[str, int] | None
+    _changed: tuple[str, ...] = ()
+    """The optimizers, where they are others than those that the step was made with."""
     _made: dict[tuple[int, str], tuple[Any, Transform]] = field(default_factory=dict)
     """The transforms made last, with their rate and momentum."""
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | Own] | None) -> Self:
         """The same with other learning rates, and other optimizers unless these are None."""
         twin = replace(self, rates=list(map(constant, rates)), momentum=None)
-        return twin if optimizers is None else replace(twin, optimizers=list(optimizers), _made={})
+        if optimizers is None:
+            return twin
+        return replace(twin, optimizers=list(optimizers), _made={}, _changed=tuple(map(repr, optimizers)))
+
+    def hyper(self, num_updates: int) -> Hyper:
+        """The numbers of the update that comes after so many others.
+
+        Raises:
+            ValueError: a learning rate is no finite number.
+        """
+        rates = [rate(num_updates) for rate in self.rates]
+        if not all(isinstance(rate, SupportsFloat) and math.isfinite(rate) for rate in rates):
+            raise ValueError(
+                f"learning rate: must be a finite number for every parameter group and update, got {rates} after {num_updates} "
+                f"updates; mend the schedule (lr_schedule), or what is written into param_groups"
+            )
+        momentum = None if self.momentum is None else float(self.momentum(num_updates))
+        return Hyper(num_updates, tuple(map(float, rates)), momentum, self._changed)
 
     def update(
-        self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor, *, num_updates: int
+        self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor, *, hyper: Hyper
     ) -> TrainState[Tensor]:
         """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
         skip, mesh = overflow if self.skips_overflow else None, self._ranks
@@ -105,7 +147,7 @@ class Updater:
                 grad = own_shard(grad, buffer, mesh.shard)
             master = state.master.get(buffer.key, share)
             numbers = numbers_on(self.offload.runs_on(buffer))
-            at = self._transforms_of(buffer, num_updates, *numbers, share if buffer.has_master else None)
+            at = self._transforms_of(buffer, hyper, *numbers, share if buffer.has_master else None)
             axes, label = mesh.axes[len(mesh.axes_of(buffer.row.params)) :], Label("join", buffer.key, "update")
             join = partial(mesh.start_all_gather, axes=axes, label=label)
             update = Update(buffer, grad, master, state.optimizer[buffer.key], at, share, join)
@@ -130,7 +172,7 @@ class Updater:
         rng: dict[str, Tensor], wires: dict[str, dict[str, Any]],
     ) -> TrainState[Tensor]:  # fmt: skip
         """The state after an update, which an overflow skipped."""
-        num_updates = state.step.add_(1)
+        num_updates = state.step.add_(1)  # of a state that is taken
         if self.skips_overflow:
             num_updates.sub_(metrics.overflow.to(num_updates.dtype))
             buffers = _chosen(metrics.overflow, state.buffers, buffers)
@@ -162,7 +204,7 @@ class Updater:
             yield alike
 
     def _transforms_of(
-        self, buffer: BufferPlan, num_updates: int, skip: Tensor | None, factor: Tensor | None, out: Any
+        self, buffer: BufferPlan, hyper: Hyper, skip: Tensor | None, factor: Tensor | None, out: Any
     ) -> Callable[..., Transform]:
         """The transform of elements [start, stop) of what this rank updates of a flat buffer; as the third
         what takes the new parameters, if not that part of `out`."""
@@ -170,17 +212,18 @@ class Updater:
         def at(start: int, stop: int, part: Tensor | None = None) -> Transform:
             if part is None and isinstance(out, Tensor):
                 part = out[start:stop]
-            return self.transform_of(buffer, num_updates, start=start, skip=skip, factor=factor, out=part)
+            return self.transform_of(buffer, hyper, start=start, skip=skip, factor=factor, out=part)
 
         return at
 
     def transform_of(
-        self, buffer: BufferPlan, num_updates: int, *, start: int = 0, skip: Tensor | None = None, **how: Any
+        self, buffer: BufferPlan, hyper: Hyper | None = None, *, start: int = 0, skip: Tensor | None = None, **how: Any
     ) -> Transform:
-        """The transform of a flat buffer, from element `start` of what this rank updates on, for the update after
-        `num_updates` others; `how` is for `widened`."""
+        """The transform of a flat buffer, from element `start` of what this rank updates on, with the numbers of an update,
+        None for the first; `how` is for `widened`."""
         optimizer, way = self.optimizers[buffer.group], (buffer.group, buffer.way)
-        lr, momentum = self.rates[buffer.group](num_updates), self.momentum(num_updates) if self.momentum else None
+        hyper = self.hyper(0) if hyper is None else hyper
+        lr, momentum = hyper.rates[buffer.group], hyper.momentum
         is_cut = isinstance(buffer.row.optimizer, Sharded)
         if not optimizer.is_elementwise(buffer.way):
             pieces = Pieces.whole(buffer.layout)
@@ -197,7 +240,7 @@ class Updater:
             transform = unless(skip, transform)
         if self.places is not None:
             own = self.shard * buffer.shard_numel if is_cut else 0
-            how["rounding"] = stochastic(num_updates, self.places[buffer.key] + own + start)
+            how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + own + start)
         return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
 
     @property
@@ -223,14 +266,14 @@ class Updater:
             torch.zeros(NUM_SALTS, dtype=torch.int64, device=device),
         )
 
-    def turn(self, knobs: Knobs, num_updates: int) -> None:
-        """Writes what the graph reads about the update after `num_updates` others."""
-        for lr, rate in zip(knobs.lr, self.rates, strict=True):
-            lr.fill_(rate(num_updates))
-        if knobs.beta is not None and self.momentum is not None:
-            knobs.beta.fill_(self.momentum(num_updates))
+    def turn(self, knobs: Knobs, hyper: Hyper) -> None:
+        """Writes what the graph reads about an update."""
+        for lr, rate in zip(knobs.lr, hyper.rates, strict=True):
+            lr.fill_(rate)
+        if knobs.beta is not None and hyper.momentum is not None:
+            knobs.beta.fill_(hyper.momentum)
         if self.places is not None:
-            knobs.salts.copy_(torch.tensor(salts_of(num_updates, NUM_SALTS)))
+            knobs.salts.copy_(torch.tensor(salts_of(hyper.num_updates, NUM_SALTS)))
 
     def transforms_by(self, knobs: Knobs) -> dict[str, Transform]:
         """The transforms of all flat buffers that are trained, in a graph that reads the knobs.

@@ -5,6 +5,7 @@ And of models whose units run on some ranks only: the order of collectives does 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -291,6 +292,91 @@ def test_a_model_without_a_trainable_parameter_is_refused_at_the_step() -> None:
     step = fzero.make_train_step(Says(lambda y: y.sum()).requires_grad_(False), config(2))
     with pytest.raises(ValueError, match=r"loss: .* must depend on a trainable parameter and does not; unfreeze one"):
         step(step.init(), torch.ones(3))
+
+
+UNRELATED = r"backward: the loss must depend on a trainable parameter of the model, through a forward of this step, and does not"
+INSIDE = r"backward: must not be called inside the forward or loss_fn, .* return the loss"
+
+
+def _elsewhere(model: nn.Module, batch: Any) -> Tensor:
+    """A loss that has a gradient, and nothing to do with the model that made an output beside it."""
+    model(*batch)
+    return nn.Parameter(torch.ones(3)).square().sum()
+
+
+def _goes_backward(model: nn.Module, batch: Any) -> Tensor:
+    """A loss whose gradients have come twice when the step has called backward, too."""
+    loss: Tensor = model(*batch)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def _with_bad_losses(stage: int) -> list[tuple[str, str]]:
+    """On a real rank: what a step, its parts and an engine say of such losses, each between two good ones."""
+    current: list[Any] = [lambda model, batch: model(*batch)]
+    step = fzero.make_train_step(make(Plain), config(stage), loss_fn=lambda model, batch: current[-1](model, batch))
+    batch = part(vectors(0), step.rank, step.world_size)
+    state, _ = step(step.init(), batch)
+    before, found = step.gather(state), []
+
+    def run(model: nn.Module, batch: Any, loss_fn: Any) -> None:
+        round_ = step.begin(state)
+        loss = step.forward(round_, lambda: loss_fn(model, batch))
+        step.update(step.backward(round_, loss))
+
+    for bad in (_elsewhere, _goes_backward):
+        current.append(bad)
+        for attempt in (lambda: step(state, batch), lambda: run(step.recipe.model, batch, bad)):  # noqa: B023
+            with pytest.raises((ValueError, RuntimeError), match="backward: ") as caught:
+                attempt()
+            found.append((bad.__name__, str(caught.value)))
+        current.pop()
+    assert all(map(torch.equal, step.gather(state).values(), before.values()))
+    assert int(step(state, batch)[0].step) == 2
+    engine, *_ = fzero.initialize(model=make(Plain), config=config(stage))
+    weights = {name: weight.clone() for name, weight in engine.train_step.gather(engine.state).items()}
+    for bad in (_elsewhere, _goes_backward):
+        with pytest.raises((ValueError, RuntimeError), match="backward: ") as caught:
+            engine.backward(bad(engine, batch))
+        found.append((bad.__name__, str(caught.value)))
+        with pytest.raises(RuntimeError, match="no backward has come since the last update"):
+            engine.step()
+    assert all(map(torch.equal, engine.train_step.gather(engine.state).values(), weights.values()))
+    engine.backward(engine(*batch))
+    engine.step()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_that_has_nothing_to_do_with_the_model_and_one_that_went_backward_already_are_refused(
+    ranks: RankPool, stage: int
+) -> None:
+    for found in (_with_bad_losses(stage), *ranks(2, _with_bad_losses, stage)):
+        for name, told in found[:4]:
+            assert re.match(UNRELATED if name == "_elsewhere" else INSIDE, told), told
+        (_, unrelated), (_, outside) = found[4:]
+        assert re.match(UNRELATED, unrelated) and "call engine.backward(loss) in place of loss.backward()" in outside
+
+
+def test_a_graph_of_a_step_refuses_such_losses_too() -> None:
+    for bad, told in ((_elsewhere, UNRELATED), (_goes_backward, INSIDE)):
+        step = fzero.make_train_step(make(Plain), config(0), loss_fn=bad)
+        with pytest.raises((ValueError, RuntimeError), match=told):
+            fzero.simulate(step, 1, by="vmap" if bad is _elsewhere else "lockstep")(
+                fzero.stacked([step.init()]), tuple(x[None] for x in vectors(0))
+            )
+
+
+@pytest.mark.parametrize("world_size", [0, -1, True, 2.0])
+def test_a_plan_is_for_a_positive_number_of_ranks(world_size: Any) -> None:
+    told = f"world_size: must be a positive integer, got {world_size!r}; say how many ranks"
+    for plan in (
+        lambda: fzero.plan(Plain(), config(1), world_size=world_size),
+        lambda: fzero.compare_plans(Plain(), config(1), world_size=world_size),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            plan()
+    assert fzero.plan(Plain(), config(1)).world_size == 1
 
 
 # --- numbers that are not finite ---------------------------------------------------------------------------------

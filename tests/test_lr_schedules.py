@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -194,3 +196,129 @@ def test_a_cycle_of_momentum_for_an_optimizer_without_betas_is_told() -> None:
     sgd = {"optimizer": {"type": "SGD"}, "scheduler": {"type": "OneCycle", "params": CYCLE}}
     with pytest.warns(UserWarning, match="scheduler.params.cycle_momentum: SGD has no betas"):
         fzero.make_train_step(make(Plain), sgd)
+
+
+# --- a rate that a rank computes by itself ------------------------------------------------------------------------
+
+
+def _step_that_drifts(stage: int, options: dict[str, Any], by_state: bool) -> str:
+    """On a real rank: what a step raises when this rank's rate, or number of updates, is its own, between two good steps."""
+    rank = fzero.join().rank
+    share = [0.0]
+    model = make(functools.partial(Plain, num_blocks=1))
+    step = fzero.make_train_step(
+        model, config(stage), param_groups=[{"params": "scale$", "weight_decay": 0.0}],
+        lr_schedule=lambda n: 1e-3 * (1 + share[0]), **options,
+    )  # fmt: skip
+    state, _ = step(step.init(), part(vectors(0), rank, 2))
+    before, share[0] = step.gather(state), 0.0 if by_state else float(rank)
+    given = state._replace(step=state.step + rank) if by_state else state
+    with pytest.raises(fzero.MismatchError) as told:
+        step(given, part(vectors(1), rank, 2))
+    assert all(map(torch.equal, step.gather(state).values(), before.values())), "nothing was updated"
+    share[0] = 0.0
+    state, _ = step(state, part(vectors(1), rank, 2))
+    assert int(state.step) == 2
+    return str(told.value)
+
+
+DIFFERENT = (
+    r"^learning rate after 1 updates: must be the same on all ranks, but 'group 0 \(all that no other group takes\)' is "
+    r"'0.001' on rank 0 and '0.002' on rank 1; compute it from what is the same on all ranks \(metrics.loss is"
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [(0, {}), (1, {}), (3, {}), (3, {"schedule": "negotiated"})],
+    ids=str,
+)
+def test_a_rate_that_differs_between_ranks_raises_on_all_and_updates_nothing(
+    ranks: RankPool, stage: int, options: dict[str, Any]
+) -> None:
+    for told in ranks(2, _step_that_drifts, stage, options, False):
+        assert re.search(DIFFERENT, told), told
+
+
+def test_a_graph_of_a_step_finds_the_checksums_that_differ_and_updates_nothing() -> None:
+    simulated = fzero.simulate(fzero.make_train_step(make(Plain), config(2)), 2, by="vmap")
+    assert isinstance(simulated, fzero.VmapRanks)
+    state, batch = simulated.init(), tuple(x.unflatten(0, (2, -1)) for x in vectors(0))
+    for checksum, is_ok in ((7.0, False), (8.0, True)):
+        given = optree.tree_map(torch.clone, state)
+        outcome, _ = simulated._made(given, {}, {}, [batch], torch.tensor([[1.0, 8.0], [1.0, checksum]]).double())
+        assert outcome.ok.tolist() == [is_ok, is_ok] and outcome.told[0, 0, :, 3].tolist() == [8.0, checksum]
+        before, after = (optree.tree_leaves((x.params, x.optimizer)) for x in (state, given))
+        assert all(map(torch.equal, before, after)) != is_ok
+
+
+def test_states_of_other_updates_raise_on_all_ranks(ranks: RankPool) -> None:
+    for told in ranks(2, _step_that_drifts, 0, {}, True):
+        assert told.startswith(
+            "number of updates so far: must be the same on all ranks, but 'state.step' is '1' on rank 0"
+        )
+
+
+def _engine_that_drifts(stage: int, when: str) -> str:
+    """On a real rank: what a backward raises when this rank wrote numbers of its own into the param groups."""
+    rank = fzero.join().rank
+    engine, optimizer, *_ = fzero.initialize(model=make(Plain), config=config(stage))
+    (group,) = optimizer.param_groups
+
+    def train_once(index: int, *, before: float = 0.0, between: float = 0.0) -> None:
+        group["lr"] += before
+        loss = engine(*part(vectors(index), rank, 2))
+        engine.backward(loss)
+        group["lr"] += between
+        engine.step()
+
+    group["lr"] = 1 / 32
+    train_once(0)
+    with pytest.raises(fzero.MismatchError) as told:
+        if when == "before the backward":
+            train_once(1, before=rank / 16)
+        elif when == "between backward and step":  # the ranks meet again in the next backward
+            train_once(1, between=rank / 16)
+            train_once(2, before=-rank / 16)
+        else:
+            group["weight_decay"] += rank
+            train_once(1)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("when", "expected"),
+    [
+        (
+            "before the backward",
+            r"learning rate after 1 updates: .*'group 0 \(all parameters\)' is '0.03125' on rank 0 and '0.09375'",
+        ),
+        (
+            "between backward and step",
+            r"learning rate after 1 updates, used in the last update: .*'0.03125'.*'0.09375'",
+        ),
+        ("other weight decay", r"hyper-parameters: .*'group 0 .*weight_decay=0.1.*on rank 0.*weight_decay=1.1"),
+    ],
+)
+def test_numbers_of_the_engine_s_groups_that_differ_between_ranks_raise_on_all(
+    ranks: RankPool, when: str, expected: str
+) -> None:
+    for stage in (0, 2):
+        for told in ranks(2, _engine_that_drifts, stage, when):
+            assert re.match(expected, told), told
+
+
+def test_a_rate_that_is_no_number_raises_before_anything_is_updated() -> None:
+    rates: list[Any] = [1e-3, float("nan"), None, 1e-3]
+    step = fzero.make_train_step(make(Plain), config(0), lr_schedule=lambda n: rates[0])
+    state = step.init()
+    for bad in (False, True, True, False):
+        if bad:
+            with pytest.raises(
+                ValueError, match=r"learning rate: must be a finite number .*got \[(nan|None)\] after 1"
+            ):
+                step(state, part(vectors(0), 0, 1))
+        else:
+            state, _ = step(state, part(vectors(0), 0, 1))
+        rates.pop(0)
+    assert int(state.step) == 2

@@ -222,3 +222,33 @@ def test_a_group_that_takes_nothing_is_told() -> None:
     for params, told in (("sacle", "takes none, got 'sacle'"), ("(", "must be a regular expression")):
         with pytest.raises(ConfigError, match=rf"param_groups\[0\].params: .*{told}"):
             fzero.make_train_step(make(Plain), config(0), param_groups=[{"params": params, "lr": 1e-5}])
+
+
+@pytest.mark.parametrize(
+    ("rates", "told"),
+    [
+        ([1e-3], r"rates must be a list with one for each of the 3 parameter groups \(group 0 \(all that no other group takes\), "
+         r"group 1 \('scale\$'\), group 2 \(chosen by a function\)\), got 1: \[0.001\]"),
+        ([1e-3] * 4, "rates must be a list with one for each of the 3 parameter groups .* got 4"),
+        (1e-3, "rates must be a list .* got 0.001"),
+        ([1e-3, "2e-3", 0.0], r"learning rate: must be a finite number for every parameter group"),
+        ([1e-3, float("inf"), 0.0], r"learning rate: must be a finite number .* got \[0.001, inf, 0.0\]"),
+    ],
+)  # fmt: skip
+def test_rates_to_follow_are_one_for_each_group_by_name(rates: Any, told: str) -> None:
+    step = fzero.make_train_step(make(Plain), config(0), param_groups=GROUPS)
+    with pytest.raises(ValueError, match=told):
+        step.following(rates)
+    with pytest.raises(ValueError, match="optimizers must be a list with one for each of the 3 parameter groups"):
+        step.following([1e-3, 2e-3, 3e-3], step._updater.optimizers[:1])
+
+
+def test_the_rates_to_follow_are_those_of_the_groups_in_their_order() -> None:
+    sgd = {"type": "SGD", "params": {"lr": 1.0}}
+    groups = [{"params": r"scale$"}, {"params": lambda name, param: name.startswith("blocks.3")}]
+    step = fzero.make_train_step(make(Plain), config(0, optimizer=sgd), param_groups=groups)
+    state = step.init()
+    before = step.gather(state)
+    state, _ = step.following([0.0, 0.5, 0.25])(state, vectors(0))
+    moved = {name for name, weight in step.gather(state).items() if not torch.equal(weight, before[name])}
+    assert moved == {name for name in before if name.endswith("scale") or name.startswith("blocks.3")}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -520,3 +523,74 @@ def test_a_lazy_module_that_has_not_run_is_refused_by_name() -> None:
     for model, named in ((weight, "parameter '0.weight'"), (statistics, "buffer '1.running_mean'")):
         with pytest.raises(ValueError, match=f"{named}: must have a shape.* run the model once"):
             fzero.make_train_step(model, config(0))
+# --- what is frozen ----------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """Frozen linear maps of full precision, each with a small one beside it that is trained."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.base = nn.ModuleList(nn.Linear(width, width) for _ in range(2)).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for base in self.base:
+            x = torch.tanh(base(x) + self.up(self.down(x)))
+        return nn.functional.mse_loss(x, y)
+
+
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_frozen_weights_under_autocast_come_back_with_all_their_bits(stage: int, tmp_path: Path) -> None:
+    model = make(Adapted)
+    own = {name: param.clone() for name, param in model.base.named_parameters(prefix="base")}
+
+    def has_own(weights: Mapping[str, Tensor]) -> bool:
+        return all(torch.equal(weights[name], weight) for name, weight in own.items())
+
+    recipe = fzero.make_train_step(model, config(stage) | AUTOCAST)
+    other = fzero.make_train_step(model, config(3 - stage) | AUTOCAST)
+    plain = fzero.make_train_step(model, config(stage))
+    for world_size in (1, 2):
+        step, moved, wide = (fzero.simulate(x, world_size, by="lockstep") for x in (recipe, other, plain))
+        state, _ = step(step.init(), tuple(x.unflatten(0, (world_size, -1)) for x in vectors(0)))
+        keys = [b.key for b in step.plan.flat_buffers if not b.trainable]
+        assert keys and all(state.params[key].dtype == B and state.master[key].dtype == F for key in keys)
+        assert has_own(step.gather(state))
+        assert has_own(moved.gather(fzero.reshard(state, step, moved)))
+        assert has_own(wide.gather(fzero.reshard(state, step, wide)))
+        back = fzero.reshard(fzero.reshard(state, step, wide), wide, step)
+        assert all(torch.equal(back.params[key], state.params[key]) for key in keys) and has_own(step.gather(back))
+        fzero.save(state, tmp_path / f"{world_size}", step=step)
+        for into in (step, moved, wide):
+            assert has_own(into.gather(fzero.load(tmp_path / f"{world_size}", step=into).state))
+        fzero.export(tmp_path / f"{world_size}", tmp_path / "out", dtype="float32")
+        assert has_own(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"))
+        step.save_16bit_model(state, tmp_path / "out", dtype="float32")
+        assert has_own(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"))
+        assert has_own(step.gather(fzero.load_weights(tmp_path / "out", step=step)))
+
+
+def test_frozen_weights_under_autocast_compute_as_in_plain_autocast_in_all_stages(ranks: RankPool) -> None:
+    module, curve = make(Adapted), []
+    optimizer = torch.optim.AdamW([*module.down.parameters(), *module.up.parameters()], lr=1e-2, weight_decay=0.1)
+    for index in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = module(*vectors(index))
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append(loss.item())
+    runs = ranks(2, _train_adapted)
+    assert all(run == runs[0][0] for of_rank in runs for run in of_rank)
+    assert runs[0][0] == pytest.approx(curve, rel=1e-2)
+
+
+def _train_adapted() -> list[list[float]]:
+    return [
+        [loss for loss, _ in train(Adapted, vectors, config(stage) | AUTOCAST, num_steps=3)[0]] for stage in range(4)
+    ]

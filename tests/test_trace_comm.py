@@ -111,9 +111,9 @@ def test_processes_lockstep_compiled_step_and_plan_tell_the_same_which_is_the_pl
         assert eager.rows == simulated.rows, "the same collectives in the same order"
         assert compiled.rows == planned.rows
         assert told(eager, *ALIKE) == told(planned, *ALIKE)
-        # Loss, weight, number of the pass, and in an eager step whether a module buffer moved.
-        assert [row.num_elements * 3 for row in eager.rows if row.purpose == "told"] == [
-            row.num_elements * 4 for row in planned.rows if row.purpose == "told"
+        # Loss, weight, number of the pass, checksum of hyper-parameters, and in an eager step whether a module buffer moved.
+        assert [row.num_elements * 4 for row in eager.rows if row.purpose == "told"] == [
+            row.num_elements * 5 for row in planned.rows if row.purpose == "told"
         ]
         assert {row.purpose for row in (*eager.rows, *compiled.rows)} <= {*ALIKE, "told"}
 
