@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -25,10 +26,11 @@ from fzero.agent import LAST_CALL, Work
 from fzero.collectives import timeout_of
 from fzero.flags import Parser
 from fzero.hosts import Host, choose, parse_hostfile
-from fzero.launch_environment import forwarded, rank_defaults, read_env_files
+from fzero.launch_environment import forwarded, not_forwarded, rank_defaults, read_env_files
 from fzero.launched import DEFAULT_PORT
 from fzero.launchers import HAVE_AGENTS, LAUNCHERS, PROGRAMS, Command, Job
 from fzero.preflight import check
+from fzero.rendezvous import SECRET
 from fzero.supervise import supervise
 
 HOSTFILE = Path("/job/hostfile")
@@ -221,7 +223,11 @@ def commands_of(
     given: argparse.Namespace, work: Work, environment: Mapping[str, str], from_file: Mapping[str, str]
 ) -> tuple[Job, tuple[Command, ...]]:
     """The job on many hosts, and what its launcher makes of it."""
+    for name in not_forwarded(environment):
+        say(f"the variable {name!r} is not set on other hosts: a name has letters, digits and _ only, and begins with no digit")
     variables = forwarded(environment, from_file)
+    if work.needs_secret:
+        variables[SECRET] = secrets.token_hex(16)
     if given.launcher not in HAVE_AGENTS:  # no agent on the hosts, which would know their cores
         num_ranks = max(len(host.slots) for host in work.hosts)
         num_cores = os.cpu_count() or 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fzero import feed
 from fzero.agent import SECONDS_TO_END, Failure, Work
 from fzero.hosts import Host, choose, decode, encode, hostfile, parse_hostfile
 from fzero.launch import main
 from fzero.launch_environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
 from fzero.launched import launched
-from fzero.launchers import LAUNCHERS, Job
+from fzero.launchers import LAUNCHERS, READS, Job
 
 RANK = Path(__file__).parent / "launched_rank.py"
 
@@ -185,25 +187,29 @@ def job(hosts: tuple[Host, ...] = TWO, **work: object) -> Job:
 
 def test_each_launcher_composes_the_command_that_its_manual_describes():
     commands = {name: [str(command) for command in compose(job())] for name, compose in LAUNCHERS.items()}
-    agent = (
-        "'export NCCL_DEBUG='\"'\"'A B'\"'\"'; cd '\"'\"'/my work'\"'\"' && exec python -u -m fzero.agent "
-        "--world_info=eyJhIjogWzAsIDFdLCAiYiI6IFswLCAxXX0= --node_rank={} --master_addr=a --master_port=29500 "
-        "-- python -u train.py 50{}'"
-    )
-    ssh = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -p 22 --extra"
+
+    def agent(node_rank: object, percent: str = "%") -> str:
+        return shlex.quote(
+            f"cd '/my work' && exec python -I -S -c {shlex.quote(READS)} -u -m fzero.agent "
+            f"--world_info=eyJhIjogWzAsIDFdLCAiYiI6IFswLCAxXX0= --node_rank={node_rank} --master_addr=a --master_port=29500 "
+            f"-- python -u train.py 50{percent}"
+        )
+
+    line, ssh = '{"NCCL_DEBUG": "A B"}', "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -p 22"
+    feeds = f"{{ printf '%s\\n' '{line}'; cat; }} | {ssh} --extra"
     assert commands == {
-        "ssh": [f"{ssh} a {agent.format(0, '%')}", f"{ssh} b {agent.format(1, '%')}"],
+        "ssh": [f"{feeds} a {agent(0)}", f"{feeds} b {agent(1)}"],
         "pdsh": [
-            "PDSH_RCMD_TYPE=ssh PDSH_SSH_ARGS_APPEND='-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -p 22' "
-            f"pdsh -N -S -f 1024 -w a,b --extra {agent.format('%n', '%%')}"
+            f"FZERO_INPUT='{line}' pdsh -R exec -N -S -f 1024 -w a,b --extra python -I -S {feed.__file__} "
+            f"{ssh} %h {agent('%n', '%%')}"
         ],
         "openmpi": [
-            "mpirun -n 4 --host a:2,b:2 --map-by slot --bind-to none --wdir '/my work' -x 'NCCL_DEBUG=A B' "
-            "-x MASTER_ADDR=a -x MASTER_PORT=29500 --extra python -u train.py 50%"
+            "NCCL_DEBUG='A B' MASTER_ADDR=a MASTER_PORT=29500 mpirun -n 4 --host a:2,b:2 --map-by slot --bind-to none "
+            "--wdir '/my work' -x NCCL_DEBUG -x MASTER_ADDR -x MASTER_PORT --extra python -u train.py 50%"
         ],
         "mvapich": [
-            "mpirun -np 4 -ppn 2 -hosts a,b -wdir '/my work' -genv NCCL_DEBUG 'A B' -genv MASTER_ADDR a "
-            "-genv MASTER_PORT 29500 --extra python -u train.py 50%"
+            "NCCL_DEBUG='A B' MASTER_ADDR=a MASTER_PORT=29500 mpirun -np 4 -ppn 2 -hosts a,b -wdir '/my work' "
+            "-genvlist NCCL_DEBUG,MASTER_ADDR,MASTER_PORT --extra python -u train.py 50%"
         ],
         "slurm": [
             "NCCL_DEBUG='A B' MASTER_ADDR=a MASTER_PORT=29500 srun --nodes=2 --ntasks=4 --ntasks-per-node=2 "
@@ -243,7 +249,7 @@ def test_how_long_a_collective_waits_is_told_to_the_ranks_of_all_hosts(tmp_path,
     assert main([*flags, "--dry_run", "train.py"]) == 0
     commands = capsys.readouterr().out.splitlines()
     assert (
-        all("export FZERO_TIMEOUT=90; " in line and "--last_call=5" in line for line in commands) and len(commands) == 2
+        all('"FZERO_TIMEOUT": "90"' in line and "--last_call=5" in line for line in commands) and len(commands) == 2
     )
 
 
@@ -299,6 +305,7 @@ def test_an_agent_that_is_started_by_hand_is_on_no_leash(tmp_path, capsys):
 
 
 def test_a_port_that_is_taken_is_told(tmp_path):
+    (tmp_path / "script.py").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         flags = ["--num_procs", "1", "--master_port", port, "script.py"]
