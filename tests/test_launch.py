@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import re
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
+from base64 import b64encode
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from fzero import feed
-from fzero.agent import SECONDS_TO_END, Failure, Work
+from fzero.agent import SECONDS_TO_END, Failure, Work, launch_config, secret_of
 from fzero.hosts import Host, choose, decode, encode, hostfile, parse_hostfile
-from fzero.launch import main
+from fzero.launch import commands_of, main, parser
 from fzero.launch_environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
 from fzero.launched import launched
 from fzero.launchers import LAUNCHERS, READS, Job
+from fzero.rendezvous import SECRET, Secret, Signed
 
 RANK = Path(__file__).parent / "launched_rank.py"
 
@@ -354,6 +363,13 @@ def wait_for(*paths: Path, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
+def wait_until(is_so: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_ranks_get_their_environment_a_prefix_and_logs_of_their_own(tmp_path):
     logs = tmp_path / "logs"
     (tmp_path / "env").write_text("FROM_FILE=a b")
@@ -414,3 +430,110 @@ def test_with_restarts_the_ranks_come_back(tmp_path):
     output, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors
     assert output.count("rank 0 of 2 says hello") == 2
+
+
+def test_a_rank_that_ends_with_code_0_before_the_others_is_named_by_them_and_by_the_launcher(tmp_path):
+    job = fzero(tmp_path, "rank 1 leaves", "--num_procs", "2", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    _, errors = job.communicate(timeout=300)
+    assert job.returncode == 1, errors
+    by_rank, _, by_launcher = errors.partition("fzero: rank ")
+    assert re.search(r"rank 1 \(.*, pid \d+\) has not come: its process (has ended|ended with code 0)\n", by_rank), errors
+    assert by_launcher.startswith("1 on localhost ended with code 0, and others waited for it, so"), errors
+    assert_none_left(tmp_path, within=SECONDS_TO_END + 10)
+
+
+def test_a_folder_of_logs_goes_with_a_launcher_that_is_killed(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    job = fzero(tmp_path, "sleeps", "--num_procs", "1", env=os.environ | {"TMPDIR": str(temporary)})
+    wait_for(tmp_path / "started.0", seconds=120)
+    assert [*temporary.glob("fzero-*")]
+    job.kill()
+    job.communicate(timeout=60)
+    wait_until(lambda: not [*temporary.glob("fzero-*")])
+
+
+def test_one_machine_listens_to_itself_alone(tmp_path):
+    """The port of the agent and those of the ranks, on all addresses of this host."""
+    (tmp_path / "script.py").write_text(
+        "import os, psutil, fzero, torch.distributed as dist\n"
+        "fzero.join()\ndist.barrier()\n"
+        "for process in (psutil.Process(), psutil.Process(os.getppid())):\n"
+        "    for found in process.net_connections('inet'):\n"
+        "        if found.status == 'LISTEN': print('listens at', found.laddr.ip)\n"
+        "dist.barrier()\nfzero.shutdown()\n"
+    )
+    command = [sys.executable, "-m", "fzero", "--num_procs", "2", "--max_restarts", "1", str(tmp_path / "script.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    found = re.findall(r"listens at (.*)", ended.stdout)
+    assert ended.returncode == 0 and len(found) >= 4, ended
+    assert {*found} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train.py"], "there is no script train.py; did you mean train_it.py?"),
+        (["-m", "no_such_module.main"], "--module no_such_module.main: there is no module 'no_such_module' here"),
+        (["--no_python", "no_such_program"], "there is no such program on the PATH"),
+        (["--word", "8"], "--word is no flag, did you mean --num_procs?"),
+        (["--max_restart=3", "train_it.py"], "did you mean --max_restarts?"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_is_near(words, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_it.py").touch()
+    with pytest.raises(SystemExit) as end:
+        main(["--num_procs", "2", *words])
+    assert end.value.code == 2 and told in capsys.readouterr().err
+
+
+# --- secrets -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_no_value_of_a_variable_is_part_of_a_command_and_no_name_that_a_shell_would_run(launcher, monkeypatch, capsys):
+    for name in ("MLFLOW_TRACKING_PASSWORD", "NCCL;touch X", "TORCH_A.B"):
+        monkeypatch.setenv(name, "hunter2")
+    made = parser().parse_args(["--launcher", launcher, "train.py"])
+    work = Work(TWO, 0, ("python", "-u", "train.py"), "a", 29500)
+    job, commands = commands_of(made, work, os.environ, {"FROM_FILE": "hunter2"})
+    assert {job.environment[name] for name in ("MLFLOW_TRACKING_PASSWORD", "FROM_FILE")} == {"hunter2"}
+    assert not [word for command in commands for word in command.words if "hunter2" in word or "touch" in word]
+    for command in commands:  # but they are there
+        assert (command.line or str(dict(command.environment))).count("hunter2") == 2
+    told = capsys.readouterr().err
+    assert "the variable 'NCCL;touch X' is not set on other hosts" in told and "'TORCH_A.B'" in told
+
+
+def test_the_first_line_of_an_agent_s_input_is_its_environment_and_the_rest_is_left():
+    program = "import os; print(os.environ['A'], os.environ['PYTHONPATH'], os.read(0, 99))"
+    line = json.dumps({"A": "x\ny\\'\"", "PYTHONPATH": "/somewhere"})
+    command = [sys.executable, "-I", "-S", "-c", READS, "-c", program]
+    ended = subprocess.run(command, input=f"{line}\nleft", capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "x\ny\\'\" /somewhere b'left'\n", ended
+
+
+def test_a_state_of_the_rendezvous_that_no_agent_of_the_job_wrote_is_never_unpickled():
+    store = HashStore()
+    mine, theirs = (Signed(C10dRendezvousBackend(store, "job"), Secret(text * 16)) for text in "ab")
+    assert mine.get_state() is None
+    _, token, is_set = mine.set_state(b"state")
+    assert is_set and mine.get_state() == (b"state", token)
+    assert mine.set_state(b"late", b"another token")[::2] == (b"state", False)
+    for attack in (lambda: theirs.get_state(), lambda: store.set("torch.rendezvous.job", b64encode(pickle.dumps(1)))):
+        with pytest.raises(RendezvousStateError, match="was not written by an agent of this job"):
+            attack() or mine.get_state()
+
+
+def test_agents_of_several_hosts_that_start_again_need_a_secret_which_no_command_shows(monkeypatch):
+    monkeypatch.delenv(SECRET, raising=False)
+    work = Work(TWO, 0, ("python", "-u", "train.py"), "a", 29500, max_restarts=1)
+    with pytest.raises(ValueError, match="FZERO_SECRET: is not set"):
+        secret_of(work)
+    job, commands = commands_of(parser().parse_args(["train.py"]), work, {}, {})
+    secret = job.environment[SECRET]
+    assert not [word for command in commands for word in command.words if secret in word]
+    monkeypatch.setenv(SECRET, secret)
+    assert secret_of(work) == Secret(secret) and SECRET not in os.environ
+    assert secret not in str(launch_config(work, "/nowhere", Secret(secret)))
