@@ -2,8 +2,8 @@
 
     FZERO_INPUT=… python -I -S feed.py ssh host command…
 
-For pdsh, which gives its commands no input: what other hosts set may be secret, and `ps` shows arguments to everybody. It is run as a
-file of its own, once for each host, without anything that would have to be imported first.
+For pdsh, which gives its commands no input: what other hosts set may be secret, and `ps` shows arguments to everybody. It is
+run as a file of its own, once for each host, without anything that would have to be imported first.
 """
 
 import os

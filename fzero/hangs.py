@@ -33,6 +33,7 @@ MOVING = 3.0  # the same of a rank that goes on
 PATIENCE = 20.0  # seconds that a report waits for answers at the most
 HASTE = 8.0  # the same where a connection was lost, which may be seen by one rank long before the others
 MORE = 1.0  # seconds in which further ranks may be found that are gone, too
+AGAIN = 0.3  # seconds until it is looked again for what is not there yet, as the end of a process whose connections are closed
 HEARD = 5.0  # seconds that the rank which keeps the store stays for others, which have to read the report
 
 
@@ -188,6 +189,9 @@ class Watch:
         self._keeper: dict[str, Any] | None = None
         """Rank 0, where it keeps the job's store; without it nobody could be asked who it was."""
         store.set(f"who/{rank}", json.dumps(identity_of(self._file)))
+        deadline = time.monotonic() + 1
+        while rank_0_keeps_store() and not self._finds_keeper() and time.monotonic() < deadline:
+            time.sleep(0.01)  # it joins as we do, and must be known before it can die; else the thread looks for it
         self._thread = threading.Thread(target=self._run, name=WATCH, daemon=True)
         self._thread.start()
 
@@ -208,7 +212,7 @@ class Watch:
     def _run(self) -> None:
         before, since = (0, 0), time.monotonic()
         looked = since
-        while not self._stopped.wait(TICK):
+        while not self._stopped.wait(TICK if self._keeper is not None or not rank_0_keeps_store() else AGAIN):
             now = (HERE.num_steps, HERE.number)
             if now != before:
                 before, since = now, time.monotonic()
@@ -216,11 +220,10 @@ class Watch:
                     continue
             with suppress(RuntimeError):  # the store's, which has ended with the job
                 looked = time.monotonic()
-                if self._keeper is None and rank_0_keeps_store():
-                    self._keeper = json.loads(_text(self.store, "who/0") or "null")
+                if rank_0_keeps_store():
+                    self._finds_keeper()
                 if self.store.check(["alarm"]):
                     self._answer()
-                    self._tell_of_gone()
                     if not self._hears(SILENT):
                         self._ask_silent()
                         self._hears(PATIENCE)
@@ -246,9 +249,16 @@ class Watch:
             return found or self._told
         ended = "its process has ended or is stopped, or its host cannot be reached"
         if not rank_0_keeps_store():
-            return [f"the job's store cannot be reached, which the agent on {os.environ.get('MASTER_ADDR')} keeps: {ended}"]
-        who = f"rank 0 ({self._keeper['host']}, pid {self._keeper['pid']})" if self._keeper else "rank 0"
-        return [f"{who} has not come: {(fate_of(self._keeper) if self._keeper else '') or ended} (it keeps the job's store)"]
+            return [
+                f"the job's store cannot be reached, which the agent on {os.environ.get('MASTER_ADDR')} keeps: {ended}"
+            ]
+        who, fate = "rank 0", ""
+        if keeper := self._keeper:
+            who = f"rank 0 ({keeper['host']}, pid {keeper['pid']})"
+            deadline = time.monotonic() + MORE
+            while not (fate := fate_of(keeper)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        return [f"{who} has not come: {fate or ended} (it keeps the job's store)"]
 
     def report(self, *, is_late: bool = True) -> list[str]:
         """Sets the alarm, waits for the answers, and tells who is missing.
@@ -261,16 +271,16 @@ class Watch:
         if not is_first:
             self._hears(PATIENCE + 2)
             return self._told
-        self._tell_of_gone()
         deadline = time.monotonic() + (PATIENCE if is_late else HASTE)
         answers: dict[int, Answer] = {}
         while len(answers) < self.world_size and time.monotonic() < deadline:
+            self._tell_of_gone()
             for rank in {*range(self.world_size)} - {*answers}:
                 if text := _text(self.store, f"answer/{rank}"):
                     answers[rank] = answer_of(text)
                     if answers[rank].is_gone and not is_late:
                         deadline = min(deadline, time.monotonic() + MORE)
-            time.sleep(0.1)
+            time.sleep(AGAIN)
         found = [answers[rank] for rank in sorted(answers)]
         if is_late:
             print(stacks(found), file=sys.stderr, flush=True)
@@ -284,6 +294,11 @@ class Watch:
                 time.sleep(0.1)
         return lines
 
+    def _finds_keeper(self) -> bool:
+        if self._keeper is None:
+            self._keeper = json.loads(_text(self.store, "who/0") or "null")
+        return self._keeper is not None
+
     def _hears(self, seconds: float) -> bool:
         """Waits for the report of the first to ask; whether it has come."""
         deadline = time.monotonic() + seconds
@@ -293,7 +308,9 @@ class Watch:
                     if not self._told:
                         self._told = text.splitlines()
                         self.store.add("heard", 1)
-            time.sleep(0.1)
+            else:
+                self._tell_of_gone()
+            time.sleep(AGAIN)
         return bool(self._told)
 
     def _answer(self) -> None:
@@ -321,7 +338,11 @@ class Watch:
         """Where the processes of all ranks are found."""
         keys = [f"who/{rank}" for rank in range(self.world_size)]
         texts = [text.decode() for text in self.store.multi_get(keys)] if self.store.check(keys) else []
-        return {rank: json.loads(text) for rank, text in enumerate(texts or [_text(self.store, key) for key in keys]) if text}
+        return {
+            rank: json.loads(text)
+            for rank, text in enumerate(texts or [_text(self.store, key) for key in keys])
+            if text
+        }
 
     def _tell_of_gone(self) -> None:
         """Answers for the ranks of this host whose processes have ended or are stopped."""

@@ -4,7 +4,8 @@
 
 The keeper holds the end of a pipe that closes with the job, or with the agent. Then it asks every process whose environment
 has the mark to end, which are the ranks and all that they have started, and kills after so many seconds what is left. Then it
-removes the folder, if one is named, in which the agent kept what would go with it. It is run as a file of its own, without anything that would have to be imported first.
+removes the folder, if one is named, in which the agent kept what would go with it. It is run as a file of its own, without
+anything that would have to be imported first.
 """
 
 import os

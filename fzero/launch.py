@@ -224,7 +224,9 @@ def commands_of(
 ) -> tuple[Job, tuple[Command, ...]]:
     """The job on many hosts, and what its launcher makes of it."""
     for name in not_forwarded(environment):
-        say(f"the variable {name!r} is not set on other hosts: a name has letters, digits and _ only, and begins with no digit")
+        say(
+            f"the variable {name!r} is not set on other hosts: a name has letters, digits and _ only, and begins with no digit"
+        )
     variables = forwarded(environment, from_file)
     if work.needs_secret:
         variables[SECRET] = secrets.token_hex(16)

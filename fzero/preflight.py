@@ -1,7 +1,7 @@
 """Are all hosts ready for a job? They are asked at the same time, before anything is started, and their answers compared.
 
-A host that cannot be reached, has no such folder or script, or another version of python, torch or fzero stops the start. Clocks that
-differ and more slots than devices are told as warnings.
+A host that cannot be reached, has no such folder or script, or another version of python, torch or fzero stops the start.
+Clocks that differ and more slots than devices are told as warnings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ PROBE = """
 import glob, json, os, platform, sys, time
 from importlib.metadata import version
 print(json.dumps({"python": platform.python_version(), "torch": version("torch"), "fzero": version("fzero"),
-                  "num_devices": len(glob.glob("/dev/nvidia[0-9]*")), "missing": [path for path in sys.argv[1:] if not os.path.exists(path)], "clock": time.time()}))
+                  "num_devices": len(glob.glob("/dev/nvidia[0-9]*")),
+                  "missing": [path for path in sys.argv[1:] if not os.path.exists(path)], "clock": time.time()}))
 """
 
 

@@ -77,7 +77,11 @@ def fate_of(identity: Mapping[str, Any]) -> str:
         return "its process has ended"
     if found[0] in ("Z", "X"):  # nobody has asked for its exit yet
         code = os.waitstatus_to_exitcode(int(found[49]))
-        return f"its process was killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended with code {code}"
+        return (
+            f"its process was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"its process ended with code {code}"
+        )
     if found[0] in ("T", "t"):
         return f"its process is stopped; `kill -CONT {pid}` on {identity['host']} lets it go on"
     return ""

@@ -239,7 +239,9 @@ def test_without_the_job_s_store_the_rank_that_kept_it_is_named():
         process.popen.kill()
         process.wait_until("Z")
         (line,) = watch.ask(is_late=False)
-        assert re.fullmatch(r"rank 0 \(.*\) has not come: its process was killed by SIGKILL \(it keeps the job's store\)", line)
+        assert re.fullmatch(
+            r"rank 0 \(.*\) has not come: its process was killed by SIGKILL \(it keeps the job's store\)", line
+        )
     finally:
         watch.stop()
         process.end()

@@ -257,9 +257,7 @@ def test_how_long_a_collective_waits_is_told_to_the_ranks_of_all_hosts(tmp_path,
     flags = ["--hostfile", str(tmp_path / "hosts"), "--timeout", "90", "--nnodes", "1:2", "--wait_for_hosts", "5"]
     assert main([*flags, "--dry_run", "train.py"]) == 0
     commands = capsys.readouterr().out.splitlines()
-    assert (
-        all('"FZERO_TIMEOUT": "90"' in line and "--last_call=5" in line for line in commands) and len(commands) == 2
-    )
+    assert all('"FZERO_TIMEOUT": "90"' in line and "--last_call=5" in line for line in commands) and len(commands) == 2
 
 
 @pytest.mark.parametrize(
@@ -437,7 +435,9 @@ def test_a_rank_that_ends_with_code_0_before_the_others_is_named_by_them_and_by_
     _, errors = job.communicate(timeout=300)
     assert job.returncode == 1, errors
     by_rank, _, by_launcher = errors.partition("fzero: rank ")
-    assert re.search(r"rank 1 \(.*, pid \d+\) has not come: its process (has ended|ended with code 0)\n", by_rank), errors
+    assert re.search(r"rank 1 \(.*, pid \d+\) has not come: its process (has ended|ended with code 0)\n", by_rank), (
+        errors
+    )
     assert by_launcher.startswith("1 on localhost ended with code 0, and others waited for it, so"), errors
     assert_none_left(tmp_path, within=SECONDS_TO_END + 10)
 
