@@ -200,11 +200,13 @@ class Ended:
                 for worker in worker_group.workers:  # before torchrun looks, which may end the others
                     if worker.local_rank in handlers and handlers[worker.local_rank].proc.poll() == 0:
                         ended.times.setdefault(worker.global_rank, (time.time(), worker.local_rank))
-                return super()._monitor_workers(worker_group)
+                result: RunResult = super()._monitor_workers(worker_group)
+                return result
 
             def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
                 ended.times.clear()
-                return super()._start_workers(worker_group)
+                started: dict[int, Any] = super()._start_workers(worker_group)
+                return started
 
         return Noting
 

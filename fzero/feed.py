@@ -14,11 +14,11 @@ import threading
 if __name__ == "__main__":
     line = os.environ.pop("FZERO_INPUT") + "\n"
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, text=True)
-    stdin = process.stdin
-    assert stdin is not None
 
     def feed() -> None:
         """Passes on the line and the end."""
+        stdin = process.stdin
+        assert stdin is not None
         try:
             stdin.write(line)
             stdin.flush()

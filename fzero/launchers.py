@@ -143,9 +143,9 @@ def mvapich(job: Job) -> tuple[Command, ...]:
     _check_ranks_without_agent(job, "mvapich")
     per_host = _equal_slots(job, "mvapich")
     exports = ("-genvlist", ",".join(job.of_ranks()))
-    words = ("mpirun", "-np", str(job.num_ranks), "-ppn", str(per_host), "-hosts", ",".join(job.names))
-    words += ("-wdir", job.folder, *exports, *job.launcher_args, *job.work.program)
-    return (Command(words, job.of_ranks(), job.names),)
+    words = ["mpirun", "-np", str(job.num_ranks), "-ppn", str(per_host), "-hosts", ",".join(job.names)]
+    words += ["-wdir", job.folder, *exports, *job.launcher_args, *job.work.program]
+    return (Command(tuple(words), job.of_ranks(), job.names),)
 
 
 def slurm(job: Job) -> tuple[Command, ...]:

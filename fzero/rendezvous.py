@@ -13,7 +13,7 @@ import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -128,7 +128,7 @@ class OneHost(RendezvousHandler):
             what = f"--master_port {port} of {self._address}"
             raise OSError(f"{what}: {error}; give a port that is free there, and an address of this host") from error
         port = listens.getsockname()[1]
-        store = TCPStore(
+        store = dist.TCPStore(
             self._address,
             port,
             None,
