@@ -128,7 +128,7 @@ class OneHost(RendezvousHandler):
             what = f"--master_port {port} of {self._address}"
             raise OSError(f"{what}: {error}; give a port that is free there, and an address of this host") from error
         port = listens.getsockname()[1]
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             self._address,
             port,
             None,
