@@ -4,7 +4,8 @@
 
 `fzero` runs one in its own process, or one on each host. It prefixes each line of a rank's output with the rank, ends all
 ranks of the host when one fails, and says once which one it was. An agent on another host is on a *leash*: it reads its
-standard input, which ends when the connection to the one who started it does, and then it ends its ranks. What is left of a
+standard input, which ends when the connection to the one who started it does, and then it ends its ranks. (The first line of that
+input, variables and the secret of the job, has been read before: `fzero.launchers.READS`.) What is left of a
 job that did not end in order, and of an agent that is killed, is for its *keeper* (`fzero.keeper`). So nothing is left
 running, however the other end died.
 """
@@ -22,23 +23,32 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from torch.distributed import DistNetworkError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api as launcher
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fzero import keeper
 from fzero.hosts import Host, decode, encode
-from fzero.launch_environment import rank_defaults
+from fzero.launch_environment import one_host_defaults, rank_defaults
+from fzero.rendezvous import BACKEND, SECRET, Secret
 
 NUM_LINES = 12  # of a failed rank's log
+NUM_SEARCHED = 2000  # lines of it in which its error may begin
 SECONDS_TO_END = 10  # which ranks have between being asked and being killed
 LAST_CALL = 30  # seconds in which further hosts may come, when as many as must be are there
 REPORT = "fzero-failure: "  # begins the line that tells a launcher on another host about a failure
@@ -51,16 +61,26 @@ class Failure:
     rank: int
     host: str
     code: int
+    """0 where a rank ended in order while others still waited for it."""
     time: float
     follows: bool
     """Whether the rank only says that another one has died."""
     lines: tuple[str, ...]
 
+    @property
+    def exit_code(self) -> int:
+        """With which the launcher ends."""
+        return self.code or 1
+
     def __str__(self) -> str:
         name = {128 + number: number.name for number in signal.Signals}.get(self.code)
         how = f"was killed by {name}" if name else f"ended with code {self.code}"
+        how += "" if self.code else ", and others waited for it"
         told = "; its last lines:" + "".join(f"\n    {line}" for line in self.lines) if self.lines else ""
         return f"fzero: rank {self.rank} on {self.host} {how}, so the job has been ended{told}"
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +104,16 @@ class Work:
     @property
     def host(self) -> Host:
         return self.hosts[self.node_rank]
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether ranks may start a second time."""
+        return self.min_nodes is not None or self.max_restarts > 0
+
+    @property
+    def needs_secret(self) -> bool:
+        """Whether the agents must know each other: those of several hosts, that meet more than once."""
+        return len(self.hosts) > 1 and self.starts_again
 
     def arguments(self) -> list[str]:
         """The command line of this module that does the work."""
@@ -109,11 +139,12 @@ def run(work: Work, *, reports: bool = False) -> int:
     for name in [*logging.root.manager.loggerDict]:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what these tell is told here, once
-    host = work.host
-    defaults = rank_defaults(os.environ, num_ranks=len(host.slots), num_cores=len(os.sched_getaffinity(0)))
-    os.environ.update(defaults)
+    host, secret = work.host, secret_of(work)
+    os.environ.update(rank_defaults(os.environ, num_ranks=len(host.slots), num_cores=len(os.sched_getaffinity(0))))
+    if len(work.hosts) == 1 and work.master_addr in LOOPBACK:
+        os.environ.update(one_host_defaults(os.environ, [name for _, name in socket.if_nameindex()]))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))
-    if work.max_restarts:
+    if work.needs_secret:
         # Else ranks that start again find in the agent's store, which stays, the addresses of those before, and gloo fails.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["PYTHONUNBUFFERED"] = "1"  # output is there when it is written, also that of a rank which is then killed
@@ -122,19 +153,24 @@ def run(work: Work, *, reports: bool = False) -> int:
     with ExitStack() as stack:
         folder = work.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="fzero-"))
         Path(folder).mkdir(parents=True, exist_ok=True)
-        in_order = stack.enter_context(kept())
+        in_order = stack.enter_context(kept("" if work.log_dir else folder))
+        ended = Ended()
         try:
-            elastic_launch(launch_config(work, folder), work.program[0])(*work.program[1:])
+            with patch.object(launcher, "LocalElasticAgent", ended.agent()):
+                elastic_launch(launch_config(work, folder, secret), work.program[0])(*work.program[1:])
             in_order()
         except ChildFailedError as error:
-            failure = first_failure(error, host.name, folder)
-            with suppress(BrokenPipeError):
-                print(REPORT + json.dumps(asdict(failure)) if reports else failure, file=sys.stderr, flush=True)
-            return failure.code
+            failure = first_failure(error, host.name, folder, ended)
+            _tell(failure, reports)
+            return failure.exit_code
         except DistNetworkError as error:
             where = f"--master_port {work.master_port} of {work.master_addr}"
             raise OSError(f"{where}: {error}; give a port that is free there and can be reached") from error
+        except RendezvousError as error:
+            raise OSError(f"the hosts did not find each other: {error}") from error
         except SignalException as error:
+            if reports and (early := ended.first(host.name, folder)):  # which others may have waited for
+                _tell(early, reports)
             return 128 + int(error.sigval)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -142,15 +178,57 @@ def run(work: Work, *, reports: bool = False) -> int:
     return 0
 
 
+def _tell(failure: Failure, reports: bool) -> None:
+    with suppress(BrokenPipeError):
+        print(REPORT + json.dumps(asdict(failure)) if reports else failure, file=sys.stderr, flush=True)
+
+
+class Ended:
+    """Which ranks of this host have ended with code 0, and when; torchrun tells only of those that failed."""
+
+    def __init__(self) -> None:
+        self.times: dict[int, tuple[float, int]] = {}
+        """When and with which local rank, by rank."""
+
+    def agent(self) -> type[LocalElasticAgent]:
+        """torchrun's agent, which notes it here."""
+        ended = self
+
+        class Noting(LocalElasticAgent):
+            def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+                handlers = getattr(self._pcontext, "subprocess_handlers", {})
+                for worker in worker_group.workers:  # before torchrun looks, which may end the others
+                    if worker.local_rank in handlers and handlers[worker.local_rank].proc.poll() == 0:
+                        ended.times.setdefault(worker.global_rank, (time.time(), worker.local_rank))
+                result: RunResult = super()._monitor_workers(worker_group)
+                return result
+
+            def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+                ended.times.clear()
+                started: dict[int, Any] = super()._start_workers(worker_group)
+                return started
+
+        return Noting
+
+    def first(self, host: str, log_dir: str) -> Failure | None:
+        """The first of them, as the cause of an end."""
+        if not self.times:
+            return None
+        rank, (when, local_rank) = min(self.times.items(), key=lambda item: item[1])
+        return Failure(rank, host, 0, when, False, tuple(_log(log_dir, local_rank)[-NUM_LINES:]))
+
+
 @contextmanager
-def kept() -> Iterator[Callable[[], object]]:
-    """Marks what is started inside. Unless the function that it gives is called, the keeper ends what is left of that.
+def kept(folder: str) -> Iterator[Callable[[], object]]:
+    """Marks what is started inside. Unless the function that it gives is called, the keeper ends what is left of that, and then
+    removes the folder, if it is not "".
 
     torchrun ends its ranks and their process groups. What a rank has started in a session of its own is left to the keeper,
     and so are ranks that a second signal kept torchrun from ending, or that the end of this process did.
     """
     os.environ["FZERO_JOB"] = uuid.uuid4().hex
-    command = [sys.executable, "-I", "-S", keeper.__file__, f"FZERO_JOB={os.environ['FZERO_JOB']}", str(SECONDS_TO_END)]
+    command = [sys.executable, "-I", "-S", keeper.__file__, f"FZERO_JOB={os.environ['FZERO_JOB']}"]
+    command += [str(SECONDS_TO_END), folder]
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -167,23 +245,22 @@ def kept() -> Iterator[Callable[[], object]]:
         del os.environ["FZERO_JOB"]
 
 
-def launch_config(work: Work, log_dir: str) -> LaunchConfig:
+def launch_config(work: Work, log_dir: str, secret: Secret | None = None) -> LaunchConfig:
     """torchrun's description of the host's part. Ranks follow the order of hosts, unless they may start again."""
     num_nodes = len(work.hosts)
     # torchrun's static rendezvous keeps the order, and cannot bring agents of several hosts together a second time.
-    # On one host it makes the ranks listen at the port that was asked for, where the other takes a free one for them.
-    keeps_order = (num_nodes > 1 or work.master_port > 0) and work.min_nodes is None and work.max_restarts == 0
+    keeps_order = num_nodes > 1 and not work.starts_again
     prefix = f"[{work.host.name} rank ${{rank}}] " if num_nodes > 1 else "[rank ${rank}] "
     return LaunchConfig(
         min_nodes=work.min_nodes or num_nodes,
         max_nodes=num_nodes,
         nproc_per_node=len(work.host.slots),
-        run_id=f"fzero-{work.master_port}" if num_nodes > 1 else uuid.uuid4().hex[:8],
-        rdzv_backend="static" if keeps_order else "c10d",
+        run_id=secret.name if secret else f"fzero-{work.master_port}" if num_nodes > 1 else uuid.uuid4().hex[:8],
+        rdzv_backend="static" if keeps_order else BACKEND,
         rdzv_endpoint=f"{work.master_addr}:{work.master_port}",
         rdzv_configs={"rank": work.node_rank, "timeout": 300}
         if keeps_order
-        else {"timeout": 300, "last_call_timeout": work.last_call},
+        else {"timeout": 300, "last_call_timeout": work.last_call, "secret": secret},
         max_restarts=work.max_restarts,
         monitor_interval=0.1,
         local_addr=work.master_addr if num_nodes == 1 else work.host.name,
@@ -192,21 +269,47 @@ def launch_config(work: Work, log_dir: str) -> LaunchConfig:
     )
 
 
-def first_failure(error: ChildFailedError, host: str, log_dir: str) -> Failure:
-    """The failure that the others follow from: not of a rank that the agent ended, nor of one that missed another rank."""
+def first_failure(error: ChildFailedError, host: str, log_dir: str, ended: Ended) -> Failure:
+    """The failure that the others follow from: not of a rank that the agent ended, nor of one that missed another rank.
+
+    Where all have missed one, it is a rank that had ended in order before.
+    """
 
     def told(rank: int, failed: ProcessFailure) -> Failure:
-        # torchrun names log files by the local rank; of restarted ranks the last attempt has the highest number.
-        paths = sorted(
-            Path(log_dir).glob(f"*/attempt_*/{failed.local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime
-        )
-        lines = paths[-1].read_text(errors="replace").strip().splitlines() if paths else []
+        lines = _log(log_dir, failed.local_rank)
         code = failed.exitcode if failed.exitcode >= 0 else 128 - failed.exitcode
-        follows = any("fzero.collectives.CollectiveError" in line for line in lines[-NUM_LINES:])
+        # The error may name many ranks, a line each.
+        follows = any("fzero.collectives.CollectiveError" in line for line in lines[-NUM_SEARCHED:])
         return Failure(rank, host, code, float(failed.timestamp), follows, tuple(lines[-NUM_LINES:]))
 
     failures = [told(rank, failed) for rank, failed in error.failures.items()]  # in the order in which they were seen
-    return min(failures, key=lambda failure: (failure.code == 128 + signal.SIGTERM, failure.follows))
+    first = min(failures, key=lambda failure: (failure.code == 128 + signal.SIGTERM, failure.follows))
+    return (ended.first(host, log_dir) if first.follows else None) or first
+
+
+def _log(log_dir: str, local_rank: int) -> list[str]:
+    """What a rank has written to stderr, line by line."""
+    # torchrun names log files by the local rank; of restarted ranks the last attempt has the highest number.
+    paths = Path(log_dir).glob(f"*/attempt_*/{local_rank}/stderr.log")
+    last = max(paths, key=lambda path: path.stat().st_mtime, default=None)
+    return last.read_text(errors="replace").strip().splitlines() if last else []
+
+
+def secret_of(work: Work) -> Secret | None:
+    """The secret of the job, if it needs one. The environment keeps it no longer: ranks have no use for it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    text = os.environ.pop(SECRET, None)
+    if not work.needs_secret:
+        return None
+    if text is None:
+        raise ValueError(
+            f"{SECRET}: is not set. Agents of several hosts whose ranks may start again know each other by it: export the "
+            "same on every host, for example what `openssl rand -hex 16` gives once; no other user must be able to read it"
+        )
+    return Secret(text)
 
 
 def watch_leash() -> bool:

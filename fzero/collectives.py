@@ -273,18 +273,17 @@ def _never_free() -> None:
 def failed(label: Label | str, error: Exception) -> CollectiveError:
     """The error to raise in place of what torch.distributed raised.
 
-    Where a timeout has passed, here or on another rank, all ranks are asked first what they do (`fzero.hangs`).
+    First all ranks are asked what they do, so that the error names those that are missing (`fzero.hangs`).
     """
     HERE.waits.setdefault(get_ident(), label)  # which a captured step did not tell
     cause = f"torch.distributed said: {error}"
     is_late = re.search(r"time(d|-| )*out", str(error), re.IGNORECASE) is not None
-    with suppress(RuntimeError):  # of a store that has ended with its rank
-        if _WATCHES and (is_late or _WATCHES[-1][1].follows(1.0)):
-            told = "\n  ".join(["", *_WATCHES[-1][1].report()])
-            return CollectiveError(f"{label}: the collective did not come back in time. {cause}{told}")
+    told = "\n  ".join(["", *_WATCHES[-1][1].ask(is_late=is_late)]) if _WATCHES else ""
+    if is_late:
+        return CollectiveError(f"{label}: the collective did not come back in time. {cause}{told}")
     return CollectiveError(
         f"{label}: the collective failed; most often another rank died, left the job or did not arrive in time, so look "
-        f"for the first error among the logs of all ranks. {cause}"
+        f"for the first error among the logs of all ranks. {cause}{told}"
     )
 
 

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from fzero import CheckpointError, ConfigWarning, Machine, compare_plans, fit, make_train_step, profile, save_trace
 from fzero.config_files import changed
+from fzero.flags import Parser
 from fzero.machine_report import rates_from
 from fzero.named_models import ModelError, Named, filled, named, sample_from, sample_of
 from fzero.paper_step import PaperStep
@@ -83,9 +84,9 @@ def positive(word: str) -> float:
     return value
 
 
-def parser_of(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+def parser_of(name: str, description: str, examples: str) -> Parser:
     """A parser whose help ends with examples and whose words stand as they are written."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=f"fzero {name}",
         description=description,
         epilog=examples,

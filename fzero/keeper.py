@@ -1,13 +1,15 @@
 """What if a job does not end in order, or its agent is killed? The *keeper*, a small process, ends what is left of it.
 
-    python -I -S keeper.py MARK SECONDS
+    python -I -S keeper.py MARK SECONDS FOLDER
 
 The keeper holds the end of a pipe that closes with the job, or with the agent. Then it asks every process whose environment
-has the mark to end, which are the ranks and all that they have started, and kills after so many seconds what is left. It is
-run as a file of its own, without anything that would have to be imported first.
+has the mark to end, which are the ranks and all that they have started, and kills after so many seconds what is left. Then it
+removes the folder, if one is named, in which the agent kept what would go with it. It is run as a file of its own, without
+anything that would have to be imported first.
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -48,3 +50,5 @@ if __name__ == "__main__":
         signal.signal(ignored, signal.SIG_IGN)
     if not sys.stdin.buffer.read():  # an agent that ends in order says so
         end(sys.argv[1].encode(), float(sys.argv[2]))
+        if sys.argv[3]:
+            shutil.rmtree(sys.argv[3], ignore_errors=True)

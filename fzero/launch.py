@@ -8,26 +8,34 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
+from unittest.mock import patch
 
 import torch
 
 from fzero import agent
 from fzero.agent import LAST_CALL, Work
 from fzero.collectives import timeout_of
+from fzero.flags import Parser
 from fzero.hosts import Host, choose, parse_hostfile
-from fzero.launch_environment import forwarded, rank_defaults, read_env_files
+from fzero.launch_environment import forwarded, not_forwarded, rank_defaults, read_env_files
 from fzero.launched import DEFAULT_PORT
 from fzero.launchers import HAVE_AGENTS, LAUNCHERS, PROGRAMS, Command, Job
 from fzero.preflight import check
+from fzero.rendezvous import SECRET
 from fzero.supervise import supervise
 
 HOSTFILE = Path("/job/hostfile")
+ALSO = dict.fromkeys(("world", "world_size", "nproc_per_node", "ranks"), "--num_procs")
+"""Words by which people look for a flag: those of `fzero plan`, of torchrun and of the documentation."""
 
 
 class LaunchError(ValueError):
@@ -36,7 +44,8 @@ class LaunchError(ValueError):
 
 def parser() -> argparse.ArgumentParser:
     """The flags of `fzero run`, each with _ or - between its words."""
-    made = argparse.ArgumentParser(
+    made = Parser(
+        also=ALSO,
         prog="fzero run",
         allow_abbrev=False,
         description="Starts a script in one process for each device, on one machine or on many.",
@@ -157,6 +166,25 @@ def program_of(given: argparse.Namespace) -> tuple[str, ...]:
     return (*before, given.script, *given.args)
 
 
+def check_program(given: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Raises LaunchError when what the ranks of this machine are to run is not here."""
+    script = given.script
+    if given.no_python:
+        if shutil.which(script, path=environment.get("PATH")) is None:
+            raise LaunchError(f"--no_python {script}: there is no such program on the PATH; check its name")
+    elif given.module:
+        paths = [os.getcwd(), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+        top = script.partition(".")[0]
+        with patch.object(sys, "path", paths):
+            is_there = top in sys.modules or find_spec(top) is not None
+        if not is_there:
+            raise LaunchError(f"--module {script}: there is no module {top!r} here; check its name and PYTHONPATH")
+    elif not Path(script).exists():
+        near = get_close_matches(script, [path.name for path in Path().glob("*.py")], 1)
+        hint = f"did you mean {near[0]}?" if near else f"the current folder is {os.getcwd()}"
+        raise LaunchError(f"there is no script {script}; {hint}")
+
+
 def fewest_nodes(given: argparse.Namespace, num_hosts: int) -> int | None:
     """The first number of `--nnodes MIN:MAX`, None where the number of hosts is fixed."""
     if given.nnodes is None:
@@ -195,7 +223,13 @@ def commands_of(
     given: argparse.Namespace, work: Work, environment: Mapping[str, str], from_file: Mapping[str, str]
 ) -> tuple[Job, tuple[Command, ...]]:
     """The job on many hosts, and what its launcher makes of it."""
+    for name in not_forwarded(environment):
+        say(
+            f"the variable {name!r} is not set on other hosts: a name has letters, digits and _ only, and begins with no digit"
+        )
     variables = forwarded(environment, from_file)
+    if work.needs_secret:
+        variables[SECRET] = secrets.token_hex(16)
     if given.launcher not in HAVE_AGENTS:  # no agent on the hosts, which would know their cores
         num_ranks = max(len(host.slots) for host in work.hosts)
         num_cores = os.cpu_count() or 1
@@ -230,6 +264,7 @@ def start(given: argparse.Namespace) -> int:
             print(Command((sys.executable, "-u", "-m", "fzero.agent", *work.arguments()), from_file))
             return 0
         os.environ.update(from_file)
+        check_program(given, os.environ)
         return agent.run(work)
     job, commands = commands_of(given, work, os.environ, from_file)
     if given.dry_run:

@@ -6,35 +6,48 @@ which find their place in the environment (`fzero.launched`). Nothing is run her
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from fzero import feed
 from fzero.agent import Work
 from fzero.hosts import Host
 
 ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 """A host that does not answer for 15 seconds is given up."""
 
+READS = (
+    'import json, os, sys; os.environ.update(json.loads(open(0, "rb", 0, closefd=False).readline())); '
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+"""What runs before an agent: it sets the variables that the first line of its input holds, and leaves the rest of that."""
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, what it adds to the environment, and the hosts it reaches. `str` is what one may paste into a shell.
+    """A command, what it adds to the environment, the first line of its input, and the hosts it reaches.
+
+    `str` is what one may paste into a shell.
 
     >>> print(Command(("echo", "a b"), environment={"X": "1"}))
     X=1 echo 'a b'
+    >>> print(Command(("ssh", "a"), line="{}"))
+    { printf '%s\\n' '{}'; cat; } | ssh a
     """
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
-    ends_with_its_input: bool = False
+    line: str | None = None
+    """Where there is one, the command ends with its input."""
 
     def __str__(self) -> str:
-        return " ".join(
-            [*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()), shlex.join(self.words)]
-        )
+        sets = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        feeds = "" if self.line is None else f"{{ printf '%s\\n' {shlex.quote(self.line)}; cat; }} | "
+        return feeds + " ".join([*sets, shlex.join(self.words)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +56,8 @@ class Job:
 
     work: Work
     environment: Mapping[str, str]
-    """What other hosts set: forwarded variables and those of the environment file."""
+    """What other hosts set: forwarded variables, those of the environment file, and the secret of the job. No value of them is
+    ever part of a command: agents read them from their input, mpirun and srun from their own environment."""
     folder: str
     """Where the ranks run; it must be there on every host."""
     launcher_args: tuple[str, ...] = ()
@@ -65,12 +79,16 @@ class Job:
 
     def agent(self, node_rank: int, *, written: str | None = None) -> str:
         """The shell command that starts the agent of one host; `written` takes the place of the number."""
-        words = [self.python, "-u", "-m", "fzero.agent", *replace(self.work, node_rank=node_rank).arguments()]
-        exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in self.environment.items())
-        command = f"{exports}cd {shlex.quote(self.folder)} && exec {shlex.join(words)}"
+        agent = ["-u", "-m", "fzero.agent", *replace(self.work, node_rank=node_rank).arguments()]
+        command = f"cd {shlex.quote(self.folder)} && exec {shlex.join([self.python, '-I', '-S', '-c', READS, *agent])}"
         if written is None:
             return command
         return command.replace("%", "%%").replace(f"--node_rank={node_rank}", f"--node_rank={written}", 1)
+
+    @property
+    def line(self) -> str:
+        """The first line of an agent's input."""
+        return json.dumps({**self.environment})
 
     def of_ranks(self) -> dict[str, str]:
         """The environment of ranks that no agent starts."""
@@ -85,33 +103,26 @@ def ssh_words(job: Job) -> tuple[str, ...]:
 def ssh(job: Job) -> tuple[Command, ...]:
     """One connection to each host."""
     return tuple(
-        Command((*ssh_words(job), *job.launcher_args, name, job.agent(number)), {}, (name,), True)
+        Command((*ssh_words(job), *job.launcher_args, name, job.agent(number)), {}, (name,), job.line)
         for number, name in enumerate(job.names)
     )
 
 
 def pdsh(job: Job) -> tuple[Command, ...]:
-    """One pdsh, which connects to all hosts by ssh and writes the number of the host for %n."""
-    environment = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": " ".join([*ALIVE, *job.ssh_args])}
-    words = (
-        "pdsh",
-        "-N",
-        "-S",
-        "-f",
-        "1024",
-        "-w",
-        ",".join(job.names),
-        *job.launcher_args,
-        job.agent(0, written="%n"),
-    )
-    return (Command(words, environment, job.names),)
+    """One pdsh, which runs ssh for each host, and writes its name for %h and its number for %n.
+
+    Its own way to start ssh would give the agents no input.
+    """
+    words = ("pdsh", "-R", "exec", "-N", "-S", "-f", "1024", "-w", ",".join(job.names), *job.launcher_args)
+    connects = [word.replace("%", "%%") for word in (job.python, "-I", "-S", feed.__file__, *ssh_words(job))]
+    return (Command((*words, *connects, "%h", job.agent(0, written="%n")), {"FZERO_INPUT": job.line}, job.names),)
 
 
 def openmpi(job: Job) -> tuple[Command, ...]:
     """mpirun of Open MPI. Ranks are not bound to cores, which would hold all threads of a rank on one."""
     _check_ranks_without_agent(job, "openmpi")
     where = ",".join(f"{host.name}:{len(host.slots)}" for host in job.hosts)
-    exports = [word for name, value in job.of_ranks().items() for word in ("-x", f"{name}={value}")]
+    exports = [word for name in job.of_ranks() for word in ("-x", name)]
     words = [
         "mpirun",
         "-n",
@@ -123,16 +134,18 @@ def openmpi(job: Job) -> tuple[Command, ...]:
         "--bind-to",
         "none",
     ]
-    return (Command((*words, "--wdir", job.folder, *exports, *job.launcher_args, *job.work.program), {}, job.names),)
+    words += ["--wdir", job.folder, *exports, *job.launcher_args, *job.work.program]
+    return (Command(tuple(words), job.of_ranks(), job.names),)
 
 
 def mvapich(job: Job) -> tuple[Command, ...]:
     """mpirun of MVAPICH, and of other relatives of MPICH (Hydra)."""
     _check_ranks_without_agent(job, "mvapich")
     per_host = _equal_slots(job, "mvapich")
-    exports = [word for name, value in job.of_ranks().items() for word in ("-genv", name, value)]
+    exports = ("-genvlist", ",".join(job.of_ranks()))
     words = ["mpirun", "-np", str(job.num_ranks), "-ppn", str(per_host), "-hosts", ",".join(job.names)]
-    return (Command((*words, "-wdir", job.folder, *exports, *job.launcher_args, *job.work.program), {}, job.names),)
+    words += ["-wdir", job.folder, *exports, *job.launcher_args, *job.work.program]
+    return (Command(tuple(words), job.of_ranks(), job.names),)
 
 
 def slurm(job: Job) -> tuple[Command, ...]:

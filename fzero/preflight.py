@@ -1,7 +1,7 @@
 """Are all hosts ready for a job? They are asked at the same time, before anything is started, and their answers compared.
 
-A host that cannot be reached, has no such folder, or another version of python, torch or fzero stops the start. Clocks that
-differ and more slots than devices are told as warnings.
+A host that cannot be reached, has no such folder or script, or another version of python, torch or fzero stops the start.
+Clocks that differ and more slots than devices are told as warnings.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ SECONDS = 30  # for a host to answer
 CLOCKS = 2.0  # seconds by which clocks may differ without a warning
 
 PROBE = """
-import glob, json, platform, time
+import glob, json, os, platform, sys, time
 from importlib.metadata import version
 print(json.dumps({"python": platform.python_version(), "torch": version("torch"), "fzero": version("fzero"),
-                  "num_devices": len(glob.glob("/dev/nvidia[0-9]*")), "clock": time.time()}))
+                  "num_devices": len(glob.glob("/dev/nvidia[0-9]*")),
+                  "missing": [path for path in sys.argv[1:] if not os.path.exists(path)], "clock": time.time()}))
 """
 
 
@@ -42,6 +43,8 @@ class Answer:
     num_devices: int
     clock_error: float
     """Seconds by which its clock is ahead of ours, beyond what asking took."""
+    missing: Sequence[str] = ()
+    """Files that it should have, and has not."""
 
     @property
     def versions(self) -> tuple[str, str, str]:
@@ -50,7 +53,7 @@ class Answer:
 
 def ask(job: Job, name: str) -> Answer | str:
     """The answer of a host, or why there is none."""
-    command = f"cd {shlex.quote(job.folder)} && exec {shlex.join([job.python, '-c', PROBE])}"
+    command = f"cd {shlex.quote(job.folder)} && exec {shlex.join([job.python, '-c', PROBE, *script_of(job)])}"
     words = [*ssh_words(job), "-o", f"ConnectTimeout={SECONDS // 2}", name, command]
     asked = time.time()
     try:
@@ -63,6 +66,12 @@ def ask(job: Job, name: str) -> Answer | str:
     said = json.loads(done.stdout.splitlines()[-1])
     clock, now = said.pop("clock"), time.time()
     return Answer(**said, clock_error=max(0.0, clock - now) - max(0.0, asked - clock))
+
+
+def script_of(job: Job) -> tuple[str, ...]:
+    """The file that the ranks run, if it is one and no module or program."""
+    program = job.work.program
+    return program[2:3] if program[:2] == (job.python, "-u") and program[2] != "-m" else ()
 
 
 def problems(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> tuple[list[str], list[str]]:
@@ -80,6 +89,7 @@ def problems(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> tuple[li
     told = [(host, answer) for host, answer in zip(hosts, answers) if isinstance(answer, Answer)]
     for host, answer in told:
         first_host, first = told[0]
+        stops += [f"{host.name}: there is no script {path}" for path in answer.missing]
         if answer.versions != first.versions:
             stops.append(f"{host.name}: {_versions(answer)}; {first_host.name} has {_versions(first)}")
         if abs(answer.clock_error) > CLOCKS:

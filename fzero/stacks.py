@@ -27,8 +27,8 @@ def stack_here() -> str:
     told = []
     for ident, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)
-        while frames and Path(frames[-1].filename).name in ("hangs.py", "stacks.py"):
-            frames.pop()
+        own = (number for number, frame in enumerate(frames) if Path(frame.filename).name in ("hangs.py", "stacks.py"))
+        del frames[next(own, len(frames)) :]  # what asks is no part of the answer
         is_idle = not frames or frames[-1].filename.endswith("concurrent/futures/thread.py")
         if not is_idle and names.get(ident) != WATCH:
             told.append(f"  Thread {names.get(ident, ident)}:\n" + "".join(frames.format()))
@@ -51,9 +51,40 @@ def identity_of(file: IO[bytes] | None) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pids": os.readlink("/proc/self/ns/pid") if Path("/proc/self/ns/pid").exists() else "",
         "pid": os.getpid(),
+        "since": since[19] if (since := stat_of(os.getpid())) else "",
         "fd": file.fileno() if file is not None else None,
         "file": [found.st_dev, found.st_ino] if found is not None else None,
     }
+
+
+def stat_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third, the state, on; [] where there is no such process."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def fate_of(identity: Mapping[str, Any]) -> str:
+    """Why another process of this host cannot answer: it has ended, with its exit where it is still known, or is stopped.
+
+    "" where it lives, or where that cannot be seen: it is on another host, or this system has no /proc.
+    """
+    mine, pid = identity_of(None), identity["pid"]
+    if not mine["since"] or any(identity.get(key) != mine[key] for key in ("host", "pids")):
+        return ""
+    found = stat_of(pid)
+    if not found or found[19] != identity["since"]:  # or another process has its number now
+        return "its process has ended"
+    if found[0] in ("Z", "X"):  # nobody has asked for its exit yet
+        code = os.waitstatus_to_exitcode(int(found[49]))
+        return (
+            f"its process was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"its process ended with code {code}"
+        )
+    if found[0] in ("T", "t"):
+        return f"its process is stopped; `kill -CONT {pid}` on {identity['host']} lets it go on"
+    return ""
 
 
 def stack_of(identity: Mapping[str, Any]) -> str:

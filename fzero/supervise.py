@@ -42,7 +42,7 @@ class Supervised:
 
     def start(self) -> None:
         for command in self.commands:
-            ends_with_us = () if command.ends_with_its_input else self.ends_with_us
+            ends_with_us = () if command.line is not None else self.ends_with_us
             process = subprocess.Popen(
                 (*ends_with_us, *command.words),
                 env=os.environ | {**command.environment},
@@ -54,6 +54,11 @@ class Supervised:
                 start_new_session=True,  # Ctrl-C reaches this process alone, which ends the others in order
             )
             self.processes.append(process)
+            if command.line is not None:
+                assert process.stdin is not None
+                with suppress(BrokenPipeError):  # it has ended, and says why
+                    process.stdin.write(command.line + "\n")
+                    process.stdin.flush()
             for stream, to in (process.stdout, sys.stdout), (process.stderr, sys.stderr):
                 reader = threading.Thread(target=self._pass_on, args=(stream, to), daemon=True)
                 reader.start()
@@ -90,7 +95,7 @@ class Supervised:
             assert process.stdin is not None
             with suppress(BrokenPipeError):
                 process.stdin.close()
-            if process.poll() is None and not command.ends_with_its_input:
+            if process.poll() is None and command.line is None:
                 _signal(process, signal.SIGTERM)
         self._until_ended(SECONDS_TO_END + 5)
         for process in self.processes:
@@ -137,9 +142,9 @@ def supervise(commands: Sequence[Command], *, num_needed: int | None = None) -> 
     if num_needed is not None and codes.count(0) >= num_needed:
         return 0  # hosts were lost, and the others have done the work
     if job.failures:
-        failure = min(job.failures, key=lambda failure: (failure.follows, failure.time))
+        failure = min(job.failures, key=lambda failure: (failure.follows, failure.code == 0, failure.time))
         print(failure, file=sys.stderr, flush=True)
-        return failure.code
+        return failure.exit_code
     return _unreported(commands, codes)
 
 

@@ -5,24 +5,31 @@ Real jobs without an agent, which would end the rank that hangs. This file is al
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_rank_death import Job
 from training import Plain, config, make, part, vectors
 
 import fzero
 from fzero import collectives
-from fzero.hangs import HERE, Progress
+from fzero.hangs import HERE, Answer, Progress, Watch
 from fzero.sent import Label
+from fzero.stacks import identity_of, stat_of
 
 TIMEOUT = 25  # seconds of a collective, and until all ranks have imported torch on a busy machine
 VICTIM, BAD_STEP, BAD_BLOCK = 1, 2, 2
@@ -149,6 +156,95 @@ def limits() -> list[float]:
 def test_a_timeout_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=f"FZERO_TIMEOUT: must be a positive number of seconds, got '{value}'"):
         collectives.timeout_of(os.environ | {"FZERO_TIMEOUT": value})
+
+
+# --- who has gone, without a job ---------------------------------------------------------------------------------
+
+
+class Process:
+    """A process that is a rank to the watch of another one."""
+
+    def __init__(self) -> None:
+        self.popen = subprocess.Popen([sys.executable, "-I", "-S", "-c", "print(1, flush=True); import time; time.sleep(600)"],
+                                      stdout=subprocess.PIPE)  # fmt: skip
+        assert self.popen.stdout is not None
+        self.popen.stdout.read(1)
+        here = identity_of(None)
+        self.identity = here | {"pid": self.popen.pid, "since": stat_of(self.popen.pid)[19]}
+
+    def wait_until(self, state: str) -> None:
+        while stat_of(self.popen.pid)[0] != state:
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self.popen.kill()
+        self.popen.communicate()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state of processes is read in /proc")
+@pytest.mark.parametrize(
+    ("number", "is_reaped", "told"),
+    [
+        (signal.SIGSTOP, False, r"its process is stopped; `kill -CONT \d+` on .* lets it go on"),
+        (signal.SIGKILL, False, "its process was killed by SIGKILL"),
+        (signal.SIGKILL, True, "its process has ended"),
+    ],
+)
+def test_a_rank_that_is_stopped_or_gone_is_named_and_no_other(number, is_reaped, told):
+    """Rank 1 is gone, rank 2 waits for an earlier collective than rank 0, which asks."""
+    store, process = dist.HashStore(), Process()
+    watch = Watch(store, 0, 3)
+    try:
+        store.set("who/1", json.dumps(process.identity))
+        store.set("who/2", json.dumps(identity_of(None)))
+        behind = Answer(2, "a", 9, (-1, 0), "waiting for gather x", True, "")
+        store.set("answer/2", json.dumps(asdict(behind)))
+        store.add("heard", 1)  # by rank 2
+        process.popen.send_signal(number)
+        process.wait_until("T" if number == signal.SIGSTOP else "Z")
+        if is_reaped:
+            process.popen.wait()
+        (first, *others) = watch.ask(is_late=False)
+        assert re.fullmatch(rf"rank 1 \(.*, pid {process.popen.pid}\) has not come: {told}", first), first
+        assert not [line for line in others if "has not come" in line], others
+        assert store.get("summary").decode().splitlines() == [first, *others]  # which all others raise with
+    finally:
+        watch.stop()
+        process.end()
+
+
+def test_a_rank_that_leaves_with_an_error_says_which():
+    store = dist.HashStore()
+    watches = [Watch(store, rank, 2) for rank in range(2)]
+    try:
+        raise ZeroDivisionError("division by zero")
+    except ZeroDivisionError:
+        watches[1].stop()
+    (line, *_) = watches[0].ask(is_late=False)
+    watches[0].stop()
+    assert line.startswith("rank 1 (") and line.endswith("it has left with ZeroDivisionError: division by zero"), line
+
+
+def test_without_the_job_s_store_the_rank_that_kept_it_is_named():
+    class Ended(dist.HashStore):
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("Broken pipe")
+
+    process, store = Process(), Ended()
+    store.set("who/0", json.dumps(process.identity))
+    watch = Watch(store, 1, 2)
+    try:
+        while watch._keeper is None:
+            time.sleep(0.05)
+        process.popen.kill()
+        process.wait_until("Z")
+        (line,) = watch.ask(is_late=False)
+        assert re.fullmatch(
+            r"rank 0 \(.*\) has not come: its process was killed by SIGKILL \(it keeps the job's store\)", line
+        )
+    finally:
+        watch.stop()
+        process.end()
 
 
 if __name__ == "__main__":

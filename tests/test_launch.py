@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
+from base64 import b64encode
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from fzero.agent import SECONDS_TO_END, Failure, Work
+from fzero import feed
+from fzero.agent import SECONDS_TO_END, Failure, Work, launch_config, secret_of
 from fzero.hosts import Host, choose, decode, encode, hostfile, parse_hostfile
-from fzero.launch import main
+from fzero.launch import commands_of, main, parser
 from fzero.launch_environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
 from fzero.launched import launched
-from fzero.launchers import LAUNCHERS, Job
+from fzero.launchers import LAUNCHERS, READS, Job
+from fzero.rendezvous import SECRET, Secret, Signed
 
 RANK = Path(__file__).parent / "launched_rank.py"
 
@@ -185,25 +196,29 @@ def job(hosts: tuple[Host, ...] = TWO, **work: object) -> Job:
 
 def test_each_launcher_composes_the_command_that_its_manual_describes():
     commands = {name: [str(command) for command in compose(job())] for name, compose in LAUNCHERS.items()}
-    agent = (
-        "'export NCCL_DEBUG='\"'\"'A B'\"'\"'; cd '\"'\"'/my work'\"'\"' && exec python -u -m fzero.agent "
-        "--world_info=eyJhIjogWzAsIDFdLCAiYiI6IFswLCAxXX0= --node_rank={} --master_addr=a --master_port=29500 "
-        "-- python -u train.py 50{}'"
-    )
-    ssh = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -p 22 --extra"
+
+    def agent(node_rank: object, percent: str = "%") -> str:
+        return shlex.quote(
+            f"cd '/my work' && exec python -I -S -c {shlex.quote(READS)} -u -m fzero.agent "
+            f"--world_info=eyJhIjogWzAsIDFdLCAiYiI6IFswLCAxXX0= --node_rank={node_rank} --master_addr=a --master_port=29500 "
+            f"-- python -u train.py 50{percent}"
+        )
+
+    line, ssh = '{"NCCL_DEBUG": "A B"}', "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -p 22"
+    feeds = f"{{ printf '%s\\n' '{line}'; cat; }} | {ssh} --extra"
     assert commands == {
-        "ssh": [f"{ssh} a {agent.format(0, '%')}", f"{ssh} b {agent.format(1, '%')}"],
+        "ssh": [f"{feeds} a {agent(0)}", f"{feeds} b {agent(1)}"],
         "pdsh": [
-            "PDSH_RCMD_TYPE=ssh PDSH_SSH_ARGS_APPEND='-o ServerAliveInterval=5 -o ServerAliveCountMax=3 -p 22' "
-            f"pdsh -N -S -f 1024 -w a,b --extra {agent.format('%n', '%%')}"
+            f"FZERO_INPUT='{line}' pdsh -R exec -N -S -f 1024 -w a,b --extra python -I -S {feed.__file__} "
+            f"{ssh} %h {agent('%n', '%%')}"
         ],
         "openmpi": [
-            "mpirun -n 4 --host a:2,b:2 --map-by slot --bind-to none --wdir '/my work' -x 'NCCL_DEBUG=A B' "
-            "-x MASTER_ADDR=a -x MASTER_PORT=29500 --extra python -u train.py 50%"
+            "NCCL_DEBUG='A B' MASTER_ADDR=a MASTER_PORT=29500 mpirun -n 4 --host a:2,b:2 --map-by slot --bind-to none "
+            "--wdir '/my work' -x NCCL_DEBUG -x MASTER_ADDR -x MASTER_PORT --extra python -u train.py 50%"
         ],
         "mvapich": [
-            "mpirun -np 4 -ppn 2 -hosts a,b -wdir '/my work' -genv NCCL_DEBUG 'A B' -genv MASTER_ADDR a "
-            "-genv MASTER_PORT 29500 --extra python -u train.py 50%"
+            "NCCL_DEBUG='A B' MASTER_ADDR=a MASTER_PORT=29500 mpirun -np 4 -ppn 2 -hosts a,b -wdir '/my work' "
+            "-genvlist NCCL_DEBUG,MASTER_ADDR,MASTER_PORT --extra python -u train.py 50%"
         ],
         "slurm": [
             "NCCL_DEBUG='A B' MASTER_ADDR=a MASTER_PORT=29500 srun --nodes=2 --ntasks=4 --ntasks-per-node=2 "
@@ -242,9 +257,7 @@ def test_how_long_a_collective_waits_is_told_to_the_ranks_of_all_hosts(tmp_path,
     flags = ["--hostfile", str(tmp_path / "hosts"), "--timeout", "90", "--nnodes", "1:2", "--wait_for_hosts", "5"]
     assert main([*flags, "--dry_run", "train.py"]) == 0
     commands = capsys.readouterr().out.splitlines()
-    assert (
-        all("export FZERO_TIMEOUT=90; " in line and "--last_call=5" in line for line in commands) and len(commands) == 2
-    )
+    assert all('"FZERO_TIMEOUT": "90"' in line and "--last_call=5" in line for line in commands) and len(commands) == 2
 
 
 @pytest.mark.parametrize(
@@ -299,6 +312,7 @@ def test_an_agent_that_is_started_by_hand_is_on_no_leash(tmp_path, capsys):
 
 
 def test_a_port_that_is_taken_is_told(tmp_path):
+    (tmp_path / "script.py").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         flags = ["--num_procs", "1", "--master_port", port, "script.py"]
@@ -344,6 +358,13 @@ def wait_for(*paths: Path, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"{[path.name for path in paths]} did not come"
+        time.sleep(0.05)
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
@@ -407,3 +428,112 @@ def test_with_restarts_the_ranks_come_back(tmp_path):
     output, errors = job.communicate(timeout=60)
     assert job.returncode == 0, errors
     assert output.count("rank 0 of 2 says hello") == 2
+
+
+def test_a_rank_that_ends_with_code_0_before_the_others_is_named_by_them_and_by_the_launcher(tmp_path):
+    job = fzero(tmp_path, "rank 1 leaves", "--num_procs", "2", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    _, errors = job.communicate(timeout=300)
+    assert job.returncode == 1, errors
+    by_rank, _, by_launcher = errors.partition("fzero: rank ")
+    assert re.search(r"rank 1 \(.*, pid \d+\) has not come: its process (has ended|ended with code 0)\n", by_rank), (
+        errors
+    )
+    assert by_launcher.startswith("1 on localhost ended with code 0, and others waited for it, so"), errors
+    assert_none_left(tmp_path, within=SECONDS_TO_END + 10)
+
+
+def test_a_folder_of_logs_goes_with_a_launcher_that_is_killed(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    job = fzero(tmp_path, "sleeps", "--num_procs", "1", env=os.environ | {"TMPDIR": str(temporary)})
+    wait_for(tmp_path / "started.0", seconds=120)
+    assert [*temporary.glob("fzero-*")]
+    job.kill()
+    job.communicate(timeout=60)
+    wait_until(lambda: not [*temporary.glob("fzero-*")])
+
+
+def test_one_machine_listens_to_itself_alone(tmp_path):
+    """The port of the agent and those of the ranks, on all addresses of this host."""
+    (tmp_path / "script.py").write_text(
+        "import os, psutil, fzero, torch.distributed as dist\n"
+        "fzero.join()\ndist.barrier()\n"
+        "for process in (psutil.Process(), psutil.Process(os.getppid())):\n"
+        "    for found in process.net_connections('inet'):\n"
+        "        if found.status == 'LISTEN': print('listens at', found.laddr.ip)\n"
+        "dist.barrier()\nfzero.shutdown()\n"
+    )
+    command = [sys.executable, "-m", "fzero", "--num_procs", "2", "--max_restarts", "1", str(tmp_path / "script.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    found = re.findall(r"listens at (.*)", ended.stdout)
+    assert ended.returncode == 0 and len(found) >= 4, ended
+    assert {*found} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train.py"], "there is no script train.py; did you mean train_it.py?"),
+        (["-m", "no_such_module.main"], "--module no_such_module.main: there is no module 'no_such_module' here"),
+        (["--no_python", "no_such_program"], "there is no such program on the PATH"),
+        (["--word", "8"], "--word is no flag, did you mean --num_procs?"),
+        (["--max_restart=3", "train_it.py"], "did you mean --max_restarts?"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_is_near(words, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_it.py").touch()
+    with pytest.raises(SystemExit) as end:
+        main(["--num_procs", "2", *words])
+    assert end.value.code == 2 and told in capsys.readouterr().err
+
+
+# --- secrets -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_no_value_of_a_variable_is_part_of_a_command_and_no_name_that_a_shell_would_run(launcher, monkeypatch, capsys):
+    for name in ("MLFLOW_TRACKING_PASSWORD", "NCCL;touch X", "TORCH_A.B"):
+        monkeypatch.setenv(name, "hunter2")
+    made = parser().parse_args(["--launcher", launcher, "train.py"])
+    work = Work(TWO, 0, ("python", "-u", "train.py"), "a", 29500)
+    job, commands = commands_of(made, work, os.environ, {"FROM_FILE": "hunter2"})
+    assert {job.environment[name] for name in ("MLFLOW_TRACKING_PASSWORD", "FROM_FILE")} == {"hunter2"}
+    assert not [word for command in commands for word in command.words if "hunter2" in word or "touch" in word]
+    for command in commands:  # but they are there
+        assert (command.line or str(dict(command.environment))).count("hunter2") == 2
+    told = capsys.readouterr().err
+    assert "the variable 'NCCL;touch X' is not set on other hosts" in told and "'TORCH_A.B'" in told
+
+
+def test_the_first_line_of_an_agent_s_input_is_its_environment_and_the_rest_is_left():
+    program = "import os; print(os.environ['A'], os.environ['PYTHONPATH'], os.read(0, 99))"
+    line = json.dumps({"A": "x\ny\\'\"", "PYTHONPATH": "/somewhere"})
+    command = [sys.executable, "-I", "-S", "-c", READS, "-c", program]
+    ended = subprocess.run(command, input=f"{line}\nleft", capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "x\ny\\'\" /somewhere b'left'\n", ended
+
+
+def test_a_state_of_the_rendezvous_that_no_agent_of_the_job_wrote_is_never_unpickled():
+    store = HashStore()
+    mine, theirs = (Signed(C10dRendezvousBackend(store, "job"), Secret(text * 16)) for text in "ab")
+    assert mine.get_state() is None
+    _, token, is_set = mine.set_state(b"state")
+    assert is_set and mine.get_state() == (b"state", token)
+    assert mine.set_state(b"late", b"another token")[::2] == (b"state", False)
+    for attack in (lambda: theirs.get_state(), lambda: store.set("torch.rendezvous.job", b64encode(pickle.dumps(1)))):
+        with pytest.raises(RendezvousStateError, match="was not written by an agent of this job"):
+            attack() or mine.get_state()
+
+
+def test_agents_of_several_hosts_that_start_again_need_a_secret_which_no_command_shows(monkeypatch):
+    monkeypatch.delenv(SECRET, raising=False)
+    work = Work(TWO, 0, ("python", "-u", "train.py"), "a", 29500, max_restarts=1)
+    with pytest.raises(ValueError, match="FZERO_SECRET: is not set"):
+        secret_of(work)
+    job, commands = commands_of(parser().parse_args(["train.py"]), work, {}, {})
+    secret = job.environment[SECRET]
+    assert not [word for command in commands for word in command.words if secret in word]
+    monkeypatch.setenv(SECRET, secret)
+    assert secret_of(work) == Secret(secret) and SECRET not in os.environ
+    assert secret not in str(launch_config(work, "/nowhere", Secret(secret)))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fzero import feed
 from fzero.launch import main
 from fzero.launch_environment import FORWARDED
 from fzero.launchers import LAUNCHERS
@@ -31,7 +32,8 @@ def printed(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert HOSTS is not None
     (folder / "hosts").write_text(HOSTS[1])
     assert main(shlex.split(command)) == 0
-    return capsys.readouterr().out.replace(sys.executable, "/usr/bin/python3")
+    shown = capsys.readouterr().out.replace(sys.executable, "/usr/bin/python3")
+    return shown.replace(str(Path(feed.__file__).parent), "/usr/lib/python3/dist-packages/fzero")
 
 
 @pytest.mark.parametrize(("command", "shown"), EXAMPLES, ids=[command[:60] for command, _ in EXAMPLES])

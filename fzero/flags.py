@@ -1,0 +1,59 @@
+"""A parser of command lines that names the nearest flag where one is unknown."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+UNKNOWN = "unrecognized arguments: "  # argparse's own words, which list them
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, whose error about an unknown flag names the nearest one.
+
+    Args:
+        also: other words for flags, by which people look for them.
+        how: as argparse takes it.
+
+    >>> parser = Parser(prog="fzero run", also={"world": "--num_procs"}, add_help=False)
+    >>> _ = parser.add_argument("--num_procs")
+    >>> parser.nearest("--num-proc=2"), parser.nearest("--word")
+    ('--num_procs', '--num_procs')
+    """
+
+    def __init__(self, *, also: Mapping[str, str] | None = None, **how: Any) -> None:
+        super().__init__(**how)
+        self._also = {**(also or {})}
+        self._words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's; keeps the words for an error."""
+        self._words = [*(args or ())]
+        return super().parse_known_args(args, namespace)
+
+    def nearest(self, word: str) -> str | None:
+        """The flag whose name is nearest to `word`, if one is near."""
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        flags = {_name(flag): flag for flag in reversed(known)}  # of two spellings the first
+        near = get_close_matches(_name(word), names := {**self._also, **flags}, 1)
+        return names[near[0]] if near else None
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with code 2, after the message and the nearest flags."""
+        if message.startswith(UNKNOWN):
+            words: Sequence[str] = message.removeprefix(UNKNOWN).split()
+        else:  # where something is missing, no script has been read whose flags the words could be
+            words = self._words if "required" in message else ()
+        for word in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
+            known = [flag for flag in self._option_string_actions if flag.startswith(word)]
+            if not (known if self.allow_abbrev else word in known):
+                near = self.nearest(word)
+                hint = f"did you mean {near}?" if near else f"{self.prog} --help lists all"
+                message += f"; {word} is no flag, {hint}"
+        super().error(message)
+
+
+def _name(flag: str) -> str:
+    return flag.partition("=")[0].lstrip("-").replace("-", "_")
