@@ -25,13 +25,13 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero import collectives
+from fzero import checkpoint_files, collectives
 from fzero.batches import Batches, without_memory
 from fzero.binding import bound, random_state
 from fzero.bound_measure import BoundMeasure, check_passes
 from fzero.bound_mesh import BoundMesh
 from fzero.checkpoint_files import CheckpointError
-from fzero.checkpoint_plan import Stored
+from fzero.checkpoint_plan import Stored, stored_starts
 from fzero.checkpointing import Choice
 from fzero.collectives import Bound, Fake, Lockstep, Real
 from fzero.config import Config, ConfigError
@@ -46,7 +46,7 @@ from fzero.meshes import check_mesh, told
 from fzero.module_buffers import make_equal, moved
 from fzero.offload import Offload, agree
 from fzero.placements import GivenPlacements
-from fzero.plan import Own, OwnTransform, ParamGroup, place_optimizers
+from fzero.plan import Own, OwnTransform, ParamGroup, Plan, place_optimizers, starts_of
 from fzero.ranges import ranged
 from fzero.recipe import Recipe, bind, check_same
 from fzero.safetensors_files import Export, exported_dtype
@@ -55,6 +55,7 @@ from fzero.sent import Label, Sent
 from fzero.staging import Scratch, Stage
 from fzero.state import Metrics, TrainState
 from fzero.timeline import Machine, Timeline, joined, make_timeline
+from fzero.trainability import FixedFlags
 from fzero.tune_probe import probe_of
 from fzero.updater import Knobs, Updater
 from fzero.wiring import GivenWire
@@ -89,6 +90,7 @@ def make_train_step(
     compile: Literal["step", "block"] | None = None,
     compile_backend: Literal["inductor", "aot_eager"] = "inductor",
     seed: int = 0,
+    after: TrainStep | str | Path | None = None,
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
 
@@ -138,10 +140,14 @@ def make_train_step(
             once more. `evaluate` is not compiled with `"step"`.
         compile_backend: `"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation.
         seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
+        after: the step, or the checkpoint of `fzero.save`, whose training this step goes on with where parameters were frozen or
+            unfrozen meanwhile. Parameters whose optimizer state begins anew, or began later than others', get flat buffers
+            of their own, for the updates of a flat buffer are counted once.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: told on every rank, when ranks differ.
+        CheckpointError: `after` is a folder that holds no checkpoint.
         ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` or the function
             `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
     """
@@ -153,8 +159,25 @@ def make_train_step(
         model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
         gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, donate=donate, lr_schedule=lr_schedule,
         schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
+        starts={} if after is None else starts_after(after, model),
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else bind(mesh, recipe.device))
+
+
+def starts_after(after: TrainStep | str | Path, model: nn.Module) -> dict[str, int]:
+    """When the optimizer state of each parameter begins in training that goes on from a step or a checkpoint."""
+    if not isinstance(after, TrainStep | str | Path):
+        raise ValueError(
+            f"make_train_step: after must be a step of make_train_step or the folder of a checkpoint, got "
+            f"{type(after).__name__}; pass the one whose state is loaded or resharded"
+        )
+    if isinstance(after, TrainStep):
+        known = starts_of(after.plan)
+    else:
+        contents = checkpoint_files.read_contents(checkpoint_files.find(Path(after)))
+        known = stored_starts(contents["optimizer"], contents["numbers"])
+    anew = 1 + max(known.values(), default=-1)
+    return {name: known.get(name, anew) for name, _ in model.named_parameters()}
 
 
 class Round(NamedTuple):
@@ -199,6 +222,9 @@ class TrainStep:
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
         self._statistics = recipe.statistics & set(self.plan.buffers)
         self._scratch = Scratch()
+        self._flags: FixedFlags | None = None
+        if recipe.trained is None:
+            self._flags = FixedFlags(recipe.model, _trained(self.plan))
         self._expected: Any = None  # structure, paths, shapes and dtypes of the state's tensors
         self._scaling = self._cfg.loss_scaling()
         casts_to = self._cfg.casts_batch_to
@@ -426,6 +452,11 @@ class TrainStep:
         self._check_shapes(state)
         self._offload.check(self._expected[1], optree.tree_leaves(state), self._expected[3])
 
+    def _check_flags(self) -> None:
+        """Raises where a parameter was frozen or unfrozen since the step was made, which the plan does not follow."""
+        if self._flags is not None:
+            self._flags.check()
+
     def _check_shapes(
         self,
         state: TrainState[Tensor],
@@ -466,7 +497,8 @@ class TrainStep:
                 leading dimension of its tensors; or it is an iterator of micro-batches, of which the next ones are taken.
 
         Raises:
-            ValueError: the batch has another size than configured, or the loss is not a scalar.
+            ValueError: the batch has another size than configured, or the loss is not a scalar, or a parameter was frozen or
+                unfrozen since the step was made.
             FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated). On CUDA
                 a device-side assertion ends the process instead, so that no step waits for the device.
             ScheduleError: the units ran in another order than in the first step.
@@ -475,6 +507,7 @@ class TrainStep:
         if self._probe:
             self._probe.sees(batch)
         self._check_state(state)
+        self._check_flags()
         # At once: an iterator of the user's must not meet the state's random generators.
         micro_batches = list(self._batches.split(batch))
         if not self._donate:
@@ -512,10 +545,11 @@ class TrainStep:
                 not through `.data`, a collective, NumPy or DLPack.
 
         Raises:
-            ValueError: the state is not one of this step.
+            ValueError: the state is not one of this step, or a parameter was frozen or unfrozen since it was made.
             StoreError: it is stale, or files of it failed.
         """
         self._check_state(state)
+        self._check_flags()
         return self._begin(state, measures_early=measures_early)
 
     def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> Round:
@@ -886,6 +920,11 @@ class TrainStep:
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _trained(plan: Plan) -> dict[str, bool]:
+    """Whether each parameter is trained."""
+    return {name: buffer.trainable for buffer in plan.flat_buffers for name in buffer.layout.names}
 
 
 def _portable(tensor: Tensor) -> Tensor:
