@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -159,6 +159,7 @@ class Pass:
         self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
         # On the parameters' device, so that autograd runs every `_Root` and `_Leaf` on one thread.
         self._anchor = torch.empty(0, device=self._device, requires_grad=True)
+        self._stills: list[frozenset[str]] = []  # of each forward: the parameters that get no gradient in it
         self._in_forward, self._runs_again = True, False
         self._present: str | None = None
         self._leaves: dict[str, Tensor] = {}
@@ -182,18 +183,20 @@ class Pass:
     # --- the two halves ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def forward(self, run: str, *, saves: bool = True) -> Iterator[None]:
+    def forward(self, run: str, *, saves: bool = True, still: frozenset[str] = frozenset()) -> Iterator[None]:
         """Inside, the model runs, `bound` to `fetch`. *Collective* in stage 3: takes part in what only other ranks need.
 
         Args:
             run: names its order of collectives.
             saves: whether autograd saves recipes of gathered buffers. False keeps alive what it saves (for transforms of
                 torch.func, which allow no hooks).
+            still: trained parameters that require no gradients in this forward.
         """
-        with self._running(("forward", run)):
+        with self._running(("forward", run, still) if still else ("forward", run)):
             self._release_all_but("")
             self._in_forward = True
             self._stays.append(Counter())
+            self._stills.append(still)
             self._num_forwards, self._num_backwards = self._num_forwards + 1, 0
             with self.saving() if saves else nullcontext():
                 yield
@@ -248,7 +251,7 @@ class Pass:
         *Collective* in stage 3: gathers again.
         """
         last, found = len(self._stays) - 1, self._reached(loss)
-        with self._running(("through", *(last - index for index in sorted(found)))):
+        with self._running(("through", *(last - index for index in sorted(found)), *self._stills_in(found))):
             self._is_passed, self._is_kept = True, self._is_kept or keeps
             try:
                 yield
@@ -301,7 +304,24 @@ class Pass:
         last = len(self._stays) - 1
         found = {last: self._stays[last]} if self._num_forwards == 1 and not self._is_kept else self._reached(loss)
         self._open_stays = sum(found.values(), Counter())
-        return ("backward", self._num_backwards, *(last - index for index in sorted(found)))
+        return ("backward", self._num_backwards, *(last - index for index in sorted(found)), *self._stills_in(found))
+
+    def _stills_in(self, forwards: Iterable[int]) -> list[frozenset[str]]:
+        """What each of some forwards holds still; nothing where none does."""
+        found = [self._stills[index] for index in sorted(forwards) if index >= 0]
+        return found if any(found) else []
+
+    @property
+    def still(self) -> frozenset[str]:
+        """The parameters that got no gradient in any forward, because they required none."""
+        return frozenset.intersection(*self._stills) if self._stills else frozenset()
+
+    @property
+    def still_buffers(self) -> frozenset[str]:
+        """The keys of the trained flat buffers that hold nothing else, so that an update leaves them as they are."""
+        still = self.still
+        buffers = self.plan.flat_buffers if still else ()
+        return frozenset(b.key for b in buffers if b.trainable and still.issuperset(b.layout.names))
 
     def _reached(self, loss: Tensor) -> dict[int, Counter[str]]:
         """The stays of each forward of which the loss is."""
@@ -362,7 +382,10 @@ class Pass:
                 flat: Any = flats.get(buffer.key, self.params[buffer.key])
                 views = unflatten(flat, buffer.layout)
                 if buffer.trainable and root is not None:
-                    views = {name: _leaf(root, view, self, name) for name, view in views.items()}
+                    still = self._stills[-1]
+                    views = {
+                        name: view if name in still else _leaf(root, view, self, name) for name, view in views.items()
+                    }
                 self._leaves.update(views)
 
     def _end_stay(self) -> None:

@@ -13,7 +13,7 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fzero import checkpoint_files, collectives
 from fzero.batches import Batches, without_memory
 from fzero.binding import bound, random_state
-from fzero.bound_measure import BoundMeasure, check_passes
+from fzero.bound_measure import BoundMeasure, check_passes, mark_of
 from fzero.bound_mesh import BoundMesh
 from fzero.checkpoint_files import CheckpointError
 from fzero.checkpoint_plan import Stored, stored_starts
@@ -563,7 +563,9 @@ class TrainStep:
         work = Pass(self.plan, self._mesh, state.params, state.grads, self._orders, stage, wires=state.wires)
         return Round(state, work, buffers, before)
 
-    def forward(self, round_: Round, function: Callable[[], T], *, run: str = "train") -> T:
+    def forward(
+        self, round_: Round, function: Callable[[], T], *, run: str = "train", still: frozenset[str] = frozenset()
+    ) -> T:
         """What `function` returns, which may call the model; tensors in it carry the graph.
 
         On the random state of the process. Autograd keeps no gathered parameter; nothing is on its way afterwards.
@@ -575,10 +577,12 @@ class TrainStep:
             round_: of `begin`, or the last `backward`.
             function: it must use the model's parameters through the model.
             run: a name for what always uses the units in the same order, which is learned for each name.
+            still: the names of trained parameters that get no gradient of this forward. A flat buffer whose parameters are all
+                still in all forwards of a round is not updated.
         """
         self._num_passes += 1  # ranks of which one has raised are told apart by it
         work = round_.work
-        with ranged("forward"), self._bound_to(round_), work.forward(run):
+        with ranged("forward"), self._bound_to(round_), work.forward(run, still=still):
             return function()
 
     def backward(
@@ -611,10 +615,10 @@ class TrainStep:
         if self._cfg.scales_loss:
             scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
         if is_last and self._offload.has_files:
-            self._offload.read_ahead(round_.state)
+            self._offload.read_ahead(round_.state, work.still_buffers)
         with ranged("backward"), self._bound_to(round_):
             told = work.backward(
-                scaled, row_of(loss, weight, len(news), self._num_passes),
+                scaled, row_of(loss, weight, len(news), self._num_passes + mark_of(work.still)),
                 share=1 / (self._measures.predivide * num_parts), is_first=not round_.told, is_last=is_last, keeps=keeps,
             )  # fmt: skip
         check_passes(told[:, 3])
@@ -664,18 +668,22 @@ class TrainStep:
             self._moving_buffers = make_equal(buffers, changed, moving, self._mesh.everyone, has_news=has_news)
             wires: dict[str, Any] = round_.work.wires
             rng = state.rng if rng is None else rng
-            stage = round_.work.stage
-            return self._updated(state, told_AW3[..., :2], buffers, rng, wires, is_sum=round_.is_sum, stage=stage)
+            work = round_.work
+            return self._updated(
+                state, told_AW3[..., :2], buffers, rng, wires, is_sum=round_.is_sum, stage=work.stage,
+                still=work.still_buffers,
+            )  # fmt: skip
 
     def _updated(
         self, state: TrainState[Tensor], losses: Tensor, buffers: dict[str, Tensor], rng: dict[str, Tensor],
-        wires: dict[str, dict[str, Any]], *, is_sum: bool, stage: Stage,
+        wires: dict[str, dict[str, Any]], *, is_sum: bool, stage: Stage, still: Collection[str] = (),
     ) -> tuple[TrainState[Tensor], Metrics]:  # fmt: skip
-        """The state after the update with the gradients that it holds; `losses` and `stage` as in `BoundMeasure.metrics`."""
+        """The state after the update with the gradients that it holds; `losses` and `stage` as in `BoundMeasure.metrics`,
+        `still` as in `Updater.update`."""
         num_updates = int(state.step)
         rate = self._updater.rates[0](num_updates)
         metrics, factor = self._bound_measure.metrics(losses, state, is_sum=is_sum, rate=rate, stage=stage)
-        state = self._updater.update(state, factor, metrics.overflow, num_updates=num_updates)
+        state = self._updater.update(state, factor, metrics.overflow, num_updates=num_updates, still=still)
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
