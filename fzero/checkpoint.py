@@ -495,7 +495,7 @@ def _tell_of_frozen(plan: Plan, frozen: Collection[str], rank: int) -> None:
     told = [f"the optimizer state of {listed(anew)} begins anew, for frozen parameters have none"] if anew else []
     told += [f"that of {listed(left)} is left, which are frozen now"] if left else []
     if told and rank == 0:
-        warnings.warn(f"load: other parameters were frozen in the job that saved: {'; '.join(told)}", stacklevel=4)
+        warnings.warn(f"load: other parameters were frozen in the job that saved: {'; '.join(told)}", stacklevel=7)
 
 
 def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[Part]], found: Source) -> None:

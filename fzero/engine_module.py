@@ -209,7 +209,7 @@ class HoldsModule(Accessors):
         wanted = {name for name in self._held if self.live.own[name].requires_grad}
         known = starts_of(self.train_step.plan)
         still = frozenset(known.keys() - wanted)
-        rests = still if round_ is None or not round_.work.stays else still & round_.work.still
+        rests = still if round_ is None else still & round_.work.still
         if not wanted <= known.keys() or self._cut_by(rests):
             if round_ is not None and round_.told:
                 changed = sorted(wanted - known.keys()) or sorted(still)
