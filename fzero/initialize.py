@@ -24,6 +24,7 @@ from fzero.engine_optimizer import ConfiguredScheduler, EngineOptimizer
 from fzero.launched import DEFAULT_PORT, launched
 from fzero.recipe import Recipe, bind
 from fzero.step import TrainStep
+from fzero.trainability import listed
 
 Source = Mapping[str, Any] | str | Path | Config
 
@@ -178,6 +179,14 @@ def _groups(
                 "optimizer: stands in the configuration, too; the script's is used", ConfigWarning, stacklevel=3
             )
         groups = of_optimizer(optimizer, model)
+    left = [name for name, param in model.named_parameters() if param.requires_grad and name not in groups.held]
+    if left:
+        warnings.warn(
+            f"{'model_parameters' if optimizer is None else 'optimizer'}: does not hold {listed(left)}, which require gradients "
+            f"and are not trained; add them, or freeze them with requires_grad_(False)",
+            ConfigWarning,
+            stacklevel=3,
+        )
     if groups.optimizer is not None:
         cfg = cfg.model_copy(update={"optimizer": groups.optimizer})
     return cfg, groups
