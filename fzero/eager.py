@@ -192,7 +192,7 @@ class Pass:
                 torch.func, which allow no hooks).
             still: trained parameters that require no gradients in this forward.
         """
-        with self._running(("forward", run, still) if still else ("forward", run)):
+        with self._running(("forward", run)):  # which gathers the same, whatever requires gradients
             self._release_all_but("")
             self._in_forward = True
             self._stays.append(Counter())
@@ -214,6 +214,7 @@ class Pass:
         is_first: bool = True,
         is_last: bool = True,
         keeps: bool = False,
+        check: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Adds the gradients of a loss to what `grads` holds. *Collective:* every rank; in stage 3 gathers again.
 
@@ -224,6 +225,7 @@ class Pass:
             is_first: whether `grads` holds nothing yet.
             is_last: before the last one, gradients that stay whole are not reduced.
             keeps: whether the graph stays, to be gone through again.
+            check: looks at the rows before anything else is sent, where the order of the rest may differ between ranks.
 
         Returns:
             Every rank's row, in rank order.
@@ -238,10 +240,16 @@ class Pass:
             self._is_kept |= keeps
             self._num_forwards, self._num_backwards = 0, self._num_backwards + 1
             self._rows = collectives.start_stack(row, self.mesh.everyone, label=Label("told", phase="turn"))
+            told = None
+            if check is not None:
+                told, self._rows = self._rows.wait(), None
+                check(told)
             torch.autograd.backward(loss, retain_graph=keeps)
             self._finish()
             self._is_done = self.is_last
-            told, self._rows = self._rows.wait(), None
+            if self._rows is not None:
+                told, self._rows = self._rows.wait(), None
+        assert told is not None
         return told
 
     @contextmanager

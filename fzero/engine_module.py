@@ -13,11 +13,12 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero import live_params
+from fzero import collectives, live_params
 from fzero.engine_accessors import Accessors
 from fzero.live_params import LiveParams
 from fzero.plan import starts_of
 from fzero.reshard import reshard
+from fzero.sent import Label
 from fzero.state import TrainState
 from fzero.step import Round, TrainStep
 from fzero.trainability import Flags, listed
@@ -198,10 +199,11 @@ class HoldsModule(Accessors):
         What is frozen keeps its master and optimizer state, as with torch.optim, and is not updated. Parameters that are
         unfrozen for the first time, and flat buffers that are partly still, need another plan, between two updates.
 
-        *Collective* where another plan is needed: every rank.
+        *Collective* where another plan is needed: every rank, which must have the same flags.
 
         Raises:
             RuntimeError: another plan is needed, and gradients were collected since the last update.
+            CollectiveError: another plan is needed here, and not on a rank that has other flags.
         """
         flags, round_ = self._flags.read(), self._round
         if flags == self._seen and (round_ is not None or flags == self._whole):
@@ -221,7 +223,9 @@ class HoldsModule(Accessors):
             if round_ is not None:
                 round_.work.close()
                 self._round = None
-            old, new = self.train_step, self._step_for(wanted | known.keys(), known)
+            old = self.train_step
+            collectives.meet(old._mesh.everyone, label=Label("compare"))
+            new = self._step_for(wanted | known.keys(), known)
             state = reshard(self.state, old, new)
             assert state is not None, "every rank is in both jobs"
             self._take(new, state)

@@ -217,6 +217,7 @@ class TrainStep:
         self._ranks: Bound | Fake = axis
         self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
         self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
+        self._holds_still = False  # whether a forward ever held trained parameters still
         self._orders: Orders | None = {} if self._learns else None  # of the collectives of forwards and backwards
         self._num_passes = 0
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
@@ -581,7 +582,7 @@ class TrainStep:
                 still in all forwards of a round is not updated.
         """
         self._num_passes += 1  # ranks of which one has raised are told apart by it
-        work = round_.work
+        work, self._holds_still = round_.work, self._holds_still or bool(still)
         with ranged("forward"), self._bound_to(round_), work.forward(run, still=still):
             return function()
 
@@ -620,6 +621,7 @@ class TrainStep:
             told = work.backward(
                 scaled, row_of(loss, weight, len(news), self._num_passes + mark_of(work.still)),
                 share=1 / (self._measures.predivide * num_parts), is_first=not round_.told, is_last=is_last, keeps=keeps,
+                check=(lambda rows: check_passes(rows[:, 3])) if self._holds_still else None,
             )  # fmt: skip
         check_passes(told[:, 3])
         return round_._replace(told=(*round_.told, told[:, :3]), is_sum=weight is not None)

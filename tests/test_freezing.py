@@ -18,6 +18,8 @@ from training import ADAMW, Odd, Plain, adamw, config, make, part, tokens, vecto
 
 import fzero
 import fzero.deepspeed as deepspeed
+from fzero import collectives
+from fzero.sent import Label
 from fzero.transforms import step_spec
 
 Phases = Sequence[tuple[str, ...]]
@@ -399,23 +401,36 @@ def test_what_would_divide_collected_gradients_anew_is_an_error() -> None:
     engine.backward(criterion(engine(x), y))
 
 
-def differs(stage: int, is_new: bool) -> None:
-    model = make(Net)
-    freeze(model, ["blocks.1"] if is_new else [])
-    engine = fzero.initialize(model=model, config=settings(stage))[0]
+def differs(stage: int) -> None:
+    engine = fzero.initialize(model=make(Net), config=settings(stage))[0]
     for index in range(3):
         x, y = mine(engine, data(index))
         engine.backward(criterion(engine(x), y))
         engine.step()
-        freeze(engine.module, ["blocks.1"] if is_new == (engine.global_rank == 1) else [])
+        freeze(engine.module, ["blocks.1"] if engine.global_rank == 1 else [])
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("is_new", [False, True])
-def test_flags_that_differ_between_ranks_end_the_job(ranks: RankPool, stage: int, is_new: bool) -> None:
+def test_flags_that_differ_between_ranks_end_the_job(ranks: RankPool, stage: int) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(2, differs, stage, is_new)
-    assert all(caught.value.errors)
+        ranks(2, differs, stage)
+    first, second = caught.value.errors
+    assert isinstance(first, fzero.CollectiveError) and isinstance(second, fzero.CollectiveError)
+    assert "requires_grad: must be the same on all ranks" in str(second)
+
+
+def comes_alone() -> None:
+    axis = collectives.job()
+    if axis.rank == 1:
+        collectives.meet(axis, label=Label("compare"), timeout=0.5)
+    else:
+        collectives.stack(torch.ones(3), axis)
+
+
+def test_a_rank_that_would_move_its_state_alone_is_an_error_on_all(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2, comes_alone)
+    assert all(isinstance(error, fzero.CollectiveError) for error in caught.value.errors)
 
 
 @contextmanager
