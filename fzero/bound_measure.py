@@ -155,8 +155,8 @@ def check_passes(numbers_W: Tensor) -> None:
     if numbers_W.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
         if (numbers_W.floor() == numbers_W[0].floor()).all():
             raise CollectiveError(
-                "requires_grad: must be the same on all ranks for each parameter, and differs; freeze and unfreeze on every rank, "
-                "before the same forward"
+                "requires_grad: must be the same on all ranks for each parameter, and differs; freeze and unfreeze on every "
+                "rank, before the same forward"
             )
         raise CollectiveError(
             f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes, since an error was "

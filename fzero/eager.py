@@ -71,7 +71,10 @@ class _Root(torch.autograd.Function):
 
 
 class _Leaf(torch.autograd.Function):
-    """A parameter for the model: a view of a flat buffer, whose gradient goes straight into a flat gradient."""
+    """A parameter for the model: a view of a flat buffer, whose gradient goes straight into a flat gradient.
+
+    Without a name the gradient is dropped, and the leaf is there so that the graph tells which pass it is of.
+    """
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, view: Tensor, work: Pass, name: str) -> Tensor:
@@ -80,7 +83,8 @@ class _Leaf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.work._write_grad(ctx.name, grads[0])
+        if ctx.name:
+            ctx.work._write_grad(ctx.name, grads[0])
         return ctx.work._anchor.detach(), None, None, None
 
 
@@ -386,13 +390,18 @@ class Pass:
             self._present = unit_name
             self._recorded.discard(unit_name)
             root = _root(self._anchor, self, unit_name) if self.trains else None
+            # A backward through a gathered unit has to gather it again, so its graph must tell which pass it is of.
+            still = self._stills[-1] if self.trains else frozenset()
+            is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(_trained_in(unit))
             for buffer in unit.buffers:
                 flat: Any = flats.get(buffer.key, self.params[buffer.key])
                 views = unflatten(flat, buffer.layout)
                 if buffer.trainable and root is not None:
-                    still = self._stills[-1]
                     views = {
-                        name: view if name in still else _leaf(root, view, self, name) for name, view in views.items()
+                        name: _leaf(root, view, self, "" if name in still else name)
+                        if name not in still or is_marked
+                        else view
+                        for name, view in views.items()
                     }
                 self._leaves.update(views)
 
@@ -810,6 +819,10 @@ def _serve(rows: list[list[int]], *, in_forward: bool) -> list[int] | None:
     """
     wishes = [row for row in rows if row[0] >= 0]
     return min(wishes, key=lambda row: (row[0], row[1]) if in_forward else (-row[1], row[0]), default=None)
+
+
+def _trained_in(unit: UnitPlan) -> Iterator[str]:
+    return (name for buffer in unit.buffers if buffer.trainable for name in buffer.layout.names)
 
 
 def _address(tensor: Tensor) -> int:

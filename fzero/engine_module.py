@@ -216,8 +216,8 @@ class HoldsModule(Accessors):
             if round_ is not None and round_.told:
                 changed = sorted(wanted - known.keys()) or sorted(still)
                 raise RuntimeError(
-                    f"requires_grad: must change between engine.step() and the next forward where flat buffers have to be divided "
-                    f"anew, and {listed(changed)} changed after a backward; freeze and unfreeze after engine.step(), or call "
+                    f"requires_grad: must change between engine.step() and the next forward where flat buffers have to be "
+                    f"divided anew, and {listed(changed)} changed after a backward; freeze and unfreeze after engine.step(), or call "
                     f"engine.zero_grad() first"
                 )
             if round_ is not None:
@@ -267,7 +267,9 @@ class HoldsModule(Accessors):
         plan = self.train_step.plan
         trained = {name for name in self._held if name in starts or self.live.own[name].requires_grad}
         buffers = [buffer.layout.names for buffer in plan.flat_buffers if buffer.trainable]
-        is_same = trained == starts_of(plan).keys() and all(len({starts.get(n) for n in names}) == 1 for names in buffers)
+        is_same = trained == starts_of(plan).keys() and all(
+            len({starts.get(n) for n in names}) == 1 for names in buffers
+        )
         return self.train_step if is_same else self._step_for(trained, starts)
 
     def _take(self, step: TrainStep, state: TrainState[Tensor]) -> None:

@@ -115,9 +115,7 @@ def initialize(
     engine: Engine
     seen = EngineOptimizer(groups.seen, lambda: engine.loss_scale) if trains else None
     told = dict(source) if isinstance(source, Mapping) else step.recipe.cfg.model_dump()
-    engine = Engine(
-        step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=told, held=groups.held
-    )
+    engine = Engine(step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=told, held=groups.held)
     if seen is not None and lr_scheduler is not None:
         engine.lr_scheduler = lr_scheduler(seen) if callable(lr_scheduler) else lr_scheduler
     elif seen is not None and cfg.scheduler is not None:

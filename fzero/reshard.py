@@ -389,9 +389,16 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
         share = own_shard(param, buffer, shard) if is_cut else param
         values = in_memory(state.master.get(buffer.key, share)).to(new.device)
         fresh = optree.tree_leaves(new._updater.transform_of(buffer, 0).init(values))
-        leaves, specs = optree.tree_leaves(state.optimizer[buffer.key]), optree.tree_leaves(new.plan.optimizer[buffer.key])
-        first, stop = (shard * buffer.shard_numel, (shard + 1) * buffer.shard_numel) if is_cut else (0, buffer.padded_numel)
-        spans = [(max(start, first) - first, min(end, stop) - first) for start, end in map(buffer.layout.bounds, begins)]
+        leaves, specs = (
+            optree.tree_leaves(state.optimizer[buffer.key]),
+            optree.tree_leaves(new.plan.optimizer[buffer.key]),
+        )
+        first, stop = (
+            (shard * buffer.shard_numel, (shard + 1) * buffer.shard_numel) if is_cut else (0, buffer.padded_numel)
+        )
+        spans = [
+            (max(start, first) - first, min(end, stop) - first) for start, end in map(buffer.layout.bounds, begins)
+        ]
         for leaf, value, spec in zip(leaves, fresh, specs, strict=True):
             for start, end in spans if buffer.is_long(spec) else ():
                 if start < end:

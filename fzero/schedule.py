@@ -34,7 +34,8 @@ TURN = Event("turn")
 
 Run = tuple[str | int | frozenset[str], ...]
 """What runs, so far as its order of collectives may differ: `("forward", "train")`; a backward, the number of those since the
-last forward, and which forwards before it are in it, from the last one back. Where a forward of a backward holds parameters still, their names."""
+last forward, and which forwards before it are in it, from the last one back; where one of these holds parameters still, the names
+of those of each."""
 Orders = dict[Run, tuple[Event, ...]]
 """What was learned: the events of each run, in order."""
 

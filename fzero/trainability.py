@@ -20,7 +20,9 @@ class Flags:
 
     def read(self) -> list[bool]:
         """The flags in the order of the modules."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters may be of a class that looks at what is asked of them
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # parameters may be of a class that looks at what is asked of them
             return [param.requires_grad for slots in self._slots for param in slots.values() if param is not None]
 
 
@@ -45,7 +47,11 @@ class FixedFlags:
         frozen = [name for name, flag in now.items() if self._trained[name] and not flag]
         unfrozen = [name for name, flag in now.items() if flag and not self._trained[name]]
         if frozen or unfrozen:
-            told = [f"{listed(names)} {word}" for names, word in ((frozen, "was frozen"), (unfrozen, "was unfrozen")) if names]
+            told = [
+                f"{listed(names)} {word}"
+                for names, word in ((frozen, "was frozen"), (unfrozen, "was unfrozen"))
+                if names
+            ]
             raise ValueError(
                 f"requires_grad: must be for each parameter what it was when the step was made, and {' and '.join(told)}; make a "
                 f"step under the new flags and move the state to it: new = make_train_step(model, cfg, after=step); "

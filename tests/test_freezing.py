@@ -162,7 +162,9 @@ def test_what_begins_anew_is_not_counted_with_what_goes_on() -> None:
     new = fzero.simulate(fzero.make_train_step(model, config(1)), 2, by="lockstep")
     with pytest.raises(ValueError, match=r"'blocks.0.norm.bias' begins anew; make the new step with after="):
         fzero.reshard(before.state, before.ranks, new)
-    with pytest.raises(ValueError, match="after must be a step of make_train_step or the folder of a checkpoint, got int"):
+    with pytest.raises(
+        ValueError, match="after must be a step of make_train_step or the folder of a checkpoint, got int"
+    ):
         fzero.make_train_step(model, config(1), after=3)  # type: ignore[arg-type]
 
 
@@ -180,7 +182,9 @@ def test_a_checkpoint_of_other_frozen_parameters_loads_as_reshard_does_and_warns
     steps = [fzero.make_train_step(model, config(loaded) | NARROW, after=after) for after in (before.step, tmp_path)]
     assert repr(steps[0].plan.flat_buffers) == repr(steps[1].plan.flat_buffers)
     ranks = fzero.simulate(steps[1], 2, by="lockstep")
-    with pytest.warns(UserWarning, match=r"optimizer state of .*'blocks.2.norm.weight' and \d more begins anew.*that of 'unused'"):
+    with pytest.warns(
+        UserWarning, match=r"optimizer state of .*'blocks.2.norm.weight' and \d more begins anew.*that of 'unused'"
+    ):
         found = fzero.load(tmp_path, step=ranks).state
     moved = fzero.reshard(before.state, before.ranks, ranks)
     for name, x, y in zip(optree.tree_paths(found), optree.tree_leaves(found), optree.tree_leaves(moved), strict=True):
@@ -363,7 +367,8 @@ def test_what_is_frozen_for_another_forward_alone_trains_on(ranks: RankPool, sta
 def accumulated(stage: int) -> dict[str, Tensor]:
     """A flag that is cleared after the first of two micro-steps: its gradient counts."""
     engine = fzero.initialize(
-        model=make(Net), config=settings(stage, gradient_accumulation_steps=2, train_batch_size=24, gradient_clipping=0.0)
+        model=make(Net),
+        config=settings(stage, gradient_accumulation_steps=2, train_batch_size=24, gradient_clipping=0.0),
     )[0]
     for index in range(6):
         freeze(engine.module, ["blocks.1"] if index % 2 else [])
@@ -374,7 +379,9 @@ def accumulated(stage: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_gradients_of_the_micro_steps_in_which_a_parameter_was_not_frozen_count(ranks: RankPool, stage: int) -> None:
+def test_the_gradients_of_the_micro_steps_in_which_a_parameter_was_not_frozen_count(
+    ranks: RankPool, stage: int
+) -> None:
     module = make(Net)
     optimizer = adamw(everything(module))
     for index in range(6):
@@ -389,13 +396,17 @@ def test_the_gradients_of_the_micro_steps_in_which_a_parameter_was_not_frozen_co
 
 
 def test_what_would_divide_collected_gradients_anew_is_an_error() -> None:
-    engine = fzero.initialize(model=make(Net), config=settings(1, gradient_accumulation_steps=2, train_batch_size=24))[0]
+    engine = fzero.initialize(model=make(Net), config=settings(1, gradient_accumulation_steps=2, train_batch_size=24))[
+        0
+    ]
     x, y = data(0)
     freeze(engine.module, ["blocks.1"])
     engine.backward(criterion(engine(x), y))
     engine.step()
     freeze(engine.module, ["blocks.1.norm"])
-    with pytest.raises(RuntimeError, match=r"engine.step\(\) and the next forward where flat buffers .*'blocks.1.norm.weight'"):
+    with pytest.raises(
+        RuntimeError, match=r"engine.step\(\) and the next forward where flat buffers .*'blocks.1.norm.weight'"
+    ):
         engine(x)
     engine.zero_grad()
     engine.backward(criterion(engine(x), y))
@@ -442,7 +453,9 @@ def quiet() -> Iterator[None]:
 
 def test_an_optimizer_of_some_parameters_keeps_nothing_of_the_others() -> None:
     engine = engine_of(1, some)
-    trained = {name for buffer in engine.train_step.plan.flat_buffers if buffer.trainable for name in buffer.layout.names}
+    trained = {
+        name for buffer in engine.train_step.plan.flat_buffers if buffer.trainable for name in buffer.layout.names
+    }
     assert trained == {n for n, _ in engine.module.named_parameters() if "blocks.1" in n or n == "head.weight"}
     groups: Any = [{"params": [engine.module.head.bias]}]
     with quiet(), pytest.raises(RuntimeError, match="add_param_group"):
