@@ -217,7 +217,7 @@ class HoldsModule(Accessors):
                 changed = sorted(wanted - known.keys()) or sorted(still)
                 raise RuntimeError(
                     f"requires_grad: must change between engine.step() and the next forward where flat buffers have to be "
-                    f"divided anew, and {listed(changed)} changed after a backward; freeze and unfreeze after engine.step(), or call "
+                    f"divided anew, and {listed(changed)} changed after a backward; change it after engine.step(), or call "
                     f"engine.zero_grad() first"
                 )
             if round_ is not None:
