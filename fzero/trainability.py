@@ -1,6 +1,6 @@
 """Which parameters does a step train: those that require gradients when it is made. This file reads the flags of a module.
 
-Whether a flag has changed is asked before every step, so the reading is one loop over the parameters, about 30 ns for each.
+Whether a flag has changed is asked before every step, so the reading is one loop over the parameters, 0.2 µs for each.
 """
 
 from __future__ import annotations
