@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -53,12 +53,14 @@ from fzero.file_tensors import FilePart, part_of
 from fzero.file_tensors import Files as Scratch
 from fzero.offload import agree
 from fzero.place import place
-from fzero.reshard import AnyStep, blank, by_name, chosen_numbers, narrow, numbers_of, rescale
+from fzero.plan import Plan
+from fzero.reshard import AnyStep, begin_anew, blank, by_name, chosen_numbers, narrow, numbers_of, rescale
 from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
 from fzero.staging import Leaf
 from fzero.state import TrainState
 from fzero.step import TrainStep
+from fzero.trainability import listed
 
 if TYPE_CHECKING:
     from fzero.checkpoint_format import Fragment  # PyTorch takes a second to import what it imports
@@ -157,8 +159,9 @@ def start_save(
 def load(dir: str | Path, *, step: AnyStep) -> Loaded:
     """The state of `step` that continues where the one saved in `dir` stands, this rank's part.
 
-    Ranks, stage, mesh, units, parameter groups and dtypes may be others than those that saved, by the rules of `reshard`: every
-    element is the same, but that neither masters nor optimizer state may become narrower. On as many ranks with the same
+    Ranks, stage, mesh, units, parameter groups, dtypes and what is frozen may be others than those that saved, by the rules of
+    `reshard`: every element is the same, but that neither masters nor optimizer state may become narrower. What was frozen and
+    is trained begins anew, and a warning on rank 0 names it. On as many ranks with the same
     configuration training goes on bit for bit. A rank continues the random state of the same rank, a further one starts as in
     `init`; gradients are zeros.
 
@@ -464,11 +467,13 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
     plan, rank, source = step.plan, step.rank, saved.source
     check_names(plan, aliases_of(step), source.stored)
     check_told(plan, saved.optimizer)
-    numbers = chosen_numbers(sources_of_numbers(plan), dict(saved.numbers))
+    frozen = {name for name, kept in saved.optimizer.items() if kept is None}
+    _tell_of_frozen(plan, frozen, rank)
+    numbers = chosen_numbers(sources_of_numbers(plan, frozen), dict(saved.numbers))
     kept = {*step._stored_names.values()}
     missing = [n for n in plan.buffers if n not in kept and key_of("params", n) not in source.stored]
     wanted: dict[str, list[Part]] = {}
-    for quantity, parts in parts_to_load(plan, rank, source.stored, without=missing):
+    for quantity, parts in parts_to_load(plan, rank, source.stored, without=missing, frozen=frozen):
         wanted.setdefault(quantity, []).extend(parts)
     keeps_scale = saved.scales_dynamically and step._scaling.dynamic
     state = blank(step, rank, numbers, keeps_scale=keeps_scale, files=scratch)
@@ -477,8 +482,20 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
     for name, value in step._first_state.values(missing, None, None).items():
         state.buffers[name].copy_(value)
     narrow(state, step, rank)
+    begin_anew(state, step, rank, frozen)
     rescale(state, numbers)
     return state
+
+
+def _tell_of_frozen(plan: Plan, frozen: Collection[str], rank: int) -> None:
+    """Warns on rank 0 of what was frozen in the job that saved and is trained here, and the other way round."""
+    trained = {name: b.trainable for b in plan.flat_buffers for name in b.layout.names}
+    anew = [name for name, is_trained in trained.items() if is_trained and name in frozen]
+    left = [name for name, is_trained in trained.items() if not is_trained and name not in frozen]
+    told = [f"the optimizer state of {listed(anew)} begins anew, for frozen parameters have none"] if anew else []
+    told += [f"that of {listed(left)} is left, which are frozen now"] if left else []
+    if told and rank == 0:
+        warnings.warn(f"load: other parameters were frozen in the job that saved: {'; '.join(told)}", stacklevel=7)
 
 
 def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[Part]], found: Source) -> None:

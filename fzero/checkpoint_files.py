@@ -102,6 +102,17 @@ def check_beside(folder: Path, manifest: Mapping[str, Any]) -> None:
             )
 
 
+def read_contents(folder: Path) -> dict[str, Any]:
+    """What a checkpoint tells beside its tensors.
+
+    Raises:
+        CheckpointError: as `read_manifest`, or a file beside the manifest was changed.
+    """
+    check_beside(folder, read_manifest(folder))
+    contents: dict[str, Any] = json.loads((folder / CONTENTS).read_bytes())
+    return contents
+
+
 def _checksum(told: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(told, sort_keys=True).encode())
 

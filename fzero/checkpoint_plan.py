@@ -22,6 +22,7 @@ import torch
 from fzero.plan import BufferPlan, Plan
 from fzero.reshard_plan import (
     FlatTensor,
+    Sources,
     buffers_of,
     kept_of,
     numbers_of,
@@ -160,6 +161,23 @@ def told_of(plan: Plan) -> dict[str, dict[str, Any]]:
     return told
 
 
+def stored_starts(told: Mapping[str, Any], numbers: Mapping[str, float | int]) -> dict[str, int]:
+    """When the optimizer state of each trained parameter began: the same number where its counters are equal.
+
+    Args:
+        told: what kind of optimizer state each parameter has (`told_of`).
+        numbers: the 0-d tensors of a state, those of the optimizer state for each parameter.
+    """
+    found: dict[str, int] = {}
+    known: dict[str, int] = {}
+    for name, kept in told.items():
+        if kept is not None:
+            keys = ((path, key_of(path, name)) for path in kept["keeps"])
+            counters = repr([(path, numbers[key]) for path, key in keys if key in numbers])  # which tells a NaN, too
+            found[name] = known.setdefault(counters, len(known))
+    return found
+
+
 def numbers_by_name(plan: Plan, numbers: Mapping[str, float | int]) -> dict[str, float | int]:
     """The 0-d tensors of a state, those of the optimizer state for each parameter."""
     by_name = {name: number for name, number in numbers.items() if not name.startswith("state.optimizer")}
@@ -173,12 +191,13 @@ def numbers_by_name(plan: Plan, numbers: Mapping[str, float | int]) -> dict[str,
 
 
 def parts_to_load(
-    plan: Plan, rank: int, stored: Mapping[str, Stored], *, without: Collection[str] = ()
+    plan: Plan, rank: int, stored: Mapping[str, Stored], *, without: Collection[str] = (), frozen: Collection[str] = ()
 ) -> Iterator[tuple[str, list[Part]]]:
     """What a rank reads, by quantity. Parameters of which it has the master, and no more, it makes of that.
 
     Args:
         without: module buffers that are not read.
+        frozen: parameters of which no optimizer state is stored, and none is read.
 
     Raises:
         ValueError: something is not stored, has another shape, or would become narrower.
@@ -190,7 +209,9 @@ def parts_to_load(
             master = tensors["master"] if quantity == "params" and buffer.has_master else None
             if master is not None and tensor.num_shards == master.num_shards:
                 continue
-            keys = {name: _source(name, quantity, tensor, buffer, stored) for name in tensor.layout.names}
+            is_weight = quantity in ("params", "master")
+            names = [name for name in tensor.layout.names if is_weight or name not in frozen]
+            keys = {name: _source(name, quantity, tensor, buffer, stored, frozen=name in frozen) for name in names}
             yield quantity, _held(plan, piece, tensor, keys)
     for name, tensor in buffers_of(plan).items():
         if name in without:
@@ -220,13 +241,19 @@ def parts_of_weights(
         yield _held(plan, piece, tensor, keys)
 
 
-def sources_of_numbers(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """For each 0-d tensor of the optimizer state the names of the numbers that it is taken from, which must be equal."""
-    return {
-        target: tuple(key_of(path, name) for name in buffer.layout.names)
-        for buffer in plan.flat_buffers
-        for path, target in numbers_of(plan, buffer).items()
-    }
+def sources_of_numbers(plan: Plan, frozen: Collection[str] = ()) -> dict[str, Sources]:
+    """What each 0-d tensor of the optimizer state is taken from.
+
+    Args:
+        frozen: parameters of which no optimizer state is stored.
+    """
+    found = {}
+    for buffer in plan.flat_buffers:
+        names = buffer.layout.names
+        anew = tuple(name for name in names if name in frozen)
+        for path, target in numbers_of(plan, buffer).items():
+            found[target] = Sources(tuple(key_of(path, name) for name in names if name not in frozen), anew)
+    return found
 
 
 def parts_of_own(rank: int, own: Mapping[str, TensorSpec], stored: Mapping[str, Stored]) -> list[Part]:
@@ -236,21 +263,15 @@ def parts_of_own(rank: int, own: Mapping[str, TensorSpec], stored: Mapping[str, 
 
 
 def check_told(plan: Plan, told: Mapping[str, Any]) -> None:
-    """Raises unless parameters are trained and frozen as they were, by an optimizer that keeps the same."""
+    """Raises unless all parameters are stored, and what was trained and still is has an optimizer that keeps the same."""
     for name, now in told_of(plan).items():
         if name not in told:
             raise ValueError(
                 f"load: parameter {name!r} must be in the checkpoint, and is not; load it with the model that was saved"
             )
         before = told[name]
-        if (now is None) != (before is None):
-            states = ["frozen" if state is None else "trained" for state in (before, now)]
-            raise ValueError(
-                f"load: parameter {name!r} must be frozen in both jobs or in none, and was {states[0]} in the one that saved and "
-                f"is {states[1]} in this one; take the weights alone, fzero.load_weights"
-            )
-        if now != before:
-            words = [f"{state['kind']}({', '.join(state['keeps'])})" for state in (before, now) if state]
+        if now != before and now is not None and before is not None:
+            words = [f"{state['kind']}({', '.join(state['keeps'])})" for state in (before, now)]
             raise ValueError(
                 f"load: the optimizer of parameter {name!r} must keep the same in both jobs, and kept {words[0]} in the one that "
                 f"saved and keeps {words[1]} in this one; take the weights alone, fzero.load_weights"
@@ -290,18 +311,28 @@ def _held(plan: Plan, piece: int, tensor: FlatTensor, keys: Mapping[str, str]) -
 def _parts(tensor: FlatTensor, keys: Mapping[str, str], start: int, stop: int, first: int) -> Iterator[Part]:
     """The fragments in elements [start, stop) of a flat tensor, of which a rank has those from `first` on."""
     for fragment in tensor.layout.within(start, stop):
+        if fragment.name not in keys:
+            continue
         shape, offset = tensor.layout.shape(fragment.name), start - first + fragment.offset
         yield Part(keys[fragment.name], shape, tensor.dtype, fragment.start, fragment.stop, tensor.name, offset)
 
 
-def _source(name: str, quantity: str, tensor: FlatTensor, buffer: BufferPlan, stored: Mapping[str, Stored]) -> str:
+def _source(
+    name: str,
+    quantity: str,
+    tensor: FlatTensor,
+    buffer: BufferPlan,
+    stored: Mapping[str, Stored],
+    *,
+    frozen: bool,
+) -> str:
     """Under which name is stored what a quantity of a parameter is made of."""
     param = stored[key_of("params", name)]
     has_master = key_of("master", name) in stored
     key = key_of(quantity_for(quantity, param.dtype, buffer, has_master=has_master), name)
     _check_shape(key, tensor.layout.shape(name), stored)
     before, after = stored[key].dtype, tensor.dtype
-    is_updated = quantity != "params" or (buffer.trainable and not buffer.has_master)
+    is_updated = not frozen and (quantity != "params" or (buffer.trainable and not buffer.has_master))
     if is_updated and torch.promote_types(torch_dtype(before), torch_dtype(after)) != torch_dtype(after):
         raise ValueError(
             f"load: {key_of(quantity, name)!r} must not become narrower, and is {before} in the checkpoint and {after} in this "

@@ -7,7 +7,7 @@ read, and become a transform. What a script writes into `param_groups` later (a 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,14 +40,15 @@ class Groups(NamedTuple):
     """All but the first, which is everything else."""
     seen: list[Hyper]
     """The groups as a script sees them, `params` and hyper-parameters; live."""
+    held: frozenset[str]
+    """The names of the parameters in the groups, frozen ones too: those that are trained while they require gradients."""
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
     """What a script's optimizer asks for.
 
     Raises:
-        ConfigError: it has been stepped, does not have all trained parameters of the model or has others, or its class
-            does not work on shards.
+        ConfigError: it has been stepped, has parameters that are not the model's, or its class does not work on shards.
     """
     if optimizer.state:
         raise ConfigError(
@@ -55,45 +56,44 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
             f"pass it to initialize before training"
         )
     groups = [group for group in optimizer.param_groups if group["params"]]
-    _check_covers(model, [group["params"] for group in groups], "optimizer")
+    names = _names_in(model, [group["params"] for group in groups], "optimizer")
+    held = frozenset().union(*names)
     kind = _block_of(optimizer)
-    takers = [_taker(group["params"]) for group in groups]
+    takers = [_taker(of_group) for of_group in names]
     if kind is not None:
         blocks = [_made(kind, group) for group in groups]
         rest = [{"params": take, **block.params.model_dump()} for take, block in zip(takers[1:], blocks[1:])]
-        return Groups(blocks[0], None, rest, optimizer.param_groups)
+        return Groups(blocks[0], None, rest, optimizer.param_groups, held)
     makes = [_maker(type(optimizer), group) for group in groups]
     torch_optimizer(type(optimizer), **_arguments(type(optimizer), groups[0]))  # which checks the class
     rest = [{"params": t, "transform": m, "lr": float(g["lr"])} for t, m, g in zip(takers[1:], makes[1:], groups[1:])]
-    return Groups(None, makes[0], rest, optimizer.param_groups)
+    return Groups(None, makes[0], rest, optimizer.param_groups, held)
 
 
 def of_parameters(model_parameters: Iterable[Any] | None, configured: Optimizer, model: nn.Module) -> Groups:
     """What the configuration's optimizer asks for, with the groups of a script's parameters.
 
     Raises:
-        ConfigError: not all trained parameters of the model are there or others are, or a group has a hyper-parameter
-            that the optimizer has not.
+        ConfigError: there are others than the model's parameters, or a group has a hyper-parameter that the optimizer has not.
     """
-    trained = [param for param in model.parameters() if param.requires_grad]
-    given = trained if model_parameters is None else list(model_parameters)
+    given = list(model.parameters() if model_parameters is None else model_parameters)
     given = [x[1] if isinstance(x, tuple) else x for x in given]  # of named_parameters()
     groups: list[Hyper] = [dict(x) for x in given if isinstance(x, Mapping)] or [{"params": given}]
     for group in groups:
         params = group["params"]
-        group["params"] = [p for p in ([params] if isinstance(params, Tensor) else list(params)) if p.requires_grad]
+        group["params"] = [params] if isinstance(params, Tensor) else list(params)
     groups = [group for group in groups if group["params"]]
-    _check_covers(model, [group["params"] for group in groups], "model_parameters")
+    names = _names_in(model, [group["params"] for group in groups], "model_parameters")
     blocks = [
         with_overrides(
             configured, {k: v for k, v in group.items() if k not in (*_HOW, "name")}, f"model_parameters[{index}]"
         )
         for index, group in enumerate(groups)
     ]
-    takers = [_taker(group["params"]) for group in groups]
+    takers = [_taker(of_group) for of_group in names]
     rest = [{"params": take, **block.params.model_dump()} for take, block in zip(takers[1:], blocks[1:])]
     seen = [{**group, **block.params.model_dump()} for group, block in zip(groups, blocks)]
-    return Groups(blocks[0] if blocks else None, None, rest, seen)
+    return Groups(blocks[0] if blocks else None, None, rest, seen, frozenset().union(*names))
 
 
 def changed(optimizers: Sequence[Any], seen: Sequence[Hyper]) -> list[Any] | None:
@@ -124,9 +124,8 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
-def _taker(params: Sequence[Tensor]) -> Callable[[str, Tensor], bool]:
-    ids = {id(param) for param in params}
-    return lambda name, param: id(param) in ids
+def _taker(names: Collection[str]) -> Callable[[str, Tensor], bool]:
+    return lambda name, param: name in names
 
 
 def _block_of(optimizer: torch.optim.Optimizer) -> type[OptimizerBlock] | None:
@@ -162,12 +161,15 @@ def _maker(cls: type[torch.optim.Optimizer], group: Hyper) -> Callable[[float], 
     return lambda lr: torch_transform(cls, _arguments(cls, group) | ({"lr": lr} if "lr" in group else {}))
 
 
-def _check_covers(model: nn.Module, groups: Sequence[Sequence[Tensor]], field: str) -> None:
-    """Raises unless the groups hold each trained parameter of the model once, and no others."""
+def _names_in(model: nn.Module, groups: Sequence[Sequence[Tensor]], field: str) -> list[frozenset[str]]:
+    """The names of the parameters in each group.
+
+    Raises:
+        ConfigError: a group holds something else, or a parameter stands twice.
+    """
     names = {id(param): name for name, param in model.named_parameters()}
-    given = [param for group in groups for param in group]
     seen: set[int] = set()
-    for param in given:
+    for param in (param for group in groups for param in group):
         if id(param) not in names:
             raise ConfigError(
                 f"{field}: must hold parameters of the model, got a tensor of shape {tuple(param.shape)} that is none; make it "
@@ -176,9 +178,4 @@ def _check_covers(model: nn.Module, groups: Sequence[Sequence[Tensor]], field: s
         if id(param) in seen:
             raise ConfigError(f"{field}: must hold each parameter once, got {names[id(param)]!r} twice; remove one")
         seen.add(id(param))
-    left = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in seen]
-    if left:
-        raise ConfigError(
-            f"{field}: must hold all parameters that require gradients, got none of {left[0]!r} ({len(left)} such); add them, "
-            f"or freeze them with requires_grad_(False)"
-        )
+    return [frozenset(names[id(param)] for param in group) for group in groups]

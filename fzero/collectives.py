@@ -871,6 +871,27 @@ def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) 
     return x
 
 
+def meet(axis: Bound, *, label: Label, timeout: float | None = None) -> None:
+    """Returns when every rank has called it: for what ranks decide each for itself, before they send anything about it.
+
+    Where a rank is in another collective instead, this is an error on the others: gloo would end the process.
+
+    *Collective:* every rank of `axis`. It does nothing on NCCL, where the hang is told (`fzero.hangs`).
+
+    Args:
+        timeout: seconds; None is that of the process group.
+
+    Raises:
+        CollectiveError: a rank did not come.
+    """
+    if isinstance(axis, Real) and axis.size > 1 and dist.get_backend(axis.group) == "gloo":
+        HERE.start(label)
+        try:
+            dist.monitored_barrier(axis.group, None if timeout is None else timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise failed(label, error) from error
+
+
 def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
     """Every rank's small Python value, in rank order; for start-up checks.
 

@@ -28,7 +28,7 @@ from fzero.checkpoint_plan import Part, key_of
 from fzero.deepspeed_checkpoint_files import MODEL, MODEL_OF_RANK, StandIn
 from fzero.deepspeed_checkpoint_flats import MASTER
 from fzero.deepspeed_checkpoint_source import KINDS, RULES
-from fzero.weights import chunks_in, contents_in
+from fzero.weights import chunks_in
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def export_deepspeed(dir: str | Path, out: str | Path, *, steps: Literal["number
         ValueError: the optimizer is none that DeepSpeed knows.
     """
     source = files.find(Path(dir))
-    contents = contents_in(source)
+    contents = files.read_contents(source)
     found, numbers = chunks_in(source, contents), contents["numbers"]
     name = f"global_step{int(numbers['state.step'])}_universal"
     folder, beside = Path(out) / name, Path(out) / f".{name}.new"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,7 +71,10 @@ class _Root(torch.autograd.Function):
 
 
 class _Leaf(torch.autograd.Function):
-    """A parameter for the model: a view of a flat buffer, whose gradient goes straight into a flat gradient."""
+    """A parameter for the model: a view of a flat buffer, whose gradient goes straight into a flat gradient.
+
+    Without a name the gradient is dropped, and the leaf is there so that the graph tells which pass it is of.
+    """
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, view: Tensor, work: Pass, name: str) -> Tensor:
@@ -80,7 +83,8 @@ class _Leaf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.work._write_grad(ctx.name, grads[0])
+        if ctx.name:
+            ctx.work._write_grad(ctx.name, grads[0])
         return ctx.work._anchor.detach(), None, None, None
 
 
@@ -162,6 +166,7 @@ class Pass:
         self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
         # On the parameters' device, so that autograd runs every `_Root` and `_Leaf` on one thread.
         self._anchor = torch.empty(0, device=self._device, requires_grad=True)
+        self._stills: list[frozenset[str]] = []  # of each forward: the parameters that get no gradient in it
         self._in_forward, self._runs_again = True, False
         self._present: str | None = None
         self._leaves: dict[str, Tensor] = {}
@@ -186,18 +191,20 @@ class Pass:
     # --- the two halves ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def forward(self, run: str, *, saves: bool = True) -> Iterator[None]:
+    def forward(self, run: str, *, saves: bool = True, still: frozenset[str] = frozenset()) -> Iterator[None]:
         """Inside, the model runs, `bound` to `fetch`. *Collective* in stage 3: takes part in what only other ranks need.
 
         Args:
             run: names its order of collectives.
             saves: whether autograd saves recipes of gathered buffers. False keeps alive what it saves (for transforms of
                 torch.func, which allow no hooks).
+            still: trained parameters that require no gradients in this forward.
         """
-        with self._running(("forward", run)):
+        with self._running(("forward", run)):  # which gathers the same, whatever requires gradients
             self._release_all_but("")
             self._in_forward = True
             self._stays.append(Counter())
+            self._stills.append(still)
             self._num_forwards, self._num_backwards = self._num_forwards + 1, 0
             with self.saving() if saves else nullcontext():
                 yield
@@ -215,6 +222,7 @@ class Pass:
         is_first: bool = True,
         is_last: bool = True,
         keeps: bool = False,
+        check: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Adds the gradients of a loss to what `grads` holds. *Collective:* every rank; in stage 3 gathers again.
 
@@ -225,6 +233,7 @@ class Pass:
             is_first: whether `grads` holds nothing yet.
             is_last: before the last one, gradients that stay whole are not reduced.
             keeps: whether the graph stays, to be gone through again.
+            check: looks at the rows before anything else is sent, where the order of the rest may differ between ranks.
 
         Returns:
             Every rank's row, in rank order.
@@ -245,12 +254,18 @@ class Pass:
             self._is_kept |= keeps
             self._num_forwards, self._num_backwards = 0, self._num_backwards + 1
             self._rows = collectives.start_stack(row, self.mesh.everyone, label=Label("told", phase="turn"))
+            told = None
+            if check is not None:
+                told, self._rows = self._rows.wait(), None
+                check(told)
             torch.autograd.backward(loss, retain_graph=keeps)
             if not self._has_come:  # an update would decay what it has nothing to say about
                 raise ValueError(UNRELATED)
             self._finish()
             self._is_done = self.is_last
-            told, self._rows = self._rows.wait(), None
+            if self._rows is not None:
+                told, self._rows = self._rows.wait(), None
+        assert told is not None
         return told
 
     @contextmanager
@@ -260,7 +275,7 @@ class Pass:
         *Collective* in stage 3: gathers again.
         """
         last, found = len(self._stays) - 1, self._reached(loss)
-        with self._running(("through", *(last - index for index in sorted(found)))):
+        with self._running(("through", *(last - index for index in sorted(found)), *self._stills_in(found))):
             self._is_passed, self._is_kept = True, self._is_kept or keeps
             try:
                 yield
@@ -313,7 +328,24 @@ class Pass:
         last = len(self._stays) - 1
         found = {last: self._stays[last]} if self._num_forwards == 1 and not self._is_kept else self._reached(loss)
         self._open_stays = sum(found.values(), Counter())
-        return ("backward", self._num_backwards, *(last - index for index in sorted(found)))
+        return ("backward", self._num_backwards, *(last - index for index in sorted(found)), *self._stills_in(found))
+
+    def _stills_in(self, forwards: Iterable[int]) -> list[frozenset[str]]:
+        """What each of some forwards holds still; nothing where none does."""
+        found = [self._stills[index] for index in sorted(forwards) if index >= 0]
+        return found if any(found) else []
+
+    @property
+    def still(self) -> frozenset[str]:
+        """The parameters that got no gradient in any forward, because they required none."""
+        return frozenset.intersection(*self._stills) if self._stills else frozenset()
+
+    @property
+    def still_buffers(self) -> frozenset[str]:
+        """The keys of the trained flat buffers that hold nothing else, so that an update leaves them as they are."""
+        still = self.still
+        buffers = self.plan.flat_buffers if still else ()
+        return frozenset(b.key for b in buffers if b.trainable and still.issuperset(b.layout.names))
 
     def _reached(self, loss: Tensor) -> dict[int, Counter[str]]:
         """The stays of each forward of which the loss is."""
@@ -370,11 +402,19 @@ class Pass:
             self._present = unit_name
             self._recorded.discard(unit_name)
             root = _root(self._anchor, self, unit_name) if self.trains else None
+            # A backward through a gathered unit has to gather it again, so its graph must tell which pass it is of.
+            still = self._stills[-1] if self.trains else frozenset()
+            is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(_trained_in(unit))
             for buffer in unit.buffers:
                 flat: Any = flats.get(buffer.key, self.params[buffer.key])
                 views = unflatten(flat, buffer.layout)
                 if buffer.trainable and root is not None:
-                    views = {name: _leaf(root, view, self, name) for name, view in views.items()}
+                    views = {
+                        name: _leaf(root, view, self, "" if name in still else name)
+                        if name not in still or is_marked
+                        else view
+                        for name, view in views.items()
+                    }
                 self._leaves.update(views)
 
     def _end_stay(self) -> None:
@@ -802,6 +842,10 @@ def _serve(rows: list[list[int]], *, in_forward: bool) -> list[int] | None:
     """
     wishes = [row for row in rows if row[0] >= 0]
     return min(wishes, key=lambda row: (row[0], row[1]) if in_forward else (-row[1], row[0]), default=None)
+
+
+def _trained_in(unit: UnitPlan) -> Iterator[str]:
+    return (name for buffer in unit.buffers if buffer.trainable for name in buffer.layout.names)
 
 
 def _address(tensor: Tensor) -> int:

@@ -63,6 +63,7 @@ class Engine(HoldsModule, KeepsFiles):
         optimizer: EngineOptimizer | None,
         training_dataloader: ResumableLoader | None = None,
         config: Mapping[str, Any] | None = None,
+        held: frozenset[str] = frozenset(),
     ) -> None:
         self.train_step, self.state, self.keys, self.optimizer = train_step, state, keys, optimizer
         self.training_dataloader, self.lr_scheduler = training_dataloader, None
@@ -82,7 +83,7 @@ class Engine(HoldsModule, KeepsFiles):
         if keys.comms_logger.enabled:
             self.comms_log = CommsLog(keys.comms_logger, self._say if says else None)
             self.train_step = train_step.observed(self.comms_log)
-        self._hold(model)
+        self._hold(model, held)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.forward(*inputs, **kwargs)
@@ -264,10 +265,12 @@ class Engine(HoldsModule, KeepsFiles):
         with self._watch.of("forward", self.global_steps, trains=trains):
             if not trains:
                 return step.inspect(self.state, call, run=f"{run} {'func' if is_func else 'alone'}")
+            still = self._follow_flags()
+            step = self.train_step
             with self._guarded():
                 if self._round is None:
                     self._round = step.begin(self.state, measures_early=True)
-                return step.forward(self._round, call, run=run)
+                return step.forward(self._round, call, run=run, still=still)
 
     def _autocast(self) -> Any:
         dtype = self.train_step._autocast

@@ -18,6 +18,7 @@ from fzero.checkpoint import load as load_state
 from fzero.checkpoint import of_rank_0
 from fzero.checkpoint import save as save_state
 from fzero.checkpoint_files import CheckpointError
+from fzero.checkpoint_plan import stored_starts
 from fzero.client_optimizers import lr_of
 from fzero.engine_accessors import Accessors
 from fzero.sent import Label
@@ -125,9 +126,11 @@ def _load(
             return None, None
     path = folder / tag
     if optimizer and engine.optimizer is not None:
-        engine.state, client, _ = load_state(path, step=step)
+        step = engine._step_to_load(of_rank_0(step._mesh.everyone, lambda: _starts(path)))
+        state, client, _ = load_state(path, step=step)
+        engine._take(step, state)
     else:
-        engine.state = load_weights(path, step=step)
+        engine._take(step, load_weights(path, step=step))
         client = of_rank_0(step._mesh.everyone, lambda: _client(path))
     told = client["engine"] if isinstance(client, dict) and "engine" in client else None
     if told is None:
@@ -190,6 +193,11 @@ def _check_tag(engine: Accessors, tag: str) -> None:
 def _latest(folder: Path) -> str | None:
     path = folder / files.LATEST
     return path.read_text().strip() if path.exists() else None
+
+
+def _starts(path: Path) -> dict[str, int]:
+    contents = files.read_contents(files.find(path))
+    return stored_starts(contents["optimizer"], contents["numbers"])
 
 
 def _client(path: Path) -> Any:

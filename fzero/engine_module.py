@@ -4,7 +4,7 @@ engine."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -13,10 +13,15 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero import live_params
+from fzero import collectives, live_params
 from fzero.engine_accessors import Accessors
 from fzero.live_params import LiveParams
-from fzero.step import TrainStep
+from fzero.plan import starts_of
+from fzero.reshard import reshard
+from fzero.sent import Label
+from fzero.state import TrainState
+from fzero.step import Round, TrainStep
+from fzero.trainability import Flags, listed
 from fzero.whole import params_of, with_weight
 
 T = TypeVar("T")
@@ -51,12 +56,26 @@ class HoldsModule(Accessors):
 
     module: nn.Module
     live: LiveParams
+    _round: Round | None
+    _held: frozenset[str]
+    """The names of the parameters that the optimizer holds."""
+    _flags: Flags
+    _seen: list[bool] | None = None
+    """`requires_grad` as the last forward of training found it."""
+    _whole: list[bool] | None = None
+    """The flags under which each flat buffer is trained as a whole, or still as a whole."""
+    _still: frozenset[str] = frozenset()
+    """The names of the parameters that have optimizer state, and require no gradients now."""
     _is_inside = _is_gathered = _is_away = False
 
-    def _hold(self, module: nn.Module) -> None:
-        """Makes a call of the module one of the engine, wherever it comes from (a `generate`, a `loss` of the module's)."""
-        self.module = module
-        self.live = LiveParams(module, self.train_step.plan)
+    def _hold(self, module: nn.Module, held: frozenset[str]) -> None:
+        """Makes a call of the module one of the engine, wherever it comes from (a `generate`, a `loss` of the module's).
+
+        Args:
+            held: the names of the parameters that the optimizer holds.
+        """
+        self.module, self._held = module, held
+        self.live, self._flags = LiveParams(module, self.train_step.plan), Flags(module)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)
         self._look()
@@ -171,6 +190,96 @@ class HoldsModule(Accessors):
         self.module.__dict__.update(self._own_forward)
         del self.state
         self._is_away, self._monitors = True, []
+
+    # --- what is frozen -------------------------------------------------------------------------------------------
+
+    def _follow_flags(self) -> frozenset[str]:
+        """The parameters that are still in the forward that comes: they have optimizer state, and require no gradients.
+
+        What is frozen keeps its master and optimizer state, as with torch.optim, and is not updated. Parameters that are
+        unfrozen for the first time, and flat buffers that are partly still, need another plan, between two updates.
+
+        *Collective* where another plan is needed: every rank, which must have the same flags.
+
+        Raises:
+            RuntimeError: another plan is needed, and gradients were collected since the last update.
+            CollectiveError: another plan is needed here, and not on a rank that has other flags.
+        """
+        flags, round_ = self._flags.read(), self._round
+        if flags == self._seen and (round_ is not None or flags == self._whole):
+            return self._still
+        wanted = {name for name in self._held if self.live.own[name].requires_grad}
+        known = starts_of(self.train_step.plan)
+        still = frozenset(known.keys() - wanted)
+        rests = still if round_ is None else still & round_.work.still
+        if not wanted <= known.keys() or self._cut_by(rests):
+            if round_ is not None and round_.told:
+                changed = sorted(wanted - known.keys()) or sorted(still)
+                raise RuntimeError(
+                    f"requires_grad: must change between engine.step() and the next forward where flat buffers have to be "
+                    f"divided anew, and {listed(changed)} changed after a backward; change it after engine.step(), or call "
+                    f"engine.zero_grad() first"
+                )
+            if round_ is not None:
+                round_.work.close()
+                self._round = None
+            old = self.train_step
+            collectives.meet(old._mesh.everyone, label=Label("compare"))
+            new = self._step_for(wanted | known.keys(), known)
+            state = reshard(self.state, old, new)
+            assert state is not None, "every rank is in both jobs"
+            self._take(new, state)
+            rests = still
+        if rests == still:
+            self._whole = flags
+        self._seen, self._still = flags, still
+        self.live.follow_flags()
+        return still
+
+    def _cut_by(self, still: frozenset[str]) -> bool:
+        """Whether a flat buffer holds both, parameters that are still and others."""
+        trained = (set(b.layout.names) for b in self.train_step.plan.flat_buffers if b.trainable)
+        return any(names & still and not names <= still for names in trained)
+
+    def _step_for(self, trained: Collection[str], starts: Mapping[str, int]) -> TrainStep:
+        """A step that trains these parameters, those that require no gradients in flat buffers of their own. *Collective:* every
+        rank.
+
+        Args:
+            trained: names of parameters that the optimizer holds.
+            starts: when the optimizer state of each began (`starts_of`); that of others begins now.
+        """
+        numbers: dict[tuple[int, bool], int] = {(start, True): start for start in starts.values()}
+        anew = 1 + max(numbers.values(), default=-1)
+        found = {}
+        for name in sorted(trained):
+            kind = (starts.get(name, anew), self.live.own[name].requires_grad)
+            found[name] = numbers.setdefault(kind, 1 + max(numbers.values(), default=-1))
+        old = self.train_step
+        return TrainStep(replace(old.recipe, trained=frozenset(trained), starts=found), old._ranks)
+
+    def _step_to_load(self, starts: Mapping[str, int]) -> TrainStep:
+        """The step that goes on with a checkpoint: the present one, if that counts the same updates together. *Collective* else.
+
+        Args:
+            starts: when the optimizer state of each parameter in the checkpoint began.
+        """
+        plan = self.train_step.plan
+        trained = {name for name in self._held if name in starts or self.live.own[name].requires_grad}
+        buffers = [buffer.layout.names for buffer in plan.flat_buffers if buffer.trainable]
+        is_same = trained == starts_of(plan).keys() and all(
+            len({starts.get(n) for n in names}) == 1 for names in buffers
+        )
+        return self.train_step if is_same else self._step_for(trained, starts)
+
+    def _take(self, step: TrainStep, state: TrainState[Tensor]) -> None:
+        """Goes on with a state, and with the step that it is of."""
+        if step is not self.train_step:
+            self.train_step = step if self.comms_log is None else step.observed(self.comms_log)
+            self.live.follow(step.plan)
+            self._seen = self._whole = None
+        self.state = state
+        self._look()
 
     # --- where the state is ---------------------------------------------------------------------------------------
 

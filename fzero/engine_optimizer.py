@@ -57,7 +57,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if "overflow" in self.__dict__:
             raise RuntimeError(
                 "optimizer.add_param_group: groups are divided among the ranks when the engine is made; pass all of them to "
-                "initialize"
+                "initialize, with frozen parameters that are trained later"
             )
         super().add_param_group(param_group)
 

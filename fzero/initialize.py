@@ -22,7 +22,9 @@ from fzero.engine import Engine
 from fzero.engine_keys import EngineKeys
 from fzero.engine_optimizer import ConfiguredScheduler, EngineOptimizer
 from fzero.launched import DEFAULT_PORT, launched
-from fzero.step import make_train_step
+from fzero.recipe import Recipe, bind
+from fzero.step import TrainStep
+from fzero.trainability import listed
 
 Source = Mapping[str, Any] | str | Path | Config
 
@@ -56,8 +58,10 @@ def initialize(
         model: any module. From here on its parameters are those of the engine's state (`fzero.live_params`). On CUDA it is
             moved to this rank's device.
         optimizer: one of torch.optim, of these parameters and new, or a function of the parameters that makes one. None is
-            the configuration's; where there is none either, the engine does not train.
+            the configuration's; where there is none either, the engine does not train. Parameters that it does not hold are
+            not trained.
         model_parameters: what the configuration's optimizer updates, as torch.optim takes it; None is all of the model's.
+            Those of them are trained that require gradients, now or later.
         training_data: a dataset, of which a loader is made (`fzero.dataloader`).
         lr_scheduler: one of the optimizer's, or a function of the optimizer that makes one; stepped after each update.
             None is the configuration's.
@@ -92,10 +96,13 @@ def initialize(
         model.requires_grad_(False)
     cfg, groups = _groups(cfg, model, optimizer, model_parameters, trains=trains)
     cfg = _one_scheduler(cfg, lr_scheduler)
-    step = make_train_step(
-        model, cfg, param_groups=groups.param_groups, transform=groups.transform, units=units, schedule=schedule,
+    cfg.warn_of_wires()
+    recipe = Recipe(
+        model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform, units=units, schedule=schedule,
         checkpoint=checkpoint, seed=seed,
+        trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held,
     )  # fmt: skip
+    step = TrainStep(recipe, bind(None, recipe.device))
     _check_parallelism(mpu, mesh_param, step.world_size)
     rates, momentum = step._updater.rates, step._updater.momentum
     loader = None
@@ -108,7 +115,7 @@ def initialize(
     engine: Engine
     seen = EngineOptimizer(groups.seen, lambda: engine.loss_scale) if trains else None
     told = dict(source) if isinstance(source, Mapping) else step.recipe.cfg.model_dump()
-    engine = Engine(step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=told)
+    engine = Engine(step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=told, held=groups.held)
     if seen is not None and lr_scheduler is not None:
         engine.lr_scheduler = lr_scheduler(seen) if callable(lr_scheduler) else lr_scheduler
     elif seen is not None and cfg.scheduler is not None:
@@ -161,7 +168,7 @@ def _groups(
 ) -> tuple[Config, Groups]:
     """The param groups, and the configuration with their optimizer."""
     if not trains:
-        return cfg, Groups(None, None, [], [])
+        return cfg, Groups(None, None, [], [], frozenset())
     if optimizer is None:
         groups = of_parameters(model_parameters, cfg.optimizer, model)
     else:
@@ -170,6 +177,14 @@ def _groups(
                 "optimizer: stands in the configuration, too; the script's is used", ConfigWarning, stacklevel=3
             )
         groups = of_optimizer(optimizer, model)
+    left = [name for name, param in model.named_parameters() if param.requires_grad and name not in groups.held]
+    if left:
+        warnings.warn(
+            f"{'model_parameters' if optimizer is None else 'optimizer'}: does not hold {listed(left)}, which require gradients "
+            f"and are not trained; add them, or freeze them with requires_grad_(False)",
+            ConfigWarning,
+            stacklevel=3,
+        )
     if groups.optimizer is not None:
         cfg = cfg.model_copy(update={"optimizer": groups.optimizer})
     return cfg, groups

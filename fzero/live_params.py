@@ -97,9 +97,19 @@ class LiveParams:
                 if buffer is not None:
                     self._buffer_slots.append((module, key, plan.aliases.get(dot + key, dot + key)))
         self._names = {id(param): name for name, param in self.own.items()}
-        self._masters = {n for b in plan.flat_buffers if b.has_master for n in b.layout.names}
-        self._trained = {n for b in plan.flat_buffers if b.trainable for n in b.layout.names}
+        self.follow(plan)
         self._given: dict[str, tuple[int, torch.dtype, int]] = {}  # what `bring` gave: address, dtype, version
+
+    def follow(self, plan: Plan) -> None:
+        """From here on the states are those of another plan of the same model."""
+        self.plan = plan
+        self._masters = {n for b in plan.flat_buffers if b.has_master for n in b.layout.names}
+
+    def follow_flags(self) -> None:
+        """Tells torch.compile which parameters require gradients now."""
+        for param in self.own.values():
+            if isinstance(param, Away):
+                param.fzero_plain.requires_grad_(param.requires_grad)
 
     @staticmethod
     def _present(param: nn.Parameter, dtype: str) -> nn.Parameter:
@@ -160,12 +170,6 @@ class LiveParams:
                     f"initialize"
                 )
         for name, param in self.own.items():
-            if param.requires_grad != (name in self._trained):
-                raise ValueError(
-                    f"parameter {name!r}: requires_grad must be {name in self._trained} in every update, as when initialize was "
-                    f"called, got {param.requires_grad}; set it back before engine.step(), or save, and make a new engine with "
-                    f"it from the start"
-                )
             given = self._given.get(name)
             now = _identity(param) if given is not None else None
             if now is not None and given is not None and now[:2] != given[:2]:

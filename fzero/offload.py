@@ -13,7 +13,7 @@ If one rank's files fail, no rank may go on: before updated parameters are joine
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -159,16 +159,19 @@ class Offload:
         """What brings shards to one pass, and takes gradients from it, of which it may `measure` each."""
         return Stage(self.device, scratch, self._streaming.num_staged, measure=measure, in_memory=in_memory)
 
-    def read_ahead(self, state: TrainState[Any]) -> None:
+    def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
         """Starts to read what the next update asks for first, but for gradients: as many sub-groups as have room.
 
         For a backward, beside which it comes. Errors are kept for `agree`.
+
+        Args:
+            still: the keys of flat buffers that the update leaves as they are.
         """
         files, rest = next((handle.files for handle in handles_of(state)), None), self._num_early
         if files is None or files.cause is not None:  # which this rank alone may know
             return
         for key, leaves in self._leaves.items():
-            is_cut = leaves.grad and key not in self._wholes
+            is_cut = leaves.grad and key not in self._wholes and key not in still
             names = [name for name in leaves.names if name in self._files and is_cut]
             for group in cut(names, leaves.numel, self.sub_group_numel)[:rest] if names else ():
                 for name in names:

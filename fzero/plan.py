@@ -17,7 +17,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -104,6 +104,8 @@ class BufferPlan:
     """Which of its optimizer's ways the parameters go (`OptimizerBlock.kind_of`)."""
     elementwise: bool = True
     """Whether the optimizer treats each element by itself."""
+    start: int = 0
+    """Parameters whose optimizer state began in another update have another number (`starts_of`)."""
     placement: Placement = DEVICE
     """Where the master lives, if there is one."""
     param_placement: Placement = DEVICE
@@ -436,6 +438,8 @@ def plan(
     gather_wire: GivenWire = None,
     reduce_wire: GivenWire = None,
     placements: GivenPlacements = None,
+    trained: Collection[str] | None = None,
+    starts: Mapping[str, int] | None = None,
 ) -> Plan:
     """The plan of `model` under `cfg` on `world_size` ranks; reads shapes only, so the model may be on `meta`.
 
@@ -449,6 +453,9 @@ def plan(
         param_groups: parameters with hyper-parameters of their own; see `ParamGroup`. The first that matches counts.
         transform: in place of the configuration's optimizer; see `make_train_step`.
         gather_wire, reduce_wire, placements: see `make_train_step`.
+        trained: the names of the parameters that are trained; None is those that require gradients.
+        starts: when the optimizer state of each parameter began, by name (`starts_of`); 0 where it has no name. One counter
+            of updates serves a flat buffer, so parameters that began in different updates have flat buffers of their own.
 
     Raises:
         ConfigError, ValueError: the configuration does not fit, or a name in `units` matches nothing.
@@ -469,13 +476,16 @@ def plan(
     modules, (owners, aliases) = dict(model.named_modules()), _owners(model)
     if not owners:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
-    _check_params(owners, param_groups)
+    trained = {n for n, p in owners.items() if p.requires_grad} if trained is None else set(trained)
+    _check_params(owners, trained, param_groups)
     unit_plans = tuple(
         UnitPlan(
             name,
             tuple(
                 _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, mesh, optimizers)
-                for kind, names in _by_kind(members, modules, owners, cfg, param_groups, optimizers).items()
+                for kind, names in _by_kind(
+                    members, modules, owners, cfg, param_groups, optimizers, trained, starts or {}
+                ).items()
             ),
         )
         for name, members in _find_units(model, owners, units, zero.reduce_bucket_size or BUCKET)
@@ -524,6 +534,7 @@ class Kind(NamedTuple):
     small: bool
     group: int
     way: str
+    start: int
 
     def __str__(self) -> str:
         param, master = self.dtypes.param, self.dtypes.master
@@ -533,6 +544,7 @@ class Kind(NamedTuple):
             "frozen" * (not self.trainable),
             f"group{self.group}" * bool(self.group),
             self.way,
+            f"start{self.start}" * bool(self.start),
         ]
         return "/".join(filter(None, parts))
 
@@ -634,9 +646,11 @@ def _check_has_shapes(model: nn.Module) -> None:
                 )
 
 
-def _check_params(owners: Mapping[str, nn.Parameter], param_groups: Sequence[ParamGroup]) -> None:
+def _check_params(
+    owners: Mapping[str, nn.Parameter], trained: Collection[str], param_groups: Sequence[ParamGroup]
+) -> None:
     for name, param in owners.items():
-        if param.requires_grad and param.is_complex():
+        if name in trained and param.is_complex():
             raise ValueError(
                 f"parameter {name!r}: must be real to be trained, got {param.dtype}; register its real and imaginary parts "
                 f"and join them in the forward with torch.complex"
@@ -672,16 +686,19 @@ def _by_kind(
     cfg: Config,
     param_groups: Sequence[ParamGroup],
     optimizers: Sequence[Optimizer | Own],
+    trained: Collection[str],
+    starts: Mapping[str, int],
 ) -> dict[Kind, list[str]]:
     kinds: dict[Kind, list[str]] = {}
     precision, threshold = cfg.precision, cfg.zero_optimization.stage3_param_persistence_threshold
     for name in names:
         param = owners[name]
-        owner = modules[name.rpartition(".")[0]]
-        dtypes = precision.dtypes_of(dtype_name(param.dtype), owner, trainable=param.requires_grad)
-        group = _group_of(name, param, param_groups) if param.requires_grad else 0
-        way = optimizers[group].kind_of(name, tuple(param.shape)) if param.requires_grad else ""
-        kind = Kind(dtypes, param.requires_grad, param.numel() < threshold, group, way)
+        owner, is_trained = modules[name.rpartition(".")[0]], name in trained
+        dtypes = precision.dtypes_of(dtype_name(param.dtype), owner, trainable=is_trained)
+        group = _group_of(name, param, param_groups) if is_trained else 0
+        way = optimizers[group].kind_of(name, tuple(param.shape)) if is_trained else ""
+        start = starts.get(name, 0) if is_trained else 0
+        kind = Kind(dtypes, is_trained, param.numel() < threshold, group, way, start)
         kinds.setdefault(kind, []).append(name)
     return kinds
 
@@ -704,7 +721,14 @@ def _plan_buffer(
     )  # fmt: skip
     row = row_of(2 if kind.small and zero.stage == 3 else zero.stage, axes)
     elementwise = optimizers[kind.group].is_elementwise(kind.way)
-    return BufferPlan(f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way, elementwise)
+    return BufferPlan(
+        f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way, elementwise, kind.start
+    )
+
+
+def starts_of(plan: Plan) -> dict[str, int]:
+    """When the optimizer state of each trained parameter began: the same number where it was in the same update."""
+    return {name: b.start for b in plan.flat_buffers if b.trainable for name in b.layout.names}
 
 
 def place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimizer | Own]) -> dict[str, Any]:

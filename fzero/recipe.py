@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -56,6 +56,10 @@ class Recipe:
     seed: int = 0
     home: torch.device | None = None
     """Of a model on `meta`; None is the accelerator, if there is one."""
+    trained: frozenset[str] | None = None
+    """The names of the parameters that are trained; None is those that require gradients, which then must stay so."""
+    starts: Mapping[str, int] = field(default_factory=dict)
+    """When the optimizer state of each parameter began (`fzero.plan.starts_of`)."""
 
     def __post_init__(self) -> None:
         _check_choice("schedule", self.schedule, ("learned", "negotiated"))
@@ -69,7 +73,7 @@ class Recipe:
         return plan(
             self.model, self.cfg, world_size=world_size, mesh=mesh, units=self.units, param_groups=self.param_groups,
             transform=self.transform, gather_wire=self.gather_wire, reduce_wire=self.reduce_wire,
-            placements=self.placements,
+            placements=self.placements, trained=self.trained, starts=self.starts,
         )  # fmt: skip
 
     def check_placements(self, the_plan: Plan) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,13 +29,15 @@ from fzero.loss_scaling import LossScale
 from fzero.offload import QUANTITIES, agree, files_of
 from fzero.place import place as put
 from fzero.placements import SUB_GROUP
+from fzero.plan import Own
 from fzero.recipe import MismatchError
-from fzero.reshard_plan import Place, ReshardPlan, Round, kept_wires, plan_reshard
+from fzero.reshard_plan import Place, ReshardPlan, Round, Sources, kept_wires, plan_reshard
 from fzero.sent import Label
 from fzero.simulate import LockstepRanks, stacked, unstacked
 from fzero.staging import Leaf
 from fzero.state import TrainState
 from fzero.step import TrainStep
+from fzero.trainability import listed
 from sharding import Sharded
 from sharding.views import torch_dtype
 
@@ -55,6 +57,8 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     gradients are zeros: a step collects them anew. The loss scale stays where both steps scale dynamically, else it is the
     new step's first. What the wires of reductions remember stays where the same ranks send the same flat buffers through the
     same wires, whatever the stage, and starts anew otherwise, which a warning tells. The state given is left as it is.
+    A parameter that was frozen and is trained brings its values, and its optimizer state begins as in `init`; of one that was
+    trained and is frozen the values stay, and the rest goes.
     Where the two steps place state differently, it ends where `new` wants it: what goes to files is written as it arrives, and
     what comes from files is read as it is sent, so that neither is ever in memory as a whole.
 
@@ -102,6 +106,7 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
         _run(round_, plan, sources, targets, axis, new.device)
     if made is not None and place.new is not None:
         narrow(made, new, place.new)
+        begin_anew(made, new, place.new, plan.anew)
         rescale(made, numbers)
     if old._offload.has_files or files is not None or new._offload.has_files:
         read = next((x.files.cause for x in handles_of(state)), None)
@@ -167,6 +172,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
             targets[move.target_rank][flow.target.name][move.target_start : move.target_stop].copy_(source)
     for rank, state in enumerate(made):
         narrow(state, new, rank)
+        begin_anew(state, new, rank, plan.anew)
         rescale(state, numbers)
     return made
 
@@ -268,18 +274,26 @@ def numbers_of(state: TrainState[Tensor]) -> Numbers:
     return {accessor.codify("state"): x.item() for accessor, x in named if x.ndim == 0}
 
 
-def chosen_numbers(sources_of: Mapping[str, Sequence[str]], numbers: Numbers) -> Numbers:
+def chosen_numbers(sources_of: Mapping[str, Sources], numbers: Numbers) -> Numbers:
     """The 0-d tensors of the new state, for what there are old ones; those of the optimizer from equal ones."""
     chosen = {name: number for name, number in numbers.items() if not name.startswith("state.optimizer")}
-    for name, sources in sources_of.items():
+    for name, (sources, anew) in sources_of.items():
         found = {repr(numbers[source]): source for source in sources}  # a NaN is equal to itself only in words
+        if anew and any(numbers[source] for source in sources):
+            source = next(source for source in sources if numbers[source])
+            raise ValueError(
+                f"reshard: {name} must come from equal numbers, and {source} is {numbers[source]} while the optimizer state of "
+                f"{listed(anew)} begins anew; make the new step with after=, the step or the checkpoint that the state is of, "
+                f"which gives these flat buffers of their own"
+            )
         if len(found) > 1:
             told = ", ".join(f"{source} is {number}" for number, source in found.items())
             raise ValueError(
                 f"reshard: {name} must come from equal numbers, and {told}; keep apart in the new step what is apart in the old "
-                f"one (units, parameter groups)"
+                f"one (units, parameter groups; after=, the step or the checkpoint that the state is of)"
             )
-        chosen[name] = numbers[sources[0]]
+        if sources:
+            chosen[name] = numbers[sources[0]]
     return chosen
 
 
@@ -358,6 +372,37 @@ def first_optimizer(
                 whole = in_memory(param).to(new.device) if new._offload.joins(buffer) else values
                 optimizer[buffer.key] = new._offload.init(buffer, files, whole, values, make)["optimizer"]
     return optimizer
+
+
+def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collection[str]) -> None:
+    """Makes the optimizer state of some parameters what `init` makes of their present values.
+
+    The state of `blank` was made of zeros. A transform of a user's own may start from the values; what the configuration names
+    does not.
+    """
+    for buffer in new.plan.flat_buffers:
+        begins = [name for name in buffer.layout.names if name in names]
+        if not begins or not buffer.trainable or not isinstance(new._updater.optimizers[buffer.group], Own):
+            continue
+        param, shard = state.params[buffer.key], new.plan.shard_of(rank)
+        is_cut = isinstance(buffer.row.optimizer, Sharded)
+        share = own_shard(param, buffer, shard) if is_cut else param
+        values = in_memory(state.master.get(buffer.key, share)).to(new.device)
+        fresh = optree.tree_leaves(new._updater.transform_of(buffer, 0).init(values))
+        leaves, specs = (
+            optree.tree_leaves(state.optimizer[buffer.key]),
+            optree.tree_leaves(new.plan.optimizer[buffer.key]),
+        )
+        first, stop = (
+            (shard * buffer.shard_numel, (shard + 1) * buffer.shard_numel) if is_cut else (0, buffer.padded_numel)
+        )
+        spans = [
+            (max(start, first) - first, min(end, stop) - first) for start, end in map(buffer.layout.bounds, begins)
+        ]
+        for leaf, value, spec in zip(leaves, fresh, specs, strict=True):
+            for start, end in spans if buffer.is_long(spec) else ():
+                if start < end:
+                    _Span("leaf", start, end).write({"leaf": leaf}, value[start:end])
 
 
 def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:

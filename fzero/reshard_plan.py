@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 import optree
 import torch
@@ -101,6 +102,18 @@ class Flow:
         yield from (pieces for pieces in (range(held.start, made.start), range(made.stop, held.stop)) if pieces)
 
 
+class Sources(NamedTuple):
+    """What a 0-d tensor of the new optimizer state is taken from.
+
+    Attributes:
+        names: of the old ones, which must be equal; where there is none it is that of a new state.
+        anew: the parameters beside them whose optimizer state begins anew: then the others must not have begun, either.
+    """
+
+    names: tuple[str, ...]
+    anew: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Round:
     """The flows that run together: those to one unit, or those to the module buffers and random states."""
@@ -117,14 +130,16 @@ class ReshardPlan:
         title: from what to what.
         places: the rank of every process in the old job and in the new one.
         rounds: what moves, in order.
-        numbers: each 0-d tensor of the new optimizer state, with the old ones that it is taken from, which must be equal.
+        numbers: each 0-d tensor of the new optimizer state, with what it is taken from.
+        anew: the parameters whose optimizer state begins anew: frozen in the old step, and trained in the new one.
         senders, receivers: the process of each old piece and of each new one.
     """
 
     title: str
     places: tuple[Place, ...]
     rounds: tuple[Round, ...] = field(repr=False)
-    numbers: dict[str, tuple[str, ...]] = field(repr=False)
+    numbers: dict[str, Sources] = field(repr=False)
+    anew: frozenset[str] = field(repr=False)
     senders: tuple[int, ...] = field(repr=False)
     receivers: tuple[int, ...] = field(repr=False)
     _sends: dict[int, int] = field(init=False, repr=False, compare=False)
@@ -233,8 +248,9 @@ def plan_reshard(
 ) -> ReshardPlan:
     """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no tensor.
 
-    Stage, mesh, world size, units, order, parameter groups, wires and dtypes may differ, but no master or optimizer state
-    may become narrower. A master comes from the old master, or else from the parameters, which then are the master.
+    Stage, mesh, world size, units, order, parameter groups, wires, dtypes and what is frozen may differ, but no master or
+    optimizer state may become narrower. A master comes from the old master, or else from the parameters, which then are the
+    master. A parameter that is frozen in the old step alone brings its values; in the new step alone, it leaves the rest.
 
     Args:
         old, new: `step.plan` of two steps, or what `fzero.plan` gives: plans of one model.
@@ -242,7 +258,7 @@ def plan_reshard(
         rng: what else each rank has for itself, `step.specs.rng`: a rank of the new job gets that of the same rank.
 
     Raises:
-        ValueError: the models differ in a name or a shape, in what is frozen, or in what the
+        ValueError: the models differ in a name or a shape, or in what the
             optimizer keeps; something would become narrower; or a rank of either job has no process, or several.
 
     >>> from fzero.plan import plan
@@ -269,7 +285,8 @@ def plan_reshard(
         places = [Place(r if r < old.world_size else None, r if r < new.world_size else None) for r in numbers]
     _check_present("old", [place.old for place in places], old.world_size)
     _check_present("new", [place.new for place in places], new.world_size)
-    counted: dict[str, tuple[str, ...]] = {}
+    counted: dict[str, Sources] = {}
+    began: set[str] = set()
     rounds = []
     before = {name: kept for kept in (_Kept(old, b) for b in old.flat_buffers) for name in kept.buffer.layout.names}
     for unit in new.units:
@@ -283,8 +300,11 @@ def plan_reshard(
             for source, names in zip(sources, shared.values(), strict=True):
                 _check_same_kind(source, target, names)
                 flows += _flows_between(source, target, names)
+            known = [source for source in sources if source.buffer.trainable]
+            anew = [n for n in buffer.layout.names if buffer.trainable and not before[n].buffer.trainable]
+            began.update(anew)
             for path, name in target.numbers.items():
-                counted[name] = tuple(source.numbers[path] for source in sources)
+                counted[name] = Sources(tuple(source.numbers[path] for source in known), tuple(anew))
         rounds.append(Round(unit.name, tuple(flows)))
     own = {f"state.rng[{kind!r}]": spec for kind, spec in (rng or {}).items()} | kept_wires(old, new)
     rest = [*_module_buffers(old, new), *(_own(name, spec, old, new) for name, spec in own.items())]
@@ -294,7 +314,7 @@ def plan_reshard(
     receivers = {places[process].new: process for process in processes}
     return ReshardPlan(
         f"ZeRO stage {old.stage} on {told(old.mesh)} -> stage {new.stage} on {told(new.mesh)}", tuple(places), tuple(rounds),
-        counted,         tuple(senders[rank] for rank in old.ranks), tuple(receivers[rank] for rank in new.ranks),
+        counted, frozenset(began), tuple(senders[rank] for rank in old.ranks), tuple(receivers[rank] for rank in new.ranks),
     )  # fmt: skip
 
 
@@ -336,6 +356,8 @@ class _Kept:
 def _flows_between(source: _Kept, target: _Kept, shared: Sequence[str]) -> Iterator[Flow]:
     """What goes from one flat buffer to another, of the parameters that both hold."""
     for quantity, tensor in target.tensors.items():
+        if quantity not in ("params", "master") and not source.buffer.trainable:
+            continue  # it begins anew
         master = target.tensors["master"] if quantity == "params" and target.buffer.has_master else None
         if master is not None and master.num_shards == tensor.num_shards:
             continue  # all made of the rank's own master
@@ -492,14 +514,8 @@ def _check_same_kind(old: _Kept, new: _Kept, shared: Sequence[str]) -> None:
     """Raises unless the one buffer's state has all that the other's needs of the parameters that both hold."""
     source, target = old.buffer, new.buffer
     name = shared[0]
-    if source.trainable != target.trainable:
-        frozen, trained = ("new", "old") if source.trainable else ("old", "new")
-        raise ValueError(
-            f"plan_reshard: parameter {name!r} must be frozen in both steps or in none, and is frozen in the {frozen} and "
-            f"trained in the {trained}; start the new step from the weights, init(old.gather(state))"
-        )
-    if not target.trainable:
-        return
+    if not (source.trainable and target.trainable):
+        return  # weights alone
     kinds = old.kind, new.kind
     kept = old.dtypes(shared), new.dtypes(shared)
     if kinds[0] != kinds[1] or kept[0].keys() != kept[1].keys():

@@ -32,9 +32,10 @@ class Event(NamedTuple):
 
 TURN = Event("turn")
 
-Run = tuple[str | int, ...]
+Run = tuple[str | int | frozenset[str], ...]
 """What runs, so far as its order of collectives may differ: `("forward", "train")`; a backward, the number of those since the
-last forward, and which forwards before it are in it, from the last one back."""
+last forward, and which forwards before it are in it, from the last one back; where one of these holds parameters still, the names
+of those of each."""
 Orders = dict[Run, tuple[Event, ...]]
 """What was learned: the events of each run, in order."""
 

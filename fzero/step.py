@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,13 +26,13 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero import collectives
+from fzero import checkpoint_files, collectives
 from fzero.batches import Batches, without_memory
 from fzero.binding import bound, random_state
-from fzero.bound_measure import BoundMeasure, assert_alike, check_alike, check_passes
+from fzero.bound_measure import BoundMeasure, assert_alike, check_alike, check_passes, mark_of
 from fzero.bound_mesh import BoundMesh
 from fzero.checkpoint_files import CheckpointError
-from fzero.checkpoint_plan import Stored
+from fzero.checkpoint_plan import Stored, stored_starts
 from fzero.checkpointing import Choice
 from fzero.collectives import Bound, Fake, Lockstep, Real
 from fzero.config import Config, ConfigError
@@ -47,7 +47,7 @@ from fzero.meshes import check_mesh, told
 from fzero.module_buffers import make_equal, moved
 from fzero.offload import Offload, agree
 from fzero.placements import GivenPlacements
-from fzero.plan import Own, OwnTransform, ParamGroup, place_optimizers
+from fzero.plan import Own, OwnTransform, ParamGroup, Plan, place_optimizers, starts_of
 from fzero.ranges import ranged
 from fzero.recipe import Recipe, bind, check_same
 from fzero.safetensors_files import Export, exported_dtype
@@ -56,6 +56,7 @@ from fzero.sent import Label, Sent
 from fzero.staging import Scratch, Stage
 from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.timeline import Machine, Timeline, joined, make_timeline
+from fzero.trainability import FixedFlags
 from fzero.tune_probe import probe_of
 from fzero.updater import Hyper, Knobs, Updater
 from fzero.wiring import GivenWire
@@ -90,6 +91,7 @@ def make_train_step(
     compile: Literal["step", "block"] | None = None,
     compile_backend: Literal["inductor", "aot_eager"] = "inductor",
     seed: int = 0,
+    after: TrainStep | str | Path | None = None,
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
 
@@ -140,10 +142,14 @@ def make_train_step(
             once more. `evaluate` is not compiled with `"step"`.
         compile_backend: `"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation.
         seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
+        after: the step, or the checkpoint of `fzero.save`, whose training this step goes on with where parameters were frozen or
+            unfrozen meanwhile. Parameters whose optimizer state begins anew, or began later than others', get flat buffers
+            of their own, for the updates of a flat buffer are counted once.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: told on every rank, when ranks differ.
+        CheckpointError: `after` is a folder that holds no checkpoint.
         ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` or the function
             `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
     """
@@ -155,8 +161,25 @@ def make_train_step(
         model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
         gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, donate=donate, lr_schedule=lr_schedule,
         schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
+        starts={} if after is None else starts_after(after, model),
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else bind(mesh, recipe.device))
+
+
+def starts_after(after: TrainStep | str | Path, model: nn.Module) -> dict[str, int]:
+    """When the optimizer state of each parameter begins in training that goes on from a step or a checkpoint."""
+    if not isinstance(after, TrainStep | str | Path):
+        raise ValueError(
+            f"make_train_step: after must be a step of make_train_step or the folder of a checkpoint, got "
+            f"{type(after).__name__}; pass the one whose state is loaded or resharded"
+        )
+    if isinstance(after, TrainStep):
+        known = starts_of(after.plan)
+    else:
+        contents = checkpoint_files.read_contents(checkpoint_files.find(Path(after)))
+        known = stored_starts(contents["optimizer"], contents["numbers"])
+    anew = 1 + max(known.values(), default=-1)
+    return {name: known.get(name, anew) for name, _ in model.named_parameters()}
 
 
 class Round(NamedTuple):
@@ -209,11 +232,15 @@ class TrainStep:
         self._ranks: Bound | Fake = axis
         self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
         self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
+        self._holds_still = False  # whether a forward ever held trained parameters still
         self._orders: Orders | None = {} if self._learns else None  # of the collectives of forwards and backwards
         self._num_passes, self._said = 0, _Said()
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
         self._statistics = recipe.statistics & set(self.plan.buffers)
         self._scratch = Scratch()
+        self._flags: FixedFlags | None = None
+        if recipe.trained is None:
+            self._flags = FixedFlags(recipe.model, _trained(self.plan))
         self._expected: Any = None  # structure, paths, shapes and dtypes of the state's tensors
         self._scaling = self._cfg.loss_scaling()
         casts_to = self._cfg.casts_batch_to
@@ -495,6 +522,11 @@ class TrainStep:
         self._check_shapes(state)
         self._offload.check(self._expected[1], optree.tree_leaves(state), self._expected[3])
 
+    def _check_flags(self) -> None:
+        """Raises where a parameter was frozen or unfrozen since the step was made, which the plan does not follow."""
+        if self._flags is not None:
+            self._flags.check()
+
     def _check_shapes(
         self,
         state: TrainState[Tensor],
@@ -536,7 +568,8 @@ class TrainStep:
                 leading dimension of its tensors; or it is an iterator of micro-batches, of which the next ones are taken.
 
         Raises:
-            ValueError: the batch has another size than configured, or the loss is not a scalar.
+            ValueError: the batch has another size than configured, or the loss is not a scalar, or a parameter was frozen or
+                unfrozen since the step was made.
             FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated). On CUDA
                 a device-side assertion ends the process instead, so that no step waits for the device.
             ScheduleError: the units ran in another order than in the first step.
@@ -545,6 +578,7 @@ class TrainStep:
         if self._probe:
             self._probe.sees(batch)
         self._check_state(state)
+        self._check_flags()
         # At once: an iterator of the user's must not meet the state's random generators.
         micro_batches = list(self._batches.split(batch))
         if not self._donate:
@@ -582,10 +616,11 @@ class TrainStep:
                 not through `.data`, a collective, NumPy or DLPack.
 
         Raises:
-            ValueError: the state is not one of this step.
+            ValueError: the state is not one of this step, or a parameter was frozen or unfrozen since it was made.
             StoreError: it is stale, or files of it failed.
         """
         self._check_state(state)
+        self._check_flags()
         return self._begin(state, measures_early=measures_early)
 
     def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> Round:
@@ -599,7 +634,9 @@ class TrainStep:
         work = Pass(self.plan, self._mesh, state.params, state.grads, self._orders, stage, wires=state.wires)
         return Round(state, work, buffers, before)
 
-    def forward(self, round_: Round, function: Callable[[], T], *, run: str = "train") -> T:
+    def forward(
+        self, round_: Round, function: Callable[[], T], *, run: str = "train", still: frozenset[str] = frozenset()
+    ) -> T:
         """What `function` returns, which may call the model; tensors in it carry the graph.
 
         On the random state of the process. Autograd keeps no gathered parameter; nothing is on its way afterwards.
@@ -611,10 +648,12 @@ class TrainStep:
             round_: of `begin`, or the last `backward`.
             function: it must use the model's parameters through the model.
             run: a name for what always uses the units in the same order, which is learned for each name.
+            still: the names of trained parameters that get no gradient of this forward. A flat buffer whose parameters are all
+                still in all forwards of a round is not updated.
         """
         self._num_passes += 1  # ranks of which one has raised are told apart by it
-        work = round_.work
-        with ranged("forward"), self._bound_to(round_), work.forward(run):
+        work, self._holds_still = round_.work, self._holds_still or bool(still)
+        with ranged("forward"), self._bound_to(round_), work.forward(run, still=still):
             return function()
 
     def backward(
@@ -647,12 +686,13 @@ class TrainStep:
         if self._cfg.scales_loss:
             scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
         if is_last and self._offload.has_files:
-            self._offload.read_ahead(round_.state)
+            self._offload.read_ahead(round_.state, work.still_buffers)
         checksum = self._say(round_.state, num_parts=num_parts)
         with ranged("backward"), self._bound_to(round_):
             told = work.backward(
-                scaled, row_of(loss, weight, len(news), self._num_passes, checksum),
+                scaled, row_of(loss, weight, len(news), self._num_passes + mark_of(work.still), checksum),
                 share=1 / (self._measures.predivide * num_parts), is_first=not round_.told, is_last=is_last, keeps=keeps,
+                check=(lambda rows: check_passes(rows[:, 3])) if self._holds_still else None,
             )  # fmt: skip
         check_alike(told[:, 3:], self._mesh.everyone, partial(self._named_hyper, num_parts))
         return round_._replace(told=(*round_.told, told), is_sum=weight is not None)
@@ -727,19 +767,23 @@ class TrainStep:
             self._moving_buffers = make_equal(buffers, changed, moving, self._mesh.everyone, has_news=has_news)
             wires: dict[str, Any] = round_.work.wires
             rng = state.rng if rng is None else rng
-            stage = round_.work.stage
-            return self._updated(state, told_AW5[..., :2], buffers, rng, wires, is_sum=round_.is_sum, stage=stage)
+            work = round_.work
+            return self._updated(
+                state, told_AW5[..., :2], buffers, rng, wires, is_sum=round_.is_sum, stage=work.stage,
+                still=work.still_buffers,
+            )  # fmt: skip
 
     def _updated(
         self, state: TrainState[Tensor], losses: Tensor, buffers: dict[str, Tensor], rng: dict[str, Tensor],
-        wires: dict[str, dict[str, Any]], *, is_sum: bool, stage: Stage,
+        wires: dict[str, dict[str, Any]], *, is_sum: bool, stage: Stage, still: Collection[str] = (),
     ) -> tuple[TrainState[Tensor], Metrics]:  # fmt: skip
-        """The state after the update with the gradients that it holds; `losses` and `stage` as in `BoundMeasure.metrics`."""
+        """The state after the update with the gradients that it holds; `losses` and `stage` as in `BoundMeasure.metrics`,
+        `still` as in `Updater.update`."""
         hyper = self._updater.hyper(int(state.step))
         self._said.last, self._said.is_late = hyper, hyper != self._said.now
         metrics, factor = self._bound_measure.metrics(losses, state, is_sum=is_sum, rate=hyper.rates[0], stage=stage)
         state = taken(state)  # before the first write: what an error leaves is no state to go on with
-        state = self._updater.update(state, factor, metrics.overflow, hyper=hyper)
+        state = self._updater.update(state, factor, metrics.overflow, hyper=hyper, still=still)
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
@@ -1015,6 +1059,11 @@ def _check_not_donated(state: TrainState[Tensor]) -> None:
             "memory; go on with the state that the step returned (from a checkpoint, if its update raised), or make the step "
             "with donate=False"
         )
+
+
+def _trained(plan: Plan) -> dict[str, bool]:
+    """Whether each parameter is trained."""
+    return {name: buffer.trainable for buffer in plan.flat_buffers for name in buffer.layout.names}
 
 
 def _portable(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ through its update (`fzero.offload`). A captured step has the update in its grap
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
@@ -127,9 +127,19 @@ class Updater:
         return Hyper(num_updates, tuple(map(float, rates)), momentum, self._changed)
 
     def update(
-        self, state: TrainState[Tensor], factor: Tensor | None, overflow: Tensor, *, hyper: Hyper
+        self,
+        state: TrainState[Tensor],
+        factor: Tensor | None,
+        overflow: Tensor,
+        *,
+        hyper: Hyper,
+        still: Collection[str] = (),
     ) -> TrainState[Tensor]:
-        """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares."""
+        """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares.
+
+        Args:
+            still: the keys of flat buffers that stay as they are, with their masters and optimizer state.
+        """
         skip, mesh = overflow if self.skips_overflow else None, self._ranks
 
         @cache  # the host waits for a copy from the device, and needs one
@@ -139,7 +149,7 @@ class Updater:
         here: list[Update] = []
         away: list[Update] = []
         for buffer in self.plan.flat_buffers:
-            if not buffer.trainable:
+            if not buffer.trainable or buffer.key in still:
                 continue
             share, grad = state.params[buffer.key], state.grads[buffer.key]
             if isinstance(buffer.row.optimizer, Sharded):

@@ -93,7 +93,7 @@ def export(
         out, dtype, max_file_nbytes: as for `TrainStep.save_16bit_model`.
     """
     folder = files.find(Path(dir))
-    contents = contents_in(folder)
+    contents = files.read_contents(folder)
     found, names, params = chunks_in(folder, contents), contents["names"], contents["optimizer"]
     first = {name: key for key, name in reversed(names.items())}
     aliases = {key: first[name] for key, name in names.items() if first[name] != key}
@@ -159,18 +159,12 @@ def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
     if (path / files.METADATA).exists() and not (path / files.MANIFEST).exists():
         return chunks_in(path, None), ("model.", "")
     folder = files.find(path)
-    return chunks_in(folder, contents_in(folder)), ("master.", "model.")
+    return chunks_in(folder, files.read_contents(folder)), ("master.", "model.")
 
 
 def _prefix_of(stored: Mapping[str, Stored]) -> str:
     """What stands before the names of parameters: of what else a job has stored, nothing is asked."""
     return "model." if any(key.startswith("model.") for key in stored) else ""
-
-
-def contents_in(folder: Path) -> dict[str, Any]:
-    files.check_beside(folder, files.read_manifest(folder))
-    contents: dict[str, Any] = json.loads((folder / files.CONTENTS).read_bytes())
-    return contents
 
 
 def chunks_in(folder: Path, contents: Mapping[str, Any] | None) -> Files:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -506,11 +507,6 @@ class Renamed(Odd):
 OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "another width": (lambda: Odd(12), {}, r"'.*' must have shape \(.*12.*\) in the checkpoint, and has \(.*11.*\)"),
     "another name": (Renamed, {}, r"'model.unused' must be of this model, and is not"),
-    "frozen here": (
-        lambda: frozen(Odd()),
-        {},
-        r"'unused' must be frozen in both jobs or in none, and was trained in the one that saved",
-    ),
     "another optimizer": (
         Odd,
         {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
@@ -524,9 +520,24 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 }
 
 
-def frozen(model: Odd) -> Odd:
-    model.unused.requires_grad_(False)
-    return model
+def test_what_was_frozen_there_begins_anew_and_what_is_frozen_here_keeps_its_values(deepspeed: DeepSpeed) -> None:
+    job = Job(2, "fp32", 2)
+    deepspeed.written(job)
+    states = []
+    for flag in (False, True):
+        model = make()
+        if flag:
+            model.unused.requires_grad_(False)
+            model.blocks[1][1].weight.requires_grad_(True)
+        step = fzero.make_train_step(model, job.config, after=states[0][0] if flag else None)
+        ranks = fzero.simulate(step, 2, by="lockstep")
+        message = r"of 'blocks.1.1.weight' begins anew, .*; that of 'unused' is left"
+        with pytest.warns(UserWarning, match=message) if flag else nullcontext():
+            states.append((step, ranks, fzero.import_deepspeed(deepspeed.path(job), step=ranks).state))
+    (_, first, before), (_, second, after) = states
+    assert_same([second.gather(after)], [first.gather(before)])
+    (key,) = [b.key for b in second.plan.flat_buffers if b.layout.names == ("blocks.1.1.weight",)]
+    assert not after.optimizer[key].step.any() and not after.optimizer[key].exp_avg.any()
 
 
 @pytest.mark.parametrize("other", OTHERS)

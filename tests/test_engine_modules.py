@@ -186,7 +186,6 @@ def _adds_a_layer(module: nn.Module) -> None:
         (_writes, "parameter '0.weight': was written to, .* modifier_rank"),
         (lambda module: module.double(), "parameter '0.weight': must stay a view of the state"),
         (_replaces, "parameter '0.weight': must stay the one that initialize was given"),
-        (lambda module: module[0].requires_grad_(False), "parameter '0.weight': requires_grad must be True"),
         (_adds_a_buffer, "buffer '0.late': must be there when the step is made"),
         (_adds_a_layer, "parameter '3.weight': must be there when the step is made"),
     ],

@@ -192,10 +192,6 @@ def test_factories_are_called_with_what_they_make_something_of() -> None:
 # --- what is wrong ---------------------------------------------------------------------------------------------------
 
 
-def _left_out(model: nn.Module) -> dict[str, Any]:
-    return {"optimizer": torch.optim.SGD(list(model.parameters())[:-1], lr=0.1)}
-
-
 def _not_the_models(model: nn.Module) -> dict[str, Any]:
     return {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)}
 
@@ -240,7 +236,6 @@ def _universal(model: nn.Module) -> dict[str, Any]:
 
 
 WRONG = {
-    _left_out: "optimizer: must hold all parameters that require gradients, got none of 'head.bias'",
     _not_the_models: "optimizer: must hold parameters of the model, got a tensor of shape",
     _not_new: "optimizer: must be new, got a Adam that has made steps",
     _not_elementwise: "LBFGS",

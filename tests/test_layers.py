@@ -71,6 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.batches",
         "fzero.reshard_plan",
         "fzero.checkpoint_plan",
+        "fzero.trainability",
         "fzero.graph_analysis",
         "fzero.graph_stays",
         "fzero.graph_buckets",

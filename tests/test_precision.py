@@ -523,6 +523,8 @@ def test_a_lazy_module_that_has_not_run_is_refused_by_name() -> None:
     for model, named in ((weight, "parameter '0.weight'"), (statistics, "buffer '1.running_mean'")):
         with pytest.raises(ValueError, match=f"{named}: must have a shape.* run the model once"):
             fzero.make_train_step(model, config(0))
+
+
 # --- what is frozen ----------------------------------------------------------------------------------------------
 
 

@@ -746,15 +746,6 @@ def test_another_optimizer_is_told_with_what_both_keep() -> None:
     _fails(_plain(), _plain({"optimizer": OPTIMIZERS["Lamb"]}), "AdamState", "LambState")
 
 
-def test_what_is_frozen_must_stay_so() -> None:
-    def frozen() -> nn.Module:
-        model = Plain()
-        model.blocks[2].scale.requires_grad_(False)
-        return model
-
-    _fails(_plain(), _plain(model=frozen), "'blocks.2.scale'", "frozen in the new")
-
-
 def test_a_master_does_not_become_narrower() -> None:
     pure = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
     _fails(_plain(), _plain(pure), "narrower", "float32", "bfloat16")
