@@ -30,6 +30,7 @@ from fzero.config import Config, ConfigError, ZeroOptimization
 from fzero.config_optimizers import Optimizer, with_overrides
 from fzero.matrix_transforms import is_cut
 from fzero.meshes import DATA, check_mesh, is_several, mesh_of, num_ranks, shard_axes, sum_order, told
+from fzero.orders import GivenOrder, OrderFunction, check_named, ordered
 from fzero.pieces import Pieces
 from fzero.placements import Chooser, GivenPlacements, Streaming
 from fzero.precision import Dtypes, widened
@@ -434,6 +435,7 @@ def plan(
     gather_wire: GivenWire = None,
     reduce_wire: GivenWire = None,
     placements: GivenPlacements = None,
+    order: GivenOrder = None,
 ) -> Plan:
     """The plan of `model` under `cfg` on `world_size` ranks; reads shapes only, so the model may be on `meta`.
 
@@ -446,10 +448,11 @@ def plan(
             repeated blocks.
         param_groups: parameters with hyper-parameters of their own; see `ParamGroup`. The first that matches counts.
         transform: in place of the configuration's optimizer; see `make_train_step`.
-        gather_wire, reduce_wire, placements: see `make_train_step`.
+        gather_wire, reduce_wire, placements, order: see `make_train_step`.
 
     Raises:
-        ConfigError, ValueError: the configuration does not fit, or a name in `units` matches nothing.
+        ConfigError, ValueError: the configuration does not fit, a name in `units` matches nothing, or `order` is none of the
+            model's parameters.
 
     >>> blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -465,11 +468,14 @@ def plan(
     if not owners:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
     _check_params(owners, param_groups)
+    check_named(order, list(owners), aliases)
+    if order is None:
+        order = round_robin if zero.round_robin_gradients else declaration
     unit_plans = tuple(
         UnitPlan(
             name,
             tuple(
-                _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, mesh, optimizers)
+                _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, mesh, optimizers, order)
                 for kind, names in _by_kind(members, modules, owners, cfg, param_groups, optimizers).items()
             ),
         )
@@ -677,11 +683,12 @@ def _plan_buffer(
     zero: ZeroOptimization,
     mesh: Mesh,
     optimizers: Sequence[Optimizer | Own],
+    order: OrderFunction | Sequence[str],
 ) -> BufferPlan:
     axes = shard_axes(mesh, zero)
     num_shards = num_ranks(mesh, axes)
-    order = round_robin(len(params), num_shards) if zero.round_robin_gradients else declaration(len(params))
-    params = order.apply(params)
+    of_names = dict(params)
+    params = [(name, of_names[name]) for name in ordered(tuple(of_names), order, num_shards)]
     layout = FlatLayout(
         tuple(name for name, _ in params), tuple(tuple(p.shape) for _, p in params), num_shards,
         multiple_of=ALIGNMENT * mesh.size // num_shards,

@@ -23,6 +23,7 @@ from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, Measure
+from fzero.orders import GivenOrder
 from fzero.placements import GivenPlacements
 from fzero.plan import Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
 from fzero.sent import Label
@@ -47,6 +48,7 @@ class Recipe:
     gather_wire: GivenWire = None
     reduce_wire: GivenWire = None
     placements: GivenPlacements = None
+    order: GivenOrder = None
     donate: bool = True
     lr_schedule: Schedule | None = None
     schedule: Literal["learned", "negotiated"] = "learned"
@@ -69,7 +71,7 @@ class Recipe:
         return plan(
             self.model, self.cfg, world_size=world_size, mesh=mesh, units=self.units, param_groups=self.param_groups,
             transform=self.transform, gather_wire=self.gather_wire, reduce_wire=self.reduce_wire,
-            placements=self.placements,
+            placements=self.placements, order=self.order,
         )  # fmt: skip
 
     def check_placements(self, the_plan: Plan) -> None:

@@ -45,6 +45,7 @@ from fzero.measure import LossFn, check_rows, loss_of, mean_of, row_of
 from fzero.meshes import check_mesh, told
 from fzero.module_buffers import make_equal, moved
 from fzero.offload import Offload, agree
+from fzero.orders import GivenOrder
 from fzero.placements import GivenPlacements
 from fzero.plan import Own, OwnTransform, ParamGroup, place_optimizers
 from fzero.ranges import ranged
@@ -82,6 +83,7 @@ def make_train_step(
     gather_wire: GivenWire = None,
     reduce_wire: GivenWire = None,
     placements: GivenPlacements = None,
+    order: GivenOrder = None,
     donate: bool = True,
     lr_schedule: Schedule | None = None,
     schedule: Literal["learned", "negotiated"] = "learned",
@@ -120,6 +122,10 @@ def make_train_step(
         placements: where masters and tensors of the optimizer's state live, in place of what the configuration says: by
             pattern, `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and
             leaf (`fzero.placements`). The state then streams through each update, with the same bits on the CPU.
+        order: of the parameters within each flat buffer, in place of `round_robin_gradients`: a function of how many there are
+            and how many ranks share them, which gives a `sharding.Order` (`sharding.round_robin`; `fzero.testing.check_order`
+            tries one of yours), or the names of all parameters, of which a buffer's follow each other as they do there. None is
+            as the configuration says: as declared. It decides who holds which part, and no number of the model.
         donate: the step may write into the state it is given, which must not be used again. False works on a copy, which
             there is none of state in files.
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's.
@@ -151,8 +157,9 @@ def make_train_step(
     cfg.warn_of_wires()
     recipe = Recipe(
         model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
-        gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, donate=donate, lr_schedule=lr_schedule,
-        schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
+        gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, order=order, donate=donate,
+        lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
+        seed=seed,
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else bind(mesh, recipe.device))
 

@@ -23,8 +23,9 @@ from typing import Literal
 
 from fzero.laws import try_law
 from fzero.laws_of_collectives import COLLECTIVE_LAWS, Declared
-from fzero.laws_of_orders import ORDER_LAWS, OrderFunction, in_two_numbers
+from fzero.laws_of_orders import ORDER_LAWS
 from fzero.laws_of_transforms import CAPTURE_LAWS, RATE_LAW, TRANSFORM_LAWS
+from fzero.orders import OrderFunction, in_two_numbers
 from fzero.plain import Job
 from fzero.plan import OwnTransform
 from fzero.training_machine import TrainingMachine
@@ -77,7 +78,7 @@ def check_transform(
 
 
 def check_order(order: OrderFunction, *, name: str = "order", max_examples: int = 100) -> None:
-    """Raises unless a function gives orders that a flat buffer may follow on every rank.
+    """Raises unless a function gives orders that a flat buffer may follow on every rank, as `order=` of `make_train_step`.
 
     Args:
         order: (how many parameters, on how many ranks) -> their `Order`; or of the first number alone. A second argument

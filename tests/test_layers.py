@@ -64,6 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.meshes",
         "fzero.wiring",
         "fzero.placements",
+        "fzero.orders",
         "fzero.plan",
         "fzero.estimates",
         "fzero.named_models",
