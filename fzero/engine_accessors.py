@@ -40,6 +40,7 @@ class Accessors(Settings):
     """The micro-step at which the first accumulation of `_gas` began."""
     _micro_batch: int | None
     _boundary: bool | None
+    _is_applied: bool
     _monitors: list[CsvMonitor | TensorBoardMonitor]
     _watch: StepWatch
     comms_log: CommsLog | None
@@ -135,8 +136,8 @@ class Accessors(Settings):
         return None if self.metrics is None else float(self.metrics.grad_norm.item())
 
     def was_step_applied(self) -> bool:
-        """Whether the last update was made, and not skipped for an overflow."""
-        return self.metrics is not None and not bool(self.metrics.overflow)
+        """Whether the last `step()` updated: it was the end of an accumulation, and was not skipped for an overflow."""
+        return self._is_applied
 
     def get_lr(self) -> list[float]:
         return [] if self.optimizer is None else [lr_of(group) for group in self.optimizer.param_groups]

@@ -133,14 +133,24 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
     return next(iter(found.values()))
 
 
-def _at_home(model: nn.Module, port: int, required: bool | None) -> nn.Module:
-    """Joins the job, and brings the model to this rank's device."""
+def check_may_join(required: bool | None) -> None:
+    """Raises a ConfigError where a launcher started ranks that have not joined, and must not join here.
+
+    Args:
+        required: DeepSpeed's `dist_init_required`, of which False is not to join.
+    """
     me = launched()
     if required is False and me is not None and not collectives.is_joined():
         raise ConfigError(
             f"dist_init_required: must not be False where {me.by} has started {me.world_size} ranks that have not joined; call "
             f"fzero.deepspeed.init_distributed() first, or leave it out"
         )
+
+
+def _at_home(model: nn.Module, port: int, required: bool | None) -> nn.Module:
+    """Joins the job, and brings the model to this rank's device."""
+    me = launched()
+    check_may_join(required)
     if me is not None and me.by != "torchrun":
         os.environ.setdefault("MASTER_PORT", str(port))
     on_cuda = torch.cuda.is_available() and not collectives.is_joined(without="nccl")

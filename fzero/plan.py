@@ -464,6 +464,9 @@ def plan(
     zero = cfg.zero_optimization
     mesh = mesh_of(zero, world_size or (mesh.size if mesh else 1), mesh)
     optimizers = optimizers_of(cfg, param_groups, transform)
+    for optimizer_ in optimizers:
+        if isinstance(optimizer_, Own):
+            optimizer_.check()
     modules, (owners, aliases) = dict(model.named_modules()), _owners(model)
     if not owners:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
@@ -551,11 +554,7 @@ The learning rate is a number, and a 0-d tensor where the whole step is compiled
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A user's transform where otherwise an optimizer of the configuration stands.
-
-    Raises:
-        ConfigError: it is not elementwise.
-    """
+    """A user's transform where otherwise an optimizer of the configuration stands; `check` says whether it can be."""
 
     field: str
     make: OwnTransform
@@ -567,8 +566,16 @@ class Own:
                 f"{self.field}: must be a Transform or a function of the learning rate that makes one, got {self.make!r}; "
                 f"see fzero.transforms"
             )
+
+    def check(self) -> None:
+        """Raises a ConfigError unless it makes a transform, which is elementwise."""
+        made = self.transform()
+        if not isinstance(made, Transform):
+            raise ConfigError(
+                f"{self.field}: must make a Transform of a learning rate, got {made!r}; return one, see fzero.transforms"
+            )
         try:
-            check_elementwise(self.transform(), name=self.field)
+            check_elementwise(made, name=self.field)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -597,8 +604,7 @@ def optimizers_of(
     """The optimizer of each group: 0 is the configuration's or `transform`, for the parameters that no group takes.
 
     Raises:
-        ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have; a transform
-            that is not elementwise.
+        ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have.
     """
     lr = cfg.optimizer.lr
     optimizers: list[Optimizer | Own] = [cfg.optimizer if transform is None else Own("transform", transform, lr)]
