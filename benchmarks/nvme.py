@@ -29,7 +29,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -38,6 +37,7 @@ from fzero.file_store import FileSpec, FileStore
 from fzero.host_buffers import Pool
 from fzero.movers import FileMover
 from fzero.stream import Mover, Streamed, SubGroup, init_streamed, streamed_names, update_streamed
+from fzero.tables import print_report
 
 AHEAD = (0, 1, 2)
 """How many sub-groups are read ahead, and as many written behind; 0 is one after the other."""
@@ -189,7 +189,7 @@ def main() -> None:
         for name, speeds in row.items():
             ratio = statistics.median(x / y for x, y in zip(speeds, row["fio io_uring"], strict=True))
             table.add_row(kind, name, *(f"{f(speeds):.2f}" for f in (statistics.median, min, max)), f"{ratio:.2f}")
-    Console(width=100).print(table)
+    print_report(table)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "nvme.json").write_text(json.dumps({"args": vars(args), "GB/s": found}, default=str, indent=1))
 
