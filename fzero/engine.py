@@ -128,6 +128,7 @@ class Engine(HoldsModule, KeepsFiles):
         with (
             self._guarded(),
             self._watch.of("backward", self.global_steps),
+            torch.enable_grad(),  # the loss has a graph, whatever holds where it goes backward
             self._others_passing(loss, keeps=retain_graph),
         ):
             self._round = step.backward(

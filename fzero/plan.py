@@ -26,6 +26,7 @@ from rich.console import Group
 from rich.table import Table
 from torch import Tensor, nn
 
+from fzero.arguments import check_model, check_names, refuse, shown
 from fzero.config import Config, ConfigError, ZeroOptimization
 from fzero.config_optimizers import Optimizer, with_overrides
 from fzero.matrix_transforms import is_cut
@@ -459,6 +460,9 @@ def plan(
     >>> [unit.name for unit in plan(blocks, {"zero_optimization": zero}, world_size=2).units]
     ['0', '1']
     """
+    check_model(model)
+    check_names("units", units)
+    _check_groups(param_groups)
     check_mesh(mesh)
     cfg = Config.load(cfg)
     zero = cfg.zero_optimization
@@ -569,7 +573,13 @@ class Own:
 
     def check(self) -> None:
         """Raises a ConfigError unless it makes a transform, which is elementwise."""
-        made = self.transform()
+        try:
+            made = self.transform()
+        except TypeError as error:  # a class of torch.optim, say, which takes parameters first
+            raise ConfigError(
+                f"{self.field}: must make a Transform of a learning rate, got {shown(self.make)}, which raises {error}; pass "
+                f"lambda lr: fzero.torch_optimizer(cls, lr=lr) for a class of torch.optim, or see fzero.transforms"
+            ) from error
         if not isinstance(made, Transform):
             raise ConfigError(
                 f"{self.field}: must make a Transform of a learning rate, got {made!r}; return one, see fzero.transforms"
@@ -627,6 +637,16 @@ def optimizers_of(
                 f"{overrides[min(overrides)]!r}; make the transform with it"
             )
     return optimizers
+
+
+def _check_groups(param_groups: object) -> None:
+    """Raises unless these are mappings, one after the other."""
+    fix = 'pass [{"params": r"norm|bias", "weight_decay": 0.0}], say'
+    if isinstance(param_groups, str | Mapping) or not isinstance(param_groups, Sequence):
+        refuse("param_groups", "a list of mappings", param_groups, fix)
+    for index, group in enumerate(param_groups):
+        if not isinstance(group, Mapping):
+            refuse(f"param_groups[{index}]", "a mapping", group, fix)
 
 
 def _check_params(owners: Mapping[str, nn.Parameter], param_groups: Sequence[ParamGroup]) -> None:

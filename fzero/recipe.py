@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fzero import collectives, lr_schedules
+from fzero.arguments import check_callable, check_kind, check_loss_fn, check_model, check_whole
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.collectives import Bound, Real
 from fzero.config import Config, ConfigError
@@ -60,6 +61,11 @@ class Recipe:
     """Of a model on `meta`; None is the accelerator, if there is one."""
 
     def __post_init__(self) -> None:
+        check_model(self.model)
+        check_loss_fn(self.loss_fn)
+        check_whole("seed", self.seed, 0)
+        check_kind("donate", self.donate, bool, "True or False", "pass one of these")
+        check_callable("lr_schedule", self.lr_schedule, "a function of the number of updates so far", optional=True)
         _check_choice("schedule", self.schedule, ("learned", "negotiated"))
         _check_choice("compile", self.compile, (None, "step", "block"))
         _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))

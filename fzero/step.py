@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero import collectives
+from fzero.arguments import check_callable, check_kind, check_no_inference, check_path, check_trains, shown
 from fzero.batches import Batches, without_memory
 from fzero.binding import bound, random_state
 from fzero.bound_measure import BoundMeasure, check_passes
@@ -330,7 +331,10 @@ class TrainStep:
         Raises:
             ValueError: a name or shape that does not fit, or a module on `meta` that nothing initialises.
         """
+        check_no_inference("init")
+        check_callable("init_fn", init_fn, "a function of a module that fills it", optional=True)
         if params is not None:
+            _check_values(params)
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
         return self._first_state.make(self._mesh, params, init_fn)
 
@@ -396,6 +400,7 @@ class TrainStep:
             CheckpointError: told on every rank: a file cannot be written.
             ValueError: a dtype that safetensors does not have.
         """
+        check_path("out", out)
         self._check_state(state)
         keys = {name: key for key, name in reversed(self._stored_names.items())}
         aliases = {key: keys[name] for key, name in self._stored_names.items() if keys[name] != key}
@@ -526,6 +531,7 @@ class TrainStep:
         return self._begin(state, measures_early=measures_early)
 
     def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> Round:
+        check_trains("step")
         collectives.next_step()
         if self._probe:
             self._probe.begins()
@@ -549,6 +555,7 @@ class TrainStep:
             function: it must use the model's parameters through the model.
             run: a name for what always uses the units in the same order, which is learned for each name.
         """
+        check_callable("forward", function, "a function without arguments that calls the model")
         self._num_passes += 1  # ranks of which one has raised are told apart by it
         work = round_.work
         with ranged("forward"), self._bound_to(round_), work.forward(run):
@@ -577,6 +584,9 @@ class TrainStep:
                 all the same is reduced for itself, and added.
             keeps: whether the graph stays, for a further backward.
         """
+        if not isinstance(loss, Tensor) or loss.dim():
+            given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
+            raise ValueError(f"backward: loss must be a 0-d tensor, got {given}; take its mean or sum")
         self._num_passes += 1
         work, scale = round_.work, round_.state.loss_scale.scale
         news = moved(round_.buffers, round_.before) - (self._moving_buffers or set())
@@ -619,6 +629,9 @@ class TrainStep:
         Raises:
             FloatingPointError: see `__call__`.
         """
+        check_kind(
+            "update", round_, Round, "given the Round of the last backward", "pass what step.backward(...) returned"
+        )
         if not round_.told:
             raise ValueError(
                 "update: needs a backward since the last one, and there was none; call backward(loss) first"
@@ -777,6 +790,7 @@ class TrainStep:
             ValueError: the state is not one of this step.
             StoreError: it is stale, or files failed, now (on every rank) or before.
         """
+        check_callable("inspect", function, "a function without arguments that calls the model")
         self._check_state(state)
         return self._inspect(state, function, run)
 
@@ -870,6 +884,7 @@ class TrainStep:
 
         Shares what is captured, and the model. Each rank may call it or not.
         """
+        check_callable("observe", observe, "a function of a fzero.Sent")
         twin = copy.copy(self)
         twin._bound = self._mesh.observed(observe)
         twin._updater = replace(self._updater, mesh=twin._bound)
@@ -893,6 +908,16 @@ class TrainStep:
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _check_values(params: object) -> None:
+    """Raises unless it is a state dict."""
+    check_kind("params", params, Mapping, "a state dict", "pass model.state_dict()")
+    assert isinstance(params, Mapping)
+    for name, value in params.items():
+        check_kind(
+            f"params[{name!r}]", value, Tensor, "a tensor", "pass model.state_dict(), or torch.from_numpy(array)"
+        )
 
 
 def _portable(tensor: Tensor) -> Tensor:

@@ -116,6 +116,8 @@ def chain(*transforms: Transform) -> Transform:
     >>> halved.update(grad, param, halved.init(param))[1]
     tensor([8.])
     """
+    for index, transform in enumerate(transforms):
+        check_transform_kind(f"chain[{index}]", transform)
 
     def init(param: Tensor) -> tuple[Any, ...]:
         return tuple(transform.init(param) for transform in transforms)
@@ -162,6 +164,8 @@ class ScaleState(NamedTuple):
 
 def scale(factor: float) -> Transform:
     """Multiplies the gradient by `factor`."""
+    if not isinstance(factor, int | float):
+        raise ValueError(f"scale: factor must be a number, got {factor!r}; pass 0.5, say")
 
     def init(param: Tensor) -> ScaleState:
         return ScaleState()
@@ -396,6 +400,7 @@ def check_elementwise(transform: Transform, *, name: str = "transform") -> None:
     ValueError: norm: must be elementwise, ...
     >>> check_elementwise(adamw(1e-3))
     """
+    check_transform_kind(name, transform)
     check_trials(transform, TRIALS, name=name)
 
 
@@ -499,9 +504,17 @@ def trial_tensors(dtype: torch.dtype, trial: Trial = SHORT_TRIAL) -> tuple[Tenso
     return param.to(dtype), grads.to(dtype)
 
 
+def check_transform_kind(name: str, transform: object) -> None:
+    """Raises unless it is a transform, and not the function that makes one."""
+    if not isinstance(transform, Transform) or not all(map(callable, transform[:3])):
+        raise ValueError(
+            f"{name}: must be a Transform of three functions, got {transform!r:.80}; make one, fzero.adamw(1e-3), say"
+        )
+
+
 def check_betas(name: str, betas: tuple[Rate, float]) -> None:
     """Raises unless both are in [0, 1)."""
-    if not all(0 <= beta < 1 for beta in betas):
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{name}: each of betas must be in [0, 1), got {betas}; 0.9 for the first is usual")
 
 
@@ -518,5 +531,5 @@ def step_spec(param: TensorSpec) -> TensorSpec:
 def check_range(name: str, **values: Rate) -> None:
     """Raises unless all are numbers from 0 on."""
     for field, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"{name}: {field} must be at least 0, got {value}; give a number that is not negative")
+        if not isinstance(value, int | float | Tensor) or not value >= 0:
+            raise ValueError(f"{name}: {field} must be at least 0, got {value!r}; give a number that is not negative")

@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     # pure
     (
+        "fzero.arguments",
         "fzero.tables",
         "fzero.transforms",
         "fzero.precision",
