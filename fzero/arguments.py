@@ -29,8 +29,8 @@ def shown(value: object) -> str:
         return f"the class {value.__name__}"
     if inspect.isfunction(value) or inspect.ismethod(value):
         return f"the function {value.__name__}"
-    text = repr(value)
-    return text if value is None or (type(value).__module__ == "builtins" and len(text) <= 60) else _kind(value)
+    is_short = value is None or isinstance(value, bool | int | float | str)
+    return repr(value)[:80] if is_short else _kind(value)
 
 
 def _kind(value: object) -> str:

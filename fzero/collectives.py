@@ -389,10 +389,10 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
             FZERO_TIMEOUT says, in seconds (`fzero --timeout`), or DEEPSPEED_TIMEOUT, in minutes, or 10 minutes.
     """
     if not dist.is_initialized():
-        me = launched()
+        me, kind = launched(), torch.device(device).type
         if me is None:
             return Real(name)
-        on_cuda = torch.device(device).type == "cuda"
+        on_cuda = kind == "cuda"
         if on_cuda:
             torch.cuda.set_device(me.local_rank)
         # torchrun's agent may hold the store, which only env:// finds.

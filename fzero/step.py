@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fzero import collectives
 from fzero.arguments import check_callable, check_kind, check_no_inference, check_path, check_trains, shown
 from fzero.batches import Batches, without_memory
-from fzero.binding import bound, random_state
+from fzero.binding import bound, is_bound, random_state
 from fzero.bound_measure import BoundMeasure, check_passes
 from fzero.bound_mesh import BoundMesh
 from fzero.checkpoint_files import CheckpointError
@@ -486,6 +486,11 @@ class TrainStep:
         """
         if self._probe:
             self._probe.sees(batch)
+        if is_bound(self._model):
+            raise RuntimeError(
+                "step: must not be called inside a forward of its own model, got a call inside; call it after the forward, or "
+                "compute there with the model itself"
+            )
         self._check_state(state)
         # At once: an iterator of the user's must not meet the state's random generators.
         micro_batches = list(self._batches.split(batch))
@@ -865,6 +870,7 @@ class TrainStep:
         Raises:
             ValueError: no batch is given, and no graph has run; and what `trace` raises.
         """
+        check_kind("machine", machine, Machine | None, "a fzero.Machine", "pass fzero.Machine(flops=1e13), say")
         title = f"stage {self.plan.stage} on {told(self.plan.mesh)}"
         if batch is None:
             if self._compiled is None or not self._compiled.backend.graphs:

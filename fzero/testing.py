@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import sharding.testing  # noqa: F401 - first of all: it names the extra where hypothesis is not installed
+from fzero.arguments import check_callable, check_kind, check_whole
 from fzero.laws import try_law
 from fzero.laws_of_collectives import COLLECTIVE_LAWS, Declared
 from fzero.laws_of_orders import ORDER_LAWS
@@ -79,8 +81,10 @@ def check_transform(
             f"{name}: must be a Transform or a function of the learning rate that makes one, got {transform!r}; "
             f"see fzero.Transform"
         )
-    if not isinstance(num_updates, int) or num_updates < 1:
-        raise ValueError(f"num_updates: must be at least 1, got {num_updates!r}; 128 is the default")
+    check_whole("max_examples", max_examples, 1)
+    if compile not in (None, "step", "block"):
+        raise ValueError(f"compile: must be None or 'step' or 'block', got {compile!r}; pass one of these")
+    check_whole("num_updates", num_updates, 1)
     make: Callable[[], Transform] = (lambda: transform) if isinstance(transform, Transform) else lambda: transform(lr)
     for law in (*transform_laws(num_updates), *(capture_laws(num_updates) if compile == "step" else ())):
         try_law(law, make, name, max_examples)
@@ -109,6 +113,8 @@ def check_order(order: OrderFunction, *, name: str = "order", max_examples: int 
     AssertionError: order: it must be a permutation of the parameters. Found that it orders 1 of 0 parameters. Smallest \
 example: OrderExample(length=0, world_size=1). Name every index from 0 to length - 1 once
     """
+    check_callable("order", order, "a function of the number of parameters, and of ranks")
+    check_whole("max_examples", max_examples, 1)
     for law in ORDER_LAWS:
         try_law(law, in_two_numbers(order), name, max_examples)
 
@@ -140,5 +146,7 @@ def check_collective(wire: Wire, *, max_error: float = 0.0, name: str = "collect
     ...
     AssertionError: collective: reduce_scatter must give this rank's shard of the sum over ranks, ... Add up, do not average; ...
     """
+    check_kind("wire", wire, Wire, "a fzero.Wire", "pass fzero.coded(codec), say, for a codec")
+    check_whole("max_examples", max_examples, 1)
     for law in COLLECTIVE_LAWS:
         try_law(law, Declared(wire, max_error), name, max_examples)
