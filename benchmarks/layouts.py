@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import nn
 
 import fzero
-from fzero.tables import print_report
+from fzero import print_report
 from sharding import FlatLayout, Move, NearEqualSplit, plan_transfer, round_robin
 
 

@@ -33,11 +33,11 @@ from rich.progress import track
 from rich.table import Table
 
 import fzero
+from fzero import print_report
 from fzero.file_store import FileSpec, FileStore
 from fzero.host_buffers import Pool
 from fzero.movers import FileMover
 from fzero.stream import Mover, Streamed, SubGroup, init_streamed, streamed_names, update_streamed
-from fzero.tables import print_report
 
 AHEAD = (0, 1, 2)
 """How many sub-groups are read ahead, and as many written behind; 0 is one after the other."""

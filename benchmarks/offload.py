@@ -45,7 +45,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fzero
-from fzero.tables import print_report
+from fzero import print_report
 
 WIDTH = 768
 READ = {"fp32": 12, "bf16": 14}

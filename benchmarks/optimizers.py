@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fzero
-from fzero.tables import print_report
+from fzero import print_report
 from sharding import FlatLayout
 
 Update = Callable[[], object]

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import fzero
-from fzero.tables import print_report
+from fzero import print_report
 
 NUM_RANKS, CONTEXT = 2, 128
 NUM_ROWS = {"memory": 4, "time": 2}

@@ -26,7 +26,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fzero
-from fzero.tables import print_report
+from fzero import print_report
 
 CONTEXT = 4096
 MACHINE = fzero.Machine(flops=4e14, memory=3e12, network=5e10)  # as of an accelerator of 2024

@@ -412,7 +412,7 @@ def test_an_empty_path_is_no_folder(folder: Any, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     engine = made(0)
     for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
-        with pytest.raises(ValueError, match="_dir must be a path, got"):
+        with pytest.raises(ValueError, match="_dir: must be a path, got"):
             call(folder)
     assert not list(tmp_path.iterdir())
 
