@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from contenders import ADAMW, forget_peak, peak_resident_mb
 from gpt import GPT, SIZES, Size, first_values, make_batch
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import fzero
+from fzero import print_report
 
 WORLD_SIZE = 2
 
@@ -162,7 +162,7 @@ def main() -> None:
     for name, row in found.items():
         nbytes = row["MB"] * 2**20 / numel
         table.add_row(name, f"{row['MB']:.0f}", f"{nbytes:.1f}", f"{1e3 * row['seconds']:.0f}", f"{row['times']:.2f}")
-    Console(highlight=False).print(table)
+    print_report(table)
 
 
 if __name__ == "__main__":

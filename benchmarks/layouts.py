@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import fzero
+from fzero import print_report
 from sharding import FlatLayout, Move, NearEqualSplit, plan_transfer, round_robin
 
 
@@ -174,7 +174,7 @@ def main() -> None:
                 *(f"[bold]{value:,}[/]" if key == varied else f"{value:,}" for key, value in asdict(size).items()),
                 *(f"{1e3 * found.seconds[n]:.0f} / {found.nbytes[n] / 1e6:.1f} / {found.lengths[n]:,}" for n in names),
             )  # fmt: skip
-    Console(width=170).print(table)
+    print_report(table)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "layouts.json").write_text(json.dumps([asdict(found) for found in known.values()], indent=1))
     draw(sweeps).savefig(args.out / "layouts.png", dpi=110)

@@ -29,11 +29,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import fzero
+from fzero import print_report
 from fzero.file_store import FileSpec, FileStore
 from fzero.host_buffers import Pool
 from fzero.movers import FileMover
@@ -189,7 +189,7 @@ def main() -> None:
         for name, speeds in row.items():
             ratio = statistics.median(x / y for x, y in zip(speeds, row["fio io_uring"], strict=True))
             table.add_row(kind, name, *(f"{f(speeds):.2f}" for f in (statistics.median, min, max)), f"{ratio:.2f}")
-    Console(width=100).print(table)
+    print_report(table)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "nvme.json").write_text(json.dumps({"args": vars(args), "GB/s": found}, default=str, indent=1))
 

@@ -45,6 +45,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fzero
+from fzero import print_report
 
 WIDTH = 768
 READ = {"fp32": 12, "bf16": 14}
@@ -212,7 +213,7 @@ def report(rounds: Rounds, numel: int, console: Console) -> dict[str, Any]:
             found[name]["backward"] = median(rounds, lambda row, name=name: row[name]["backward"]) / numel * 1e9
             backward = f"{found[name]['backward']:.2f}"
         table.add_row(name, f"{ns:.2f}", f"{share:.2f}", backward)
-    console.print(table)
+    print_report(table)
     for dtype in DTYPES:
         found |= bars(rounds, numel, dtype, console)
     return found | hidden(rounds, numel, console)
@@ -328,7 +329,7 @@ def memory(args: argparse.Namespace, console: Console) -> None:
                 done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
                 row.append(f"{int(done.stdout) / numel:.2f}")
         table.add_row(kind, *row)
-    console.print(table)
+    print_report(table)
 
 
 def main() -> None:

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 import fzero
+from fzero import print_report
 from sharding import FlatLayout
 
 Update = Callable[[], object]
@@ -127,7 +127,7 @@ def main() -> None:
                     f"{seconds[name] / seconds['torch AdamW fused']:.2f}",
                 )  # fmt: skip
         table.add_section()
-    Console(width=130).print(table)
+    print_report(table)
     options.out.mkdir(parents=True, exist_ok=True)
     numbers = {name: {"seconds": seconds[name], "bytes": runs[name][1], "numel": options.numel} for name in runs}
     (options.out / "optimizers.json").write_text(json.dumps(numbers, indent=1))

@@ -33,6 +33,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fzero import print_report
+
 WORLD_SIZE = 2
 GOAL = {0: 0.95, 1: 0.95, 2: 0.75, 3: 0.75}  # times the fastest peer's step
 FLOOR_GOAL = 1.1  # times the floor
@@ -295,7 +297,7 @@ def main() -> None:
                 rows += make_rows(size, stage, jobs)
                 steps |= {f"{size}, stage {stage}, {name}": job.measured for name, job in jobs.items()}
         of_size = [row for row in rows if row.size == size]
-        console.print(make_table(size, of_size))
+        print_report(make_table(size, of_size))
         for warning in warnings(of_size, arguments.dtype):
             console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     results = {"rows": [dataclasses.asdict(row) for row in rows], "steps": steps}

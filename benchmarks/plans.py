@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import fzero
+from fzero import print_report
 
 NUM_RANKS, CONTEXT = 2, 128
 NUM_ROWS = {"memory": 4, "time": 2}
@@ -246,10 +247,11 @@ def main() -> None:
     console = Console(highlight=False, width=120)
     get_context("forkserver").set_forkserver_preload(["plans"])
     rates = [fzero.measure_rates(num_ranks=NUM_RANKS)] if args.what == "time" else []
-    console.print(*rates)
+    for rate in rates:
+        print_report(rate)
     cases = list(run(args, console, rates[0].machine if rates else fzero.Machine()))
     if args.what == "memory":
-        console.print(table_of(cases, ("state", "rest", "peak"), 1e6, "MB"))
+        print_report(table_of(cases, ("state", "rest", "peak"), 1e6, "MB"))
         for name, bar in BARS.items():
             found = errors(cases, name)
             missed = sum(abs(error) > bar for error in found)
@@ -258,7 +260,7 @@ def main() -> None:
             )
     else:
         rates.append(fzero.measure_rates(num_ranks=NUM_RANKS))
-        console.print(table_of(cases, ("seconds",), 1.0, "s"))
+        print_report(table_of(cases, ("seconds",), 1.0, "s"))
         found = errors(cases, "seconds")
         console.print(f"error: median {statistics.median(map(abs, found)):.0%}, worst {max(found, key=abs):+.0%}")
         for by in (("stage",), ("checkpointed",), ("stage", "checkpointed"), ("precision",)):
@@ -266,7 +268,9 @@ def main() -> None:
             console.print(
                 f"of pairs that differ in {' or '.join(by)} by more than 3 %: {right} of {total} are ranked right"
             )
-        console.print("rates before and after", *rates, sep="\n")
+        console.print("rates before and after")
+        for rate in rates:
+            print_report(rate)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{args.what}.json").write_text(
         json.dumps({"cases": cases, "rates": [str(r) for r in rates]}, indent=1)

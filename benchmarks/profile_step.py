@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from contenders import make_fzero
 from gpt import SIZES, make_batch
-from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
+
+from fzero import print_report
 
 WORLD_SIZE, NUM_WARMUP_STEPS, NUM_STEPS, NUM_ROWS = 2, 4, 8, 20
 
@@ -51,9 +52,8 @@ def tell(profiler: profile, arguments: argparse.Namespace) -> None:
     for event in sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)[:NUM_ROWS]:
         ms, calls = event.self_cpu_time_total / 1e3 / NUM_STEPS, event.count / NUM_STEPS
         table.add_row(f"{ms:.2f}", f"{calls:.0f}", event.key[:80])
-    console = Console()
-    console.print(table)
-    console.print(f"wrote {path}", highlight=False)
+    print_report(table)
+    print(f"wrote {path}")
 
 
 def main() -> None:

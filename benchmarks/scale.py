@@ -22,11 +22,11 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fzero
+from fzero import print_report
 
 CONTEXT = 4096
 MACHINE = fzero.Machine(flops=4e14, memory=3e12, network=5e10)  # as of an accelerator of 2024
@@ -170,7 +170,7 @@ def main() -> None:
         )
     for name, show in ROWS:
         table.add_row(name, *(show(found) for found, _ in results))
-    Console(width=200 if len(results) > 4 else 120).print(table)
+    print_report(table)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "scale.json").write_text(json.dumps([asdict(found) for found, _ in results], indent=1))
     for (name, ranks, num_blocks), group in groupby(results, lambda r: (r[0].model, r[0].world_size, r[0].num_blocks)):

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from gpt import GPT, VOCAB, Size
-from rich.console import Console
 from rich.table import Table
 
 import fzero
+from fzero import print_report
 
 SIZES = {"tiny": Size(96, 3, 3, 64, 1), "small": Size(384, 6, 6, 128, 1)}
 
@@ -39,7 +39,7 @@ def main() -> None:
             one = found["one"]
             numbers = [*found.values(), found["vmap"] / one, found["lockstep"] / one]
             table.add_row(str(stage), str(num_ranks), *(f"{number:.3f}" for number in numbers))
-    Console().print(table)
+    print_report(table)
 
 
 def _measure(size: Size, stage: int, num_ranks: int, num_steps: int) -> dict[str, float]:

@@ -117,7 +117,8 @@ def train(options: argparse.Namespace) -> None:
     for name, cfg in configs.items():
         step = fzero.make_train_step(model, cfg, lr_schedule=schedule, seed=options.seed)
         console = Console(quiet=step.rank != 0, highlight=False, soft_wrap=True)
-        console.print(step.plan)
+        if step.rank == 0:
+            print(step.plan)
         if not results:
             console.print(f"{len(training_text):,} bytes of Python to learn from; one file in twenty is held out")
         folder = options.save and options.save / name

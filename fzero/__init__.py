@@ -43,6 +43,7 @@ from fzero.simulate import LockstepRanks, VmapRanks, simulate, stacked, unstacke
 from fzero.stacked import VmapError
 from fzero.state import Metrics, TrainState
 from fzero.step import Round, TrainStep, make_train_step
+from fzero.tables import print_report
 from fzero.timeline import Machine, Timeline
 from fzero.torch_optimizers import torch_optimizer
 from fzero.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
@@ -138,6 +139,7 @@ __all__ = [
     "plan",
     "plan_comm",
     "plan_reshard",
+    "print_report",
     "profile",
     "quantize",
     "reduce_scatter_grads",

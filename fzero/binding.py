@@ -46,6 +46,11 @@ class _Parameters(dict[str, Any]):
         return (self[key] for key in self)
 
 
+def is_bound(model: nn.Module) -> bool:
+    """Whether the model runs on other tensors than its own, inside `bound`."""
+    return isinstance(model._parameters, _Parameters)
+
+
 @contextmanager
 def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict[str, Tensor]) -> Iterator[None]:
     """Runs `model` on the tensors of `fetch` and `buffers`; afterwards it is as it was found, also after an error.

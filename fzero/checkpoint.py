@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fzero import checkpoint_files as files
 from fzero import collectives
+from fzero.arguments import check_kind, check_no_inference, check_path
 from fzero.checkpoint_files import CheckpointError
 from fzero.checkpoint_plan import (
     Part,
@@ -117,6 +118,8 @@ def save(
         ValueError: the state is not one of `step`, or `client` holds something else.
         CollectiveError: another rank died or did not come.
     """
+    check_path("dir", dir)
+    _check_step(step)
     if isinstance(step, LockstepRanks):
         states = unstacked(state, step.world_size)
         return step._run(lambda rank: save(states[rank], dir, step=step.steps[rank], client=client, keep=keep))[0]
@@ -151,6 +154,8 @@ def start_save(
     """
     if isinstance(step, LockstepRanks):
         raise ValueError("start_save: step must be of real ranks, got a simulated one; call save")
+    check_path("dir", dir)
+    _check_step(step)
     if after is not None:
         after.wait()
     return _started(state, Path(dir), step, client, keep, copies=True)
@@ -177,6 +182,9 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
         ValueError: told on every rank: the model or the optimizer is another, or something would become narrower.
         CollectiveError: another rank died or did not come.
     """
+    check_path("dir", dir)
+    _check_step(step)
+    check_no_inference("load")
     if isinstance(step, LockstepRanks):
         loaded = step._run(lambda rank: load(dir, step=step.steps[rank]))
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
@@ -385,6 +393,11 @@ def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Content
     return files.publish(folder, path, num_updates)
 
 
+def _check_step(step: object) -> None:
+    fix = "pass what fzero.make_train_step or fzero.simulate(..., by='lockstep') returned"
+    check_kind("step", step, TrainStep | LockstepRanks, "a step", fix)
+
+
 def _started(
     state: TrainState[Tensor], path: Path, step: TrainStep, client: Any, keep: int | None, *, copies: bool
 ) -> Saving:
@@ -393,8 +406,10 @@ def _started(
 
     def prepare() -> list[Part]:
         step._check_state(state)
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep: must be at least 1, or None for all, got {keep}; pass how many checkpoints stay")
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ValueError(
+                f"keep: must be a whole number, at least 1, or None for all, got {keep!r}; pass how many checkpoints stay"
+            )
         return list(parts_to_save(step.plan, axis.rank, own_specs(step.plan, step.specs.rng)))
 
     parts = together(axis, prepare)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fzero.arguments import refuse
 from fzero.config import ConfigError
 from fzero.config_optimizers import OPTIMIZERS, Optimizer, OptimizerBlock, with_overrides
 from fzero.plan import Own, ParamGroup
@@ -76,6 +77,9 @@ def of_parameters(model_parameters: Iterable[Any] | None, configured: Optimizer,
     Raises:
         ConfigError: there are others than the model's parameters, or a group has a hyper-parameter that the optimizer has not.
     """
+    if isinstance(model_parameters, str | Tensor | nn.Module):
+        fix = "pass model.parameters(), or leave it out"
+        refuse("model_parameters", "parameters or groups of them", model_parameters, fix)
     given = list(model.parameters() if model_parameters is None else model_parameters)
     given = [x[1] if isinstance(x, tuple) else x for x in given]  # of named_parameters()
     groups: list[Hyper] = [dict(x) for x in given if isinstance(x, Mapping)] or [{"params": given}]

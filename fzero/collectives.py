@@ -183,7 +183,11 @@ class Fake:
         return cls("data", mesh.size, rank, backend, mesh)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(
+                f"Fake: size must be a whole number, at least 1, got {self.size!r}; pass how many ranks are meant"
+            )
+        if not isinstance(self.rank, int) or not 0 <= self.rank < self.size:
             raise ValueError(f"Fake: rank must be in [0, {self.size}), got {self.rank}; say whose part is meant")
         if self.backend not in ("nccl", "gloo"):
             raise ValueError(f"Fake: backend must be 'nccl' or 'gloo', got {self.backend!r}; pass one of these")
@@ -384,10 +388,10 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
             FZERO_TIMEOUT says, in seconds (`fzero --timeout`), or DEEPSPEED_TIMEOUT, in minutes, or 10 minutes.
     """
     if not dist.is_initialized():
-        me = launched()
+        me, kind = launched(), torch.device(device).type
         if me is None:
             return Real(name)
-        on_cuda = torch.device(device).type == "cuda"
+        on_cuda = kind == "cuda"
         if on_cuda:
             torch.cuda.set_device(me.local_rank)
         # torchrun's agent may hold the store, which only env:// finds.

@@ -18,7 +18,7 @@ from typing import Any
 
 import optree
 import torch
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fzero import CheckpointError, ConfigWarning, Machine, compare_plans, fit, make_train_step, profile, save_trace
@@ -29,6 +29,7 @@ from fzero.named_models import ModelError, Named, filled, named, sample_from, sa
 from fzero.paper_step import PaperStep
 from fzero.planner import keys_of, quietly
 from fzero.profiler import OF_MANY_RANKS
+from fzero.tables import print_report
 
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
 
@@ -163,7 +164,7 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
         nvme_path=given.nvme, machine=machine, batch=batch, device=given.device,
     )  # fmt: skip
     if fitting.best is None:
-        Console(stderr=True).print(fitting, soft_wrap=True)
+        print_report(fitting, stderr=True)
     data = _told(found, told_batch) | {"config": fitting.config} | fitting.as_dict()  # an error where nothing fits
     if given.out:
         with _writing("--out", given.out):
@@ -288,5 +289,5 @@ def told(make: Callable[[], tuple[RenderableType, dict[str, Any]]], as_json: boo
     elif isinstance(report, str):
         print(report)
     else:
-        Console(width=None if sys.stdout.isatty() else 120).print(report, soft_wrap=True)
+        print_report(report)
     return 0

@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import sys
 import sysconfig
 import textwrap
 import time
@@ -39,7 +40,6 @@ import torch._dynamo
 import torch._dynamo.backends.common
 import torch._dynamo.exc
 import torch.fx.traceback
-from rich.console import Console
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
@@ -395,11 +395,8 @@ class CompiledStep:
             result = function(*arguments)
         if self.backend.num_captured > num_captured and self._axis.rank == 0:
             seconds = time.perf_counter() - start
-            Console(stderr=True).print(
-                f"fzero: compiled a step of {self._name} in stage {self._stage} with {self.backend.name} in "
-                f"{seconds:.1f} s",
-                highlight=False,
-            )
+            told = f"compiled a step of {self._name} in stage {self._stage} with {self.backend.name} in {seconds:.1f} s"
+            print(f"fzero: {told}", file=sys.stderr, flush=True)
         if len(self.backend.graphs) > num_graphs:
             self._graph_of[function] = self.backend.graphs[-1]
             self._sent_by.pop(function, None)

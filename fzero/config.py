@@ -254,6 +254,14 @@ class Config(Block):
         return self
 
     @model_validator(mode="after")
+    def _no_scale_of_nothing(self) -> Self:
+        if self.scales_loss and self.fp16.loss_scale == 0 and self.fp16.min_loss_scale == 0:
+            raise ValueError(
+                "fp16.min_loss_scale: must be above 0 where the scale is dynamic, or it falls to 0, got 0; 1 is the default"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_precision(self) -> Self:
         enabled = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(self, name).enabled]
         if len(enabled) > 1:

@@ -74,7 +74,7 @@ class Engine(HoldsModule, KeepsFiles):
         self._micro_batch = train_step._cfg.batch_sizes(train_step.world_size).micro
         self._round: Round | None = None
         self._boundary: bool | None = None
-        self._is_syncing, self._has_lost, self._is_reduced = True, False, False
+        self._is_syncing, self._has_lost, self._is_reduced, self._is_applied = True, False, False, False
         self._monitors = monitors(keys) if train_step.rank == 0 else []
         says, model = train_step.rank == 0, train_step.recipe.model
         dtype = dtype_of(train_step.plan, train_step._autocast)
@@ -131,6 +131,7 @@ class Engine(HoldsModule, KeepsFiles):
         with (
             self._guarded(),
             self._watch.of("backward", self.global_steps),
+            torch.enable_grad(),  # the loss has a graph, whatever holds where it goes backward
             self._others_passing(loss, keeps=retain_graph),
         ):
             self._round = step.backward(
@@ -156,6 +157,7 @@ class Engine(HoldsModule, KeepsFiles):
             raise RuntimeError(
                 "engine.step: must not be called inside no_sync, whose gradients are not reduced; call it after"
             )
+        self._is_applied = False
         if self.is_gradient_accumulation_boundary():
             before = self.global_steps
             with self._watch.of("update", before):
@@ -190,6 +192,7 @@ class Engine(HoldsModule, KeepsFiles):
         optimizer.overflow = bool(self.metrics.overflow)
         self.global_steps += 1
         self.global_samples += self._samples()
+        self._is_applied = not optimizer.overflow
         self.skipped_steps += optimizer.overflow
         if optimizer.overflow:
             self._say(

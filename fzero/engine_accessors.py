@@ -8,6 +8,7 @@ import torch
 from rich.console import RenderableType
 from torch import Tensor
 
+from fzero.arguments import check_whole, refuse
 from fzero.client_optimizers import lr_of
 from fzero.config import ConfigError
 from fzero.engine_settings import Settings
@@ -40,6 +41,7 @@ class Accessors(Settings):
     """The micro-step at which the first accumulation of `_gas` began."""
     _micro_batch: int | None
     _boundary: bool | None
+    _is_applied: bool
     _monitors: list[CsvMonitor | TensorBoardMonitor]
     _watch: StepWatch
     comms_log: CommsLog | None
@@ -62,6 +64,7 @@ class Accessors(Settings):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Another number of accumulation steps, from here on: an accumulation must not have begun."""
+        check_whole("train_batch_size", train_batch_size, 1)
         one = self.train_micro_batch_size_per_gpu() * self.train_step.world_size
         if train_batch_size % one or train_batch_size < one:
             raise ConfigError(
@@ -76,8 +79,7 @@ class Accessors(Settings):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Another number of samples per rank and micro-step; the accumulation steps stay."""
-        if micro_batch_size < 1:
-            raise ConfigError(f"train_micro_batch_size_per_gpu: must be at least 1, got {micro_batch_size}")
+        check_whole("train_micro_batch_size_per_gpu", micro_batch_size, 1)
         self._micro_batch = micro_batch_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -135,8 +137,8 @@ class Accessors(Settings):
         return None if self.metrics is None else float(self.metrics.grad_norm.item())
 
     def was_step_applied(self) -> bool:
-        """Whether the last update was made, and not skipped for an overflow."""
-        return self.metrics is not None and not bool(self.metrics.overflow)
+        """Whether the last `step()` updated: it was the end of an accumulation, and was not skipped for an overflow."""
+        return self._is_applied
 
     def get_lr(self) -> list[float]:
         return [] if self.optimizer is None else [lr_of(group) for group in self.optimizer.param_groups]
@@ -148,6 +150,10 @@ class Accessors(Settings):
 
     def set_lr(self, lr: float) -> None:
         """Another learning rate for all groups, until a scheduler writes one."""
+        if isinstance(lr, bool) or not isinstance(lr, int | float | Tensor):
+            refuse(
+                "set_lr", "given a number", lr, "pass one rate for all groups, or write optimizer.param_groups[i]['lr']"
+            )
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             group["lr"] = lr
 

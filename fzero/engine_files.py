@@ -14,6 +14,7 @@ import torch
 
 from fzero import checkpoint_files as files
 from fzero import collectives
+from fzero.arguments import check_kind, check_path, refuse
 from fzero.checkpoint import load as load_state
 from fzero.checkpoint import of_rank_0
 from fzero.checkpoint import save as save_state
@@ -46,6 +47,10 @@ class KeepsFiles(Accessors):
         The folder is a checkpoint of `fzero.save`; `save_dir/latest` names the tag.
         """
         self._here()
+        check_path("save_checkpoint: save_dir", save_dir)
+        check_kind("client_state", client_state, Mapping | None, "a mapping", "pass {'epoch': 3}, say")
+        if tag is not None and not str(tag):
+            refuse("tag", "a name", tag, "pass one, or None for global_step<N>")
         if exclude_frozen_parameters:
             raise ValueError(
                 "save_checkpoint: exclude_frozen_parameters must be False, got True; frozen ones are saved once"
@@ -71,6 +76,7 @@ class KeepsFiles(Accessors):
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint: custom_load_fn must be None: no module is loaded as such; give its weights to "
                              "fzero.load_weights")  # fmt: skip
+        check_path("load_checkpoint: load_dir", load_dir)
         self.zero_grad()
         return _load(
             self, Path(load_dir), tag, optimizer=load_optimizer_states and not load_module_only,
@@ -87,6 +93,7 @@ class KeepsFiles(Accessors):
         Args:
             save_filename: `model.safetensors` writes as `TrainStep.save_16bit_model`, which holds one unit at a time.
         """
+        check_path("save_16bit_model: save_dir", save_dir)
         return _save_16bit(self, Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero import collectives, live_params
+from fzero.arguments import check_kind
 from fzero.engine_accessors import Accessors
 from fzero.live_params import LiveParams
 from fzero.plan import starts_of
@@ -147,6 +148,7 @@ class HoldsModule(Accessors):
                 "load_module_state_dict: custom_load_fn and further arguments must be None: the state is loaded, and no module; "
                 "make a state dict of your own, and pass that"
             )
+        check_kind("load_module_state_dict", checkpoint, Mapping, "given a state dict", "pass module.state_dict()")
         step = self._here()
         values: Mapping[str, Tensor] = (
             checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint

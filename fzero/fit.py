@@ -25,6 +25,7 @@ from rich.console import Group
 from rich.table import Table
 from torch import nn
 
+from fzero.arguments import check_kind
 from fzero.config import ConfigError
 from fzero.fit_search import Choice, Rung, Search
 from fzero.measure import LossFn
@@ -139,6 +140,8 @@ def fit(
     """
     search = Search(model, keys_of(cfg), world_size, machine or Machine(), nvme_path, batch, device, loss_fn)
     search.rung("as it is", search.start)  # which must be possible
+    for name, value in (("device", device_nbytes), ("host", host_nbytes), ("disk", disk_nbytes)):
+        check_kind(f"{name}_nbytes", value, int | float, "a number of bytes", "pass 80e9 for 80 GB, say")
     limits = Limits(device_nbytes, host_nbytes, disk_nbytes)
     tried = [rung for choice in search.choices() if (rung := search.rung("", choice)) is not None]
     best = min((rung for rung in tried if limits.hold(rung)), key=_speed, default=None)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.data import Dataset
 
 from fzero import collectives, engine_keys
+from fzero.arguments import check_model, check_no_inference, shown
 from fzero.checkpointing import Choice
 from fzero.client_optimizers import Groups, of_optimizer, of_parameters
 from fzero.config import Config, ConfigError, ConfigWarning
@@ -82,8 +83,10 @@ def initialize(
         MismatchError: told on every rank, when ranks differ.
     """
     source = _source(args, config, config_params)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model: must be a torch.nn.Module, got {type(model).__name__}; pass one")
+    check_model(model)
+    assert isinstance(model, nn.Module)
+    check_no_inference("initialize")
+    _check_makers(optimizer, lr_scheduler)
     cfg, keys = engine_keys.read(source)
     trains = optimizer is not None or "optimizer" in cfg.model_fields_set
     model = _at_home(model, distributed_port, dist_init_required)
@@ -127,6 +130,20 @@ def initialize(
 # --- helpers -----------------------------------------------------------------------------------------------------
 
 
+def _check_makers(optimizer: object, lr_scheduler: object) -> None:
+    """Raises unless optimizer and scheduler are such, or functions that make them."""
+    if optimizer is not None and not isinstance(optimizer, TorchOptimizer) and not callable(optimizer):
+        raise ConfigError(
+            f"optimizer: must be one of torch.optim or a function of parameters that makes one, got {shown(optimizer)}; pass "
+            f"such, or name it in the configuration: {{'optimizer': {{'type': 'AdamW'}}}}"
+        )
+    if lr_scheduler is not None and not callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        raise ConfigError(
+            f"lr_scheduler: must have a method step(), or be a function of the optimizer that makes one, got "
+            f"{shown(lr_scheduler)}; pass such, or name it in the configuration: {{'scheduler': {{'type': 'WarmupLR'}}}}"
+        )
+
+
 def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
     """The one configuration that is given."""
     of_args = getattr(args, "deepspeed_config", None)
@@ -140,14 +157,24 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
     return next(iter(found.values()))
 
 
-def _at_home(model: nn.Module, port: int, required: bool | None) -> nn.Module:
-    """Joins the job, and brings the model to this rank's device."""
+def check_may_join(required: bool | None) -> None:
+    """Raises a ConfigError where a launcher started ranks that have not joined, and must not join here.
+
+    Args:
+        required: DeepSpeed's `dist_init_required`, of which False is not to join.
+    """
     me = launched()
     if required is False and me is not None and not collectives.is_joined():
         raise ConfigError(
             f"dist_init_required: must not be False where {me.by} has started {me.world_size} ranks that have not joined; call "
             f"fzero.deepspeed.init_distributed() first, or leave it out"
         )
+
+
+def _at_home(model: nn.Module, port: int, required: bool | None) -> nn.Module:
+    """Joins the job, and brings the model to this rank's device."""
+    me = launched()
+    check_may_join(required)
     if me is not None and me.by != "torchrun":
         os.environ.setdefault("MASTER_PORT", str(port))
     on_cuda = torch.cuda.is_available() and not collectives.is_joined(without="nccl")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -13,25 +12,7 @@ from unittest.mock import patch
 from hypothesis import strategies as st
 
 from fzero.laws import Law
-from sharding import Order
-
-OrderFunction = Callable[..., Order]
-"""How many parameters, and on how many ranks where it asks for that -> the order of their names in a flat buffer."""
-
-
-def in_two_numbers(order: OrderFunction) -> OrderFunction:
-    """The same as a function of both numbers, whichever of them it asks for."""
-    try:
-        parameters = list(inspect.signature(order).parameters.values())
-    except (TypeError, ValueError):  # some built-in functions do not tell
-        return order
-    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if takes_any or any(p.default is p.empty or p.name == "world_size" for p in by_place[1:2]):
-        return order
-    if any(p.name == "world_size" for p in parameters):
-        return lambda length, world_size: order(length, world_size=world_size)
-    return lambda length, world_size: order(length)
+from fzero.orders import OrderFunction
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from fzero.arguments import check_kind, check_no_inference
 from fzero.file_tensors import Files
 from fzero.offload import QUANTITIES, agree, files_of
 from fzero.simulate import LockstepRanks, stacked, unstacked
@@ -38,6 +39,9 @@ def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState
         ValueError: a tensor has another shape or dtype than in the step: `reshard` changes these.
         StoreError, MemoryError: files cannot be made, read or written (on every rank); the state given is as it was.
     """
+    fix = "pass place(state, step)"
+    check_kind("step", step, TrainStep | LockstepRanks, "a step", fix)
+    check_no_inference("place")
     if isinstance(step, LockstepRanks):
         ranks, states = step, unstacked(state, step.world_size)
         placed: TrainState[Any] = stacked(ranks._run(lambda rank: place(states[rank], ranks.steps[rank])))

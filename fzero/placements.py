@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
+from fzero.arguments import check_callable
 from fzero.config import Config, ConfigError
 from fzero.config_offload import AIO, OffloadOptimizer, OffloadParam
 from sharding.dtypes import itemsize
@@ -164,6 +165,7 @@ class Chooser:
                 self._matched.add(pattern)
                 found = self.given[pattern]
         elif self.given is not None:
+            check_callable("placements", self.given, "a mapping of patterns to fzero.Placement, or a function")
             found = self.given(quantity, key, leaf)
         if found is None:
             return self._configured(quantity, key)

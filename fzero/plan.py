@@ -27,10 +27,12 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fzero.arguments import check_model, check_names, refuse, shown
 from fzero.config import Config, ConfigError, ZeroOptimization
 from fzero.config_optimizers import Optimizer, with_overrides
 from fzero.matrix_transforms import is_cut
 from fzero.meshes import DATA, check_mesh, is_several, mesh_of, num_ranks, shard_axes, sum_order, told
+from fzero.orders import GivenOrder, OrderFunction, check_named, ordered
 from fzero.pieces import Pieces
 from fzero.placements import Chooser, GivenPlacements, Streaming
 from fzero.precision import Dtypes, widened
@@ -440,6 +442,7 @@ def plan(
     placements: GivenPlacements = None,
     trained: Collection[str] | None = None,
     starts: Mapping[str, int] | None = None,
+    order: GivenOrder = None,
 ) -> Plan:
     """The plan of `model` under `cfg` on `world_size` ranks; reads shapes only, so the model may be on `meta`.
 
@@ -452,19 +455,23 @@ def plan(
             repeated blocks.
         param_groups: parameters with hyper-parameters of their own; see `ParamGroup`. The first that matches counts.
         transform: in place of the configuration's optimizer; see `make_train_step`.
-        gather_wire, reduce_wire, placements: see `make_train_step`.
+        gather_wire, reduce_wire, placements, order: see `make_train_step`.
         trained: the names of the parameters that are trained; None is those that require gradients.
         starts: when the optimizer state of each parameter began, by name (`starts_of`); 0 where it has no name. One counter
             of updates serves a flat buffer, so parameters that began in different updates have flat buffers of their own.
 
     Raises:
-        ConfigError, ValueError: the configuration does not fit, or a name in `units` matches nothing.
+        ConfigError, ValueError: the configuration does not fit, a name in `units` matches nothing, or `order` is none of the
+            model's parameters.
 
     >>> blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     >>> zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     >>> [unit.name for unit in plan(blocks, {"zero_optimization": zero}, world_size=2).units]
     ['0', '1']
     """
+    check_model(model)
+    check_names("units", units)
+    _check_groups(param_groups)
     check_mesh(mesh)
     cfg = Config.load(cfg)
     zero = cfg.zero_optimization
@@ -472,17 +479,23 @@ def plan(
         world_size = mesh.size if mesh else 1
     mesh = mesh_of(zero, world_size, mesh)
     optimizers = optimizers_of(cfg, param_groups, transform)
+    for optimizer_ in optimizers:
+        if isinstance(optimizer_, Own):
+            optimizer_.check()
     _check_has_shapes(model)
     modules, (owners, aliases) = dict(model.named_modules()), _owners(model)
     if not owners:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
     trained = {n for n, p in owners.items() if p.requires_grad} if trained is None else set(trained)
     _check_params(owners, trained, param_groups)
+    check_named(order, list(owners), aliases)
+    if order is None:
+        order = round_robin if zero.round_robin_gradients else declaration
     unit_plans = tuple(
         UnitPlan(
             name,
             tuple(
-                _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, mesh, optimizers)
+                _plan_buffer(name, kind, [(n, owners[n]) for n in names], zero, mesh, optimizers, order)
                 for kind, names in _by_kind(
                     members, modules, owners, cfg, param_groups, optimizers, trained, starts or {}
                 ).items()
@@ -562,11 +575,7 @@ The learning rate is a number, and a 0-d tensor where the whole step is compiled
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A user's transform where otherwise an optimizer of the configuration stands.
-
-    Raises:
-        ConfigError: it is not elementwise.
-    """
+    """A user's transform where otherwise an optimizer of the configuration stands; `check` says whether it can be."""
 
     field: str
     make: OwnTransform
@@ -578,8 +587,22 @@ class Own:
                 f"{self.field}: must be a Transform or a function of the learning rate that makes one, got {self.make!r}; "
                 f"see fzero.transforms"
             )
+
+    def check(self) -> None:
+        """Raises a ConfigError unless it makes a transform, which is elementwise."""
         try:
-            check_elementwise(self.transform(), name=self.field)
+            made = self.transform()
+        except TypeError as error:  # a class of torch.optim, say, which takes parameters first
+            raise ConfigError(
+                f"{self.field}: must make a Transform of a learning rate, got {shown(self.make)}, which raises {error}; pass "
+                f"lambda lr: fzero.torch_optimizer(cls, lr=lr) for a class of torch.optim, or see fzero.transforms"
+            ) from error
+        if not isinstance(made, Transform):
+            raise ConfigError(
+                f"{self.field}: must make a Transform of a learning rate, got {made!r}; return one, see fzero.transforms"
+            )
+        try:
+            check_elementwise(made, name=self.field)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -608,8 +631,7 @@ def optimizers_of(
     """The optimizer of each group: 0 is the configuration's or `transform`, for the parameters that no group takes.
 
     Raises:
-        ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have; a transform
-            that is not elementwise.
+        ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have.
     """
     lr = cfg.optimizer.lr
     optimizers: list[Optimizer | Own] = [cfg.optimizer if transform is None else Own("transform", transform, lr)]
@@ -644,6 +666,16 @@ def _check_has_shapes(model: nn.Module) -> None:
                     f"{kind} {name!r}: must have a shape, and that of a lazy module has none before its first forward; run the "
                     f"model once on a batch before the step is made"
                 )
+
+
+def _check_groups(param_groups: object) -> None:
+    """Raises unless these are mappings, one after the other."""
+    fix = 'pass [{"params": r"norm|bias", "weight_decay": 0.0}], say'
+    if isinstance(param_groups, str | Mapping) or not isinstance(param_groups, Sequence):
+        refuse("param_groups", "a list of mappings", param_groups, fix)
+    for index, group in enumerate(param_groups):
+        if not isinstance(group, Mapping):
+            refuse(f"param_groups[{index}]", "a mapping", group, fix)
 
 
 def _check_params(
@@ -710,11 +742,12 @@ def _plan_buffer(
     zero: ZeroOptimization,
     mesh: Mesh,
     optimizers: Sequence[Optimizer | Own],
+    order: OrderFunction | Sequence[str],
 ) -> BufferPlan:
     axes = shard_axes(mesh, zero)
     num_shards = num_ranks(mesh, axes)
-    order = round_robin(len(params), num_shards) if zero.round_robin_gradients else declaration(len(params))
-    params = order.apply(params)
+    of_names = dict(params)
+    params = [(name, of_names[name]) for name in ordered(tuple(of_names), order, num_shards)]
     layout = FlatLayout(
         tuple(name for name, _ in params), tuple(tuple(p.shape) for _, p in params), num_shards,
         multiple_of=ALIGNMENT * mesh.size // num_shards,

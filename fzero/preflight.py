@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from fzero.hosts import Host
 from fzero.launchers import Job, ssh_words
+from fzero.tables import print_report
 
 SECONDS = 30  # for a host to answer
 CLOCKS = 2.0  # seconds by which clocks may differ without a warning
@@ -126,7 +126,7 @@ def check(job: Job) -> None:
         answers = list(pool.map(lambda host: ask(job, host.name), job.hosts))
     stops, warnings = problems(job.hosts, answers)
     if stops or warnings:
-        Console(stderr=True, soft_wrap=True).print(table(job.hosts, answers))
+        print_report(table(job.hosts, answers), stderr=True)
     for line in warnings:
         print(f"fzero: warning: {line}", file=sys.stderr)
     if stops:

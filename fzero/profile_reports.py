@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
-from fzero.tables import as_text
+from fzero.tables import as_text, print_report
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Profile:
         """Prints the report, or writes it to a file: what the block `flops_profiler` asks for; `how` is as in `report`."""
         shown = self.report(**how)
         if output_file is None:
-            Console().print(shown, soft_wrap=True)
+            print_report(shown)
         else:
             Path(output_file).parent.mkdir(parents=True, exist_ok=True)
             Path(output_file).write_text(as_text(shown) + "\n")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fzero.arguments import check_loss_fn, check_model
 from fzero.config_files import changed
 from fzero.measure import LossFn, loss_of
 from fzero.module_watch import ModuleWatch
@@ -52,6 +53,8 @@ def profile(
     Raises:
         ValueError: the model is on `meta`, has nothing to train, or gives no loss.
     """
+    check_model(model)
+    check_loss_fn(loss_fn)
     params = [param for param in model.parameters() if param.requires_grad]
     if not params or any(param.is_meta for param in params):
         raise ValueError(

@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 from fzero import collectives, lr_schedules
+from fzero.arguments import check_callable, check_kind, check_loss_fn, check_model, check_whole
 from fzero.checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.collectives import Bound, Real
 from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, Measure
+from fzero.orders import GivenOrder
 from fzero.placements import GivenPlacements
 from fzero.plan import Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
 from fzero.sent import Label
@@ -47,6 +49,7 @@ class Recipe:
     gather_wire: GivenWire = None
     reduce_wire: GivenWire = None
     placements: GivenPlacements = None
+    order: GivenOrder = None
     donate: bool = True
     lr_schedule: Schedule | None = None
     schedule: Literal["learned", "negotiated"] = "learned"
@@ -62,6 +65,11 @@ class Recipe:
     """When the optimizer state of each parameter began (`fzero.plan.starts_of`)."""
 
     def __post_init__(self) -> None:
+        check_model(self.model)
+        check_loss_fn(self.loss_fn)
+        check_whole("seed", self.seed, 0)
+        check_kind("donate", self.donate, bool, "True or False", "pass one of these")
+        check_callable("lr_schedule", self.lr_schedule, "a function of the number of updates so far", optional=True)
         _check_choice("schedule", self.schedule, ("learned", "negotiated"))
         _check_choice("compile", self.compile, (None, "step", "block"))
         _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))
@@ -73,7 +81,7 @@ class Recipe:
         return plan(
             self.model, self.cfg, world_size=world_size, mesh=mesh, units=self.units, param_groups=self.param_groups,
             transform=self.transform, gather_wire=self.gather_wire, reduce_wire=self.reduce_wire,
-            placements=self.placements, trained=self.trained, starts=self.starts,
+            placements=self.placements, trained=self.trained, starts=self.starts, order=self.order,
         )  # fmt: skip
 
     def check_placements(self, the_plan: Plan) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero import collectives
+from fzero.arguments import check_kind
 from fzero.collectives import Fake, Real
 from fzero.eager import own_shard
 from fzero.file_store import StoreError
@@ -153,6 +154,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
         ValueError: there is not one state of `old` for each rank, or the models or optimizers differ.
     """
     _check_steps(old, new, TrainStep)
+    check_kind("states", states, Sequence, "a list of states", "pass those of all ranks, in rank order")
     if len(states) != old.world_size:
         raise ValueError(
             f"reshard_all: needs the states of all {old.world_size} ranks of the old step in rank order, got {len(states)}; "

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from fzero import checkpoint_files, collectives
+from fzero.arguments import check_callable, check_kind, check_no_inference, check_path, check_trains, shown
 from fzero.batches import Batches, without_memory
-from fzero.binding import bound, random_state
+from fzero.binding import bound, is_bound, random_state
 from fzero.bound_measure import BoundMeasure, assert_alike, check_alike, check_passes, mark_of
 from fzero.bound_mesh import BoundMesh
 from fzero.checkpoint_files import CheckpointError
@@ -46,6 +47,7 @@ from fzero.measure import LossFn, check_rows, loss_of, mean_of, row_of
 from fzero.meshes import check_mesh, told
 from fzero.module_buffers import make_equal, moved
 from fzero.offload import Offload, agree
+from fzero.orders import GivenOrder
 from fzero.placements import GivenPlacements
 from fzero.plan import Own, OwnTransform, ParamGroup, Plan, place_optimizers, starts_of
 from fzero.ranges import ranged
@@ -84,6 +86,7 @@ def make_train_step(
     gather_wire: GivenWire = None,
     reduce_wire: GivenWire = None,
     placements: GivenPlacements = None,
+    order: GivenOrder = None,
     donate: bool = True,
     lr_schedule: Schedule | None = None,
     schedule: Literal["learned", "negotiated"] = "learned",
@@ -123,6 +126,10 @@ def make_train_step(
         placements: where masters and tensors of the optimizer's state live, in place of what the configuration says: by
             pattern, `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and
             leaf (`fzero.placements`). The state then streams through each update, with the same bits on the CPU.
+        order: of the parameters within each flat buffer, in place of `round_robin_gradients`: a function of how many there are
+            and how many ranks share them, which gives a `sharding.Order` (`sharding.round_robin`; `fzero.testing.check_order`
+            tries one of yours), or the names of all parameters, of which a buffer's follow each other as they do there. None is
+            as the configuration says: as declared. It decides who holds which part, and no number of the model.
         donate: the step may write into the state it is given, which raises when it is used again. False works on a copy, which
             there is none of state in files.
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's. All ranks
@@ -159,9 +166,9 @@ def make_train_step(
     cfg.warn_of_wires()
     recipe = Recipe(
         model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
-        gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, donate=donate, lr_schedule=lr_schedule,
-        schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
-        starts={} if after is None else starts_after(after, model),
+        gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, order=order, donate=donate,
+        lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
+        seed=seed, starts={} if after is None else starts_after(after, model),
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else bind(mesh, recipe.device))
 
@@ -365,7 +372,10 @@ class TrainStep:
         Raises:
             ValueError: a name or shape that does not fit, or a module on `meta` that nothing initialises.
         """
+        check_no_inference("init")
+        check_callable("init_fn", init_fn, "a function of a module that fills it", optional=True)
         if params is not None:
+            _check_values(params)
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
         return self._first_state.make(self._mesh, params, init_fn)
 
@@ -485,6 +495,7 @@ class TrainStep:
             CheckpointError: told on every rank: a file cannot be written.
             ValueError: a dtype that safetensors does not have.
         """
+        check_path("out", out)
         self._check_state(state)
         keys = {name: key for key, name in reversed(self._stored_names.items())}
         aliases = {key: keys[name] for key, name in self._stored_names.items() if keys[name] != key}
@@ -577,6 +588,11 @@ class TrainStep:
         """
         if self._probe:
             self._probe.sees(batch)
+        if is_bound(self._model):
+            raise RuntimeError(
+                "step: must not be called inside a forward of its own model, got a call inside; call it after the forward, or "
+                "compute there with the model itself"
+            )
         self._check_state(state)
         self._check_flags()
         # At once: an iterator of the user's must not meet the state's random generators.
@@ -624,6 +640,7 @@ class TrainStep:
         return self._begin(state, measures_early=measures_early)
 
     def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> Round:
+        check_trains("step")
         collectives.next_step()
         if self._probe:
             self._probe.begins()
@@ -651,6 +668,7 @@ class TrainStep:
             still: the names of trained parameters that get no gradient of this forward. A flat buffer whose parameters are all
                 still in all forwards of a round is not updated.
         """
+        check_callable("forward", function, "a function without arguments that calls the model")
         self._num_passes += 1  # ranks of which one has raised are told apart by it
         work, self._holds_still = round_.work, self._holds_still or bool(still)
         with ranged("forward"), self._bound_to(round_), work.forward(run, still=still):
@@ -679,6 +697,9 @@ class TrainStep:
                 all the same is reduced for itself, and added.
             keeps: whether the graph stays, for a further backward.
         """
+        if not isinstance(loss, Tensor) or loss.dim():
+            given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
+            raise ValueError(f"backward: loss must be a 0-d tensor, got {given}; take its mean or sum")
         self._num_passes += 1
         work, scale = round_.work, round_.state.loss_scale.scale
         news = moved(round_.buffers, round_.before) - (self._moving_buffers or set())
@@ -741,6 +762,9 @@ class TrainStep:
         Raises:
             FloatingPointError: see `__call__`.
         """
+        check_kind(
+            "update", round_, Round, "given the Round of the last backward", "pass what step.backward(...) returned"
+        )
         _check_not_donated(round_.state)
         if round_.work.is_over:
             raise RuntimeError(
@@ -930,6 +954,7 @@ class TrainStep:
             ValueError: the state is not one of this step.
             StoreError: it is stale, or files failed, now (on every rank) or before.
         """
+        check_callable("inspect", function, "a function without arguments that calls the model")
         self._check_state(state)
         return self._inspect(state, function, run)
 
@@ -1004,6 +1029,7 @@ class TrainStep:
         Raises:
             ValueError: no batch is given, and no graph has run; and what `trace` raises.
         """
+        check_kind("machine", machine, Machine | None, "a fzero.Machine", "pass fzero.Machine(flops=1e13), say")
         title = f"stage {self.plan.stage} on {told(self.plan.mesh)}"
         if batch is None:
             if self._compiled is None or not self._compiled.backend.graphs:
@@ -1023,6 +1049,7 @@ class TrainStep:
 
         Shares what is captured, and the model. Each rank may call it or not.
         """
+        check_callable("observe", observe, "a function of a fzero.Sent")
         twin = copy.copy(self)
         twin._bound = self._mesh.observed(observe)
         twin._updater = replace(self._updater, mesh=twin._bound)
@@ -1064,6 +1091,16 @@ def _check_not_donated(state: TrainState[Tensor]) -> None:
 def _trained(plan: Plan) -> dict[str, bool]:
     """Whether each parameter is trained."""
     return {name: buffer.trainable for buffer in plan.flat_buffers for name in buffer.layout.names}
+
+
+def _check_values(params: object) -> None:
+    """Raises unless it is a state dict."""
+    check_kind("params", params, Mapping, "a state dict", "pass model.state_dict()")
+    assert isinstance(params, Mapping)
+    for name, value in params.items():
+        check_kind(
+            f"params[{name!r}]", value, Tensor, "a tensor", "pass model.state_dict(), or torch.from_numpy(array)"
+        )
 
 
 def _portable(tensor: Tensor) -> Tensor:

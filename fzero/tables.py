@@ -1,17 +1,54 @@
-"""How does a report that rich prints read as plain text, and how do numbers of bytes in it?"""
+"""Reports that rich prints, whole wherever they go: a terminal, a pipe, a log or a string; and numbers of bytes in them."""
 
 from __future__ import annotations
 
 import io
+import sys
 
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
+
+PLAIN_WIDTH = 120
+"""Columns of what goes to no terminal."""
 
 
 def as_text(report: RenderableType) -> str:
-    """What rich prints of a report, in 120 columns and without colours; wider lines stay whole."""
+    """What rich prints of a report without colours, in 120 columns, or as many as it takes to cut nothing."""
+    text = _rendered(report, width_of(report, PLAIN_WIDTH))
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def print_report(report: RenderableType, *, stderr: bool = False) -> None:
+    """Prints a report, with colours on a terminal. Where that is too narrow its lines are wrapped, and nothing is cut."""
+    console = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
+    width = width_of(report, console.width if console.is_terminal else PLAIN_WIDTH)
+    Console(file=console.file, highlight=False, width=width).print(report, soft_wrap=True)
+
+
+def width_of(report: RenderableType, width: int) -> int:
+    """`width`, or as many columns more as it takes that no cell of a table in the report is cut.
+
+    >>> from rich.table import Table
+    >>> table = Table("figure", "figure")
+    >>> table.add_row("123,456,789", "987,654,321")
+    >>> width_of(table, 20), width_of(table, 80)
+    (29, 80)
+    """
+    wide = Console(width=100_000, file=io.StringIO())
+    needed = Measurement.get(wide, wide.options, report)
+    whole = _rendered(report, max(width, needed.maximum)).count(CUT)
+    widths = (width, max(width, needed.minimum))
+    return next((w for w in widths if _rendered(report, w).count(CUT) == whole), max(width, needed.maximum))
+
+
+CUT = "…"
+"""What rich writes in place of the end of a cell."""
+
+
+def _rendered(report: RenderableType, width: int) -> str:
     out = io.StringIO()
-    Console(width=120, file=out).print(report, soft_wrap=True)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    Console(width=width, file=out).print(report, soft_wrap=True)
+    return out.getvalue()
 
 
 def scale_of(most: float) -> tuple[float, str]:

@@ -21,14 +21,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import sharding.testing  # noqa: F401 - first of all: it names the extra where hypothesis is not installed
+from fzero.arguments import check_callable, check_kind, check_whole
 from fzero.laws import try_law
 from fzero.laws_of_collectives import COLLECTIVE_LAWS, Declared
-from fzero.laws_of_orders import ORDER_LAWS, OrderFunction, in_two_numbers
-from fzero.laws_of_transforms import CAPTURE_LAWS, RATE_LAW, TRANSFORM_LAWS
+from fzero.laws_of_orders import ORDER_LAWS
+from fzero.laws_of_transforms import capture_laws, rate_law, transform_laws
+from fzero.orders import OrderFunction, in_two_numbers
 from fzero.plain import Job
 from fzero.plan import OwnTransform
 from fzero.training_machine import TrainingMachine
-from fzero.transforms import Transform
+from fzero.transforms import LONG_RUN, Transform
 from fzero.wires import Wire
 
 __all__ = ["Job", "TrainingMachine", "check_collective", "check_order", "check_transform"]
@@ -41,8 +44,16 @@ def check_transform(
     compile: Literal["step", "block"] | None = None,
     lr: float = 0.1,
     max_examples: int = 25,
+    num_updates: int = LONG_RUN,
 ) -> None:
-    """Raises unless a transform can be used in every ZeRO stage, precision and placement.
+    """Raises if a transform breaks a law that every ZeRO stage, precision and placement relies on, as far as can be seen.
+
+    A check runs the transform; it does not prove anything of what it has not run. Tried are, for each law, `max_examples` drawn
+    examples (up to 4 updates of some hundred elements on up to 5 ranks, in fp32 and fp64, from the first update on or from
+    around the 500th, 1000th, 2048th or 10,000th by the state's own count), a run of `num_updates` updates and, where numbers
+    of elements may matter, 131,072 elements. So an update that does something else every k steps (Shampoo, SOAP, Sophia) is
+    seen where k is at most `num_updates`, or divides one of these counts and the state has it as a 0-d tensor. Unseen stays
+    what depends on numbers that are rare, on more elements or later steps than these, or on a device other than the CPU.
 
     Args:
         transform: a `Transform`, or a function of the learning rate that makes one.
@@ -50,11 +61,12 @@ def check_transform(
         compile: as in `make_train_step`. A step that is compiled as a whole asks more of a transform: it must not read the
             values of tensors, and take its learning rate as one.
         lr: the learning rate that such a function is given.
-        max_examples: how many examples of each law are tried.
+        max_examples: how many drawn examples of each law are tried.
+        num_updates: of the longest run. Give at least twice the period of what your transform does every so often.
 
     Raises:
-        AssertionError: a law is broken; names it, the smallest example found, and what to mend.
-        ValueError: `transform` is neither.
+        AssertionError: a law is broken; names it, the example, the smallest that was found, and what to mend.
+        ValueError: `transform` is neither, or `num_updates` is less than 1.
 
     >>> from fzero import adamw
     >>> check_transform(adamw, max_examples=2)
@@ -69,15 +81,19 @@ def check_transform(
             f"{name}: must be a Transform or a function of the learning rate that makes one, got {transform!r}; "
             f"see fzero.Transform"
         )
+    check_whole("max_examples", max_examples, 1)
+    if compile not in (None, "step", "block"):
+        raise ValueError(f"compile: must be None or 'step' or 'block', got {compile!r}; pass one of these")
+    check_whole("num_updates", num_updates, 1)
     make: Callable[[], Transform] = (lambda: transform) if isinstance(transform, Transform) else lambda: transform(lr)
-    for law in (*TRANSFORM_LAWS, *(CAPTURE_LAWS if compile == "step" else ())):
+    for law in (*transform_laws(num_updates), *(capture_laws(num_updates) if compile == "step" else ())):
         try_law(law, make, name, max_examples)
     if compile == "step" and not isinstance(transform, Transform):
-        try_law(RATE_LAW, transform, name, max_examples)
+        try_law(rate_law(num_updates), transform, name, max_examples)
 
 
 def check_order(order: OrderFunction, *, name: str = "order", max_examples: int = 100) -> None:
-    """Raises unless a function gives orders that a flat buffer may follow on every rank.
+    """Raises unless a function gives orders that a flat buffer may follow on every rank, as `order=` of `make_train_step`.
 
     Args:
         order: (how many parameters, on how many ranks) -> their `Order`; or of the first number alone. A second argument
@@ -97,6 +113,8 @@ def check_order(order: OrderFunction, *, name: str = "order", max_examples: int 
     AssertionError: order: it must be a permutation of the parameters. Found that it orders 1 of 0 parameters. Smallest \
 example: OrderExample(length=0, world_size=1). Name every index from 0 to length - 1 once
     """
+    check_callable("order", order, "a function of the number of parameters, and of ranks")
+    check_whole("max_examples", max_examples, 1)
     for law in ORDER_LAWS:
         try_law(law, in_two_numbers(order), name, max_examples)
 
@@ -128,5 +146,7 @@ def check_collective(wire: Wire, *, max_error: float = 0.0, name: str = "collect
     ...
     AssertionError: collective: reduce_scatter must give this rank's shard of the sum over ranks, ... Add up, do not average; ...
     """
+    check_kind("wire", wire, Wire, "a fzero.Wire", "pass fzero.coded(codec), say, for a codec")
+    check_whole("max_examples", max_examples, 1)
     for law in COLLECTIVE_LAWS:
         try_law(law, Declared(wire, max_error), name, max_examples)

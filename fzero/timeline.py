@@ -21,6 +21,7 @@ from rich.console import Group
 from rich.table import Table
 from torch.fx import Graph, Node
 
+from fzero.arguments import refuse
 from fzero.graph_analysis import (
     ALL_GATHERS,
     ALL_REDUCE,
@@ -69,6 +70,9 @@ class Machine:
     overlap: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("flops", "memory", "network", "latency", "host", "disk", "processor", "flops_fp32"):
+            if not isinstance(getattr(self, name), int | float | None):
+                refuse(f"Machine: {name}", "a number", getattr(self, name), "pass a rate per second (latency: seconds)")
         if self.latency < 0:
             raise ValueError(f"Machine: latency must not be negative, got {self.latency}; it is seconds")
         for name in ("flops", "memory", "network", "host", "disk", "processor", "flops_fp32"):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fzero.transforms import Leaf, Transform, check_elementwise, no_steps, step_spec, trial_tensors
+from fzero.transforms import SHORT_TRIAL, TRIALS, Leaf, Transform, check_trials, no_steps, step_spec, trial_tensors
 from sharding import TensorSpec
 from sharding.views import dtype_name
 
@@ -75,7 +75,9 @@ def torch_optimizer(name_or_class: str | type[Optimizer], **params: Any) -> Tran
     transform = torch_transform(cls, params)
     try:
         _check_keeps_to_its_state(cls, params, transform)
-        check_elementwise(transform, name=cls.__name__)
+        # PyTorch's own do in every step what they do in the first ones.
+        trials = (SHORT_TRIAL,) if cls.__module__.startswith("torch.optim") else TRIALS
+        check_trials(transform, trials, name=cls.__name__)
     except ValueError as error:
         raise ValueError(f"{error}, for which there is {own}" if own else str(error)) from None
     return transform

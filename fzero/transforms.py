@@ -64,6 +64,24 @@ class Transform(NamedTuple):
         return [self.update(*of)[2] for of in zip(grads, params, states, strict=True)]
 
 
+class Trial(NamedTuple):
+    """Updates of a flat tensor of random numbers, to find out what a transform does."""
+
+    numel: int
+    num_updates: int
+    start: int = 0
+    """The updates that came before, by the state's own counts."""
+
+
+SHORT_TRIAL = Trial(numel=128, num_updates=4)
+
+LONG_RUN, LARGE = 128, 1 << 16
+"""Updates of the longest run that a transform is tried with, and elements of the largest tensor."""
+
+LATE_STARTS = (498, 998, 2046, 9_998)
+"""Counts of updates from which a few more pass a round number."""
+
+
 def is_traced() -> bool:
     """Whether kernels that only run as they are cannot: in a captured graph, and under `torch.vmap`."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
@@ -98,6 +116,8 @@ def chain(*transforms: Transform) -> Transform:
     >>> halved.update(grad, param, halved.init(param))[1]
     tensor([8.])
     """
+    for index, transform in enumerate(transforms):
+        check_transform_kind(f"chain[{index}]", transform)
 
     def init(param: Tensor) -> tuple[Any, ...]:
         return tuple(transform.init(param) for transform in transforms)
@@ -161,6 +181,8 @@ class ScaleState(NamedTuple):
 
 def scale(factor: float) -> Transform:
     """Multiplies the gradient by `factor`."""
+    if not isinstance(factor, int | float):
+        raise ValueError(f"scale: factor must be a number, got {factor!r}; pass 0.5, say")
 
     def init(param: Tensor) -> ScaleState:
         return ScaleState()
@@ -371,11 +393,23 @@ def lion(lr: Rate, *, betas: tuple[Rate, float] = (0.9, 0.99), weight_decay: flo
     return Transform(init, update, place)
 
 
+TRIALS = (
+    Trial(numel=128, num_updates=LONG_RUN),
+    *(Trial(numel=128, num_updates=4, start=start) for start in LATE_STARTS),
+    Trial(numel=LARGE, num_updates=2),
+)
+"""What shows whether a transform is elementwise, as far as running it can show that."""
+
+
 def check_elementwise(transform: Transform, *, name: str = "transform") -> None:
-    """Raises unless a shard of the update is the update of a shard, as found by a few updates of random numbers.
+    """Raises unless a shard of the update is the update of a shard, as far as updates of random numbers show.
 
     A transform that passes may be used on shards, for which it need not know what they hold. The shards are multiples of
     32 long, as all are here, so that vectorised kernels do the same to every element.
+
+    Tried are 128 updates one after the other, a few more around the 500th, 1000th, 2048th and 10,000th (for a transform whose
+    state has a 0-d count of updates), and two of 65,536 elements, on the CPU. What a transform does at other counts, with more
+    elements or for numbers that do not come up here stays unseen. `fzero.testing.check_transform` tries more.
 
     Raises:
         ValueError: two halves, updated one by one, are not the whole bit for bit.
@@ -387,48 +421,84 @@ def check_elementwise(transform: Transform, *, name: str = "transform") -> None:
     ValueError: norm: must be elementwise, ...
     >>> check_elementwise(adamw(1e-3))
     """
-    param, grads = trial_tensors(torch.float32)
-    half = len(param) // 2
-    with torch.random.fork_rng(devices=[]):
-        differs = find_cut(transform, param, grads, ((0, half), (half, len(param))))
-    if differs:
-        raise ValueError(
-            f"{name}: must be elementwise, and two halves of {half} elements updated one by one differ from the whole in "
-            f"{differs}; a shard does not know the elements of other ranks, so use a transform that takes `pieces`"
-        )
+    check_transform_kind(name, transform)
+    check_trials(transform, TRIALS, name=name)
+
+
+def check_trials(transform: Transform, trials: Sequence[Trial], *, name: str) -> None:
+    """As `check_elementwise`, by these trials."""
+    for trial in trials:
+        param, grads = trial_tensors(torch.float32, trial)
+        half = len(param) // 2
+        with torch.random.fork_rng(devices=[]):
+            differs = find_cut(transform, param, grads, ((0, half), (half, len(param))), start=trial.start)
+        if differs:
+            raise ValueError(
+                f"{name}: must be elementwise, and two halves of {half} elements updated one by one differ from the whole in "
+                f"{differs}; a shard does not know the elements of other ranks, so use a transform that takes `pieces`"
+            )
 
 
 def find_cut(
-    transform: Transform, param: Tensor, grads: Sequence[Tensor] | Tensor, bounds: Sequence[tuple[int, int]]
+    transform: Transform,
+    param: Tensor,
+    grads: Sequence[Tensor] | Tensor,
+    bounds: Sequence[tuple[int, int]],
+    *,
+    start: int = 0,
 ) -> str | None:
     """Where the pieces of a flat tensor, updated one by one, are not those of the whole bit for bit; None is nowhere.
 
     Args:
         param, grads: the parameter and a gradient for each update, flat; they stay as they are.
         bounds: where each piece starts and stops; together they are all elements, in order.
+        start: the updates that the state's counts stand at before the first; see `started`.
     """
-
-    def run(start: int, stop: int) -> tuple[Tensor, Any]:
-        x = param[start:stop].clone()
-        state = transform.init(x)
-        for grad in grads:
-            _, x, state = transform.update(grad[start:stop].clone(), x, state)
-        return x, state
-
-    whole, whole_state = run(0, len(param))
-    names = leaf_names(whole_state)
-    pieces = [run(*bound) for bound in bounds]
-    if not same_bits(torch.cat([piece for piece, _ in pieces]), whole):
-        return "the parameter"
+    slices = [slice(0, len(param)), *(slice(*bound) for bound in bounds)]
+    params = [param[of].clone() for of in slices]
+    states = [started(transform, x, start) for x in params]
+    names = leaf_names(states[0])
+    for count, grad in enumerate(grads, start + 1):
+        updated = [transform.update(grad[of].clone(), x, state) for of, x, state in zip(slices, params, states)]
+        params, states = [x for _, x, _ in updated], [state for _, _, state in updated]
+        if not same_bits(torch.cat(params[1:]), params[0]):
+            return f"the parameter after update {count}"
     specs = optree.tree_leaves(
         transform.place(TensorSpec(tuple(param.shape), dtype_name(param.dtype), Sharded("data")))
     )
-    leaves, states = optree.tree_leaves(whole_state), [optree.tree_leaves(state) for _, state in pieces]
-    for index, (spec, of_all, *of_pieces) in enumerate(zip(specs, leaves, *states, strict=True)):
+    leaves = [optree.tree_leaves(state) for state in states]
+    for index, (spec, of_all, *of_pieces) in enumerate(zip(specs, *leaves, strict=True)):
         cut = [torch.cat(of_pieces)] if isinstance(spec.spec, Sharded) else of_pieces
         if not all(same_bits(x, of_all) for x in cut):
             return names[index]
     return None
+
+
+def started(transform: Transform, param: Tensor, count: int) -> Any:
+    """The state of `init`, but that its counts of updates stand at `count`.
+
+    >>> started(adamw(1e-3), torch.zeros(2), 9_999).step
+    tensor(9999.)
+    """
+    state = transform.init(param)
+    return at_count(state, counts_of(transform), count) if count else state
+
+
+def at_count(state: Any, counts: Sequence[int], count: int) -> Any:
+    """The state with `count` in the tensors that are counts, by their places among its tensors."""
+    leaves, treespec = optree.tree_flatten(state)
+    return treespec.unflatten([torch.full_like(x, count) if i in counts else x for i, x in enumerate(leaves)])
+
+
+def counts_of(transform: Transform) -> list[int]:
+    """The places, among the tensors of a state, of 0-d ones that each of the first two updates raises by one."""
+    param, grads = trial_tensors(torch.float32, Trial(numel=32, num_updates=2))
+    state = transform.init(param)
+    values = [[x.clone() for x in optree.tree_leaves(state)]]
+    for grad in grads:
+        _, param, state = transform.update(grad, param, state)
+        values.append([x.clone() for x in optree.tree_leaves(state)])
+    return [i for i, (x, y, z) in enumerate(zip(*values, strict=True)) if x.dim() == 0 and y == x + 1 and z == x + 2]
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
@@ -447,17 +517,25 @@ def leaf_names(state: Any) -> list[str]:
     return [accessor.codify("state") for accessor in optree.tree_accessors(state)]
 
 
-def trial_tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A parameter (128,) and gradients for four updates (4, 128), random and of quite different sizes."""
+def trial_tensors(dtype: torch.dtype, trial: Trial = SHORT_TRIAL) -> tuple[Tensor, Tensor]:
+    """A parameter (numel,) and a gradient for each update (num_updates, numel), random and of quite different sizes."""
     generator = torch.Generator().manual_seed(0)
-    param = torch.randn(128, generator=generator)
-    grads = torch.randn(4, 128, generator=generator) * torch.logspace(-3, 2, 128)
+    param = torch.randn(trial.numel, generator=generator)
+    grads = torch.randn(trial.num_updates, trial.numel, generator=generator) * torch.logspace(-3, 2, trial.numel)
     return param.to(dtype), grads.to(dtype)
+
+
+def check_transform_kind(name: str, transform: object) -> None:
+    """Raises unless it is a transform, and not the function that makes one."""
+    if not isinstance(transform, Transform) or not all(map(callable, transform[:3])):
+        raise ValueError(
+            f"{name}: must be a Transform of three functions, got {transform!r:.80}; make one, fzero.adamw(1e-3), say"
+        )
 
 
 def check_betas(name: str, betas: tuple[Rate, float]) -> None:
     """Raises unless both are in [0, 1)."""
-    if not all(0 <= beta < 1 for beta in betas):
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{name}: each of betas must be in [0, 1), got {betas}; 0.9 for the first is usual")
 
 
@@ -474,5 +552,5 @@ def step_spec(param: TensorSpec) -> TensorSpec:
 def check_range(name: str, **values: Rate) -> None:
     """Raises unless all are numbers from 0 on."""
     for field, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"{name}: {field} must be at least 0, got {value}; give a number that is not negative")
+        if not isinstance(value, int | float | Tensor) or not value >= 0:
+            raise ValueError(f"{name}: {field} must be at least 0, got {value!r}; give a number that is not negative")

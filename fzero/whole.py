@@ -46,6 +46,11 @@ def params_of(step: TrainStep, state: TrainState[Tensor], names: Iterable[str] |
     return {name: found[aliases.get(name, name)] for name in sorted(wanted)}
 
 
+def is_trained(step: TrainStep, name: str) -> bool:
+    """Whether a parameter has a gradient and optimizer state, and is not frozen."""
+    return _home(step, name).trainable
+
+
 def weight_of(step: TrainStep, state: TrainState[Tensor], name: str) -> Tensor:
     """A whole parameter in fp32 (fp64, if it is): the master's where there is one. *Collective* where it is divided."""
     buffer = _home(step, name)

@@ -15,7 +15,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from hypothesis import strategies as st
+try:
+    from hypothesis import strategies as st
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "sharding.testing and fzero.testing: need hypothesis, which is not installed; pip install 'fzero[testing]'",
+        name=error.name,
+    ) from error
 
 from sharding.layout import FlatLayout
 from sharding.order import Order, declaration

@@ -686,6 +686,11 @@ def test_an_unknown_stage_is_refused_by_its_value(stage: Any) -> None:
         ({"gradient_clipping": -1.0}, "gradient_clipping"),
         ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op"),
         ({"gradient_clipping": True}, "gradient_clipping"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.min_loss_scale"),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"min_loss_scale": 0}},
+            "fp16.min_loss_scale",
+        ),
         ({"gradient_clipping": float("nan")}, "gradient_clipping"),
         (zero(reduce_bucket_size=0), "zero_optimization.reduce_bucket_size"),
         (zero(reduce_bucket_size=1e-3), "zero_optimization.reduce_bucket_size"),

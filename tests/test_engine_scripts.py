@@ -371,6 +371,77 @@ def test_a_command_line_names_the_configuration(tmp_path: Path) -> None:
         deepspeed.PipelineModule  # noqa: B018
 
 
+def test_a_step_was_applied_only_if_the_last_call_updated() -> None:
+    engine = made(1, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4)
+    told = [engine.was_step_applied()]
+    for index in range(8):
+        x, y = data(index, 2)
+        engine.backward(criterion(engine(x), y))
+        engine.step()
+        told.append(engine.was_step_applied())
+    assert told == [False, *[False, False, False, True] * 2]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_of_a_frozen_parameter_there_is_no_master_no_gradient_and_no_state(stage: int) -> None:
+    module = make(Net)
+    module.blocks[1].requires_grad_(False)
+    engine = fzero.initialize(model=module, config=settings(stage))[0]
+    x, y = data(0)
+    engine.backward(criterion(engine(x), y))
+    get, frozen, trained = deepspeed.utils, module.blocks[1].up.weight, module.blocks[0].up.weight
+    assert get.safe_get_full_fp32_param(frozen) is None and get.safe_get_full_fp32_param(trained) is not None
+    assert get.safe_get_full_grad(frozen) is None and get.safe_get_full_grad(trained) is not None
+    assert get.safe_get_full_optimizer_state(frozen, "exp_avg") is None
+    assert get.safe_get_full_optimizer_state(trained, "exp_avg") is not None
+    for set_ in (
+        lambda: get.safe_set_full_grad(frozen, torch.zeros(1)),
+        lambda: get.safe_set_full_optimizer_state(frozen, torch.zeros(1), "exp_avg"),
+    ):
+        with pytest.raises(ValueError, match=r"'blocks\.1\.up\.weight': must be trained"):
+            set_()
+
+
+@pytest.mark.parametrize("folder", ["", None, 3])
+def test_an_empty_path_is_no_folder(folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = made(0)
+    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        with pytest.raises(ValueError, match="_dir: must be a path, got"):
+            call(folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_leaf_modules_that_are_not_there_are_told() -> None:
+    module, find = make(Net), deepspeed.utils.set_z3_leaf_modules
+    names = ["Linear"], ["torch.nn.modules.linear.Linear"], [nn.Linear]
+    assert len({tuple(find(module, given)) for given in names}) == 1 and find(module, [nn.Linear])
+    for given in ([nn.Conv2d], ["Lineer"], []):
+        with pytest.raises(
+            ValueError, match=r"must be those of some modules of Net, got .*its modules are of Block, La"
+        ):
+            find(module, given)
+        assert find(module, given, raise_if_not_found=False) == []
+    for wrong in ("Linear", nn.Linear, [nn.Linear(1, 1)]):
+        with pytest.raises(ValueError, match="must be a list of classes or their names"):
+            find(module, wrong)
+
+
+def test_who_must_not_join_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = []
+    monkeypatch.setattr("fzero.collectives.join", lambda *args, **kwargs: joined.append(args))
+    deepspeed.init_distributed(dist_init_required=False)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ConfigError, match="dist_init_required: must not be False where torchrun has started 2 ranks"):
+        deepspeed.init_distributed(dist_init_required=False)
+    assert not joined
+    deepspeed.init_distributed()
+    assert len(joined) == 1
+
+
 class Recomputed(Net):
     def forward(self, x: Tensor) -> dict[str, Any]:
         hidden = []

@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     # pure
     (
+        "fzero.arguments",
         "fzero.tables",
         "fzero.transforms",
         "fzero.precision",
@@ -64,6 +65,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fzero.meshes",
         "fzero.wiring",
         "fzero.placements",
+        "fzero.orders",
         "fzero.plan",
         "fzero.estimates",
         "fzero.named_models",

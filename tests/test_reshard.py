@@ -30,7 +30,7 @@ from fzero import collectives
 from fzero.pieces import grids_of
 from fzero.plan import BufferPlan
 from fzero.state import TrainState
-from sharding import Mesh, Sharded, TensorSpec
+from sharding import Mesh, Order, Sharded, TensorSpec, round_robin
 from sharding.transfer import merged
 from sharding.views import flatten, take_shard, torch_dtype
 
@@ -58,6 +58,14 @@ class Normed(nn.Module):
         self.odd, self.statistics = Odd(5, 3), nn.BatchNorm1d(3)
 
 
+ORDERS: dict[str, Any] = {
+    "as declared": None,
+    "round robin": round_robin,
+    "backwards": lambda length: Order(tuple(reversed(range(length)))),
+    "by length of name": sorted(dict(Normed().named_parameters()), key=len),
+}
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a step is made from, besides the model."""
@@ -69,7 +77,7 @@ class Setting:
     units: int = 0
     groups: int = 0
     threshold: int = 0
-    round_robin: bool = False
+    order: str = "as declared"
     mesh: Mesh | None = None
     is_hpz: bool = False
 
@@ -78,7 +86,6 @@ class Setting:
 def step_of(setting: Setting) -> fzero.TrainStep:
     zero = {
         "stage3_param_persistence_threshold": setting.threshold,
-        "round_robin_gradients": setting.round_robin,
     }
     if setting.is_hpz and setting.mesh is not None and setting.stage == 3:
         zero["zero_hpz_partition_size"] = setting.mesh.axis_size("data")
@@ -90,6 +97,7 @@ def step_of(setting: Setting) -> fzero.TrainStep:
         mesh=fzero.Fake("data", setting.world_size, mesh=setting.mesh),
         units=units and [f"odd.{name}" for name in units],
         param_groups=GROUPS[setting.groups] if setting.optimizer == "AdamW" else [],
+        order=ORDERS[setting.order],
     )
 
 
@@ -116,7 +124,7 @@ def _settings_on(mesh: Mesh, optimizer: str, precisions: tuple[str, ...]) -> st.
         units=st.integers(0, len(UNITS) - 1),
         groups=st.integers(0, len(GROUPS) - 1),
         threshold=st.sampled_from((0, 30)),
-        round_robin=st.booleans(),
+        order=st.sampled_from(sorted(ORDERS)),
     )
 
 

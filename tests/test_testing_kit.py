@@ -18,7 +18,7 @@ import fzero
 from fzero import Transform, collectives
 from fzero.laws_of_collectives import COLLECTIVE_LAWS
 from fzero.laws_of_orders import ORDER_LAWS
-from fzero.laws_of_transforms import CAPTURE_LAWS, RATE_LAW, TRANSFORM_LAWS, Updates
+from fzero.laws_of_transforms import Updates, capture_laws, rate_law, transform_laws
 from fzero.testing import check_collective, check_order, check_transform
 from fzero.wires import Wire, ended
 from sharding import FlatLayout, Order, TensorSpec, declaration, round_robin
@@ -248,7 +248,8 @@ def writing(lr: Any) -> Transform:
     return right(update=update)
 
 
-ALL_LAWS = (*TRANSFORM_LAWS, *CAPTURE_LAWS, RATE_LAW)
+RATE_LAW = rate_law()
+ALL_LAWS = (*transform_laws(), *capture_laws(), RATE_LAW)
 PLACE, EMPTY, KINDS, ALIASES, WRITES, EQUAL, ALL, SHARDS, SKIPS, WIDE, SEVERAL, READS = (
     law.sentence for law in ALL_LAWS[:-1]
 )
@@ -309,6 +310,60 @@ def test_a_transform_that_is_right_passes(given_transform: Any) -> None:
 @pytest.mark.parametrize("name", ["rate as a constant", "writes to the rate", "a branch"])
 def test_what_only_a_captured_step_asks_is_not_asked_of_others(name: str) -> None:
     check_transform(BROKEN[name][0], compile="block")
+
+
+def clipping_when(rare: Callable[[Tensor, Momentum], Tensor | bool]) -> Transform:
+    """Divides by the norm of all that it sees, where `rare` is true."""
+
+    def update(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+        norm = torch.where(torch.as_tensor(rare(grad, state)), 1 + grad.norm(), 1.0)
+        return UPDATE(grad / norm, param, state)
+
+    return right(update=update)
+
+
+RARE: dict[str, tuple[Any, str]] = {
+    **{
+        f"every {k}th update": (lambda grad, state, k=k: state.step % k == k - 1, "after update")
+        for k in (5, 10, 100, 128)
+    },
+    **{
+        f"every {k}th update": (lambda grad, state, k=k: state.step % k == 0, "after update") for k in (250, 1000, 5000)
+    },
+    "after 9,000 updates": (lambda grad, state: state.step > 9_000, "after update"),
+    "from 4096 elements on": (lambda grad, state: grad.numel() >= 4096, "in the parameter after update 1"),
+    "from 65,536 elements on": (lambda grad, state: grad.numel() >= 65_536, "in the parameter after update 1"),
+}
+
+
+@pytest.mark.parametrize("rare", RARE)
+def test_what_an_update_does_seldom_is_found_by_the_kit_and_when_a_step_is_made(rare: str) -> None:
+    transform, told = clipping_when(RARE[rare][0]), RARE[rare][1]
+    with pytest.raises(AssertionError, match=f"{SHARDS}.*{told}"):
+        check_transform(transform, max_examples=15)
+    with pytest.raises(fzero.ConfigError, match=f"transform: must be elementwise, .*{told}"):
+        fzero.plan(torch.nn.Linear(2, 2), {}, transform=transform)
+
+
+def test_a_longer_run_finds_what_is_seldomer() -> None:
+    transform = clipping_when(lambda grad, state: state.step == 299)
+    check_transform(transform, max_examples=1)
+    with pytest.raises(AssertionError, match=r"after update 300\. Example: Updates"):
+        check_transform(transform, max_examples=1, num_updates=300)
+    with pytest.raises(ValueError, match="num_updates: must be at least 1, got 0"):
+        check_transform(transform, num_updates=0)
+
+
+def test_what_is_counted_outside_the_state_is_found_however_late_it_shows() -> None:
+    count = 0
+
+    def update(grad: Tensor, param: Tensor, state: Momentum) -> Update:
+        nonlocal count
+        count += 1
+        return UPDATE(grad * (2 if count % 100 == 0 else 1), param, state)
+
+    with pytest.raises(AssertionError, match=f"{EQUAL}|{ALL}"):
+        check_transform(right(update=update), max_examples=1)
 
 
 def test_every_law_of_transforms_is_broken_by_one() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fzero import collectives, live_params
 from fzero.collectives import TIMEOUT
 from fzero.engine_watch import merged
+from fzero.initialize import check_may_join
 from fzero.tables import as_text
 
 
@@ -33,9 +34,17 @@ def init_distributed(
     Args:
         dist_backend: "nccl" or "gloo"; None is the device's.
         timeout: how long a collective waits for a rank that does not come.
-        init_method, rank, world_size: to join as torch.distributed.init_process_group does; the others need nothing here.
+        init_method, rank, world_size: to join as torch.distributed.init_process_group does.
+        dist_init_required: False joins nothing.
+        auto_mpi_discovery, distributed_port, verbose, config: nothing, here.
+
+    Raises:
+        ConfigError: `dist_init_required` is False and a launcher started ranks that have not joined.
     """
     if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        check_may_join(False)
         return
     if init_method is not None or rank >= 0:
         dist.init_process_group(

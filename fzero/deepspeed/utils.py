@@ -33,10 +33,10 @@ def _found(param: Tensor) -> tuple[Any, str]:
     return engine, engine.live.name_of(param)
 
 
-def safe_get_full_fp32_param(param: Tensor) -> Tensor:
-    """The whole master weight. *Collective:* every rank."""
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """The whole master weight; None of a frozen parameter, which has none. *Collective:* every rank."""
     engine, name = _found(param)
-    return whole.weight_of(engine.train_step, engine.state, name)
+    return None if _is_frozen(engine, name) else whole.weight_of(engine.train_step, engine.state, name)
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -49,7 +49,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The whole mean gradient since the last update; None where none was collected. *Collective:* every rank."""
     engine, name = _with_grads(param)
-    return None if engine is None else whole.grad_of(engine.train_step, engine.state, name)
+    return None if engine is None or _is_frozen(engine, name) else whole.grad_of(engine.train_step, engine.state, name)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
@@ -62,16 +62,27 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     engine.state = whole.with_grad(engine.train_step, engine.state, name, value)
 
 
-def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor:
-    """What the optimizer remembers of a parameter (`exp_avg`, `exp_avg_sq`), whole. *Collective:* every rank."""
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """What the optimizer remembers of a parameter (`exp_avg`, `exp_avg_sq`), whole; None of a frozen one.
+
+    *Collective:* every rank.
+    """
     engine, name = _found(param)
-    return whole.optimizer_state_of(engine.train_step, engine.state, name, optim_state_key)
+    return (
+        None
+        if _is_frozen(engine, name)
+        else whole.optimizer_state_of(engine.train_step, engine.state, name, optim_state_key)
+    )
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Another value of what the optimizer remembers, the same on all ranks. *Collective:* every rank."""
     engine, name = _found(param)
     engine.state = whole.with_optimizer_state(engine.train_step, engine.state, name, optim_state_key, value)
+
+
+def _is_frozen(engine: Any, name: str) -> bool:
+    return not whole.is_trained(engine.train_step, name)
 
 
 def _with_grads(param: Tensor) -> tuple[Any, str]:
@@ -87,9 +98,33 @@ def _with_grads(param: Tensor) -> tuple[Any, str]:
 
 
 def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[Any], *args: Any, **kwargs: Any
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The modules of these classes; nothing else: units are gathered when they are used. Name them in `units=`."""
-    kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
-    names = {kind for kind in leaf_module_classes if isinstance(kind, str)}
-    return [m for m in model.modules() if isinstance(m, kinds) or type(m).__name__ in names]
+    """The modules of these classes; nothing else: units are gathered when they are used. Name them in `units=`.
+
+    Args:
+        leaf_module_classes: classes, or their names, with their modules' or without.
+        raise_if_not_found: False gives an empty list where no module is of these classes.
+
+    Raises:
+        ValueError: it does not, or what is given is no list of classes.
+    """
+    given = leaf_module_classes
+    if isinstance(given, str | type) or not all(isinstance(kind, type | str) for kind in given):
+        raise ValueError(
+            f"set_z3_leaf_modules: leaf_module_classes must be a list of classes or their names, got {given!r}; pass a list"
+        )
+    kinds = tuple(kind for kind in given if isinstance(kind, type))
+    names = {kind for kind in given if isinstance(kind, str)}
+    found = [m for m in model.modules() if isinstance(m, kinds) or names & _names_of(type(m))]
+    if not found and raise_if_not_found:
+        known = ", ".join(sorted({type(m).__name__ for m in model.modules()})[:8])
+        raise ValueError(
+            f"set_z3_leaf_modules: leaf_module_classes must be those of some modules of {type(model).__name__}, got {given!r}; "
+            f"its modules are of {known}, or pass raise_if_not_found=False"
+        )
+    return found
+
+
+def _names_of(cls: type) -> set[str]:
+    return {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}

@@ -19,8 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
+
+try:
+    import accelerate as accelerate  # which the Trainer asks for later
+    import transformers
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"fzero.integrations.transformers: needs transformers and accelerate, and {error.name} is not installed; pip install "
+        f"'fzero[trainer]'",
+        name=error.name,
+    ) from error
 
 from fzero.config_files import ConfigError
 from fzero.config_files import read as read_config

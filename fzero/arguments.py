@@ -1,0 +1,122 @@
+"""What arguments must be, checked where a call begins, so that a wrong one ends in words about that argument.
+
+A check costs less than the call that it stands before; in a step there is none but `check_trains`, which reads two flags.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+
+def refuse(field: str, rule: str, value: object, fix: str) -> NoReturn:
+    """Raises a ValueError that names the field, the rule, the value in few words, and the fix."""
+    raise ValueError(f"{field}: must be {rule}, got {shown(value)}; {fix}")
+
+
+def shown(value: object) -> str:
+    """A value in few words.
+
+    >>> shown("mse"), shown(nn.Linear), shown(nn.Linear(2, 2)), shown([0] * 99)
+    ("'mse'", 'the class Linear', 'a Linear', 'a list')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if inspect.isfunction(value) or inspect.ismethod(value):
+        return f"the function {value.__name__}"
+    is_short = value is None or isinstance(value, bool | int | float | str)
+    return repr(value)[:80] if is_short else _kind(value)
+
+
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def check_model(model: object, field: str = "model") -> None:
+    """Raises unless it is a module, and not a class of modules or what holds some."""
+    if isinstance(model, nn.Module):
+        return
+    fix = "pass a torch.nn.Module"
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        fix = f"make one: {model.__name__}(...)"
+    elif isinstance(model, list | tuple):
+        fix = "pass torch.nn.Sequential(*modules), or a module that holds them"
+    refuse(field, "a torch.nn.Module", model, fix)
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Raises unless it is None or takes a model and a batch."""
+    fix = "pass lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]), say"
+    rule = "a function of model and batch that gives the loss, or None"
+    if loss_fn is None:
+        return
+    if not callable(loss_fn) or isinstance(loss_fn, nn.modules.loss._Loss):
+        refuse("loss_fn", rule, loss_fn, fix)
+    try:
+        inspect.signature(loss_fn).bind(None, None)
+    except TypeError as error:
+        refuse("loss_fn", rule, loss_fn, f"{error}: {fix}")
+    except ValueError:  # of a function in C, which does not tell
+        pass
+
+
+def check_callable(field: str, value: object, what: str, *, optional: bool = False) -> None:
+    """Raises unless it can be called; `what` says what it is a function of."""
+    if not callable(value) and not (optional and value is None):
+        refuse(field, f"{what}{', or None' if optional else ''}", value, "pass a function")
+
+
+def check_names(field: str, names: object) -> None:
+    """Raises unless it is None or several strings: one string would be read as its letters."""
+    if names is None:
+        return
+    if isinstance(names, str):
+        refuse(field, "a list of names", names, f"pass [{names!r}]")
+    if not isinstance(names, Iterable) or isinstance(names, nn.Module):
+        refuse(field, "a list of names", names, "pass names of modules, as of model.named_modules()")
+    wrong = next((name for name in names if not isinstance(name, str)), None)
+    if wrong is not None:
+        refuse(field, "a list of names", wrong, "pass names of modules, as of model.named_modules()")
+
+
+def check_whole(field: str, value: object, least: int) -> None:
+    """Raises unless it is an integer from `least` on, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        refuse(field, f"a whole number, at least {least}", value, f"pass an int from {least} on")
+
+
+def check_path(field: str, path: object) -> None:
+    """Raises unless it names a file or folder; an empty name would be the present folder."""
+    if not isinstance(path, str | Path) or not str(path):
+        refuse(field, "a path", path, "pass one, '.' for the present folder")
+
+
+def check_kind(field: str, value: object, kinds: Any, rule: str, fix: str) -> None:
+    """Raises unless it is one of these classes."""
+    if not isinstance(value, kinds):
+        refuse(field, rule, value, fix)
+
+
+def check_no_inference(what: str) -> None:
+    """Raises inside torch.inference_mode(), whose tensors cannot be trained afterwards."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{what}: must be called outside of torch.inference_mode(), whose tensors cannot be trained, got a call inside; "
+            f"call it before or after the block (torch.no_grad() will do)"
+        )
+
+
+def check_trains(what: str) -> None:
+    """Raises where autograd is off, so that there would be no gradients."""
+    if not torch.is_grad_enabled():
+        check_no_inference(what)
+        raise RuntimeError(
+            f"{what}: must be called with gradients enabled, got a call inside torch.no_grad() or set_grad_enabled(False); call "
+            f"it outside, or use step.evaluate(state, batch) for a loss without gradients"
+        )
