@@ -25,7 +25,6 @@ import ctypes
 import functools
 import operator
 import os
-import pickle
 import re
 import sys
 import time
@@ -48,6 +47,7 @@ from torch import Tensor
 from fzero.hangs import HERE, Watch
 from fzero.launched import launched
 from fzero.lockstep import Hub
+from fzero.pickles import pack, unpack
 from fzero.ranges import ranged
 from fzero.sent import Label, Sent
 from sharding import Mesh, reference
@@ -875,18 +875,22 @@ def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) 
 def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
     """Every rank's small Python value, in rank order; for start-up checks.
 
-    *Collective:* every rank of `axis`; sends the number of bytes that it is pickled to, and as many as the longest of all.
+    *Collective:* every rank of `axis`; sends the number of bytes that it is packed to, and as many as the longest of all.
+
+    Args:
+        value: made of None, numbers, strings, bytes, and tuples, lists, dicts and sets of these. Nothing that arrives can name a
+            class or a function (`fzero.pickles`).
     """
     if axis.size == 1:
         return [value]
     on_nccl = isinstance(axis, Real) and dist.get_backend(axis.group) == "nccl"
     device = torch.device("cuda" if on_nccl else "cpu")
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
     numels = stack(torch.tensor(mine.numel(), device=device), axis, label=label).tolist()
     padded = torch.zeros(max(numels), dtype=torch.uint8)
     padded[: mine.numel()] = mine
     rows = stack(padded.to(device), axis, label=label).cpu()
-    return [pickle.loads(bytes(row[:numel].tolist())) for row, numel in zip(rows, numels, strict=True)]
+    return [unpack(bytes(row[:numel].tolist())) for row, numel in zip(rows, numels, strict=True)]
 
 
 def swap(

@@ -14,12 +14,13 @@ import torch
 
 from fzero import checkpoint_files as files
 from fzero import collectives
+from fzero.checkpoint import check_same_folder, of_rank_0, together
 from fzero.checkpoint import load as load_state
-from fzero.checkpoint import of_rank_0
 from fzero.checkpoint import save as save_state
 from fzero.checkpoint_files import CheckpointError
 from fzero.client_optimizers import lr_of
 from fzero.engine_accessors import Accessors
+from fzero.safe_files import create
 from fzero.sent import Label
 from fzero.weights import load_weights
 
@@ -94,8 +95,7 @@ class KeepsFiles(Accessors):
 def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *, save_latest: bool) -> None:
     """See `KeepsFiles.save_checkpoint`."""
     step = engine.train_step
-    tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
-    _check_tag(engine, tag)
+    tag = _agreed_tag(engine, str(tag if tag is not None else f"global_step{engine.global_steps}"))
     if engine._round is not None and engine._round.told:
         warnings.warn(
             "save_checkpoint: gradients since the last update are not saved; call it after an update to lose none",
@@ -108,6 +108,8 @@ def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *,
         "data": None if engine.training_dataloader is None else engine.training_dataloader.state_dict(),
     }
     state = engine.state._replace(rng=_random_state_of(engine))
+    check_same_folder(step._mesh.everyone, folder, "save_checkpoint")
+    of_rank_0(step._mesh.everyone, lambda: files.claim(folder))
     save_state(state, folder / tag, step=step, client={"engine": told, "client": client}, keep=1)
     if save_latest:
         of_rank_0(step._mesh.everyone, lambda: files.write_whole(folder / files.LATEST, f"{tag}\n".encode()))
@@ -128,7 +130,7 @@ def _load(
         engine.state, client, _ = load_state(path, step=step)
     else:
         engine.state = load_weights(path, step=step)
-        client = of_rank_0(step._mesh.everyone, lambda: _client(path))
+        client = together(step._mesh.everyone, lambda: files.read_client(files.find(path)))
     told = client["engine"] if isinstance(client, dict) and "engine" in client else None
     if told is None:
         raise CheckpointError(
@@ -165,7 +167,10 @@ def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(full, folder / name)
+        beside = folder / f".{name}.new"
+        with create(beside) as file:
+            torch.save(full, file)
+        beside.rename(folder / name)
 
     of_rank_0(step._mesh.everyone, write)
     return True
@@ -174,26 +179,21 @@ def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -
 # --- helpers -----------------------------------------------------------------------------------------------------
 
 
-def _check_tag(engine: Accessors, tag: str) -> None:
-    """Tags of all ranks must be the same, by `checkpoint.tag_validation`."""
+def _agreed_tag(engine: Accessors, tag: str) -> str:
+    """The tag of rank 0; those of all ranks must be the same, by `checkpoint.tag_validation`."""
     how, step = engine.keys.checkpoint.tag_validation, engine.train_step
-    if how == "IGNORE":
-        return
-    tags = collectives.exchange(tag, step._mesh.everyone, label=Label("save"))
-    if len(set(tags)) > 1:
+    tags: list[str] = collectives.exchange(tag, step._mesh.everyone, label=Label("save"))
+    if len(set(tags)) > 1 and how != "IGNORE":
         told = f"save_checkpoint: tag must be the same on all ranks, got {tags}; rank 0's is used"
         if how == "FAIL":
             raise ValueError(f"{told} where checkpoint.tag_validation is not FAIL; pass the same tag")
         warnings.warn(told, stacklevel=4)
+    return tags[0]
 
 
 def _latest(folder: Path) -> str | None:
     path = folder / files.LATEST
-    return path.read_text().strip() if path.exists() else None
-
-
-def _client(path: Path) -> Any:
-    return torch.load(files.find(path) / files.CLIENT, weights_only=True)
+    return files.latest_of(folder) if path.exists() else None
 
 
 def _scheduler_state(engine: Any) -> Any:

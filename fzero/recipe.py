@@ -216,7 +216,7 @@ class Recipe:
                 "wires": str(the_plan.wiring),
                 "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.kind != "device"),
             },
-            "torch": {"version": torch.__version__},
+            "torch": {"version": str(torch.__version__)},
         }
 
 
