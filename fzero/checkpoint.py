@@ -120,7 +120,7 @@ def save(
     if isinstance(step, LockstepRanks):
         states = unstacked(state, step.world_size)
         return step._run(lambda rank: save(states[rank], dir, step=step.steps[rank], client=client, keep=keep))[0]
-    return _started(state, Path(dir), step, client, keep, copies=False).wait()
+    return _started(state, Path(dir), step, client, keep, copies=False)._ended()
 
 
 def start_save(
@@ -180,6 +180,7 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
         loaded = step._run(lambda rank: load(dir, step=step.steps[rank]))
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
     axis = step._mesh.everyone
+    collectives.meet("fzero.load", axis)
     check_same_folder(axis, dir, "load")
     path = Path(of_rank_0(axis, lambda: str(files.find(Path(dir)))))
     scratch = step._offload.make_files(axis)
@@ -224,6 +225,11 @@ class Saving:
             CheckpointError: told on every rank; what was written is removed.
             CollectiveError: another rank died or did not come.
         """
+        if self._outcome is None:
+            collectives.meet("Saving.wait", self._axis)
+        return self._ended()
+
+    def _ended(self) -> Path:
         if self._outcome is None:
             self._outcome = self._end()
         if isinstance(self._outcome, CheckpointError):
@@ -397,6 +403,7 @@ def _started(
             raise ValueError(f"keep: must be at least 1, or None for all, got {keep}; pass how many checkpoints stay")
         return list(parts_to_save(step.plan, axis.rank, own_specs(step.plan, step.specs.rng)))
 
+    collectives.meet("fzero.start_save" if copies else "fzero.save", axis)
     check_same_folder(axis, path, "save")
     parts = together(axis, prepare)
     nbytes = dict(enumerate(collectives.exchange(nbytes_of(parts), axis, label=Label("save"))))

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from fzero import checkpoint_files as files
+from fzero import collectives
 from fzero.checkpoint import (
     FEW_BYTES,
     Contents,
@@ -70,6 +71,7 @@ def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
         loaded = step._run(lambda rank: import_deepspeed(dir, step=step.steps[rank]))
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
     axis = step._mesh.everyone
+    collectives.meet("fzero.import_deepspeed", axis)
     check_same_folder(axis, dir, WORD)
     path = Path(of_rank_0(axis, lambda: str(find(Path(dir)))))
 

@@ -95,6 +95,7 @@ class KeepsFiles(Accessors):
 def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *, save_latest: bool) -> None:
     """See `KeepsFiles.save_checkpoint`."""
     step = engine.train_step
+    collectives.meet("Engine.save_checkpoint", step._mesh.everyone)
     tag = _agreed_tag(engine, str(tag if tag is not None else f"global_step{engine.global_steps}"))
     if engine._round is not None and engine._round.told:
         warnings.warn(
@@ -120,6 +121,7 @@ def _load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `KeepsFiles.load_checkpoint`."""
     step = engine.train_step
+    collectives.meet("Engine.load_checkpoint", step._mesh.everyone)
     if tag is None:
         tag = of_rank_0(step._mesh.everyone, lambda: _latest(folder))
         if tag is None:

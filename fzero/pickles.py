@@ -28,7 +28,7 @@ class UnsafePickleError(ValueError):
     """A pickle needs something to be read that it may not name; says what."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"needs {name!r} to be read, which might run code")
+        super().__init__(f"needs the class {name!r} to be read, which might run code")
 
 
 # --- files of torch.save -----------------------------------------------------------------------------------------

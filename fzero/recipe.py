@@ -223,6 +223,7 @@ class Recipe:
 def bind(mesh: Mesh | None, device: torch.device) -> Real:
     """The ranks of this job, which stand in a mesh. *Collective:* every rank; joins them where nobody did."""
     axis = collectives.join(device)
+    collectives.meet("fzero.make_train_step", axis)
     collectives.check_backend(device)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(

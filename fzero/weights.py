@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero import checkpoint_files as files
+from fzero import collectives
 from fzero.checkpoint import Source, aliases_of, check_same_folder, placed, read_into, together
 from fzero.checkpoint_files import CheckpointError
 from fzero.checkpoint_plan import Part, Slice, Stored, parts_of_weights
@@ -73,6 +74,7 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
     if isinstance(step, LockstepRanks):
         state: TrainState[Tensor] = stacked(step._run(lambda rank: load_weights(path, step=step.steps[rank])))
         return state
+    collectives.meet("fzero.load_weights", step._mesh.everyone)
     scratch = step._offload.make_files(step._mesh.everyone)
     check_same_folder(step._mesh.everyone, path, "load_weights")
     read = together(step._mesh.everyone, lambda: _load(Path(path), step, scratch))
