@@ -88,10 +88,7 @@ class Meeting:
                 continue
             found = self._answers(key, ranks)
             if found is not None and found == before:
-                told = (
-                    f"{call}: every rank must call it, but {found}; call it on all ranks, not under "
-                    f"`if rank == 0:`"
-                )
+                told = f"{call}: every rank must call it, but {found}; call it on all ranks, not under `if rank == 0:`"
                 self.store.set("alone", told)
                 self.store.set(f"{key}/alone", told)
                 raise LoneCallError(told)

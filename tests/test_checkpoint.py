@@ -289,7 +289,11 @@ def test_only_the_checkpoints_saved_last_are_kept_also_after_going_back(folder: 
     for number in (1, 2, 3, 2):
         state = state._replace(step=torch.full_like(state.step, number))
         fzero.save(state, folder, step=step, keep=2)
-    assert {path.name for path in folder.iterdir() if path.name != files.JOB} == {"latest", "step-3", "step-2-2"}  # the other was there meanwhile
+    assert {path.name for path in folder.iterdir() if path.name != files.JOB} == {
+        "latest",
+        "step-3",
+        "step-2-2",
+    }  # the other was there meanwhile
     assert fzero.load(folder, step=step).path.name == "step-2-2"
     fzero.save(state, folder, step=step, keep=2)
     assert {path.name for path in folder.iterdir() if path.name != files.JOB} == {"latest", "step-2", "step-2-2"}

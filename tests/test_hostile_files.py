@@ -50,7 +50,9 @@ def payloads(ran: Path) -> dict[str, bytes]:
         "builtins eval": pickle.dumps(Calls(eval, code)),
         "builtins exec, protocol 0": pickle.dumps(Calls(exec, code), protocol=0),
         "a chain of getattr": pickle.dumps(Calls(chain, command)),
-        "a torch storage's loader": pickle.dumps(Calls(torch.storage._load_from_bytes, pickle.dumps(Calls(os.system, command)))),
+        "a torch storage's loader": pickle.dumps(
+            Calls(torch.storage._load_from_bytes, pickle.dumps(Calls(os.system, command)))
+        ),
         "a nested attribute, torch.os.system": nested,
         "copyreg": b"\x80\x02ccopyreg\n_reconstructor\ncposix\nsystem\nc__builtin__\nobject\nN\x87R.",
         "a class's state": pickle.dumps({"state_dict_metadata": Calls(setattr, torch.Size, "numel", print)}),
@@ -88,7 +90,9 @@ def replaced(path: Path, content: bytes) -> None:
     folder = path.parent
     if (folder / files.MANIFEST).exists():
         told = json.loads((folder / files.MANIFEST).read_bytes())
-        files.write_manifest(folder, {key: value for key, value in told.items() if key not in ("format", "checksum", "files")})
+        files.write_manifest(
+            folder, {key: value for key, value in told.items() if key not in ("format", "checksum", "files")}
+        )
 
 
 def engine_of() -> Any:
@@ -97,9 +101,18 @@ def engine_of() -> Any:
 
 DOORS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
     "load": ("fzero/step-0/.metadata", lambda folder, out: fzero.load(folder / "fzero", step=made()[0])),
-    "load, the client's value": ("fzero/step-0/client.pt", lambda folder, out: fzero.load(folder / "fzero", step=made()[0])),
-    "load_weights": ("fzero/step-0/.metadata", lambda folder, out: fzero.load_weights(folder / "fzero", step=made()[0])),
-    "load_weights of another job": ("dcp/.metadata", lambda folder, out: fzero.load_weights(folder / "dcp", step=made()[0])),
+    "load, the client's value": (
+        "fzero/step-0/client.pt",
+        lambda folder, out: fzero.load(folder / "fzero", step=made()[0]),
+    ),
+    "load_weights": (
+        "fzero/step-0/.metadata",
+        lambda folder, out: fzero.load_weights(folder / "fzero", step=made()[0]),
+    ),
+    "load_weights of another job": (
+        "dcp/.metadata",
+        lambda folder, out: fzero.load_weights(folder / "dcp", step=made()[0]),
+    ),
     "load_weights of torch.save": (
         "weights/pytorch_model.bin",
         lambda folder, out: fzero.load_weights(folder / "weights", step=made()[0]),
@@ -254,7 +267,9 @@ def test_no_link_is_written_through(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     fzero.save(state, folder, step=step)
     (folder / ".latest.new").symlink_to(theirs)
-    with pytest.raises(fzero.CheckpointError, match=r"\.latest\.new: must be no link, and leads to .*theirs; remove it"):
+    with pytest.raises(
+        fzero.CheckpointError, match=r"\.latest\.new: must be no link, and leads to .*theirs; remove it"
+    ):
         fzero.save(state, folder, step=step)
     out = tmp_path / "out"
     out.mkdir()
@@ -301,7 +316,9 @@ def test_one_job_alone_saves_to_a_folder(tmp_path: Path) -> None:
 
     parent = claims._started(os.getppid())
     owned_by(pid=os.getppid(), started=parent)  # lives
-    with pytest.raises(fzero.CheckpointError, match=rf"one job alone may save to .*, and process {os.getppid()} on .* does, too"):
+    with pytest.raises(
+        fzero.CheckpointError, match=rf"one job alone may save to .*, and process {os.getppid()} on .* does, too"
+    ):
         fzero.save(state, tmp_path, step=step)
     owned_by(host="another")  # came after this process had saved
     with pytest.raises(fzero.CheckpointError, match=r"and process \d+ on another does, too; nothing was written"):
@@ -330,5 +347,7 @@ def folders_that_differ(folder: str) -> list[str]:
 def test_ranks_that_name_different_folders_are_refused_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
     for told in ranks(2, folders_that_differ, str(tmp_path)):
         for call, line in zip(("save", "load", "load_weights"), told, strict=True):
-            assert line.startswith(f"{call}: dir must be the same on all ranks, got {tmp_path}/0 on rank 0 and {tmp_path}/1 on")
+            assert line.startswith(
+                f"{call}: dir must be the same on all ranks, got {tmp_path}/0 on rank 0 and {tmp_path}/1 on"
+            )
     assert not list(tmp_path.iterdir())

@@ -63,7 +63,11 @@ def test_a_call_of_one_rank_alone_is_an_error_that_names_it_and_training_can_go_
     ranks: RankPool, tmp_path: Path
 ) -> None:
     calls = [(name, "in a step", number % 2) for number, name in enumerate(CALLS)]
-    calls += [("fzero.save", "at a barrier", 0), ("fzero.save", "in another call", 0), ("TrainStep.evaluate", "in another call", 1)]
+    calls += [
+        ("fzero.save", "at a barrier", 0),
+        ("fzero.save", "in another call", 0),
+        ("TrainStep.evaluate", "in another call", 1),
+    ]
     found = ranks(2, call_alone, calls, str(tmp_path / "saved"))
     for alone in range(2):
         own = [(name, elsewhere) for name, elsewhere, rank in calls if rank == alone]
@@ -84,7 +88,9 @@ def save_alone_and_give_up(folder: str) -> None:
 def test_the_other_rank_hears_of_it_too(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError) as raised:
         ranks(2, save_alone_and_give_up, str(tmp_path))
-    assert all("fzero.save: every rank must call it, but rank 1 waits for" in str(error) for error in raised.value.errors)
+    assert all(
+        "fzero.save: every rank must call it, but rank 1 waits for" in str(error) for error in raised.value.errors
+    )
     assert not list(tmp_path.iterdir())
 
 
