@@ -453,12 +453,15 @@ def meet(call: str, axis: Axis) -> None:
     group = axis.group or dist.group.WORLD
     assert group is not None
     ranks = [axis.global_rank(rank) for rank in range(axis.size)]
+    HERE.waits[get_ident()] = call
     try:
         _WATCHES[-1][2](call, group.group_name, ranks, _timeout_of(group).total_seconds())
     except LoneCallError as error:
         raise CollectiveError(str(error)) from None
     except (TimeoutError, RuntimeError) as error:
         raise failed(call, error) from error
+    finally:
+        HERE.waits.pop(get_ident(), None)
 
 
 _PROBES: list[Any] = []

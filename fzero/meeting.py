@@ -83,7 +83,7 @@ class Meeting:
             if self.store.check([f"{key}/alone"]):
                 raise LoneCallError(self.store.get(f"{key}/alone").decode())
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not all ranks came to {call} in time")
+                raise TimeoutError(f"{call} timed out: not all ranks have come to it")
             if self.store.add(f"{key}/asks", 1) > 1 and not before:  # another one asks
                 continue
             found = self._answers(key, ranks)
