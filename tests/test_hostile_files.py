@@ -24,7 +24,7 @@ from fzero.pickles import UnsafePickleError, pack, read_metadata, unpack
 from fzero.safetensors_files import INDEX
 
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
-RAN = "it ran"
+RAN = "it-ran"
 
 
 class Calls:
