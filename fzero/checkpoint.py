@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import threading
 import time
@@ -53,6 +54,7 @@ from fzero.file_store import StoreError
 from fzero.file_tensors import FilePart, part_of
 from fzero.file_tensors import Files as Scratch
 from fzero.offload import agree
+from fzero.pickles import load_tensors
 from fzero.place import place
 from fzero.plan import Plan
 from fzero.reshard import AnyStep, begin_anew, blank, by_name, chosen_numbers, narrow, numbers_of, rescale
@@ -123,7 +125,7 @@ def save(
     if isinstance(step, LockstepRanks):
         states = unstacked(state, step.world_size)
         return step._run(lambda rank: save(states[rank], dir, step=step.steps[rank], client=client, keep=keep))[0]
-    return _started(state, Path(dir), step, client, keep, copies=False).wait()
+    return _started(state, Path(dir), step, client, keep, copies=False)._ended()
 
 
 def start_save(
@@ -189,7 +191,9 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
         loaded = step._run(lambda rank: load(dir, step=step.steps[rank]))
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
     axis = step._mesh.everyone
-    path = of_rank_0(axis, lambda: files.find(Path(dir)))
+    collectives.meet("fzero.load", axis)
+    check_same_folder(axis, dir, "load")
+    path = Path(of_rank_0(axis, lambda: str(files.find(Path(dir)))))
     scratch = step._offload.make_files(axis)
     own = together(axis, lambda: _load(path, step, scratch))
     return own._replace(state=placed(own.state, step, scratch))
@@ -232,6 +236,11 @@ class Saving:
             CheckpointError: told on every rank; what was written is removed.
             CollectiveError: another rank died or did not come.
         """
+        if self._outcome is None:
+            collectives.meet("Saving.wait", self._axis)
+        return self._ended()
+
+    def _ended(self) -> Path:
         if self._outcome is None:
             self._outcome = self._end()
         if isinstance(self._outcome, CheckpointError):
@@ -412,20 +421,22 @@ def _started(
             )
         return list(parts_to_save(step.plan, axis.rank, own_specs(step.plan, step.specs.rng)))
 
+    collectives.meet("fzero.start_save" if copies else "fzero.save", axis)
+    check_same_folder(axis, path, "save")
     parts = together(axis, prepare)
     nbytes = dict(enumerate(collectives.exchange(nbytes_of(parts), axis, label=Label("save"))))
     content = of_rank_0(axis, lambda: content_of(client))
 
-    def begin() -> Path:
+    def begin() -> str:
         files.check_space(path, nbytes | {0: nbytes[0] + len(content) + FEW_BYTES})
-        return files.begin(path, int(state.step))
+        return str(files.begin(path, int(state.step)))
 
     tensors = by_name(state)
     # Of what lives in files the writer reads one range after the other.
     fragments: list[Fragment] = [(part, span(tensors[part.tensor], part)) for part in parts]
     if copies:
         fragments = together(axis, lambda: [(part, flat[:].to("cpu", copy=True)) for part, flat in fragments])
-    folder = of_rank_0(axis, begin)
+    folder = Path(of_rank_0(axis, begin))
     writer = _Writer(folder, path, step, content, keep, numbers_of(state), _rates_of(step, int(state.step)))
     return Saving(writer, axis, fragments)
 
@@ -436,7 +447,7 @@ def content_of(client: Any) -> bytes:
     try:
         torch.save(client, content)
         content.seek(0)
-        torch.load(content, weights_only=True)
+        load_tensors(content)
     except Exception as error:
         raise ValueError(
             f"client: must hold numbers, strings, lists, dicts and tensors, got {type(client).__name__} which torch cannot store "
@@ -466,8 +477,8 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
     contents = json.loads((path / files.CONTENTS).read_bytes())
     found = Files(path, map(Slice.of, contents["slices"]))
     saved = Saved(found, contents["numbers"], contents["optimizer"], contents["wires"], manifest["scales_dynamically"])
-    state = restored(saved, step, scratch)
-    return Loaded(state, torch.load(path / files.CLIENT, weights_only=True), path)
+    client = files.read_client(path)
+    return Loaded(restored(saved, step, scratch), client, path)
 
 
 def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
@@ -583,8 +594,19 @@ def together(axis: Bound, function: Callable[[], T]) -> T:
     return values[0]
 
 
+def check_same_folder(axis: Bound, dir: str | Path, call: str) -> None:
+    """Raises a ValueError on every rank unless all were given the same folder. *Collective:* sends its name."""
+    folders = collectives.exchange(os.path.abspath(dir), axis, label=Label("save"))
+    for rank, folder in enumerate(folders):
+        if folder != folders[0]:
+            raise ValueError(
+                f"{call}: dir must be the same on all ranks, got {folders[0]} on rank 0 and {folder} on rank {rank}; pass every "
+                f"rank the same folder, which all of them see"
+            )
+
+
 def of_rank_0(axis: Bound, function: Callable[[], T]) -> T:
-    """What `function` returns, or raises, on rank 0, where alone it is called. *Collective:* sends it."""
+    """What `function` returns, or raises, on rank 0, where alone it is called; a plain value. *Collective:* sends it."""
     value = together(axis, lambda: function() if axis.rank == 0 else None)
     found: T = collectives.exchange(value, axis, label=Label("save"))[0]
     return found

@@ -1,6 +1,7 @@
 """What is in a folder of checkpoints, and which of them is whole, whenever the job that writes there is killed?
 
     DIR/latest                    the name of the newest whole checkpoint
+    DIR/.job.json                 which process saves here
     DIR/step-500/                 a whole one
         fzero.json                what it is, and checksums of the files beside it
         contents.json             counters, what optimizer state there is, where each chunk is, and its checksum
@@ -29,14 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from fzero.claims import Owner
+from fzero.pickles import load_tensors
+from fzero.safe_files import check_inside, create
 
 FORMAT = 1
 """The newest form of checkpoints that this code reads, and the one that it writes."""
 
 METADATA = ".metadata"
 LATEST, MANIFEST, CONTENTS, CLIENT = "latest", "fzero.json", "contents.json", "client.pt"
-SAVING, REMOVING, OWNER = ".saving-", ".removing-", "owner.json"
-
+SAVING, REMOVING, OWNER, JOB = ".saving-", ".removing-", "owner.json", ".job.json"
 
 CHUNK = 1 << 22
 """Bytes of a file in memory at once while its checksum is computed."""
@@ -92,7 +94,7 @@ def check_beside(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Raises unless the files beside the manifest are those that were written."""
     for name, checksum in manifest["files"].items():
         try:
-            found: int | None = checksum_of(folder / name)
+            found: int | None = checksum_of(inside(folder, name, folder / MANIFEST))
         except OSError:
             found = None
         if found != checksum:
@@ -131,9 +133,14 @@ def find(path: Path) -> Path:
     if (path / MANIFEST).exists():
         return path
     if (path / LATEST).exists():
-        name = (path / LATEST).read_text().strip()
-        if name and (path / name / MANIFEST).exists():
+        name = latest_of(path)
+        if (path / name / MANIFEST).exists():
             return path / name
+        if (path / name / LATEST).exists():
+            raise CheckpointError(
+                f"load: {path} must hold checkpoints, and holds tags of an engine; pass {path / name}, the tag that {LATEST!r} "
+                f"names, or call load_checkpoint of an engine"
+            )
         raise CheckpointError(
             f"load: {path / LATEST} must name a checkpoint in {path}, got {name!r}; pass one of "
             f"{[str(p) for p in whole_ones(path)]}"
@@ -146,6 +153,54 @@ def find(path: Path) -> Path:
         f"load: {path} must hold {LATEST!r} or {MANIFEST}, and holds {sorted(p.name for p in path.iterdir())[:4]}; pass the "
         f"folder that was saved to"
     )
+
+
+def latest_of(path: Path, latest: str = LATEST) -> str:
+    """The name in a file `latest`, of something beside it.
+
+    Raises:
+        CheckpointError: the file cannot be read, or names something elsewhere.
+    """
+    file = path / latest
+    try:
+        return check_inside(file.read_bytes().decode().strip())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"load: {file} must hold the name of a folder beside it, in UTF-8, and {_why(error)}; write the name into it, or "
+            f"pass the folder of one checkpoint"
+        ) from error
+
+
+def inside(folder: Path, name: str, told_by: Path) -> Path:
+    """The path of something in a folder, by its name in the file `told_by`.
+
+    Raises:
+        CheckpointError: it is elsewhere.
+    """
+    try:
+        return folder / check_inside(name)
+    except ValueError as error:
+        raise CheckpointError(f"load: {told_by} {error}; take another checkpoint") from None
+
+
+def read_client(folder: Path) -> Any:
+    """The user's value in a checkpoint.
+
+    Raises:
+        CheckpointError: the file is damaged, or needs code to be read.
+    """
+    path = folder / CLIENT
+    try:
+        return load_tensors(path)
+    except ValueError as error:
+        raise CheckpointError(
+            f"load: {path} must hold what was saved as client, and {error}; take another checkpoint, or the weights of this one "
+            f"alone, fzero.load_weights"
+        ) from error
+
+
+def _why(error: Exception) -> str:
+    return "is not" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def whole_ones(path: Path) -> list[Path]:
@@ -164,7 +219,7 @@ def begin(path: Path, step: int) -> Path:
         CheckpointError: another save to this folder is under way, or it cannot be written to.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        claim(path)
         for left in (*path.glob(f"{SAVING}*"), *path.glob(f"{REMOVING}*")):
             owner = _owner_of(left)
             if owner is None or not owner.may_live():
@@ -182,6 +237,34 @@ def begin(path: Path, step: int) -> Path:
             f"save: {path} must be a folder that can be written to, got {error}; pass another"
         ) from error
     return folder
+
+
+_CLAIMED: set[Path] = set()
+"""The folders of checkpoints that this process saves to."""
+
+
+def claim(path: Path) -> None:
+    """Makes a folder of checkpoints, and this process the one that saves there.
+
+    Where another process of this machine does and lives, that is an error. Of one on another machine nobody can tell whether it
+    lives: the last one to come has the folder, and the first one meets the error at its next save.
+
+    Raises:
+        CheckpointError: another job saves to this folder.
+        OSError: it cannot be made or written to.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    me, owner, known = Owner.this_process(), _owner_of(path, JOB), path.resolve()
+    if owner == me:
+        return
+    is_taken = known in _CLAIMED and owner is not None
+    if owner is not None and owner.may_live() and (is_taken or owner.host == me.host):
+        raise CheckpointError(
+            f"save: one job alone may save to {path}, and {owner} does, too; nothing was written: save to a folder for each job, "
+            f"or end that one"
+        )
+    write_whole(path / JOB, json.dumps(asdict(me)).encode())
+    _CLAIMED.add(known)
 
 
 def publish(folder: Path, path: Path, step: int) -> Path:
@@ -206,9 +289,9 @@ def keep_last(path: Path, num: int) -> None:
         shutil.rmtree(renamed)
 
 
-def _owner_of(folder: Path) -> Owner | None:
+def _owner_of(folder: Path, name: str = OWNER) -> Owner | None:
     try:
-        return Owner(**json.loads((folder / OWNER).read_text()))
+        return Owner(**json.loads((folder / name).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -230,9 +313,12 @@ def write_whole(path: Path, content: bytes) -> None:
     """Writes a file that is there whole, on the disk, or not at all.
 
     Who sees it may rename its folder at once.
+
+    Raises:
+        OSError: it cannot be written, or a link is where it is written first.
     """
     beside = path.with_name(f".{path.name}.new")
-    with beside.open("wb") as file:
+    with create(beside) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

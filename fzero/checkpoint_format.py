@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fzero.checkpoint_files import METADATA, CheckpointError, checksum_of
+from fzero.checkpoint_files import CONTENTS, METADATA, CheckpointError, checksum_of, inside
 from fzero.checkpoint_plan import Part, Slice, Stored
+from fzero.pickles import read_metadata
 from sharding import boxes
 from sharding.views import dtype_name, torch_dtype
 
@@ -168,12 +169,14 @@ class Files:
     def __init__(self, folder: Path, checksums: Iterable[Slice] = ()) -> None:
         self.folder, self._checksums = folder, {(s.file, s.start): s for s in checksums}
         self._checked: set[tuple[str, int]] = set()
+        for known in self._checksums.values():
+            inside(folder, known.file, folder / CONTENTS)
         self._reader = FileSystemReader(folder)
         try:
-            self._metadata = self._reader.read_metadata()
-        except Exception as error:
+            self._metadata = read_metadata(folder / METADATA)  # PyTorch's own reader would run what it names
+        except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"load: {folder / METADATA} must be the metadata of torch.distributed.checkpoint, got {error!r}; take another "
+                f"load: {folder / METADATA} must be the metadata of torch.distributed.checkpoint, and {error}; take another "
                 f"checkpoint"
             ) from error
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -216,7 +219,11 @@ class Files:
 
     def _check(self, index: MetadataIndex) -> None:
         """Raises unless the bytes of a chunk are those that were written."""
-        info: _StorageInfo = self._metadata.storage_data[index]
+        info: _StorageInfo | None = self._metadata.storage_data.get(index)
+        if info is None:
+            raise CheckpointError(
+                f"load: {self.folder / METADATA} must say where {index.fqn!r} is stored, and does not; take another checkpoint"
+            )
         known = self._checksums.get((info.relative_path, info.offset))
         if known is None or (known.file, known.start) in self._checked:
             return

@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self
 
+from fzero.safe_files import check_own, create
+
 MARKER, UNFINISHED = "owner.json", "owner.new"
 FILES = "*.flat"
 """The files of a run. No other is ever removed, but the marker and an unfinished one."""
@@ -108,12 +110,16 @@ def claim(path: Path, folder: Path, leftover: Literal["refuse", "clean"]) -> str
         The name of the claim, for `release`.
 
     Raises:
-        FileExistsError: the folder is another's, or something is left under the path and `leftover` is "refuse".
+        FileExistsError: the folder is another's or a link, or something is left under the path and `leftover` is "refuse".
+        PermissionError: the folder belongs to another user.
         OSError: of the system, if the folder cannot be made or written to, or what is left not be removed.
     """
     with contextlib.suppress(FileExistsError):  # where it is no folder, which is told when it is locked
         path.mkdir(parents=True, exist_ok=True)
     with _alone(path):
+        for made in (folder, folder.parent):
+            if made != path and os.path.lexists(made):
+                check_own(made)
         owner, _ = _read(folder)
         if owner and owner.may_live():
             raise FileExistsError(
@@ -132,7 +138,8 @@ def claim(path: Path, folder: Path, leftover: Literal["refuse", "clean"]) -> str
             folder.mkdir(parents=True, exist_ok=True)
             # Written beside and moved, so that a marker is whole or not there.
             unfinished = folder / UNFINISHED
-            unfinished.write_text(json.dumps({"claim": name} | asdict(Owner.this_process())))
+            with create(unfinished) as file:
+                file.write(json.dumps({"claim": name} | asdict(Owner.this_process())).encode())
             unfinished.rename(folder / MARKER)
         except BaseException:
             _remove(path, folder)
@@ -168,6 +175,7 @@ def _left(path: Path) -> dict[Path, Owner | None]:
     left: dict[Path, Owner | None] = {}
     for folder in sorted(folder for pattern in FOLDERS for folder in path.glob(pattern)):
         with contextlib.suppress(OSError):  # no folder of a run, or another user's
+            check_own(folder)
             owner, _ = _read(folder)
             if owner and not owner.may_live():
                 left[folder] = owner

@@ -25,7 +25,6 @@ import ctypes
 import functools
 import operator
 import os
-import pickle
 import re
 import sys
 import time
@@ -48,6 +47,8 @@ from torch import Tensor
 from fzero.hangs import HERE, Watch
 from fzero.launched import launched
 from fzero.lockstep import Hub
+from fzero.meeting import LoneCallError, Meeting, Told
+from fzero.pickles import pack, unpack
 from fzero.ranges import ranged
 from fzero.sent import Label, Sent
 from sharding import Mesh, reference
@@ -61,6 +62,8 @@ EVERYONE = "everyone"
 """The name of all ranks together, where they stand in a mesh of several axes."""
 GATHER, REDUCE, OTHER = Label("gather"), Label("reduce"), Label("other")
 """The labels of collectives that are given none."""
+_PROBE = 0x70726F62
+"""The tag of what is sent to see whether a rank is there, and never received."""
 _SENDER = "fzero-send"
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix=_SENDER)
 _ABANDONED: list[Pending] = []
@@ -281,6 +284,9 @@ def failed(label: Label | str, error: Exception) -> CollectiveError:
     """
     HERE.waits.setdefault(get_ident(), label)  # which a captured step did not tell
     cause = f"torch.distributed said: {error}"
+    with suppress(RuntimeError):  # of a store that has ended with its rank
+        if _WATCHES and _WATCHES[-1][2].store.check(["alone"]):
+            return CollectiveError(f"{label}: {_WATCHES[-1][2].store.get('alone').decode()}. {cause}")
     is_late = re.search(r"time(d|-| )*out", str(error), re.IGNORECASE) is not None
     told = "\n  ".join(["", *_WATCHES[-1][1].ask(is_late=is_late)]) if _WATCHES else ""
     if is_late:
@@ -407,8 +413,8 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
     return Real(name, dist.get_world_size(), dist.get_rank())
 
 
-_WATCHES: list[tuple[ref[dist.ProcessGroup], Watch]] = []
-"""The watch of the present default group, if there is one."""
+_WATCHES: list[tuple[ref[dist.ProcessGroup], Watch, Meeting]] = []
+"""The watch of the present default group, if there is one, and the place where its ranks meet."""
 
 
 def _keep_watch() -> None:
@@ -426,14 +432,54 @@ def _keep_watch() -> None:
     # NCCL ends the process when its own timeout has passed, which began a little before the host stood still.
     seconds = limit - min(30.0, limit / 4) if on_cuda else float("inf")
     is_stuck = _is_device_stuck if on_cuda else None
-    watch = Watch(store, dist.get_rank(), dist.get_world_size(), is_stuck=is_stuck, seconds=seconds)
-    _WATCHES.append((ref(group), watch))
+    rank, told = dist.get_rank(), Told(store, dist.get_rank())
+    watch = Watch(store, rank, dist.get_world_size(), is_stuck=is_stuck, seconds=seconds, each_tick=told.answer)
+    _WATCHES.append((ref(group), watch, Meeting(store, rank, _is_gone)))
 
 
 @atexit.register
 def _end_watch() -> None:
     while _WATCHES:
         _WATCHES.pop()[1].stop()
+
+
+def meet(call: str, axis: Axis) -> None:
+    """Returns when every rank of the axis has come to this call; for the start of calls that all ranks must make.
+
+    *Collective:* every rank of `axis`; sends some numbers to the job's store.
+
+    Raises:
+        CollectiveError: the others are somewhere else and will not come, or did not come in time.
+    """
+    if not isinstance(axis, Real) or axis.size == 1 or not _WATCHES:
+        return
+    group = axis.group or dist.group.WORLD
+    assert group is not None
+    ranks = [axis.global_rank(rank) for rank in range(axis.size)]
+    HERE.waits[get_ident()] = call
+    try:
+        _WATCHES[-1][2](call, group.group_name, ranks, _timeout_of(group).total_seconds())
+    except LoneCallError as error:
+        raise CollectiveError(str(error)) from None
+    except (TimeoutError, RuntimeError) as error:
+        raise failed(call, error) from error
+    finally:
+        HERE.waits.pop(get_ident(), None)
+
+
+_PROBES: list[Any] = []
+"""Sent to ranks that do not answer; never received."""
+
+
+def _is_gone(rank: int) -> bool:
+    """Whether the connection to a rank is closed."""
+    if "gloo" not in str(dist.get_backend_config()):
+        return False
+    try:
+        _PROBES.append(dist.isend(torch.zeros(1, dtype=torch.uint8), rank, tag=_PROBE))
+    except RuntimeError:
+        return True
+    return False
 
 
 def _is_device_stuck() -> bool:
@@ -875,42 +921,25 @@ def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) 
     return x
 
 
-def meet(axis: Bound, *, label: Label, timeout: float | None = None) -> None:
-    """Returns when every rank has called it: for what ranks decide each for itself, before they send anything about it.
-
-    Where a rank is in another collective instead, this is an error on the others: gloo would end the process.
-
-    *Collective:* every rank of `axis`. It does nothing on NCCL, where the hang is told (`fzero.hangs`).
-
-    Args:
-        timeout: seconds; None is that of the process group.
-
-    Raises:
-        CollectiveError: a rank did not come.
-    """
-    if isinstance(axis, Real) and axis.size > 1 and dist.get_backend(axis.group) == "gloo":
-        HERE.start(label)
-        try:
-            dist.monitored_barrier(axis.group, None if timeout is None else timedelta(seconds=timeout))
-        except RuntimeError as error:
-            raise failed(label, error) from error
-
-
 def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
     """Every rank's small Python value, in rank order; for start-up checks.
 
-    *Collective:* every rank of `axis`; sends the number of bytes that it is pickled to, and as many as the longest of all.
+    *Collective:* every rank of `axis`; sends the number of bytes that it is packed to, and as many as the longest of all.
+
+    Args:
+        value: made of None, numbers, strings, bytes, and tuples, lists, dicts and sets of these. Nothing that arrives can name a
+            class or a function (`fzero.pickles`).
     """
     if axis.size == 1:
         return [value]
     on_nccl = isinstance(axis, Real) and dist.get_backend(axis.group) == "nccl"
     device = torch.device("cuda" if on_nccl else "cpu")
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
     numels = stack(torch.tensor(mine.numel(), device=device), axis, label=label).tolist()
     padded = torch.zeros(max(numels), dtype=torch.uint8)
     padded[: mine.numel()] = mine
     rows = stack(padded.to(device), axis, label=label).cpu()
-    return [pickle.loads(bytes(row[:numel].tolist())) for row, numel in zip(rows, numels, strict=True)]
+    return [unpack(bytes(row[:numel].tolist())) for row, numel in zip(rows, numels, strict=True)]
 
 
 def swap(

@@ -18,11 +18,13 @@ from pathlib import Path
 import torch
 
 from fzero import checkpoint_files as files
+from fzero import collectives
 from fzero.checkpoint import (
     FEW_BYTES,
     Contents,
     Loaded,
     Saved,
+    check_same_folder,
     content_of,
     of_rank_0,
     placed,
@@ -31,7 +33,7 @@ from fzero.checkpoint import (
     together,
 )
 from fzero.checkpoint_plan import Part, nbytes_of
-from fzero.deepspeed_checkpoint_files import find
+from fzero.deepspeed_checkpoint_files import WORD, find
 from fzero.deepspeed_checkpoint_source import DeepSpeedFiles
 from fzero.reshard import AnyStep
 from fzero.simulate import LockstepRanks, stacked
@@ -69,7 +71,9 @@ def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
         loaded = step._run(lambda rank: import_deepspeed(dir, step=step.steps[rank]))
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
     axis = step._mesh.everyone
-    path = of_rank_0(axis, lambda: find(Path(dir)))
+    collectives.meet("fzero.import_deepspeed", axis)
+    check_same_folder(axis, dir, WORD)
+    path = Path(of_rank_0(axis, lambda: str(find(Path(dir)))))
 
     def own() -> Loaded:
         found = DeepSpeedFiles(path)

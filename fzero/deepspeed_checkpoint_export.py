@@ -28,6 +28,7 @@ from fzero.checkpoint_plan import Part, key_of
 from fzero.deepspeed_checkpoint_files import MODEL, MODEL_OF_RANK, StandIn
 from fzero.deepspeed_checkpoint_flats import MASTER
 from fzero.deepspeed_checkpoint_source import KINDS, RULES
+from fzero.safe_files import refuse_link
 from fzero.weights import chunks_in
 from sharding.views import torch_dtype
 
@@ -66,12 +67,13 @@ def export_deepspeed(dir: str | Path, out: str | Path, *, steps: Literal["number
     if folder.exists():
         raise CheckpointError(f"export: {folder} must not be there yet, and is; remove it, or export to another folder")
     leaves_by_name = {name: _leaves(name, told) for name, told in contents["optimizer"].items()}
-    shutil.rmtree(beside, ignore_errors=True)
+    folders = {name: files.inside(beside / "zero", name, source / files.CONTENTS) for name in leaves_by_name}
+    _make(beside)
     try:
         for param, leaves in leaves_by_name.items():
-            _write_parameter(beside / "zero" / param, param, leaves, found, numbers, steps)
+            _write_parameter(folders[param], param, leaves, found, numbers, steps)
         _save(_optimizer_state(contents, steps), beside / "zero" / "optimizer_state.pt")
-        model = _model(contents, found, torch.load(source / files.CLIENT, weights_only=True))
+        model = _model(contents, found, files.read_client(source))
         for file in (MODEL, MODEL_OF_RANK.format(0)):  # ZeRO 1 and 2 look for the one, 3 for the other
             _save(model, beside / file)
         beside.rename(folder)
@@ -80,6 +82,18 @@ def export_deepspeed(dir: str | Path, out: str | Path, *, steps: Literal["number
         raise
     files.write_whole(Path(out) / "latest_universal", name.encode())
     return folder
+
+
+def _make(folder: Path) -> None:
+    """Makes a folder anew. What an earlier export left under its name goes, unless it is a link."""
+    try:
+        refuse_link(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"export: {folder} must be a new folder, got {error}; remove it, or export to another folder"
+        ) from error
 
 
 def _leaves(name: str, told: Mapping[str, Any] | None) -> dict[str, str] | None:

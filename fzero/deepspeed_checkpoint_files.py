@@ -22,11 +22,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
-import torch
-
-from fzero.checkpoint_files import CheckpointError
+from fzero.checkpoint_files import CheckpointError, latest_of
+from fzero.pickles import UnsafePickleError, load_tensors
 
 WORD = "import_deepspeed"
 LATEST = ("latest", "latest_universal")
@@ -80,23 +78,16 @@ def read(path: Path) -> Any:
         CheckpointError: it is missing, truncated, or needs a class that is not deemed safe; names file and class.
     """
     try:
-        with torch.serialization.safe_globals([(stand_in, name) for name, stand_in in ALLOWED.items()]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    except Exception as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        if found:
-            raise CheckpointError(
-                f"{WORD}: {path} must hold tensors, numbers, strings and containers of these, and needs the class "
-                f"{found[1]!r} to be read, which might run code; save the checkpoint again without it (in client_state, say)"
-            ) from error
-        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {_first_line(error)}"
+        return load_tensors(path, mmap=True, known=ALLOWED)
+    except UnsafePickleError as error:
         raise CheckpointError(
-            f"{WORD}: {path} must be a whole file of torch.save, and {problem}; copy it again, or take another checkpoint"
+            f"{WORD}: {path} must hold tensors, numbers, strings and containers of these, and {error}; save the checkpoint again "
+            f"without it (in client_state, say)"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [repr(error)])[0]
+    except ValueError as error:
+        raise CheckpointError(
+            f"{WORD}: {path} must be a whole file of torch.save, and {error}; copy it again, or take another checkpoint"
+        ) from error
 
 
 # --- folders -----------------------------------------------------------------------------------------------------
@@ -110,7 +101,7 @@ def find(dir: Path) -> Path:
     """
     for latest in LATEST:
         if (dir / latest).is_file():
-            folder = dir / (dir / latest).read_text().strip()
+            folder = dir / latest_of(dir, latest)
             if not folder.is_dir():
                 raise CheckpointError(
                     f"{WORD}: {dir / latest} must name a folder beside it, and {folder.name!r} is not there; copy it, or pass "
@@ -132,8 +123,8 @@ def is_one(folder: Path) -> bool:
 
 def is_deepspeeds(dir: Path) -> bool:
     """Whether a folder looks like one that DeepSpeed saved to. (fzero has a `latest`, too.)"""
-    latest = next((dir / name for name in LATEST if (dir / name).is_file()), None)
-    return is_one(dir) or (latest is not None and is_one(dir / latest.read_text().strip()))
+    latest = next((name for name in LATEST if (dir / name).is_file()), None)
+    return is_one(dir) or (latest is not None and is_one(dir / latest_of(dir, latest)))
 
 
 def optimizer_files(folder: Path) -> dict[int, Path]:

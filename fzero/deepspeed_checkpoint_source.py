@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from fzero import deepspeed_checkpoint_files as files
-from fzero.checkpoint_files import CheckpointError
+from fzero.checkpoint_files import CheckpointError, inside
 from fzero.checkpoint_plan import Part, Stored, key_of
 from fzero.deepspeed_checkpoint_files import MODEL, MODEL_OF_RANK, WEIGHTS_ALONE, WORD, read
 from fzero.deepspeed_checkpoint_flats import MASTER, Flats, Place, need, of_ranks
@@ -235,7 +235,7 @@ class DeepSpeedFiles:
 
     def _frozen_pieces(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         numel, there = math.prod(self._frozen[name]), self._module.get(name)
-        alone = self.folder / "zero" / name / f"{MASTER}.pt"
+        alone = inside(self.folder / "zero", name, self._path) / f"{MASTER}.pt"
         if there is not None and there.numel() == numel:
             yield start, there.reshape(-1)[start:stop]
         elif alone.exists():

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from fzero.checkpoint_files import CheckpointError
+from fzero.checkpoint_files import CheckpointError, inside
 from fzero.deepspeed_checkpoint_files import WEIGHTS_ALONE, WORD, read
 from fzero.deepspeed_checkpoint_flats import (
     MASTER,
@@ -35,7 +35,7 @@ def universal(folder: Path, model: Mapping[str, Any], path: Path) -> Flats:
     zero = folder / "zero"
     told = read(zero / "optimizer_state.pt")
     shapes: Shapes = {n: tuple(s) for group in need(model, "param_shapes", path) for n, s in group.items()}
-    missing = [name for name in shapes if not (zero / name / f"{MASTER}.pt").exists()]
+    missing = [name for name in shapes if not (inside(zero, name, path) / f"{MASTER}.pt").exists()]
     if missing:
         raise CheckpointError(
             f"{WORD}: {zero} must have a folder with {MASTER}.pt of each parameter, and {missing[0]!r} has none ({len(missing)} "

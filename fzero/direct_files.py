@@ -57,7 +57,7 @@ class DirectFile:
         """Opens the file anew for direct I/O, if its filesystem has that for multiples of `SECTOR`."""
         fd = None
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_DIRECT)
+            fd = os.open(self.path, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW)
             os.preadv(fd, [Pool(1, SECTOR).take().numpy().data], 0)
         except OSError as error:
             if fd is not None:

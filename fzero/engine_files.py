@@ -15,13 +15,14 @@ import torch
 from fzero import checkpoint_files as files
 from fzero import collectives
 from fzero.arguments import check_kind, check_path, refuse
+from fzero.checkpoint import check_same_folder, of_rank_0, together
 from fzero.checkpoint import load as load_state
-from fzero.checkpoint import of_rank_0
 from fzero.checkpoint import save as save_state
 from fzero.checkpoint_files import CheckpointError
 from fzero.checkpoint_plan import stored_starts
 from fzero.client_optimizers import lr_of
 from fzero.engine_accessors import Accessors
+from fzero.safe_files import create
 from fzero.sent import Label
 from fzero.weights import load_weights
 
@@ -102,8 +103,8 @@ class KeepsFiles(Accessors):
 def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *, save_latest: bool) -> None:
     """See `KeepsFiles.save_checkpoint`."""
     step = engine.train_step
-    tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
-    _check_tag(engine, tag)
+    collectives.meet("Engine.save_checkpoint", step._mesh.everyone)
+    tag = _agreed_tag(engine, str(tag if tag is not None else f"global_step{engine.global_steps}"))
     if engine._round is not None and engine._round.told:
         warnings.warn(
             "save_checkpoint: gradients since the last update are not saved; call it after an update to lose none",
@@ -116,6 +117,8 @@ def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *,
         "data": None if engine.training_dataloader is None else engine.training_dataloader.state_dict(),
     }
     state = engine.state._replace(rng=_random_state_of(engine))
+    check_same_folder(step._mesh.everyone, folder, "save_checkpoint")
+    of_rank_0(step._mesh.everyone, lambda: files.claim(folder))
     save_state(state, folder / tag, step=step, client={"engine": told, "client": client}, keep=1)
     if save_latest:
         of_rank_0(step._mesh.everyone, lambda: files.write_whole(folder / files.LATEST, f"{tag}\n".encode()))
@@ -126,6 +129,7 @@ def _load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `KeepsFiles.load_checkpoint`."""
     step = engine.train_step
+    collectives.meet("Engine.load_checkpoint", step._mesh.everyone)
     if tag is None:
         tag = of_rank_0(step._mesh.everyone, lambda: _latest(folder))
         if tag is None:
@@ -138,7 +142,7 @@ def _load(
         engine._take(step, state)
     else:
         engine._take(step, load_weights(path, step=step))
-        client = of_rank_0(step._mesh.everyone, lambda: _client(path))
+        client = together(step._mesh.everyone, lambda: files.read_client(files.find(path)))
     told = client["engine"] if isinstance(client, dict) and "engine" in client else None
     if told is None:
         raise CheckpointError(
@@ -175,7 +179,10 @@ def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(full, folder / name)
+        beside = folder / f".{name}.new"
+        with create(beside) as file:
+            torch.save(full, file)
+        beside.rename(folder / name)
 
     of_rank_0(step._mesh.everyone, write)
     return True
@@ -184,31 +191,26 @@ def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -
 # --- helpers -----------------------------------------------------------------------------------------------------
 
 
-def _check_tag(engine: Accessors, tag: str) -> None:
-    """Tags of all ranks must be the same, by `checkpoint.tag_validation`."""
+def _agreed_tag(engine: Accessors, tag: str) -> str:
+    """The tag of rank 0; those of all ranks must be the same, by `checkpoint.tag_validation`."""
     how, step = engine.keys.checkpoint.tag_validation, engine.train_step
-    if how == "IGNORE":
-        return
-    tags = collectives.exchange(tag, step._mesh.everyone, label=Label("save"))
-    if len(set(tags)) > 1:
+    tags: list[str] = collectives.exchange(tag, step._mesh.everyone, label=Label("save"))
+    if len(set(tags)) > 1 and how != "IGNORE":
         told = f"save_checkpoint: tag must be the same on all ranks, got {tags}; rank 0's is used"
         if how == "FAIL":
             raise ValueError(f"{told} where checkpoint.tag_validation is not FAIL; pass the same tag")
         warnings.warn(told, stacklevel=4)
+    return tags[0]
 
 
 def _latest(folder: Path) -> str | None:
     path = folder / files.LATEST
-    return path.read_text().strip() if path.exists() else None
+    return files.latest_of(folder) if path.exists() else None
 
 
 def _starts(path: Path) -> dict[str, int]:
     contents = files.read_contents(files.find(path))
     return stored_starts(contents["optimizer"], contents["numbers"])
-
-
-def _client(path: Path) -> Any:
-    return torch.load(files.find(path) / files.CLIENT, weights_only=True)
 
 
 def _scheduler_state(engine: Any) -> Any:

@@ -19,7 +19,6 @@ from fzero.engine_accessors import Accessors
 from fzero.live_params import LiveParams
 from fzero.plan import starts_of
 from fzero.reshard import reshard
-from fzero.sent import Label
 from fzero.state import TrainState
 from fzero.step import Round, TrainStep
 from fzero.trainability import Flags, listed
@@ -226,7 +225,7 @@ class HoldsModule(Accessors):
                 round_.work.close()
                 self._round = None
             old = self.train_step
-            collectives.meet(old._mesh.everyone, label=Label("compare"))
+            collectives.meet("Engine.forward with other requires_grad flags", old._mesh.everyone)
             new = self._step_for(wanted | known.keys(), known)
             state = reshard(self.state, old, new)
             assert state is not None, "every rank is in both jobs"

@@ -45,6 +45,7 @@ class Store(Protocol):
     def add(self, key: str, amount: int) -> int: ...
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
     def check(self, keys: list[str]) -> bool: ...
+    def delete_key(self, key: str) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -60,6 +61,8 @@ class Progress:
     """What threads wait for."""
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds that the host has waited for collectives since the process began, by their purpose."""
+    call: str | None = None
+    """Where this rank waits for the others to make the same call (`fzero.meeting`)."""
 
     def next_step(self) -> None:
         self.num_steps, self.number = self.num_steps + 1, 0
@@ -170,6 +173,7 @@ class Watch:
         store: of the job, with a connection of its own.
         is_stuck: whether the device does not get on with its work; asked where nothing has moved for `seconds`.
         seconds: after which a rank that waits for its device sets the alarm.
+        each_tick: called once a second while nothing moves.
     """
 
     def __init__(
@@ -180,8 +184,9 @@ class Watch:
         *,
         is_stuck: Callable[[], bool] | None = None,
         seconds: float = float("inf"),
+        each_tick: Callable[[], None] = lambda: None,
     ) -> None:
-        self.store, self.rank, self.world_size = store, rank, world_size
+        self.store, self.rank, self.world_size, self.each_tick = store, rank, world_size, each_tick
         self.is_stuck, self.seconds = is_stuck, seconds
         self._stopped, self._has_answered, self._lock = threading.Event(), False, threading.Lock()
         self._file = answer_signals()
@@ -214,7 +219,8 @@ class Watch:
         looked = since
         while not self._stopped.wait(TICK if self._keeper is not None or not rank_0_keeps_store() else AGAIN):
             now = (HERE.num_steps, HERE.number)
-            if now != before:
+            moves = now != before
+            if moves:
                 before, since = now, time.monotonic()
                 if since - looked < MOVING:
                     continue
@@ -222,6 +228,8 @@ class Watch:
                 looked = time.monotonic()
                 if rank_0_keeps_store():
                     self._finds_keeper()
+                if not moves:
+                    self.each_tick()
                 if self.store.check(["alarm"]):
                     self._answer()
                     if not self._hears(SILENT):

@@ -236,13 +236,14 @@ class Recipe:
                 "wires": str(the_plan.wiring),
                 "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.kind != "device"),
             },
-            "torch": {"version": torch.__version__},
+            "torch": {"version": str(torch.__version__)},
         }
 
 
 def bind(mesh: Mesh | None, device: torch.device) -> Real:
     """The ranks of this job, which stand in a mesh. *Collective:* every rank; joins them where nobody did."""
     axis = collectives.join(device)
+    collectives.meet("fzero.make_train_step", axis)
     collectives.check_backend(device)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(

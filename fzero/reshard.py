@@ -89,7 +89,8 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     for step in (new, old):
         if isinstance(step._ranks, Real) and step._ranks.observe is not None:
             axis = replace(axis, observe=step._ranks.observe)
-    everyone = collectives.exchange(_tell(state, old, new), axis, label=Label("compare"))
+    mine = tuple(_tell(state, old, new))
+    everyone = [_Told(*told) for told in collectives.exchange(mine, axis, label=Label("compare"))]
     _check_told(everyone)
     _warn_of_wires(old, new)
     places = [Place(told.old, told.new) for told in everyone]

@@ -17,8 +17,10 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from fzero.checkpoint_files import CheckpointError, flush
+from fzero.checkpoint_files import CheckpointError, flush, write_whole
 from fzero.checkpoint_plan import Stored
+from fzero.pickles import load_tensors
+from fzero.safe_files import create
 from sharding.dtypes import itemsize
 from sharding.views import dtype_name, torch_dtype
 
@@ -148,7 +150,7 @@ class Export:
         self.folder.mkdir(parents=True, exist_ok=True)
         for plan in plan_files(self.tensors, self.max_nbytes):
             header = plan.header({"format": "pt", **self.aliases})
-            file = self._beside(plan.name).open("wb")
+            file = create(self._beside(plan.name))
             self._files.append((plan, file))
             file.write(header)
             os.posix_fallocate(file.fileno(), 0, len(header) + plan.nbytes)
@@ -179,7 +181,7 @@ class Export:
         if len(self._files) > 1:
             weight_map = {name: plan.name for plan, _ in self._files for name in plan.tensors}
             told = {"metadata": {"total_size": sum(p.nbytes for p, _ in self._files)}, "weight_map": weight_map}
-            (self.folder / INDEX).write_text(json.dumps(told, indent=2))
+            write_whole(self.folder / INDEX, json.dumps(told, indent=2).encode())
         flush(self.folder)
 
     def _beside(self, name: str) -> Path:
@@ -230,12 +232,16 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            tensors = load_tensors(path, mmap=True)
             for key in ("model", "state_dict", "module"):
                 tensors = tensors[key] if isinstance(tensors.get(key), Mapping) else tensors
-        except Exception as error:
+        except ValueError as error:
             raise CheckpointError(
-                f"load: {path} must be a state dict that torch.save wrote, got {error!r}; take another file"
+                f"load: {path} must be a state dict that torch.save wrote, and {error}; take another file"
+            ) from error
+        except AttributeError as error:
+            raise CheckpointError(
+                f"load: {path} must be a state dict that torch.save wrote, got {type(tensors).__name__}; take another file"
             ) from error
         self._tensors = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
         self.stored = {name: Stored(tuple(x.shape), dtype_name(x.dtype)) for name, x in self._tensors.items()}

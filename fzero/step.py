@@ -377,6 +377,7 @@ class TrainStep:
         if params is not None:
             _check_values(params)
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
+        collectives.meet("TrainStep.init", self._mesh.everyone)
         return self._first_state.make(self._mesh, params, init_fn)
 
     def gather(self, state: TrainState[Tensor], *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
@@ -396,6 +397,7 @@ class TrainStep:
         if to not in ("all", "rank0"):
             raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
         self._check_state(state)
+        collectives.meet("TrainStep.gather", self._mesh.everyone)
         full: dict[str, Tensor] = {}
         keep = to == "all" or self.rank == 0
         for views in self._whole_weights(state):
@@ -497,6 +499,7 @@ class TrainStep:
         """
         check_path("out", out)
         self._check_state(state)
+        collectives.meet("TrainStep.save_16bit_model", self._mesh.everyone)
         keys = {name: key for key, name in reversed(self._stored_names.items())}
         aliases = {key: keys[name] for key, name in self._stored_names.items() if keys[name] != key}
         stored = {n: Stored(spec.shape, spec.dtype) for n, spec in self.plan.buffers.items()} | {
@@ -925,6 +928,7 @@ class TrainStep:
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
         self._check_state(state)
+        collectives.meet("TrainStep.evaluate", self._mesh.everyone)
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
@@ -956,6 +960,8 @@ class TrainStep:
         """
         check_callable("inspect", function, "a function without arguments that calls the model")
         self._check_state(state)
+        if self.plan.stage == 3:
+            collectives.meet("TrainStep.inspect", self._mesh.everyone)
         return self._inspect(state, function, run)
 
     def _inspect(self, state: TrainState[Tensor], function: Callable[[], T], run: str) -> T:

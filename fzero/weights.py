@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from fzero import checkpoint_files as files
-from fzero.checkpoint import Source, aliases_of, placed, read_into, together
+from fzero import collectives
+from fzero.checkpoint import Source, aliases_of, check_same_folder, placed, read_into, together
+from fzero.checkpoint_files import CheckpointError
 from fzero.checkpoint_plan import Part, Slice, Stored, parts_of_weights
 from fzero.deepspeed_checkpoint_files import find as find_deepspeeds
 from fzero.deepspeed_checkpoint_files import is_deepspeeds
@@ -72,7 +74,9 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
     if isinstance(step, LockstepRanks):
         state: TrainState[Tensor] = stacked(step._run(lambda rank: load_weights(path, step=step.steps[rank])))
         return state
+    collectives.meet("fzero.load_weights", step._mesh.everyone)
     scratch = step._offload.make_files(step._mesh.everyone)
+    check_same_folder(step._mesh.everyone, path, "load_weights")
     read = together(step._mesh.everyone, lambda: _load(Path(path), step, scratch))
     return placed(read, step, scratch)
 
@@ -148,9 +152,7 @@ def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
         return _Ranges([path]), ("",)
     for index in (path / INDEX, path / TORCH_INDEX):
         if index.exists():
-            return _Ranges(path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))), (
-                "",
-            )
+            return _Ranges(_files_of(index)), ("",)
     for single in (path / "model.safetensors", path / "pytorch_model.bin"):
         if single.exists():
             return _Ranges([single]), ("",)
@@ -160,6 +162,15 @@ def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
         return chunks_in(path, None), ("model.", "")
     folder = files.find(path)
     return chunks_in(folder, files.read_contents(folder)), ("master.", "model.")
+
+
+def _files_of(index: Path) -> list[Path]:
+    """The files that an index names, which lie beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"load: {index} must be an index of files, got {error!r}; take another folder") from error
+    return [files.inside(index.parent, name, index) for name in names]
 
 
 def _prefix_of(stored: Mapping[str, Stored]) -> str:

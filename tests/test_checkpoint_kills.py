@@ -123,4 +123,5 @@ def test_a_job_that_is_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
         assert found >= done
     assert ".saving-" in seen, "no kill came in the middle of a save"
     save_here(saved, found + 1)
-    assert len(list(saved.iterdir())) == 3  # latest and two whole ones: nothing is left of the others
+    # The job's name, latest and two whole ones: nothing is left of the others.
+    assert len(list(saved.iterdir())) == 4

@@ -18,8 +18,6 @@ from training import ADAMW, Odd, Plain, adamw, config, make, part, tokens, vecto
 
 import fzero
 import fzero.deepspeed as deepspeed
-from fzero import collectives
-from fzero.sent import Label
 from fzero.transforms import step_spec
 
 Phases = Sequence[tuple[str, ...]]
@@ -428,20 +426,6 @@ def test_flags_that_differ_between_ranks_end_the_job(ranks: RankPool, stage: int
     first, second = caught.value.errors
     assert isinstance(first, fzero.CollectiveError) and isinstance(second, fzero.CollectiveError)
     assert "requires_grad: must be the same on all ranks" in str(second)
-
-
-def comes_alone() -> None:
-    axis = collectives.job()
-    if axis.rank == 1:
-        collectives.meet(axis, label=Label("compare"), timeout=0.5)
-    else:
-        collectives.stack(torch.ones(3), axis)
-
-
-def test_a_rank_that_would_move_its_state_alone_is_an_error_on_all(ranks: RankPool) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks(2, comes_alone)
-    assert all(isinstance(error, fzero.CollectiveError) for error in caught.value.errors)
 
 
 @contextmanager

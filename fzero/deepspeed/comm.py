@@ -87,7 +87,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         return_dict: whether this rank's numbers are returned, too: `{"summary": {collective: {bytes: {"count": …}}}, …}`.
     """
     log = merged([engine.comms_log for engine in live_params.engines() if engine.comms_log is not None])
-    waited = collectives.exchange(log.waited, collectives.job()) if show_straggler else [log.waited]
+    waited = collectives.exchange(dict(log.waited), collectives.job()) if show_straggler else [log.waited]
     if get_rank() == 0:
         for table in log.tables(waited):
             print(as_text(table), flush=True)

@@ -37,6 +37,7 @@ from fzero.engine import Engine
 from fzero.engine_optimizer import ConfiguredScheduler, EngineOptimizer
 from fzero.initialize import initialize
 from fzero.integrations.auto import resolved
+from fzero.pickles import load_tensors
 
 _SCHEDULER = "scheduler.pt"
 """Trainer's own name."""
@@ -194,7 +195,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return
         assert self.engine is not None and self.lr_scheduler is not None
         self.engine.load_checkpoint(checkpoint)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+        path = Path(checkpoint) / _SCHEDULER
+        try:
+            schedule = load_tensors(path)
+        except ValueError as error:
+            raise ValueError(
+                f"resume_from_checkpoint: {path} must hold the scheduler's state, and {error}; take another checkpoint"
+            ) from error
+        self.lr_scheduler.load_state_dict(schedule)
 
     def _load_best_model(self) -> None:
         assert self.engine is not None

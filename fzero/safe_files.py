@@ -1,0 +1,67 @@
+"""Names and links that a folder's other users may have left: neither leads a reader or a writer out of the folder.
+
+A name that comes from a file (a parameter, a tag, a shard) is joined to a folder when `check_inside` has passed it. A file that
+is written anew is made by `create`, which follows no link and takes no file that is there already.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+
+def check_inside(name: str) -> str:
+    """The relative path of something inside a folder.
+
+    Raises:
+        ValueError: it leads elsewhere.
+
+    >>> check_inside("__0_0.distcp")
+    '__0_0.distcp'
+    >>> check_inside("../x")
+    Traceback (most recent call last):
+        ...
+    ValueError: names '../x', which must lie in the folder and leads out of it
+    """
+    parts = name.split("/")
+    if not name.strip("./") or name.startswith("/") or ".." in parts or any(ord(c) < 32 for c in name):
+        raise ValueError(f"names {name!r}, which must lie in the folder and leads out of it")
+    return name
+
+
+def create(path: Path) -> BinaryIO:
+    """A new file, open to be written. One that a killed process left under this name is removed first.
+
+    Raises:
+        FileExistsError: there is a link, which would be written through, or another process makes the same file.
+        OSError: of the system.
+    """
+    refuse_link(path)
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.fdopen(fd, "wb")
+
+
+def refuse_link(path: Path) -> None:
+    """Raises a FileExistsError where a link is, for what is written there would go elsewhere."""
+    if path.is_symlink():
+        raise FileExistsError(
+            f"{path}: must be no link, and leads to {os.readlink(path)}; remove it, for it is not fzero's"
+        )
+
+
+def check_own(folder: Path) -> None:
+    """Raises unless a folder is no link and this process' user owns it.
+
+    Raises:
+        PermissionError: another user owns it, who could change what is written there.
+        FileExistsError: it is a link.
+    """
+    refuse_link(folder)
+    owner = folder.stat().st_uid
+    if owner != os.geteuid():
+        raise PermissionError(
+            f"{folder}: must belong to the user of this process ({os.geteuid()}), and belongs to user {owner}, who could change "
+            f"the state in it; remove it, or pass another path"
+        )
