@@ -2,7 +2,8 @@
 
 Each rank is a thread. One runs at a time, until it needs what another has not sent yet; then the next one that can go on
 does. So every rank runs the code of a job, and only what carries messages differs. Random numbers are those of a process
-of its own: the state of torch's generator on the CPU is put by when a rank stops, and put back when it goes on.
+of its own: the state of torch's generator on the CPU is put by when a rank stops, and put back when it goes on. Kernels use
+as many threads as in the thread that called, for their sums are cut by that number.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ class Hub:
         self._clear()
         results: list[Any] = [None] * self.size
         errors: list[tuple[int, BaseException]] = []
+        # OpenMP keeps its number for each thread, so that a new one would take that of the environment.
+        num_threads = torch.get_num_threads()
         threads = [
-            threading.Thread(target=self._run_rank, args=(rank, function, results, errors), daemon=True)
+            threading.Thread(target=self._run_rank, args=(rank, function, results, errors, num_threads), daemon=True)
             for rank in range(self.size)
         ]
         process_rng = torch.get_rng_state()
@@ -120,10 +123,16 @@ class Hub:
             self._turns[other].release()
 
     def _run_rank(
-        self, rank: int, function: Callable[[int], T], results: list[Any], errors: list[tuple[int, BaseException]]
+        self,
+        rank: int,
+        function: Callable[[int], T],
+        results: list[Any],
+        errors: list[tuple[int, BaseException]],
+        num_threads: int,
     ) -> None:
         self._turns[rank].acquire()
         try:
+            torch.set_num_threads(num_threads)
             results[rank] = function(rank)
         except BaseException as error:
             errors.append((rank, error))
