@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 Fetch = Callable[[str], Tensor]
 
@@ -29,7 +31,9 @@ class _Parameters(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         name = self.names.get(key)
-        return super().__getitem__(key) if name is None else self.fetch(name)
+        if name is None:
+            return super().__getitem__(key)
+        return _untraced(self.fetch, name) if torch.compiler.is_compiling() else self.fetch(name)
 
     def __setitem__(self, key: str, value: Any) -> None:
         # `torch.func.functional_call` inside the model's own code swaps parameters like this.
@@ -44,6 +48,12 @@ class _Parameters(dict[str, Any]):
 
     def values(self) -> Iterator[Any]:  # type: ignore[override]
         return (self[key] for key in self)
+
+
+@_disable_dynamo
+def _untraced(fetch: Fetch, name: str) -> Tensor:
+    """Where a model compiles itself, or a part: a graph ends here, for a gather at another place is none of it."""
+    return fetch(name)
 
 
 @contextmanager
@@ -138,6 +148,21 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 _CONTAINERS = (list, set, dict, OrderedDict, defaultdict)
+
+
+@contextmanager
+def beneath_modes(num_modes: int) -> Iterator[None]:
+    """Inside, of the active modes of `torch.utils._python_dispatch` the first `num_modes` only are.
+
+    A mode that a model enters sees the model's operations. The gather of its parameters is none of them, nor is it there
+    again when the region of the mode is run again.
+    """
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - num_modes)]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 @contextmanager

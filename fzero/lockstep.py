@@ -45,6 +45,7 @@ class Hub:
         self._mail: dict[tuple[int, int, int], Any] = {}  # by source, target and number
         self._num_sent: Counter[tuple[int, int]] = Counter()
         self._num_expected: Counter[tuple[int, int]] = Counter()
+        self._num_asides: Counter[int] = Counter()
         self._waits_for: dict[int, tuple[int, int, int]] = {}
         self._runs = [True] * self.size
         self._is_stuck = False
@@ -103,6 +104,23 @@ class Hub:
                 why = "waits for others, too" if self._runs[source] else "has ended, or raised an error"
                 raise StuckError(f"rank {target} waits for rank {source}, which {why}")
         return self._mail.pop(message)
+
+    def aside(self, rank: int, value: int) -> list[int] | None:
+        """Every rank's number, beside the messages in order; None when the others do not ask, too.
+
+        >>> hub = Hub(2)
+        >>> hub.run(lambda rank: hub.aside(rank, 10 + rank))
+        [[10, 11], [10, 11]]
+        """
+        self._num_asides[rank] += 1
+        number = -self._num_asides[rank]  # of no other message
+        others = [other for other in range(self.size) if other != rank]
+        self._mail |= {(rank, other, number): value for other in others}
+        try:
+            found = {other: self.receive((other, rank, number)) for other in others}
+        except StuckError:
+            return None
+        return [found.get(other, value) for other in range(self.size)]
 
     def _wait(self, message: tuple[int, int, int]) -> None:
         rank = message[1]

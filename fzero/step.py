@@ -194,7 +194,7 @@ class TrainStep:
         self._ranks: Bound | Fake = axis
         self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
         self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
-        self._orders: Orders | None = {} if self._learns else None  # of the collectives of forwards and backwards
+        self._orders = Orders() if self._learns else None  # of the collectives of forwards and backwards
         self._num_passes = 0
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
         self._statistics = recipe.statistics & set(self.plan.buffers)
@@ -238,7 +238,8 @@ class TrainStep:
     @property
     def schedule(self) -> tuple[Event, ...] | None:
         """The events of a micro-step in order, after the first step."""
-        halves = [(self._orders or {}).get(run) for run in (("forward", "train"), ("backward", 0, 0))]
+        learned = self._orders.learned if self._orders else {}
+        halves = [learned.get(run) for run in (("forward", "train"), ("backward", 0, "train", 0))]
         return None if None in halves else tuple(chain(*filter(None, halves)))
 
     @property
@@ -866,7 +867,7 @@ class TrainStep:
         twin = copy.copy(self)
         twin._bound = self._mesh.observed(observe)
         twin._updater = replace(self._updater, mesh=twin._bound)
-        twin._orders = None if self._orders is None else dict(self._orders)
+        twin._orders = None if self._orders is None else self._orders.copy()
         twin._compiled = None if self._compiled is None else self._compiled.observed(observe)
         return twin
 
