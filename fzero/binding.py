@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 Fetch = Callable[[str], Tensor]
@@ -31,9 +30,7 @@ class _Parameters(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         name = self.names.get(key)
-        if name is None:
-            return super().__getitem__(key)
-        return _untraced(self.fetch, name) if torch.compiler.is_compiling() else self.fetch(name)
+        return super().__getitem__(key) if name is None else self.fetch(name)
 
     def __setitem__(self, key: str, value: Any) -> None:
         # `torch.func.functional_call` inside the model's own code swaps parameters like this.
@@ -48,12 +45,6 @@ class _Parameters(dict[str, Any]):
 
     def values(self) -> Iterator[Any]:  # type: ignore[override]
         return (self[key] for key in self)
-
-
-@_disable_dynamo
-def _untraced(fetch: Fetch, name: str) -> Tensor:
-    """Where a model compiles itself, or a part: a graph ends here, for a gather at another place is none of it."""
-    return fetch(name)
 
 
 @contextmanager

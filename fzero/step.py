@@ -123,7 +123,7 @@ def make_train_step(
         donate: the step may write into the state it is given, which must not be used again. False works on a copy, which
             there is none of state in files.
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's.
-        schedule: `"learned"` fixes the order of collectives in the first step. `"negotiated"` agrees on it in every
+        schedule: `"learned"` fixes the order of collectives in the first step that runs all blocks. `"negotiated"` agrees on it in every
             step: for models whose units run in an order that depends on data. Slower, nothing starts early.
         checkpoint: activation checkpointing: the modules that keep only their inputs for the backward, and run again in
             it. n is every n-th unit that is one module (a repeated block, or one named in `units`): 1 all of them, 2 the
@@ -142,7 +142,7 @@ def make_train_step(
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: told on every rank, when ranks differ.
-        ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` or the function
+        ValueError: the model has no parameters, or a parameter has a hook, or a module is compiled by torch.compile, or a name in `units` or the function
             `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
     """
     if not isinstance(mesh, Real | Fake):
@@ -237,7 +237,7 @@ class TrainStep:
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:
-        """The events of a micro-step in order, after the first step."""
+        """The events of a micro-step in order, once it is learned: as a rule, after the first step."""
         learned = self._orders.learned if self._orders else {}
         halves = [learned.get(run) for run in (("forward", "train"), ("backward", 0, "train", 0))]
         return None if None in halves else tuple(chain(*filter(None, halves)))
@@ -470,7 +470,7 @@ class TrainStep:
             ValueError: the batch has another size than configured, or the loss is not a scalar.
             FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated). On CUDA
                 a device-side assertion ends the process instead, so that no step waits for the device.
-            ScheduleError: the units ran in another order than in the first step.
+            ScheduleError: on this rank alone the units ran in an order that the learned one does not serve.
             CollectiveError: another rank died or did not come.
         """
         if self._probe:
