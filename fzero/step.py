@@ -123,8 +123,8 @@ def make_train_step(
         donate: the step may write into the state it is given, which must not be used again. False works on a copy, which
             there is none of state in files.
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's.
-        schedule: `"learned"` fixes the order of collectives in the first step that runs all blocks. `"negotiated"` agrees on it in every
-            step: for models whose units run in an order that depends on data. Slower, nothing starts early.
+        schedule: `"learned"` fixes the order of collectives in the first step that runs all blocks. `"negotiated"` agrees
+            on it in every step: for models whose units run in an order that depends on data. Slower, nothing starts early.
         checkpoint: activation checkpointing: the modules that keep only their inputs for the backward, and run again in
             it. n is every n-th unit that is one module (a repeated block, or one named in `units`): 1 all of them, 2 the
             first, the third and so on. Or a function of a module's name and the module, of which the outermost modules it
@@ -142,8 +142,8 @@ def make_train_step(
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: told on every rank, when ranks differ.
-        ValueError: the model has no parameters, or a parameter has a hook, or a module is compiled by torch.compile, or a name in `units` or the function
-            `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
+        ValueError: the model has no parameters, or a parameter has a hook, or a module is compiled by torch.compile, or a name
+            in `units` or the function `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
     """
     if not isinstance(mesh, Real | Fake):
         check_mesh(mesh)
