@@ -143,7 +143,8 @@ def make_train_step(
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: told on every rank, when ranks differ.
         ValueError: the model has no parameters, or a parameter has a hook, or a module is compiled by torch.compile, or a name
-            in `units` or the function `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
+            in `units` or the function `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot
+            be compiled as asked.
     """
     if not isinstance(mesh, Real | Fake):
         check_mesh(mesh)
