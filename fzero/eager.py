@@ -153,7 +153,8 @@ class Pass:
         self.trains, self.grads = grads is not None, grads or {}
         self.executed: list[Event] = []
         self.schedule: Sequence[Event] | None = None  # of what runs, after what has run
-        self._orders, self._run, self._begun = orders, (), 0
+        self._orders, self._begun = orders, 0
+        self._run: Run = ()
         self._since = 0  # where the events of the first forward since the last backward begin
         self._is_open, self._is_over, self._is_passed = False, False, False
         self._stays: list[Counter[str]] = []  # of each forward: how often it entered each unit
@@ -321,7 +322,7 @@ class Pass:
     def _named(self, kind: str, forwards: Iterable[int]) -> Run:
         """Names what goes back through some forwards."""
         last = len(self._stays) - 1
-        of_each = ((self._names[index], last - index) for index in sorted(forwards))
+        of_each: Iterable[tuple[str | int, ...]] = ((self._names[index], last - index) for index in sorted(forwards))
         return (kind, self._num_backwards, *chain.from_iterable(of_each))
 
     def _reached(self, loss: Tensor) -> dict[int, Counter[str]]:
