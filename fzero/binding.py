@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 Fetch = Callable[[str], Tensor]
 
@@ -143,6 +144,21 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 _CONTAINERS = (list, set, dict, OrderedDict, defaultdict)
+
+
+@contextmanager
+def beneath_modes(num_modes: int) -> Iterator[None]:
+    """Inside, of the active modes of `torch.utils._python_dispatch` the first `num_modes` only are.
+
+    A mode that a model enters sees the model's operations. The gather of its parameters is none of them, nor is it there
+    again when the region of the mode is run again.
+    """
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - num_modes)]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 @contextmanager

@@ -942,6 +942,29 @@ def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
     return [unpack(bytes(row[:numel].tolist())) for row, numel in zip(rows, numels, strict=True)]
 
 
+def aside(value: int, axis: Bound, *, seconds: float) -> list[int] | None:
+    """Every rank's number, in rank order, outside of the order of collectives; None unless all ask within `seconds`.
+
+    For a rank that does not know whether the others are where it is: it sends nothing, and reads the job's store.
+    """
+    if axis.size == 1:
+        return [value]
+    if isinstance(axis, Lockstep):
+        return axis.hub.aside(axis.global_rank(axis.rank), value)
+    store: Any = dist.distributed_c10d._get_default_store()
+    rank = axis.global_rank(axis.rank)
+    number = store.add(f"fzero-aside/{rank}", 1)  # how often this rank has asked
+    keys = [f"fzero-aside/{number}/{axis.global_rank(other)}" for other in range(axis.size)]
+    store.set(keys[axis.rank], str(value))
+    end = time.monotonic() + seconds
+    while not store.check(keys):
+        if time.monotonic() > end:
+            store.delete_key(keys[axis.rank])
+            return None
+        time.sleep(0.002)
+    return [int(store.get(key)) for key in keys]
+
+
 def swap(
     received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]], axis: Real, *, label: Label = OTHER
 ) -> None:

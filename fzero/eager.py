@@ -20,25 +20,29 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from fzero import collectives
+from fzero.binding import beneath_modes
 from fzero.bound_mesh import BoundMesh, States
 from fzero.collectives import Pending
 from fzero.file_tensors import part_of
 from fzero.plan import BufferPlan, Plan, UnitPlan
 from fzero.ranges import is_recording, ranged
-from fzero.schedule import TURN, Event, Orders, Run, ScheduleError, early
+from fzero.schedule import TURN, Event, Orders, Run, ScheduleError, early, is_whole
 from fzero.sent import Label, Phase
 from fzero.staging import Leaf, Stage
 from fzero.wires import Sending
@@ -157,9 +161,12 @@ class Pass:
         self.executed: list[Event] = []
         self.schedule: Sequence[Event] | None = None  # of what runs, after what has run
         self._orders, self._begun = orders, 0
+        self._run: Run = ()
+        self._since = 0  # where the events of the first forward since the last backward begin
         self._is_open, self.is_over, self._is_passed = False, False, False
         self._stays: list[Counter[str]] = []  # of each forward: how often it entered each unit
-        self._num_forwards, self._num_backwards = 0, 0  # since the last backward, since the last forward
+        self._names: list[str] = []  # of each forward
+        self._num_forwards, self._num_backwards = 0, 0  # since the last backward; since the last forward, others' too
         self._is_kept = False  # whether a graph may be gone through again
         self.is_first, self.is_last = True, True
         self._units = {unit.name: unit for unit in plan.units}
@@ -167,6 +174,7 @@ class Pass:
         # On the parameters' device, so that autograd runs every `_Root` and `_Leaf` on one thread.
         self._anchor = torch.empty(0, device=self._device, requires_grad=True)
         self._stills: list[frozenset[str]] = []  # of each forward: the parameters that get no gradient in it
+        self._num_modes = 0  # dispatch modes around what runs, which are the caller's
         self._in_forward, self._runs_again = True, False
         self._present: str | None = None
         self._leaves: dict[str, Tensor] = {}
@@ -205,6 +213,8 @@ class Pass:
             self._in_forward = True
             self._stays.append(Counter())
             self._stills.append(still)
+            self._names.append(run)
+            self._since = self._since if self._num_forwards else self._begun
             self._num_forwards, self._num_backwards = self._num_forwards + 1, 0
             with self.saving() if saves else nullcontext():
                 yield
@@ -274,9 +284,10 @@ class Pass:
 
         *Collective* in stage 3: gathers again.
         """
-        last, found = len(self._stays) - 1, self._reached(loss)
-        with self._running(("through", *(last - index for index in sorted(found)), *self._stills_in(found))):
+        found = self._reached(loss)
+        with self._running((*self._named("through", found), *self._stills_in(found))):
             self._is_passed, self._is_kept = True, self._is_kept or keeps
+            self._num_backwards += 1  # what the forward left gathered is not there the next time
             try:
                 yield
             finally:
@@ -291,8 +302,9 @@ class Pass:
         if self.is_over:
             raise RuntimeError(_OVER)
         collectives.settle()
-        known = None if self._orders is None else self._orders.get(run)
-        self._begun, self._is_open = len(self.executed), True
+        known = None if self._orders is None else self._orders.learned.get(run)
+        self._run, self._begun, self._is_open = run, len(self.executed), True
+        self._num_modes = _len_torch_dispatch_stack()
         self.schedule = None if known is None else (*self.executed, *known)
         try:
             yield
@@ -301,8 +313,13 @@ class Pass:
             raise
         self._is_open = False
         if self._orders is not None and known is None:
-            may_start = partial(may_start_early, self.plan)
-            self._orders[run] = early(self.executed[self._begun :], may_start)
+            events = early(self.executed[self._begun :], partial(may_start_early, self.plan))
+            units = [unit.name for unit in self.plan.units if unit.gathered_numel]
+            begun = self._begun if run[0] != "forward" else len(self.executed)
+            since = self._since if run[0] != "forward" else self._begun
+            forward, backward = self.executed[since:begun], self.executed[begun:]
+            if self._orders.learn(run, events, is_whole=is_whole(forward, backward, units, differ=self._orders.differ)):
+                self._warn()
 
     def _abandon(self) -> None:
         """Lets go of what is gathered, of what is collected and of collectives under way."""
@@ -328,7 +345,13 @@ class Pass:
         last = len(self._stays) - 1
         found = {last: self._stays[last]} if self._num_forwards == 1 and not self._is_kept else self._reached(loss)
         self._open_stays = sum(found.values(), Counter())
-        return ("backward", self._num_backwards, *(last - index for index in sorted(found)), *self._stills_in(found))
+        return (*self._named("backward", found), *self._stills_in(found))
+
+    def _named(self, kind: str, forwards: Iterable[int]) -> Run:
+        """Names what goes back through some forwards."""
+        last = len(self._stays) - 1
+        of_each: Iterable[tuple[str | int, ...]] = ((self._names[index], last - index) for index in sorted(forwards))
+        return (kind, self._num_backwards, *chain.from_iterable(of_each))
 
     def _stills_in(self, forwards: Iterable[int]) -> list[frozenset[str]]:
         """What each of some forwards holds still; nothing where none does."""
@@ -372,7 +395,8 @@ class Pass:
         if unit != self._present:
             self._enter(unit)
         elif not self._in_forward:
-            self._gathered(self._units[unit])  # as `_unpack` does: the next gather may start now
+            with beneath_modes(self._num_modes):
+                self._gathered(self._units[unit])  # as `_unpack` does: the next gather may start now
         if self._in_forward and not self._runs_again and unit not in self._recorded and torch.is_grad_enabled():
             self._recorded.add(unit)
             self._stays[-1][unit] += 1
@@ -395,9 +419,12 @@ class Pass:
             self._stay = ranged("unit", unit_name)
             self._stay.__enter__()
         self._entered.add(unit_name)
-        # Also inside the model's own no_grad, inference mode or torch.func transform: what is entered there may be used
-        # outside it later.
-        with torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack():
+        # Also inside the model's own no_grad, inference mode, torch.func transform or dispatch mode (selective activation
+        # checkpointing): what is entered there may be used outside it later.
+        with (
+            torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack(),
+            beneath_modes(self._num_modes),
+        ):  # fmt: skip
             flats = self._gathered(unit)
             self._present = unit_name
             self._recorded.discard(unit_name)
@@ -483,7 +510,8 @@ class Pass:
     def _unpack(self, packed: tuple[Tensor, int] | _Recipe) -> Tensor:
         if isinstance(packed, _Recipe):
             self._check_runs()
-            flat = self._gathered(packed.unit)[packed.key]
+            with beneath_modes(self._num_modes):
+                flat = self._gathered(packed.unit)[packed.key]
             return flat.as_strided(packed.size, packed.stride, packed.offset)
         tensor, version = packed
         if tensor._version != version:  # autograd leaves this check to whoever hooks its saved tensors
@@ -576,11 +604,41 @@ class Pass:
             self._issue(event)
             if event == wanted:
                 return
+        if self._orders is not None and self._all_depart():
+            if not (wanted.kind == "gather" and wanted.unit in self._gathering):
+                self._negotiate(wanted)
+            return
         raise ScheduleError(
             f"rank {self.mesh.everyone.rank} needs to {wanted} where the schedule of collectives has no place for it: the model "
             f"runs its units in another order than in the first step (a branch on data, a router, layer drop); pass "
             f"schedule='negotiated', or name a module that holds the whole branch in units="
         )
+
+    def _all_depart(self) -> bool:
+        """Whether all ranks need what the schedule has no place for; then it is negotiated from here on.
+
+        They have come to different places of it: a rank stops before the reduction of a unit that it uses.
+        """
+        everyone, schedule = self.mesh.everyone, self.schedule
+        places = collectives.aside(len(self.executed), everyone, seconds=PATIENCE)
+        if places is None or schedule is None or self._orders is None:
+            return False
+        for event in schedule[len(self.executed) : max(places)]:
+            self._issue(event)
+        self.schedule = None
+        if self._orders.give_up(self._run):
+            self._warn()
+        return True
+
+    def _warn(self) -> None:
+        """Logs on rank 0, once for what runs, that its order is negotiated."""
+        if self.mesh.everyone.rank == 0 and self.mesh.everyone.size > 1:
+            warnings.warn(
+                f"the {self._run[0]} runs its units in an order that differs from step to step (layer drop, a branch), so all "
+                f"ranks negotiate it from now on, which is slower; name a module that holds the whole branch in units=, or "
+                f"pass schedule='negotiated' to do so from the start",
+                stacklevel=2,
+            )
 
     def _negotiate(self, wanted: Event | None) -> None:
         """Agrees with all ranks on each next event until `wanted` has been served; None takes part to the end."""
@@ -600,6 +658,8 @@ class Pass:
             served = _serve(rows, in_forward=self._in_forward)
             if served is None:
                 return
+            if self._in_forward and self._orders is not None:
+                self._orders.differ |= any(row != served for row in rows)
             event = Event(_KINDS[served[0]], names[served[1]] if served[1] >= 0 else "")
             self._issue(event)  # a gradient that this rank has not finished is sent as it is, and the rest later
             if event == wanted:
@@ -823,6 +883,9 @@ _BETWEEN = (
     "itself; call engine.backward(loss) in place of loss.backward(), and make a gradient of inputs (torch.autograd.grad) with "
     "torch.func, or in stages 0 to 2"
 )
+
+PATIENCE = 20.0
+"""Seconds that a rank whose order departs from the schedule waits for the others to do so, too."""
 
 _KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")
 

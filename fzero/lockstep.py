@@ -2,7 +2,8 @@
 
 Each rank is a thread. One runs at a time, until it needs what another has not sent yet; then the next one that can go on
 does. So every rank runs the code of a job, and only what carries messages differs. Random numbers are those of a process
-of its own: the state of torch's generator on the CPU is put by when a rank stops, and put back when it goes on.
+of its own: the state of torch's generator on the CPU is put by when a rank stops, and put back when it goes on. Kernels use
+as many threads as in the thread that called, for their sums are cut by that number.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Hub:
         self._mail: dict[tuple[int, int, int], Any] = {}  # by source, target and number
         self._num_sent: Counter[tuple[int, int]] = Counter()
         self._num_expected: Counter[tuple[int, int]] = Counter()
+        self._num_asides: Counter[int] = Counter()
         self._waits_for: dict[int, tuple[int, int, int]] = {}
         self._runs = [True] * self.size
         self._is_stuck = False
@@ -56,8 +58,10 @@ class Hub:
         self._clear()
         results: list[Any] = [None] * self.size
         errors: list[tuple[int, BaseException]] = []
+        # OpenMP keeps its number for each thread, so that a new one would take that of the environment.
+        num_threads = torch.get_num_threads()
         threads = [
-            threading.Thread(target=self._run_rank, args=(rank, function, results, errors), daemon=True)
+            threading.Thread(target=self._run_rank, args=(rank, function, results, errors, num_threads), daemon=True)
             for rank in range(self.size)
         ]
         process_rng = torch.get_rng_state()
@@ -101,6 +105,23 @@ class Hub:
                 raise StuckError(f"rank {target} waits for rank {source}, which {why}")
         return self._mail.pop(message)
 
+    def aside(self, rank: int, value: int) -> list[int] | None:
+        """Every rank's number, beside the messages in order; None when the others do not ask, too.
+
+        >>> hub = Hub(2)
+        >>> hub.run(lambda rank: hub.aside(rank, 10 + rank))
+        [[10, 11], [10, 11]]
+        """
+        self._num_asides[rank] += 1
+        number = -self._num_asides[rank]  # of no other message
+        others = [other for other in range(self.size) if other != rank]
+        self._mail |= {(rank, other, number): value for other in others}
+        try:
+            found = {other: self.receive((other, rank, number)) for other in others}
+        except StuckError:
+            return None
+        return [found.get(other, value) for other in range(self.size)]
+
     def _wait(self, message: tuple[int, int, int]) -> None:
         rank = message[1]
         self._waits_for[rank] = message
@@ -120,10 +141,16 @@ class Hub:
             self._turns[other].release()
 
     def _run_rank(
-        self, rank: int, function: Callable[[int], T], results: list[Any], errors: list[tuple[int, BaseException]]
+        self,
+        rank: int,
+        function: Callable[[int], T],
+        results: list[Any],
+        errors: list[tuple[int, BaseException]],
+        num_threads: int,
     ) -> None:
         self._turns[rank].acquire()
         try:
+            torch.set_num_threads(num_threads)
             results[rank] = function(rank)
         except BaseException as error:
             errors.append((rank, error))

@@ -908,18 +908,36 @@ def _by_module(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _repeated_blocks(model: nn.Module, prefix: str = "") -> list[str]:
-    """The outermost repeated modules: members of a ModuleList, and of a Sequential that repeats a class."""
+    """The outermost repeated modules: members of a ModuleList, and of a Sequential that repeats one.
+
+    What is never called (a list in a list) is no block. A Sequential in a Sequential is one where another is made of the
+    same classes: of an embedding, a stack and a head the stack's members are.
+    """
     children = [(f"{prefix}{name}", child) for name, child in model.named_children() if _has_params(child)]
-    solid = [(name, child) for name, child in children if not isinstance(child, nn.Sequential | nn.ModuleList)]
-    repeats = any(count > 1 for count in Counter(type(child) for _, child in solid).values())
-    is_list = isinstance(model, nn.ModuleList) or (isinstance(model, nn.Sequential) and repeats)
+    counts = Counter(_kind_of(child) for _, child in children)
+    is_list = isinstance(model, nn.ModuleList)
+    repeats = isinstance(model, nn.Sequential) and any(
+        count > 1 for kind, count in counts.items() if kind not in _CONTAINERS
+    )
     blocks = []
     for name, child in children:
-        if is_list and not isinstance(child, nn.Sequential | nn.ModuleList):
-            blocks.append(name)
+        if isinstance(child, _CONTAINERS):
+            is_block = False
+        elif isinstance(child, nn.Sequential):
+            is_block = len(children) > 1 if is_list else repeats and counts[_kind_of(child)] > 1
         else:
-            blocks += _repeated_blocks(child, f"{name}.")
+            is_block = is_list or repeats
+        blocks += [name] if is_block else _repeated_blocks(child, f"{name}.")
     return blocks
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Which have no forward."""
+
+
+def _kind_of(module: nn.Module) -> Any:
+    """What makes two modules alike: the class, and of a Sequential those of its members."""
+    return (type(module), *map(_kind_of, module)) if isinstance(module, nn.Sequential) else type(module)
 
 
 def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:

@@ -74,6 +74,7 @@ class Recipe:
         _check_choice("compile", self.compile, (None, "step", "block"))
         _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))
         _check_no_hooks(self.model)
+        _check_not_compiled(self.model)
         _check_schedule(self.lr_schedule)
 
     def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
@@ -280,6 +281,18 @@ def _check_choice(field: str, value: Any, known: tuple[Any, ...]) -> None:
     if value not in known:
         choices = " or ".join(map(repr, known))
         raise ValueError(f"{field}: must be {choices}, got {value!r}; pass one of these")
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    """Raises where a module compiles itself: torch.compile would trace the gathers of its parameters, and drop them."""
+    for name, module in model.named_modules():
+        forwards = (vars(module).get("forward"), type(module).forward)
+        is_decorated = any(hasattr(forward, "_torchdynamo_orig_callable") for forward in forwards)
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None or is_decorated:
+            raise ValueError(
+                f"model: must not be compiled by torch.compile before the step is made, got {name or 'the model'!r} compiled; "
+                f"pass the module itself (model._orig_mod is what torch.compile was given), and compile='block' or 'step'"
+            )
 
 
 def _check_no_hooks(model: nn.Module) -> None:

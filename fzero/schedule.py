@@ -5,15 +5,21 @@ what each needs next, the unit declared first is served (in the backward: last),
 same on every rank even when their models branch on data. The steps after it *follow* it:
 
 - a rank that does not need a unit this time takes part in its gather all the same, and reduces zeros for it,
-- a rank that needs a unit at a place where the schedule has none raises `ScheduleError`, which names the unit.
+- where all ranks need a unit at a place where the schedule has none, they negotiate from there on,
+- a rank that needs one alone raises `ScheduleError`, which names the unit.
+
+An order in which members of a list of blocks are missing (layer drop) is no good to follow: a later step runs them. So it is
+not learned before all have run in one step, or several steps have had the same one.
 
 `early` is the one schedule transformation of the eager runner: gathers move one unit ahead of their use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, Self
 
 
 class ScheduleError(RuntimeError):
@@ -33,11 +39,94 @@ class Event(NamedTuple):
 TURN = Event("turn")
 
 Run = tuple[str | int | frozenset[str], ...]
-"""What runs, so far as its order of collectives may differ: `("forward", "train")`; a backward, the number of those since the
-last forward, and which forwards before it are in it, from the last one back; where one of these holds parameters still, the names
-of those of each."""
-Orders = dict[Run, tuple[Event, ...]]
-"""What was learned: the events of each run, in order."""
+"""What runs, so far as its order of collectives may differ: `("forward", "train")`; a backward, the number of times that a
+backward has come since the last forward, and which forwards before it are in it, by name and distance from the last one; where
+one of these holds parameters still, the names of those of each."""
+
+MOST_TRIES = 16
+"""Steps in which the order of a run may lack members of a list of blocks before it is taken, or given up."""
+
+
+@dataclass(slots=True)
+class Orders:
+    """What was learned: the events of each run, in order. The same on all ranks.
+
+    Attributes:
+        learned: the orders to follow.
+        tried: of runs that lacked blocks, the orders so far.
+        varying: runs without one order, which are negotiated each time.
+        differ: whether ranks have needed different units at one time in a forward.
+    """
+
+    learned: dict[Run, tuple[Event, ...]] = field(default_factory=dict)
+    tried: defaultdict[Run, list[tuple[Event, ...]]] = field(default_factory=lambda: defaultdict(list))
+    varying: set[Run] = field(default_factory=set)
+    differ: bool = False
+
+    def learn(self, run: Run, events: tuple[Event, ...], *, is_whole: bool) -> bool:
+        """Takes the order of a run that was negotiated; returns whether the run is given up by this.
+
+        Args:
+            run: what ran.
+            events: its order.
+            is_whole: whether no block was skipped by all ranks.
+
+        >>> orders, run = Orders(), ("forward", "train")
+        >>> some, all_ = (Event("gather", "0"),), (Event("gather", "0"), Event("gather", "1"))
+        >>> orders.learn(run, some, is_whole=False), run in orders.learned
+        (False, False)
+        >>> orders.learn(run, all_, is_whole=True), run in orders.learned
+        (False, True)
+        """
+        if run in self.varying:
+            return False
+        tried = self.tried[run]
+        tried.append(events)
+        if is_whole or (len(tried) == MOST_TRIES and len(set(tried)) == 1):
+            self.learned[run] = events
+        elif len(tried) == MOST_TRIES:
+            return self.give_up(run)
+        return False
+
+    def give_up(self, run: Run) -> bool:
+        """Has the run negotiated from now on; returns whether it was not before."""
+        is_new = run not in self.varying
+        self.varying.add(run)
+        self.learned.pop(run, None)
+        self.tried.pop(run, None)
+        return is_new
+
+    def copy(self) -> Self:
+        tried = defaultdict(list, {run: list(orders) for run, orders in self.tried.items()})
+        return replace(self, learned=dict(self.learned), tried=tried, varying=set(self.varying))
+
+
+def is_whole(forward: Iterable[Event], backward: Iterable[Event], units: Iterable[str], *, differ: bool) -> bool:
+    """Whether an order has a place for all blocks, so that later steps can follow it.
+
+    Args:
+        forward: its events in the forwards.
+        backward: those after them, if they have run.
+        units: the names of the units that are gathered at all.
+        differ: whether ranks skip blocks each for itself. Then every unit must come once, and in the backward the other way
+            round: such an order serves ranks that skip any of them.
+
+    >>> forward, units = [Event("gather", "blocks.0"), Event("gather", "head")], ["blocks.0", "blocks.1", "head"]
+    >>> is_whole(forward, [], units, differ=False), is_whole(forward, [], ["blocks.0", "head"], differ=True)
+    (False, True)
+    >>> is_whole(forward, [Event("reduce", "blocks.0"), Event("reduce", "head")], ["blocks.0", "head"], differ=True)
+    False
+    """
+    first = [event.unit for event in forward if event.kind == "gather"]
+    blocks = {unit for unit in units if unit.rpartition(".")[2].isdigit()}  # members of a list
+    if not differ or not blocks <= set(first):
+        return blocks <= set(first)
+    place = {unit: index for index, unit in enumerate(first)}
+    back = {kind: [event.unit for event in backward if event.kind == kind] for kind in ("gather", "reduce")}
+    if any(back.values()) and not blocks <= {*first[-1:], *back["gather"]}:
+        return False
+    orders = [first, *([unit for unit in reversed(found) if unit in place] for found in back.values())]
+    return all(order == sorted(set(order), key=place.__getitem__) for order in orders)
 
 
 def early(schedule: Sequence[Event], may_start: Callable[[str, str], bool]) -> tuple[Event, ...]:

@@ -134,8 +134,8 @@ def make_train_step(
             there is none of state in files.
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's. All ranks
             must get the same from it, which is checked: metrics are the same on all, a rank's own loss is not.
-        schedule: `"learned"` fixes the order of collectives in the first step. `"negotiated"` agrees on it in every
-            step: for models whose units run in an order that depends on data. Slower, nothing starts early.
+        schedule: `"learned"` fixes the order of collectives in the first step that runs all blocks. `"negotiated"` agrees
+            on it in every step: for models whose units run in an order that depends on data. Slower, nothing starts early.
         checkpoint: activation checkpointing: the modules that keep only their inputs for the backward, and run again in
             it. n is every n-th unit that is one module (a repeated block, or one named in `units`): 1 all of them, 2 the
             first, the third and so on. Or a function of a module's name and the module, of which the outermost modules it
@@ -157,8 +157,9 @@ def make_train_step(
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: told on every rank, when ranks differ.
         CheckpointError: `after` is a folder that holds no checkpoint.
-        ValueError: the model has no parameters, or a parameter has a hook, or a name in `units` or the function
-            `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot be compiled as asked.
+        ValueError: the model has no parameters, or a parameter has a hook, or a module is compiled by torch.compile, or a name
+            in `units` or the function `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot
+            be compiled as asked.
     """
     if not isinstance(mesh, Real | Fake):
         check_mesh(mesh)
@@ -240,7 +241,7 @@ class TrainStep:
         self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
         self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
         self._holds_still = False  # whether a forward ever held trained parameters still
-        self._orders: Orders | None = {} if self._learns else None  # of the collectives of forwards and backwards
+        self._orders = Orders() if self._learns else None  # of the collectives of forwards and backwards
         self._num_passes, self._said = 0, _Said()
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
         self._statistics = recipe.statistics & set(self.plan.buffers)
@@ -286,8 +287,9 @@ class TrainStep:
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:
-        """The events of a micro-step in order, after the first step."""
-        halves = [(self._orders or {}).get(run) for run in (("forward", "train"), ("backward", 0, 0))]
+        """The events of a micro-step in order, once it is learned: as a rule, after the first step."""
+        learned = self._orders.learned if self._orders else {}
+        halves = [learned.get(run) for run in (("forward", "train"), ("backward", 0, "train", 0))]
         return None if None in halves else tuple(chain(*filter(None, halves)))
 
     @property
@@ -586,7 +588,7 @@ class TrainStep:
                 unfrozen since the step was made.
             FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated). On CUDA
                 a device-side assertion ends the process instead, so that no step waits for the device.
-            ScheduleError: the units ran in another order than in the first step.
+            ScheduleError: on this rank alone the units ran in an order that the learned one does not serve.
             CollectiveError: another rank died or did not come.
         """
         if self._probe:
@@ -1059,7 +1061,7 @@ class TrainStep:
         twin = copy.copy(self)
         twin._bound = self._mesh.observed(observe)
         twin._updater = replace(self._updater, mesh=twin._bound)
-        twin._orders = None if self._orders is None else dict(self._orders)
+        twin._orders = None if self._orders is None else self._orders.copy()
         twin._compiled = None if self._compiled is None else self._compiled.observed(observe)
         return twin
 

@@ -17,11 +17,14 @@ from test_models import MODELS, text
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from training import Block, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
 from fzero.checkpointing import Moves, choose_modules, host_moves
 from fzero.config import Config, ConfigError
+from fzero.plan import blocks_of
 
 WIDTH = 16
 
@@ -580,3 +583,40 @@ def test_the_rest_of_deepspeeds_block_is_read() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"activation_checkpointing.every: must be at least 1, got 0"):
         Config.load({"activation_checkpointing": {"every": 0}})
+
+
+class Selective(Plain):
+    """Keeps the products of its blocks, and computes the rest again."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        for block in self.blocks:
+            x = torch_checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return nn.functional.mse_loss(x, y)
+
+
+def test_selective_checkpointing_of_the_models_own_changes_no_bit_in_any_stage() -> None:
+    losses = []
+    for model, stage in ((Plain, 3), (Selective, 2), (Selective, 3)):
+        simulated = fzero.simulate(fzero.make_train_step(make(model), config(stage)), 2, by="lockstep")
+        state, batch = simulated.init(), tuple(torch.stack(x.chunk(2)) for x in vectors(0))
+        for _ in range(2):
+            state, metrics = simulated(state, batch)
+        losses.append(metrics.loss)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+
+
+def test_members_of_a_list_that_are_sequentials_are_units_and_checkpointed() -> None:
+    def stack(*members: nn.Module) -> nn.Module:
+        return nn.Sequential(*members)
+
+    def layer() -> nn.Module:
+        return stack(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
+
+    listed = nn.ModuleList([layer(), layer(), stack(nn.Linear(4, 4))])
+    assert [unit.name for unit in fzero.plan(listed, config(3), world_size=2).units] == ["0", "1", "2"]
+    assert choose_modules(listed, 1, blocks=blocks_of(listed)) == ("0", "1", "2")
+    assert blocks_of(stack(layer(), layer())) == ["0", "1"]
+    # Neither a list that is never called, nor parts of a model that are not alike.
+    assert blocks_of(nn.ModuleList([nn.ModuleList([layer(), layer()])])) == ["0.0", "0.1"]
+    assert blocks_of(stack(stack(nn.Embedding(4, 4)), stack(nn.Linear(4, 4), nn.Linear(4, 4)))) == ["1.0", "1.1"]

@@ -117,6 +117,33 @@ def test_a_loss_of_two_engines_trains_both_when_it_goes_backward_in_each(ranks: 
         assert_close(found[1], second.state_dict())
 
 
+def _three_jointly() -> list[list[dict[str, Tensor]]]:
+    found = []
+    for stage in (2, 3):
+        engines = [
+            _engine(stage, make(lambda: nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), seed))
+            for seed in range(3)
+        ]
+        for index in range(2):
+            first, second, third = engines
+            loss = third(second(first(mine(first, _samples(index))[0]))).square().mean()
+            first.backward(loss, retain_graph=True)
+            second.backward(loss, retain_graph=True)
+            third.backward(loss)
+            for engine in engines:
+                engine.step()
+        third.backward(third(_samples(9)[0]).square().mean())  # after a forward of its own another order
+        third.step()
+        found.append([engine.module_state_dict() for engine in engines])
+    return found
+
+
+def test_three_engines_train_of_one_loss_alike_in_stages_2_and_3(ranks: RankPool) -> None:
+    for whole, divided in ranks(2, _three_jointly):
+        for expected, weights in zip(whole, divided, strict=True):
+            assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
 # --- the module ------------------------------------------------------------------------------------------------------
 
 

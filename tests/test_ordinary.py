@@ -738,6 +738,28 @@ def test_the_model_may_move_to_meta_after_init(stage: int) -> None:
     _assert_equal(curves[0][1], curves[1][1])
 
 
+class Decorated(nn.Linear):
+    @torch.compile
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_torch_compile_was_given_is_refused_in_every_stage(stage: int) -> None:
+    inside, itself, decorated = make(Plain), make(Plain), make(Plain)
+    inside.blocks[1] = torch.compile(inside.blocks[1])  # type: ignore[assignment]
+    itself.blocks[1].compile()
+    decorated.blocks[1] = Decorated(16, 16)
+    for model, name in (
+        (torch.compile(make(Plain)), "the model"),
+        *((m, r"blocks\.1") for m in (inside, itself, decorated)),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"model: must not be compiled .* got '{name}' compiled; .* compile='block'"
+        ):
+            fzero.make_train_step(model, config(stage))  # type: ignore[arg-type]
+
+
 def test_a_hook_on_a_parameter_is_refused() -> None:
     for attach in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
         model = make(Plain)

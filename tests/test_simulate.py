@@ -134,6 +134,16 @@ def assert_same(state: Any, other: Any) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True, msg=lambda text, path=path: f"{path}: {text}")
 
 
+def test_ranks_in_lockstep_compute_with_the_callers_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            assert Hub(2).run(lambda rank: torch.get_num_threads()) == [num_threads] * 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_rank_in_lockstep_keeps_what_the_model_counts_for_itself() -> None:
     simulated = fzero.simulate(_step(CASES["noisy"], 0), 3, by="lockstep")
     simulated(simulated.init(), for_ranks(vectors(0, 24), 3))
@@ -448,14 +458,79 @@ def test_messages_arrive_in_order_whenever_they_are_looked_at() -> None:
     assert hub.run(late) == [["c1", "b1", "a1"], ["c0", "b0", "a0"]]
 
 
-def test_ranks_whose_models_run_different_units_are_told_to_negotiate() -> None:
-    cfg = config(3)
-    simulated = fzero.simulate(fzero.make_train_step(make(Branching), cfg), 2, by="lockstep")
-    x, y = for_ranks(vectors(0), 2)
-    x[0], x[1] = x[0].abs(), -x[1].abs()
-    state, _ = simulated(simulated.init(), (x, y))
+class Dropping(Plain):
+    """Layer drop: skips each block with a probability, drawn by each rank for itself or alike."""
+
+    probability, is_alike, num_calls = 0.0, False, 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.num_calls += 1
+        generator = torch.Generator().manual_seed(self.num_calls) if self.is_alike else None
+        for block in self.blocks:
+            if torch.rand((), generator=generator) >= self.probability:
+                x = block(x)
+        return nn.functional.mse_loss(x, y)
+
+
+def _dropped(stage: int, num_ranks: int, num_steps: int, probability: float, is_alike: bool) -> list[Tensor]:
+    model = make(functools.partial(Dropping, num_blocks=3))
+    model.probability, model.is_alike = probability, is_alike
+    model.register_parameter("offset", nn.Parameter(torch.zeros(())))
+    model.register_forward_pre_hook(lambda module, args: (args[0] + module.offset, args[1]))
+    simulated = fzero.simulate(fzero.make_train_step(model, config(stage)), num_ranks, by="lockstep")
+    state = simulated.init()
+    losses = []
+    for index in range(num_steps):
+        state, metrics = simulated(state, for_ranks(vectors(index), num_ranks))
+        losses.append(metrics.loss)
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:the .*ward runs its units in an order")
+@pytest.mark.parametrize(
+    ("num_ranks", "probability", "is_alike"), [(1, 0.5, False), (2, 0.5, False), (2, 0.8, False), (2, 0.3, True)]
+)
+def test_layer_drop_trains_with_the_learned_order_as_in_stage_2(
+    num_ranks: int, probability: float, is_alike: bool
+) -> None:
+    for expected, loss in zip(
+        _dropped(2, num_ranks, 20, probability, is_alike),
+        _dropped(3, num_ranks, 20, probability, is_alike),
+        strict=True,
+    ):
+        assert torch.equal(loss, expected)
+
+
+class Switching(Plain):
+    """Runs its blocks the other way round from the second step on; or on one rank alone."""
+
+    is_alone = False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        turns = bool(y[0, 0] > 0)
+        for block in reversed(self.blocks) if turns else self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(x, y)
+
+
+def test_ranks_that_depart_from_the_order_together_negotiate_and_one_that_does_alone_is_told() -> None:
+    found = {}
+    for stage in (2, 3):
+        simulated = fzero.simulate(fzero.make_train_step(make(Switching), config(stage)), 2, by="lockstep")
+        state, (x, y) = simulated.init(), for_ranks(vectors(0), 2)
+        state, _ = simulated(state, (x, -y.abs()))
+        for sign in (1, -1, 1):
+            if stage == 3 and sign == 1 and stage not in found:
+                with pytest.warns(UserWarning, match="all ranks negotiate it from now on"):
+                    state, metrics = simulated(state, (x, y.abs()))
+            else:
+                state, metrics = simulated(state, (x, sign * y.abs()))
+            found.setdefault(stage, []).append(metrics.loss)
+    assert all(map(torch.equal, found[2], found[3]))
+    alone = fzero.simulate(fzero.make_train_step(make(Switching), config(3)), 2, by="lockstep")
+    state, _ = alone(alone.init(), (x, -y.abs()))
     with pytest.raises(fzero.ScheduleError, match="schedule='negotiated'"):
-        simulated(state, (-x, y))
+        alone(state, (x, torch.stack([y[0].abs(), -y[1].abs()])))
 
 
 class Uncopyable(Plain):
