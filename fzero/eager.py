@@ -85,6 +85,8 @@ class _Leaf(torch.autograd.Function):
 
 
 AnyLeaf = TypeVar("AnyLeaf", Tensor, Leaf)
+# To the model a parameter is a leaf: `module.tied = parameter` asks whether its grad_fn is true.
+_Leaf._backward_cls.__bool__ = lambda node: False  # type: ignore[attr-defined]
 _root: Callable[..., Tensor] = _Root.apply  # type: ignore[assignment]
 _leaf: Callable[..., Tensor] = _Leaf.apply  # type: ignore[assignment]
 
@@ -363,6 +365,8 @@ class Pass:
                 views = unflatten(flat, buffer.layout)
                 if buffer.trainable and root is not None:
                     views = {name: _leaf(root, view, self, name) for name, view in views.items()}
+                for name, view in views.items():
+                    view._is_param, view.fzero_name = True, name  # type: ignore[attr-defined]  # isinstance(view, nn.Parameter)
                 self._leaves.update(views)
 
     def _end_stay(self) -> None:

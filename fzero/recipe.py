@@ -23,6 +23,7 @@ from fzero.config import Config, ConfigError
 from fzero.config_optimizers import Optimizer
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, Measure
+from fzero.own_params import check_model
 from fzero.placements import GivenPlacements
 from fzero.plan import Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
 from fzero.sent import Label
@@ -61,7 +62,7 @@ class Recipe:
         _check_choice("schedule", self.schedule, ("learned", "negotiated"))
         _check_choice("compile", self.compile, (None, "step", "block"))
         _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))
-        _check_no_hooks(self.model)
+        check_model(self.model)
         _check_schedule(self.lr_schedule)
 
     def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
@@ -251,16 +252,6 @@ def _check_choice(field: str, value: Any, known: tuple[Any, ...]) -> None:
     if value not in known:
         choices = " or ".join(map(repr, known))
         raise ValueError(f"{field}: must be {choices}, got {value!r}; pass one of these")
-
-
-def _check_no_hooks(model: nn.Module) -> None:
-    """Hooks of modules run as they are; those of a parameter would not, for the module's parameters are not used."""
-    for name, param in model.named_parameters():
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"parameter {name!r}: has a gradient hook, which would never be called; remove it, and change the gradient "
-                f"in the forward (a torch.autograd.Function around the parameter) or the parameter after the step"
-            )
 
 
 def _check_schedule(schedule: Schedule | None) -> None:
