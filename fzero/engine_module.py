@@ -56,6 +56,7 @@ class HoldsModule(Accessors):
     def _hold(self, module: nn.Module) -> None:
         """Makes a call of the module one of the engine, wherever it comes from (a `generate`, a `loss` of the module's)."""
         self.module = module
+        self.train_step._origin.close()  # from here on the module shows the state
         self.live = LiveParams(module, self.train_step.plan)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.own_params import is_bound, not_trained, with_present
 from fzero.plan import Plan
 from sharding import Replicated
 from sharding.views import unflatten
@@ -58,7 +59,10 @@ class Away(nn.Parameter):
         is_told = name in _TOLD or (name in ("__get__", "__set__") and attribute not in _VALUES)
         if not is_told:
             used = attribute if name in ("__get__", "__set__") else name or func
-            found = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Away)), None)
+            given = (*args, *(kwargs or {}).values())
+            if any(map(is_bound, given)):  # inside the forward
+                return with_present(func, args, kwargs or {})
+            found = next((x for x in given if isinstance(x, Away)), None)
             raise AwayError(
                 f"parameter {getattr(found, 'fzero_name', '')!r}: is divided among the ranks and has no values here, and "
                 f"{used} needs them; compute inside the engine's forward, or on all ranks inside "
@@ -97,6 +101,8 @@ class LiveParams:
                 if buffer is not None:
                     self._buffer_slots.append((module, key, plan.aliases.get(dot + key, dot + key)))
         self._names = {id(param): name for name, param in self.own.items()}
+        for param in self.own.values():
+            param.grad = None
         self._masters = {n for b in plan.flat_buffers if b.has_master for n in b.layout.names}
         self._trained = {n for b in plan.flat_buffers if b.trainable for n in b.layout.names}
         self._given: dict[str, tuple[int, torch.dtype, int]] = {}  # what `bring` gave: address, dtype, version
@@ -160,6 +166,8 @@ class LiveParams:
                     f"initialize"
                 )
         for name, param in self.own.items():
+            if param.grad is not None:
+                raise not_trained(name)
             if param.requires_grad != (name in self._trained):
                 raise ValueError(
                     f"parameter {name!r}: requires_grad must be {name in self._trained} in every update, as when initialize was "

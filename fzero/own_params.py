@@ -109,7 +109,7 @@ def as_plain(param: Any) -> Any:
 def check_model(model: nn.Module) -> None:
     """Raises ValueError for a model whose parameters a step would not reach, or not train as a plain loop does."""
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and (any(module.parameters()) or any(module.buffers())):
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in _tensors(module)):
             raise ValueError(
                 f"model: must have no modules of TorchScript with parameters or buffers, for these compute with their own and "
                 f"would not be trained, got {type(module).__name__} {name or '(root)'!r}; put the module there that it was made "
@@ -203,11 +203,16 @@ class OwnGrads:
         """Raises ValueError where a backward has written one."""
         for name, param, before in self._found:
             if _version(param.grad) != before:
-                raise ValueError(
-                    f"parameter {name!r}: must be used through the module and inside its forward (loss_fn included), and a loss "
-                    f"was computed with the module's own, whose gradient is in its .grad and is not trained; move that "
-                    f"computation into the forward, or have compiled code take the parameter as an argument"
-                )
+                raise not_trained(name)
+
+
+def not_trained(name: str) -> ValueError:
+    """What is raised where a parameter of the module itself has a gradient."""
+    return ValueError(
+        f"parameter {name!r}: must be used inside the forward (loss_fn included), and a loss was computed with the module's own, "
+        f"whose gradient is in its .grad, where nothing trains it; move that computation (a penalty, say) into the forward, or "
+        f"give compiled code the parameter as an argument; module.zero_grad() drops that gradient"
+    )
 
 
 def _version(grad: Tensor | None) -> tuple[int, int] | None:
@@ -218,52 +223,73 @@ class _Seen(NamedTuple):
     """A tensor of the module when a state took its values."""
 
     tensor: Tensor
-    identity: tuple[int, int]
-    bits: Tensor | None
-    """None where the state has its values from elsewhere."""
+    identity: tuple[int, int, int]
+    bits: Tensor
 
 
 class Origin:
     """What a module is when a step is made, and what its tensors hold when a state is made from them.
 
-    Until that state is first used nothing looks at the module again, so a change would be lost.
+    Until that state is used nothing looks at the module again, so that a change would be lost.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in _tensors(model)}
         self._seen: dict[str, _Seen] = {}
+        self._is_open = True
 
     def look(self, *, given: bool) -> None:
-        """Notes what the tensors hold; with `given` values of the state, only what they are."""
-        self.check()
-        kept = {} if given else dict(_tensors(self._model))
-        self._seen = {n: _Seen(x, (x.data_ptr(), x._version), bits_of(x)) for n, x in kept.items() if not x.is_meta}
+        """Notes what the tensors hold where a state is made from them; with values `given`, only what they are."""
+        self._check_kinds()
+        self._is_open, self._seen = True, {}
+        for name, x in () if given else _tensors(self._model):
+            if not x.is_meta and type(x) in (Tensor, nn.Parameter, StandIn):
+                self._seen[name] = _Seen(x, _identity(x), bits_of(x))
 
-    def check(self) -> None:
-        """Raises ValueError where the module is another one, or where its tensors hold something else than was noted."""
-        now = dict(_tensors(self._model))
-        differing = [name for name in {**self._kinds, **now} if name not in now or name not in self._kinds]
-        differing += [n for n, kind in self._kinds.items() if n in now and (now[n].shape, now[n].dtype) != kind]
-        if differing:
-            name = differing[0]
-            told = [
-                "none" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
-                for kind in (self._kinds.get(name), (now[name].shape, now[name].dtype) if name in now else None)
-            ]
-            raise ValueError(
-                f"model: must stay as it was when the step was made, and {name!r} was {told[0]} then and is {told[1]} now; change "
-                f"the model (a new head, .half()) before make_train_step"
-            )
+    def close(self) -> None:
+        """Looks no more."""
+        self._is_open, self._seen = False, {}
+
+    def leave(self) -> None:
+        """What the state was made from has been used. Costs nothing after the first time.
+
+        Raises:
+            ValueError: the module is another one, or its tensors hold something else than was noted.
+        """
+        if not self._is_open:
+            return
+        now = self._check_kinds()
         for name, seen in self._seen.items():
             tensor = now[name]
-            is_same = tensor is seen.tensor and (tensor.data_ptr(), tensor._version) == seen.identity
-            if not (is_same or tensor.is_meta or bool((bits_of(tensor) == seen.bits).all())):
+            is_same = tensor is seen.tensor and _identity(tensor) == seen.identity
+            if not (is_same or tensor.is_meta or torch.equal(bits_of(tensor), seen.bits)):
                 raise ValueError(
                     f"model: must hold what it held in init until the first step, and {name!r} was changed since "
                     f"(load_state_dict, a reset), which the state does not see; call init after the change, or "
                     f"init(params=state_dict)"
                 )
+        self.close()
+
+    def _check_kinds(self) -> dict[str, Tensor]:
+        now = dict(_tensors(self._model))
+        found = {name: (tensor.shape, tensor.dtype) for name, tensor in now.items()}
+        differing = [name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name)]
+        if differing:
+            then, there = (_told(kinds.get(differing[0])) for kinds in (self._kinds, found))
+            raise ValueError(
+                f"model: must stay as it was when the step was made, and {differing[0]!r} was {then} and is {there}; change the "
+                f"model (a new head, .half()) before make_train_step"
+            )
+        return now
+
+
+def _told(kind: tuple[torch.Size, torch.dtype] | None) -> str:
+    return "not there" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
+
+
+def _identity(tensor: Tensor) -> tuple[int, int, int]:
+    return address(tensor), tensor.storage_offset(), tensor._version
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -271,7 +297,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """A number that changes when the tensor's values do: the sum of its bits as integers, 0-d int64, on its device."""
+    """A number that changes when the tensor's values do: the sum of its bits as integers, 0-d int64 on the CPU."""
     flat = tensor.detach().reshape(-1)
     size = flat.element_size()
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64)).sum().cpu()

@@ -54,6 +54,7 @@ class Recipe:
     checkpoint: Choice | None = None
     compile: Literal["step", "block"] | None = None
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    check_params: Literal["first", "always"] = "first"
     seed: int = 0
     home: torch.device | None = None
     """Of a model on `meta`; None is the accelerator, if there is one."""
@@ -62,6 +63,7 @@ class Recipe:
         _check_choice("schedule", self.schedule, ("learned", "negotiated"))
         _check_choice("compile", self.compile, (None, "step", "block"))
         _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))
+        _check_choice("check_params", self.check_params, ("first", "always"))
         check_model(self.model)
         _check_schedule(self.lr_schedule)
 

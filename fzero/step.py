@@ -45,6 +45,7 @@ from fzero.measure import LossFn, check_rows, loss_of, mean_of, row_of
 from fzero.meshes import check_mesh, told
 from fzero.module_buffers import make_equal, moved
 from fzero.offload import Offload, agree
+from fzero.own_params import Origin, OwnGrads
 from fzero.placements import GivenPlacements
 from fzero.plan import Own, OwnTransform, ParamGroup, place_optimizers
 from fzero.ranges import ranged
@@ -88,6 +89,7 @@ def make_train_step(
     checkpoint: Choice | None = None,
     compile: Literal["step", "block"] | None = None,
     compile_backend: Literal["inductor", "aot_eager"] = "inductor",
+    check_params: Literal["first", "always"] = "first",
     seed: int = 0,
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
@@ -137,6 +139,9 @@ def make_train_step(
             compiles nothing. A captured step tells how long that took, on rank 0; batches of another shape are captured
             once more. `evaluate` is not compiled with `"step"`.
         compile_backend: `"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation.
+        check_params: when the values of parameters are compared before and after a forward, which must not change them: in the
+            `"first"` of each kind (training, evaluation), or `"always"`. It finds what goes through `.data`, and reads all
+            parameters twice. A change that PyTorch counts is an error in every step.
         seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
 
     Raises:
@@ -152,7 +157,8 @@ def make_train_step(
     recipe = Recipe(
         model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
         gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, donate=donate, lr_schedule=lr_schedule,
-        schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend, seed=seed,
+        schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
+        check_params=check_params, seed=seed,
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else bind(mesh, recipe.device))
 
@@ -197,6 +203,9 @@ class TrainStep:
         self._orders: Orders | None = {} if self._learns else None  # of the collectives of forwards and backwards
         self._num_passes = 0
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
+        self._compared: set[str] = set()  # kinds of forwards whose parameters have been compared
+        self._origin = Origin(self._model)
+        self._own_grads: OwnGrads | None = None  # of the module, in the first step
         self._statistics = recipe.statistics & set(self.plan.buffers)
         self._scratch = Scratch()
         self._expected: Any = None  # structure, paths, shapes and dtypes of the state's tensors
@@ -325,6 +334,7 @@ class TrainStep:
         """
         if params is not None:
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
+        self._origin.look(given=params is not None)
         return self._first_state.make(self._mesh, params, init_fn)
 
     def gather(self, state: TrainState[Tensor], *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
@@ -522,6 +532,9 @@ class TrainStep:
         collectives.next_step()
         if self._probe:
             self._probe.begins()
+        self._origin.leave()
+        if not self.has_agreed:
+            self._own_grads = OwnGrads(self._model)
         # Buffers change in a copy, so that the state given stays good when this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
@@ -544,8 +557,14 @@ class TrainStep:
         """
         self._num_passes += 1  # ranks of which one has raised are told apart by it
         work = round_.work
-        with ranged("forward"), self._bound_to(round_), work.forward(run):
-            return function()
+        with ranged("forward"), self._bound_to(round_), work.forward(run, compares=self._compares(run)):
+            result = function()
+        self._compared.add(run)
+        return result
+
+    def _compares(self, run: str) -> bool:
+        """Whether a forward's parameters are compared before and after: in the first of its kind, or as is asked for."""
+        return run not in self._compared or self.recipe.check_params == "always"
 
     def backward(
         self,
@@ -584,6 +603,8 @@ class TrainStep:
                 share=1 / (self._measures.predivide * num_parts), is_first=not round_.told, is_last=is_last, keeps=keeps,
             )  # fmt: skip
         check_passes(told[:, 3])
+        if self._own_grads is not None:
+            self._own_grads.check()
         return round_._replace(told=(*round_.told, told[:, :3]), is_sum=weight is not None)
 
     @contextmanager
@@ -628,6 +649,7 @@ class TrainStep:
             # Whether a rank has news would have to be read on a CUDA device, for which the host would wait.
             has_news = bool(told_AW3[..., 2].any()) if self.device.type == "cpu" else not self._learns
             self._moving_buffers = make_equal(buffers, changed, moving, self._mesh.everyone, has_news=has_news)
+            self._own_grads = None
             wires: dict[str, Any] = round_.work.wires
             rng = state.rng if rng is None else rng
             stage = round_.work.stage
@@ -742,10 +764,14 @@ class TrainStep:
         """
         self._check_state(state)
         modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
+
+        def loss_of_batch() -> tuple[Tensor, Tensor | None]:
+            self._model.eval()  # where the model's own code, if it has any for this, meets the state's tensors
+            return self._loss(batch)
+
         try:
             with torch.no_grad(), random_state(state.rng, self.device):
-                loss, weight = self._inspect(state, lambda: self._loss(batch), "evaluate")
+                loss, weight = self._inspect(state, loss_of_batch, "evaluate")
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -780,9 +806,10 @@ class TrainStep:
         with (
             bound(self._model, self.plan.aliases, work.fetch, buffers),
             self._blocks.applied(self._model) if self._blocks else nullcontext(),
-            work.forward(run, saves=False),
+            work.forward(run, saves=False, compares=self._compares(run)),
         ):
             result = function()
+        self._compared.add(run)
         work.close()
         if self._offload.passes_use_files:
             self._agree_on_files(state)
