@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero import own_params
-from fzero.own_params import Fetch, check_no_hooks
+from fzero.own_params import Fetch, check_no_hooks, late, wrong_kind
 
 
 class _Parameters(dict[str, Any]):
@@ -102,7 +102,7 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
                 if buffer is not None:
                     name = aliases.get(dot + key, dot + key)
                     if name not in buffers:
-                        raise _late("buffer", name)
+                        raise late("buffer", name)
                     module._buffers[key] = buffers[name]
                     homes.append((module._buffers, key, name, buffers[name]))
         leave = own_params.enter(own_by_id, names_of, fetch)
@@ -128,39 +128,23 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
             module._flat_weights, module._flat_weight_refs = own_weights, own_refs
 
 
-def _late(kind: str, name: str) -> ValueError:
-    return ValueError(
-        f"{kind} {name!r}: must be there when the step is made, and was registered later; register it before (in __init__, or "
-        f"with a forward before make_train_step)"
-    )
-
-
 def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any]) -> None:
     """Raises ValueError where a forward has left a parameter or a buffer that the state does not have: it would be lost."""
     dot, parameters = f"{prefix}." if prefix else "", module._parameters
     assert isinstance(parameters, _Parameters)
     for key in parameters.put:
         if dict.get(parameters, key) is not None:
-            raise _late("parameter", dot + key)
+            raise late("parameter", dot + key)
     if len(module._buffers) > len(own_buffers):
         for key, buffer in module._buffers.items():
             if key not in own_buffers and buffer is not None:
-                raise _late("buffer", dot + key)
+                raise late("buffer", dot + key)
 
 
 def _check_same_kind(name: str, before: Tensor, now: Tensor | None) -> None:
     """Raises ValueError where a forward has put something of another shape or dtype in a buffer's place."""
     if now is not None and now is not before and (now.shape, now.dtype) != (before.shape, before.dtype):
         raise wrong_kind(name, before, now)
-
-
-def wrong_kind(name: str, before: Tensor, now: Tensor) -> ValueError:
-    """What is raised where a buffer of the state would grow."""
-    return ValueError(
-        f"buffer {name!r}: must keep its shape and dtype, for it is a tensor of the state, and the forward made {now.dtype} of shape "
-        f"{tuple(now.shape)} of {before.dtype} of shape {tuple(before.shape)}; register it at its largest size, or keep what "
-        f"grows in a plain attribute"
-    )
 
 
 @contextmanager

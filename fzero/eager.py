@@ -36,7 +36,7 @@ from fzero import collectives
 from fzero.bound_mesh import BoundMesh, States
 from fzero.collectives import Pending
 from fzero.file_tensors import part_of
-from fzero.own_params import address, bits_of
+from fzero.own_params import address, bits_of, late, was_changed
 from fzero.plan import BufferPlan, Plan, UnitPlan
 from fzero.ranges import is_recording, ranged
 from fzero.schedule import TURN, Event, Orders, Run, ScheduleError, early
@@ -356,9 +356,7 @@ class Pass:
     def fetch(self, name: str) -> Tensor:
         """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
         if name not in self._homes:
-            raise ValueError(
-                f"parameter {name!r}: must be there when the step is made, and was registered later; register it before"
-            )
+            raise late("parameter", name)
         unit = self._homes[name][0].name
         if unit != self._present:
             self._enter(unit)
@@ -445,15 +443,10 @@ class Pass:
             self._given = None if unit is None else [given for given in self._given if given.unit != name]
 
     def _was_changed(self, where: str) -> ValueError:
-        """What is raised where a forward has changed a parameter, and it may not."""
+        """What is raised where a forward has changed a parameter."""
         names = [given.name for given in self._given or () if given.is_changed]
         self._given = None
-        return ValueError(
-            f"{f'parameter {names[0]!r}' if names else f'parameters {where}'}: must not be changed in place by the forward (under "
-            f"no_grad, through .data, by embedding(max_norm=...)), and {'was' if names else 'were'}; what a gathered unit is given "
-            f"is dropped with it, so compute with a changed value (linear(x, normalize(weight))), change the state between two "
-            f"steps, or register what the forward changes as a buffer"
-        )
+        return was_changed(names[0] if names else None, where)
 
     def _give_back(self, flat: Tensor, key: str) -> None:
         if flat is not self.params[key] and flat is not self.grads.get(key):

@@ -21,6 +21,10 @@ from torch import Tensor, nn
 Fetch = Callable[[str], Tensor]
 
 
+class ParameterError(ValueError):
+    """The model uses its parameters in a way that a step does not follow."""
+
+
 class _Bound(NamedTuple):
     """A module that is bound now, by a thread: the names of its own parameters by identity, and who has their values."""
 
@@ -188,6 +192,36 @@ def address(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return -1
+
+
+# --- while it runs -------------------------------------------------------------------------------------------------
+
+
+def was_changed(name: str | None, where: str = "of the model") -> ParameterError:
+    """What is raised where a forward has changed a parameter: of a gathered one the change would be lost."""
+    return ParameterError(
+        f"{f'parameter {name!r}' if name else f'parameters {where}'}: must not be changed in place by the forward (under no_grad, "
+        f"through .data, by embedding(max_norm=...)), and {'was' if name else 'were'}; what a gathered unit is given is dropped "
+        f"with it, so compute with a changed value (linear(x, normalize(weight))), change the state between two steps, or "
+        f"register what the forward changes as a buffer"
+    )
+
+
+def late(kind: str, name: str) -> ParameterError:
+    """What is raised where the model has a parameter or buffer that the state does not have."""
+    return ParameterError(
+        f"{kind} {name!r}: must be there when the step is made, and was registered later; register it before (in __init__, or "
+        f"with a forward before make_train_step)"
+    )
+
+
+def wrong_kind(name: str, before: Tensor, now: Tensor) -> ParameterError:
+    """What is raised where a buffer of the state would grow."""
+    return ParameterError(
+        f"buffer {name!r}: must keep its shape and dtype, for it is a tensor of the state, and the forward made {now.dtype} of shape "
+        f"{tuple(now.shape)} of {before.dtype} of shape {tuple(before.shape)}; register it at its largest size, or keep what "
+        f"grows in a plain attribute"
+    )
 
 
 # --- in the first step ---------------------------------------------------------------------------------------------
