@@ -360,7 +360,9 @@ class CompiledStep:
         self.axes = self._graph.by_group
         exchanges = tuple(along for along in self.axes.values() if not along.is_nccl)
         own = {id(param): name for name, param in model.named_parameters()}
-        self.backend = Backend(backend or "aot_eager", pass_options(plan), units, modules, own, exchanges, bool(stacked))
+        self.backend = Backend(
+            backend or "aot_eager", pass_options(plan), units, modules, own, exchanges, bool(stacked)
+        )
         self._is_captured = backend is not None
         torch._dynamo.allow_in_graph(as_parameter)  # type: ignore[no-untyped-call]
         if stacked is not None:

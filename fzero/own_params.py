@@ -125,8 +125,8 @@ def check_model(model: nn.Module) -> None:
         if tensor.layout != torch.strided:
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ValueError(
-                f"{kind} {name!r}: must be dense, for the state holds it in flat memory, got layout {tensor.layout}; keep it in a "
-                f"plain attribute if it never changes, or register its indices and values and build it in the forward"
+                f"{kind} {name!r}: must be dense, for the state holds it in flat memory, got layout {tensor.layout}; keep it in "
+                f"a plain attribute if it never changes, or register its indices and values and build it in the forward"
             )
     _check_memory(model)
 
@@ -200,9 +200,9 @@ def address(tensor: Tensor) -> int:
 def was_changed(name: str | None, where: str = "of the model") -> ParameterError:
     """What is raised where a forward has changed a parameter: of a gathered one the change would be lost."""
     return ParameterError(
-        f"{f'parameter {name!r}' if name else f'parameters {where}'}: must not be changed in place by the forward (under no_grad, "
-        f"through .data, by embedding(max_norm=...)), and {'was' if name else 'were'}; what a gathered unit is given is dropped "
-        f"with it, so compute with a changed value (linear(x, normalize(weight))), change the state between two steps, or "
+        f"{f'parameter {name!r}' if name else f'parameters {where}'}: must not be changed in place by the forward (under "
+        f"no_grad, through .data, by embedding(max_norm=...)), and {'was' if name else 'were'}; what a gathered unit is given is "
+        f"dropped with it, so compute with a changed value (linear(x, normalize(weight))), change the state between two steps, or "
         f"register what the forward changes as a buffer"
     )
 
@@ -218,8 +218,8 @@ def late(kind: str, name: str) -> ParameterError:
 def wrong_kind(name: str, before: Tensor, now: Tensor) -> ParameterError:
     """What is raised where a buffer of the state would grow."""
     return ParameterError(
-        f"buffer {name!r}: must keep its shape and dtype, for it is a tensor of the state, and the forward made {now.dtype} of shape "
-        f"{tuple(now.shape)} of {before.dtype} of shape {tuple(before.shape)}; register it at its largest size, or keep what "
+        f"buffer {name!r}: must keep its shape and dtype, for it is a tensor of the state, and the forward made {now.dtype} of "
+        f"shape {tuple(now.shape)} of {before.dtype} of shape {tuple(before.shape)}; register it at its largest size, or keep what "
         f"grows in a plain attribute"
     )
 
