@@ -202,8 +202,8 @@ def was_changed(name: str | None, where: str = "of the model") -> ParameterError
     return ParameterError(
         f"{f'parameter {name!r}' if name else f'parameters {where}'}: must not be changed in place by the forward (under "
         f"no_grad, through .data, by embedding(max_norm=...)), and {'was' if name else 'were'}; what a gathered unit is given is "
-        f"dropped with it, so compute with a changed value (linear(x, normalize(weight))), change the state between two steps, or "
-        f"register what the forward changes as a buffer"
+        f"dropped with it, so compute with a changed value (linear(x, normalize(weight))), change the state between two "
+        f"steps, or register what the forward changes as a buffer"
     )
 
 
@@ -219,8 +219,8 @@ def wrong_kind(name: str, before: Tensor, now: Tensor) -> ParameterError:
     """What is raised where a buffer of the state would grow."""
     return ParameterError(
         f"buffer {name!r}: must keep its shape and dtype, for it is a tensor of the state, and the forward made {now.dtype} of "
-        f"shape {tuple(now.shape)} of {before.dtype} of shape {tuple(before.shape)}; register it at its largest size, or keep what "
-        f"grows in a plain attribute"
+        f"shape {tuple(now.shape)} of {before.dtype} of shape {tuple(before.shape)}; register it at its largest size, or keep "
+        f"what grows in a plain attribute"
     )
 
 
