@@ -50,7 +50,9 @@ class StandIn(nn.Parameter):
 
 def with_present(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`func` of the state's tensors, where it is given parameters of a bound module."""
-    if getattr(func, "__name__", "") != "__hash__":
+    # What torch.compile looks at while it traces is no computation of the model's.
+    is_traced = torch._guards.TracingContext.try_get() is not None
+    if not is_traced and getattr(func, "__name__", "") != "__hash__":
         args, kwargs = optree.tree_map(_present, (tuple(args), kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)

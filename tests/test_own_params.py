@@ -136,6 +136,19 @@ def test_a_parameter_that_code_holds_is_trained_by_an_engine_in_stage_3() -> Non
         torch.testing.assert_close({name: found[name] for name in expected}, expected)
 
 
+class Compiled(InAPartial):
+    def set_up(self) -> None:
+        super().set_up()
+        self.compile(backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_that_compiles_itself_is_trained_with_what_its_code_holds() -> None:
+    """What torch.compile looks at while it traces must not be gathered."""
+    found = trained(fzero.make_train_step(make(Compiled), config(0), units=["a", "b"]))
+    torch.testing.assert_close(found, plain_weights(InAPartial))
+
+
 def test_a_step_in_one_graph_refuses_a_parameter_that_code_holds() -> None:
     step = fzero.make_train_step(make(InAPartial), config(0), compile="step", compile_backend="aot_eager")
     with pytest.raises(ValueError, match=r"'a.weight': must be read from its module where the step is one graph"):
@@ -143,9 +156,6 @@ def test_a_step_in_one_graph_refuses_a_parameter_that_code_holds() -> None:
 
 
 def test_inside_the_forward_a_parameter_is_one_for_modules_and_for_isinstance() -> None:
-    def weights(**how: Any) -> dict[str, Tensor]:
-        return trained(fzero.make_train_step(make(ByMethods), config(3), units=["a", "b"], **how))
-
     module = make(ByMethods)
     optimizer = torch.optim.SGD(list(module.parameters()), lr=0.125)
     for x in batches():
@@ -154,7 +164,8 @@ def test_inside_the_forward_a_parameter_is_one_for_modules_and_for_isinstance() 
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
     expected = {name: x for name, x in module.state_dict().items() if name != "tied"}
-    torch.testing.assert_close(weights(), expected)
+    found = trained(fzero.make_train_step(make(ByMethods), config(3), units=["a", "b"]))
+    torch.testing.assert_close(found, expected)
 
 
 class Asks(Model):
@@ -185,7 +196,7 @@ def test_after_a_step_and_after_an_error_the_parameters_are_the_module_s_own_aga
 def test_modules_of_torchscript_are_refused(script: Callable[[nn.Module], nn.Module]) -> None:
     model = make(Model)
     model.a = script(model.a)
-    with pytest.raises(ValueError, match=r"no modules of TorchScript .* Module 'a'|no modules of TorchScript .*'a'"):
+    with pytest.raises(ValueError, match=r"no modules of TorchScript .*'a'"):
         fzero.make_train_step(model, config(0))
 
 
