@@ -164,7 +164,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises ParameterError for an operator that writes into one of `parameters`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.parameters: list[tuple[str, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -41,7 +41,9 @@ class StandIn(nn.Parameter):
     """A module's own parameter while the module is bound."""
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
-        return nn.Parameter(data, requires_grad)  # a copy is a parameter like any other
+        return nn.Parameter(
+            torch.empty(0) if data is None else data, requires_grad
+        )  # a copy is a parameter like any other
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,7 +99,7 @@ def enter(own: Mapping[int, nn.Parameter], names: Mapping[int, str], fetch: Fetc
         _BOUND[:] = [bound for bound in _BOUND if bound is not mine]
         for key, param in own.items():
             if type(param) is StandIn and not any(key in bound.names for bound in _BOUND):
-                param.__class__ = nn.Parameter
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
 
     return leave
 
@@ -105,7 +107,7 @@ def enter(own: Mapping[int, nn.Parameter], names: Mapping[int, str], fetch: Fetc
 def as_plain(param: Any) -> Any:
     """The parameter with its own class, for torch.compile, which looks through no other."""
     if type(param) is StandIn:
-        param.__class__ = nn.Parameter
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
     return param
 
 
@@ -158,8 +160,8 @@ def _check_memory(model: nn.Module) -> None:
         start = address(tensor)
         if tensor.device.type != "meta" and tensor.numel() and start > 0:
             reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            first = start + tensor.storage_offset() * tensor.element_size()
-            spans.append(_Span(first, first + reach * tensor.element_size(), name, tensor))
+            first = start + int(tensor.storage_offset()) * tensor.element_size()
+            spans.append(_Span(first, first + int(reach) * tensor.element_size(), name, tensor))
     spans.sort(key=lambda span: span[:2])
     for index, one in enumerate(spans):
         for other in spans[index + 1 :]:
@@ -325,7 +327,7 @@ def _told(kind: tuple[torch.Size, torch.dtype] | None) -> str:
 
 
 def _identity(tensor: Tensor) -> tuple[int, int, int]:
-    return address(tensor), tensor.storage_offset(), tensor._version
+    return address(tensor), int(tensor.storage_offset()), tensor._version
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
