@@ -8,7 +8,7 @@ parameters a forward will touch. Afterwards the module is as it was. So it is wi
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, takewhile
 from types import FunctionType, MethodType
@@ -18,24 +18,39 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-Fetch = Callable[[str], Tensor]
+from fzero import own_params
+from fzero.own_params import Fetch, check_no_hooks, late, wrong_kind
 
 
 class _Parameters(dict[str, Any]):
-    """A module's `_parameters` whose values come from `fetch`, until the model puts another value in their place."""
+    """A module's `_parameters` whose values come from `fetch`, unless the model puts another value in their place."""
 
     def __init__(self, own: dict[str, Any], names: dict[str, str], fetch: Fetch) -> None:
         super().__init__(own)
         self.names, self.fetch = names, fetch
+        self.put: set[str] = set()
+        """The keys under which the model has put something of its own."""
 
     def __getitem__(self, key: str) -> Any:
         name = self.names.get(key)
         return super().__getitem__(key) if name is None else self.fetch(name)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        # `torch.func.functional_call` inside the model's own code swaps parameters like this.
-        self.names.pop(key, None)
+        # `torch.func.functional_call` inside the model's own code swaps parameters like this, and puts back what it found:
+        # a tensor of `fetch`, which is not to be used any more when its unit is gathered anew.
+        name = getattr(value, "fzero_name", None)
+        if name is not None:
+            self.names[key] = name
+            self.put.discard(key)
+        else:
+            self.names.pop(key, None)
+            self.put.add(key)
         super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        self.names.pop(key, None)
+        self.put.discard(key)
+        super().__delitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401 - it would call itself
@@ -63,36 +78,48 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
         buffers: the module's buffers by full name. In-place changes reach these tensors; a buffer that the model
             assigns anew takes the old one's place in the mapping.
     """
-    found = [(module, module._parameters, module._buffers) for module in model.modules()]
-    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    modules = list(model.named_modules())
+    found = [(module, module._parameters, module._buffers) for _, module in modules]
+    recurrent = [module for _, module in modules if isinstance(module, nn.RNNBase)]
     flat_weights = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
     hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module in recurrent]
     homes: list[tuple[dict[str, Tensor | None], str, str, Tensor]] = []
     names_of: dict[int, str] = {}  # by the identity of the module's own parameter
+    own_by_id: dict[int, nn.Parameter] = {}
     listers: list[nn.Module] = []
     lister, parents = _lister(names_of, set(aliases.values()), fetch), _parents_of_ties(aliases)
+    leave = None
     try:
-        for prefix, module in model.named_modules():
+        for prefix, module in modules:
             dot = f"{prefix}." if prefix else ""
-            names = {key: dot + key for key, own in module._parameters.items() if own is not None}
-            names = {key: aliases.get(name, name) for key, name in names.items()}
-            names_of |= {id(module._parameters[key]): name for key, name in names.items()}
+            names = {}
+            for key, own in module._parameters.items():
+                if own is not None:
+                    name = names_of[id(own)] = names[key] = aliases.get(dot + key, dot + key)
+                    own_by_id[id(own)] = own
+                    if type(own) is nn.Parameter:  # else another rank in lockstep has it bound
+                        check_no_hooks(name, own)
             module.__dict__["_parameters"] = _Parameters(module._parameters, names, fetch)
             if prefix in parents and type(module).named_parameters is nn.Module.named_parameters:
                 module.__dict__["named_parameters"] = MethodType(lister, module)
                 listers.append(module)
             module.__dict__["_buffers"] = dict(module._buffers)
-            for key, own in module._buffers.items():
-                if own is not None:
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
                     name = aliases.get(dot + key, dot + key)
                     if name not in buffers:
-                        raise ValueError(
-                            f"buffer {name!r}: must be there when the step is made, and was registered later; register it before"
-                        )
+                        raise late("buffer", name)
                     module._buffers[key] = buffers[name]
                     homes.append((module._buffers, key, name, buffers[name]))
+        leave = own_params.enter(own_by_id, names_of, fetch)
         yield
+        for (prefix, module), (_, _, own_buffers) in zip(modules, found, strict=True):
+            _check_slots(module, prefix, own_buffers)
+        for slots, key, name, before in homes:
+            _check_same_kind(name, before, slots.get(key))
     finally:
+        if leave is not None:
+            leave()
         for slots, key, name, before in homes:
             now = slots.get(key)
             if now is not None and now is not before:
@@ -105,6 +132,25 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
             hook.remove()
         for module, own_weights, own_refs in flat_weights:
             module._flat_weights, module._flat_weight_refs = own_weights, own_refs
+
+
+def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any]) -> None:
+    """Raises ValueError where a forward has left a parameter or a buffer that the state does not have: it would be lost."""
+    dot, parameters = f"{prefix}." if prefix else "", module._parameters
+    assert isinstance(parameters, _Parameters)
+    for key in parameters.put:
+        if dict.get(parameters, key) is not None:
+            raise late("parameter", dot + key)
+    if len(module._buffers) > len(own_buffers):
+        for key, buffer in module._buffers.items():
+            if key not in own_buffers and buffer is not None:
+                raise late("buffer", dot + key)
+
+
+def _check_same_kind(name: str, before: Tensor, now: Tensor | None) -> None:
+    """Raises ValueError where a forward has put something of another shape or dtype in a buffer's place."""
+    if now is not None and now is not before and (now.shape, now.dtype) != (before.shape, before.dtype):
+        raise wrong_kind(name, before, now)
 
 
 @contextmanager

@@ -41,7 +41,9 @@ import torch._dynamo.backends.common
 import torch._dynamo.exc
 import torch.fx.traceback
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.binding import with_own_code
 from fzero.collectives import Fake, InGraph, Real, collective_that_raised, failed
@@ -55,6 +57,7 @@ from fzero.graph_sent import labelled, sent_in
 from fzero.loss_scaling import LossScale, LossScaling
 from fzero.measure import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
 from fzero.mesh_in_graph import MeshInGraph, Through
+from fzero.own_params import ParameterError, enter, late, was_changed, wrong_kind
 from fzero.plan import BufferPlan, Plan
 from fzero.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.sent import Sent
@@ -92,6 +95,7 @@ class Backend:
     Attributes:
         units: the unit of each flat buffer, by its key.
         checkpoint: the modules that the backward runs again (`fzero.graph_remat`).
+        own: the names of the module's own parameters, by identity, which no graph may read.
         axes: of exchanges, on gloo.
         stacked: whether the graph is of all ranks at once, and so must not draw random numbers.
         graphs: the aten graphs in the order in which they run, by capture; mutated inputs are `copy_`'d to.
@@ -102,12 +106,14 @@ class Backend:
     options: PassOptions
     units: Mapping[str, str] = field(default_factory=dict)
     checkpoint: dict[str, str] = field(default_factory=dict)
+    own: Mapping[int, str] = field(default_factory=dict)
     axes: tuple[InGraph, ...] = ()
     stacked: bool = False
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        self.check(module)
         self.num_captured += 1
         make = inductor if self.name == "inductor" else aot_eager
         found = [node.meta["grapharg"].source.name for node in module.graph.nodes if node.op == "placeholder"]
@@ -120,6 +126,24 @@ class Backend:
         )
         return backend(module, inputs)
 
+    def check(self, module: torch.fx.GraphModule) -> None:
+        """Raises ParameterError for what Dynamo has captured, where it reads the module's own parameters or changes any."""
+        for node in module.graph.find_nodes(op="placeholder"):
+            name = self.own.get(id(node.meta["grapharg"].example))
+            if name is not None:
+                raise ParameterError(
+                    f"parameter {name!r}: must be read from its module where the step is one graph, and code holds it in another "
+                    f"way (a list, a closure, functools.partial), so that it would not be trained; read the module's attribute, "
+                    f"or pass compile='block' or None"
+                )
+        if not self.stacked:  # whose writes are found before
+            check_writes(module)
+
+    def on_paper(self, module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        """A backend that only shows the graph."""
+        self.check(module)
+        return on_paper(module, inputs)
+
     def _keep(self, graph: torch.fx.Graph) -> None:
         if self.stacked:
             check_draws_nothing(graph)
@@ -129,6 +153,58 @@ class Backend:
         """The unit of a tensor by what a captured function calls it, `L['params']['blocks.0/float32']`."""
         key = _STATE.match(source)
         return self.units.get(key[1]) if key else None
+
+
+def as_parameter(tensor: Tensor, name: str) -> Tensor:
+    """The tensor itself, which is an `nn.Parameter` to the model; a capture takes this function as it is."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises ParameterError for an operator that writes into one of `parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parameters: list[tuple[str, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                for tensor in given if isinstance(given, list | tuple) else [given]:
+                    self._check(tensor)
+        return func(*args, **kwargs)
+
+    def _check(self, written: Any) -> None:
+        for name, param in self.parameters if isinstance(written, Tensor) else ():
+            place = written.storage_offset() - param.storage_offset()
+            is_shared = written.untyped_storage()._cdata == param.untyped_storage()._cdata
+            if is_shared and 0 <= place < param.numel():
+                raise was_changed(name)
+
+
+def check_writes(module: torch.fx.GraphModule) -> None:
+    """Raises ParameterError where the forward in what Dynamo has captured changes a parameter: runs it on fake tensors."""
+    nodes = list(module.graph.nodes)
+    ends = [place for place, node in enumerate(nodes) if node.target is torch.autograd.grad]
+    fakes = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
+    modes = [fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)]
+    if not ends or not modes:  # the graph of an update has no forward
+        return
+    interpreter, writes = torch.fx.Interpreter(module, garbage_collect_values=False), _Writes()
+    values = iter(fakes)
+    # Outside of the capture, which has other fake tensors by now.
+    with torch._guards.tracing(None), modes[0], writes, torch.enable_grad():
+        for node in nodes[: ends[0]]:
+            if node.op == "placeholder":
+                found = next(values)
+                interpreter.env[node] = found.detach() if isinstance(found, Tensor) else found
+                continue
+            interpreter.env[node] = interpreter.run_node(node)
+            if node.target is as_parameter:
+                writes.parameters.append((node.args[1], interpreter.env[node]))
 
 
 class _WithLoss(nn.Module):
@@ -285,8 +361,12 @@ class CompiledStep:
         self._ranks = self._graph.ranks
         self.axes = self._graph.by_group
         exchanges = tuple(along for along in self.axes.values() if not along.is_nccl)
-        self.backend = Backend(backend or "aot_eager", pass_options(plan), units, modules, exchanges, bool(stacked))
+        own = {id(param): name for name, param in model.named_parameters()}
+        self.backend = Backend(
+            backend or "aot_eager", pass_options(plan), units, modules, own, exchanges, bool(stacked)
+        )
         self._is_captured = backend is not None
+        torch._dynamo.allow_in_graph(as_parameter)  # type: ignore[no-untyped-call]
         if stacked is not None:
             torch._dynamo.allow_in_graph(over_ranks)  # type: ignore[no-untyped-call]
         self._rules, self._name = rules, type(model).__name__
@@ -419,11 +499,19 @@ class CompiledStep:
     def forward(self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> None:
         """The forward alone, as it runs in a step; writes the `buffers`."""
 
-        def of_a_rank(params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Tensor:
-            return self._forward(self._cut(params), buffers, batch)[0]
+        def of_a_rank(tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Tensor:
+            return self._forward(tensors, buffers, batch)[0]
 
-        with self._ranks.drawing():
-            self._ranks.each(of_a_rank)(params, buffers, batch)
+        with self._ranks.drawing(), self._unchanged(self._ranks.each(self._cut)(params)) as tensors:
+            self._ranks.each(of_a_rank)(tensors, buffers, batch)
+
+    @contextmanager
+    def _unchanged(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Raises ParameterError where parameters are changed inside, in a step that is not captured."""
+        versions = {name: tensor._version for name, tensor in tensors.items()}
+        yield tensors
+        if any(tensor._version != versions[name] for name, tensor in tensors.items()):
+            raise was_changed(None)
 
     def trace(self, state: TrainState[Tensor], micro_batches: Sequence[Any]) -> list[Captured]:
         """The graphs that a step would run, one after the other, captured on tensors of a `FakeTensorMode`. Runs nothing.
@@ -434,7 +522,7 @@ class CompiledStep:
         buffers = _shielded(dict(state.buffers))
         numbers = torch.empty((2,), dtype=torch.float64, device=self._device)
         if len(micro_batches) == 1:
-            whole = self._compile(self._whole_step, on_paper)
+            whole = self._compile(self._whole_step, self.backend.on_paper)
             return [self._captured(whole, *flat, buffers, state.wires, state.loss_scale, micro_batches[0], numbers)]
         sums: list[bool] = []
 
@@ -447,7 +535,8 @@ class CompiledStep:
             note(is_sum)
             return rows, is_sum
 
-        micro, update = self._compile(micro_step, on_paper), self._compile(self._update, on_paper)
+        shown = self.backend.on_paper
+        micro, update = self._compile(micro_step, shown), self._compile(self._update, shown)
         graphs = [
             self._captured(micro, state.params, state.grads, buffers, state.wires, state.loss_scale, batch, numbers)
             for batch in micro_batches
@@ -657,7 +746,7 @@ class CompiledStep:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
             return loss, row
 
-        with self._ranks.drawing():
+        with self._ranks.drawing(), nullcontext() if self._is_captured else self._unchanged(tensors):
             loss, row = self._ranks.each(forward)(tensors, buffers, batch, numbers, loss_scale.scale)
         if any(leaf.grad is not None for leaf in leaves.values()):
             raise RuntimeError(INSIDE)
@@ -690,18 +779,35 @@ class CompiledStep:
         self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
     ) -> tuple[Tensor, Tensor | None]:
         """The loss, and its weight if it is a sum; writes the `buffers` that change."""
-        tensors = {**tensors, **buffers}
+        tensors = {**{name: as_parameter(tensor, name) for name, tensor in tensors.items()}, **buffers}
         for alias, owner in self._aliases.items():
             tensors[alias] = tensors[owner]
         given = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
+        with nullcontext() if self._is_captured else self._standing_in(tensors):
+            loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
+        if not self._is_captured:
+            for name, tensor in tensors.items():
+                if given[f"model.{name}"] is not tensor and name not in buffers:
+                    raise late("parameter", name)
         for module in self._recurrent:  # they keep a list of their weights, which would let those of the graph out
             module._init_flat_weights()
         for name, buffer_ in buffers.items():
             now = given[f"model.{name}"]  # functional_call tells what the model put in a buffer's place
             if now is not buffer_:
+                if (now.shape, now.dtype) != (buffer_.shape, buffer_.dtype):
+                    raise wrong_kind(name, buffer_, now)
                 buffer_.copy_(now.detach())
         return loss, weight
+
+    @contextmanager
+    def _standing_in(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the module's own parameters stand for `tensors`, where nothing is captured."""
+        own = {id(param): param for param in self._module.parameters()}
+        leave = enter(own, self.backend.own, tensors.__getitem__)
+        try:
+            yield
+        finally:
+            leave()
 
     def _told(self, row: Tensor) -> Tensor:
         """What every rank tells, in rank order (W, 4)."""
@@ -864,7 +970,7 @@ def _one_graph(model: str, *, is_new: bool) -> Iterator[None]:
                 warnings.filterwarnings("ignore", module=r"torch\._dynamo")
             yield
     except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-        if isinstance(inner := getattr(error, "inner_exception", None), CheckpointError | VmapError):
+        if isinstance(inner := getattr(error, "inner_exception", None), CheckpointError | VmapError | ParameterError):
             raise inner from None
         raise CompileError(_what_stopped(error, model)) from None
     except RuntimeError as error:

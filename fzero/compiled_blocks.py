@@ -17,6 +17,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from fzero.binding import own_forward, replaced_forwards, with_own_code
+from fzero.own_params import as_plain
 
 
 class CompiledBlocks:
@@ -85,7 +86,7 @@ def _unbound(block: nn.Module, own: dict[str, Any]) -> Iterator[None]:
     try:
         for module, parameters in bound:
             # An engine's parameter without values (`fzero.live_params`) has a plain one to stand for it.
-            own_parameters = {key: getattr(own, "fzero_plain", own) for key, own in dict.items(parameters)}
+            own_parameters = {key: as_plain(getattr(own, "fzero_plain", own)) for key, own in dict.items(parameters)}
             module.__dict__["_parameters"] = own_parameters
         yield
     finally:

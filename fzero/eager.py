@@ -40,6 +40,7 @@ from fzero.binding import beneath_modes
 from fzero.bound_mesh import BoundMesh, States
 from fzero.collectives import Pending
 from fzero.file_tensors import part_of
+from fzero.own_params import address, bits_of, late, was_changed
 from fzero.plan import BufferPlan, Plan, UnitPlan
 from fzero.ranges import is_recording, ranged
 from fzero.schedule import TURN, Event, Orders, Run, ScheduleError, early, is_whole
@@ -93,6 +94,8 @@ class _Leaf(torch.autograd.Function):
 
 
 AnyLeaf = TypeVar("AnyLeaf", Tensor, Leaf)
+# To the model a parameter is a leaf: `module.tied = parameter` asks whether its grad_fn is true.
+_Leaf._backward_cls.__bool__ = lambda node: False  # type: ignore[attr-defined]
 _root: Callable[..., Tensor] = _Root.apply  # type: ignore[assignment]
 _leaf: Callable[..., Tensor] = _Leaf.apply  # type: ignore[assignment]
 
@@ -103,6 +106,23 @@ class _Grads:
 
     flats: dict[str, Tensor] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
+
+
+class _Given(NamedTuple):
+    """A parameter as the model was given it, in a forward that is looked after."""
+
+    unit: str
+    name: str
+    leaf: Tensor
+    view: Tensor
+    address: int
+    bits: Tensor
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it has other values, or the model has given it other memory."""
+        same = self.leaf.data_ptr() == self.address and torch.equal(bits_of(self.view), self.bits)
+        return not same
 
 
 class _Gather(NamedTuple):
@@ -170,6 +190,7 @@ class Pass:
         self._is_kept = False  # whether a graph may be gone through again
         self.is_first, self.is_last = True, True
         self._units = {unit.name: unit for unit in plan.units}
+        self._whole = [b for b in plan.flat_buffers if isinstance(b.row.params, Replicated)]
         self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
         # On the parameters' device, so that autograd runs every `_Root` and `_Leaf` on one thread.
         self._anchor = torch.empty(0, device=self._device, requires_grad=True)
@@ -194,12 +215,15 @@ class Pass:
         self._reduced: set[str] = set()  # keys of gradients that have been reduced in this backward, or for good
         self._is_done = False  # whether a backward was the last one
         self._has_come = False  # whether this backward has brought a gradient
+        self._given: list[_Given] | None = None  # None where changes through `.data` are not looked for
         self._stay: AbstractContextManager[object] | None = None  # the range of the unit that the forward is in
 
     # --- the two halves ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def forward(self, run: str, *, saves: bool = True, still: frozenset[str] = frozenset()) -> Iterator[None]:
+    def forward(
+        self, run: str, *, saves: bool = True, still: frozenset[str] = frozenset(), compares: bool = False
+    ) -> Iterator[None]:
         """Inside, the model runs, `bound` to `fetch`. *Collective* in stage 3: takes part in what only other ranks need.
 
         Args:
@@ -207,6 +231,11 @@ class Pass:
             saves: whether autograd saves recipes of gathered buffers. False keeps alive what it saves (for transforms of
                 torch.func, which allow no hooks).
             still: trained parameters that require no gradients in this forward.
+            compares: whether parameters are compared with what they were given as, which finds changes that PyTorch does
+                not count (through `.data`).
+
+        Raises:
+            ValueError: the forward has changed a parameter.
         """
         with self._running(("forward", run)):  # which gathers the same, whatever requires gradients
             self._release_all_but("")
@@ -216,9 +245,17 @@ class Pass:
             self._names.append(run)
             self._since = self._since if self._num_forwards else self._begun
             self._num_forwards, self._num_backwards = self._num_forwards + 1, 0
+            self._given = [] if compares else None
             with self.saving() if saves else nullcontext():
-                yield
+                try:
+                    yield
+                except RuntimeError as error:
+                    if f" of {_Leaf.__name__}" in str(error):  # what autograd says of a change in place
+                        raise self._was_changed("of the model") from error
+                    raise
             self._end_stay()
+            self._check_whole()
+            self._compare(None)
             self._advance_to(TURN)
             self._drop_gathers()
             self._in_forward = False
@@ -388,9 +425,7 @@ class Pass:
     def fetch(self, name: str) -> Tensor:
         """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
         if name not in self._homes:
-            raise ValueError(
-                f"parameter {name!r}: must be there when the step is made, and was registered later; register it before"
-            )
+            raise late("parameter", name)
         unit = self._homes[name][0].name
         if unit != self._present:
             self._enter(unit)
@@ -415,6 +450,8 @@ class Pass:
         """Makes `unit_name` the present unit and its parameters the leaves."""
         unit = self._units[unit_name]
         self._end_stay()
+        if self._given is not None and self._present is not None:
+            self._compare(self._units[self._present])
         if self._in_forward and is_recording():
             self._stay = ranged("unit", unit_name)
             self._stay.__enter__()
@@ -434,7 +471,7 @@ class Pass:
             is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(_trained_in(unit))
             for buffer in unit.buffers:
                 flat: Any = flats.get(buffer.key, self.params[buffer.key])
-                views = unflatten(flat, buffer.layout)
+                views = own = unflatten(flat, buffer.layout)
                 if buffer.trainable and root is not None:
                     views = {
                         name: _leaf(root, view, self, "" if name in still else name)
@@ -442,6 +479,12 @@ class Pass:
                         else view
                         for name, view in views.items()
                     }
+                if self._given is not None and self._in_forward:
+                    self._given += [
+                        _Given(unit_name, n, views[n], view, view.data_ptr(), bits_of(view)) for n, view in own.items()
+                    ]
+                for name, view in views.items():
+                    view._is_param, view.fzero_name = True, name  # type: ignore[attr-defined]  # isinstance(view, nn.Parameter)
                 self._leaves.update(views)
 
     def _end_stay(self) -> None:
@@ -456,16 +499,35 @@ class Pass:
             self._present = None
         for name in [name for name in self._live if name != unit]:
             for key, flat in self._live.pop(name).items():
-                self._by_storage.pop(_address(flat), None)
+                self._by_storage.pop(address(flat), None)
                 self._check_unchanged(key, flat)
                 self._give_back(flat, key)
 
     def _check_unchanged(self, key: str, flat: Tensor) -> None:
         if flat._version != self._versions[key]:
-            raise ValueError(
-                f"parameters of {key!r}: must not be changed in place by the forward, and were; what a gathered unit is "
-                f"given is dropped with it, so register what the forward changes as a buffer"
-            )
+            raise self._was_changed(f"of {key!r}")
+
+    def _check_whole(self) -> None:
+        """Raises where a parameter that this rank holds whole was changed in place."""
+        for buffer in self._whole:
+            flat: Any = self.params[buffer.key]
+            self._check_unchanged(buffer.key, flat)
+
+    def _compare(self, unit: UnitPlan | None) -> None:
+        """Raises where a parameter of a unit that the forward leaves was changed; None is all, at the end of the forward."""
+        if not self._given:
+            return
+        name = "" if unit is None else unit.name
+        if unit is None or unit.gathered_numel:
+            if any(given.is_changed for given in self._given if unit is None or given.unit == name):
+                raise self._was_changed("of the model")
+            self._given = None if unit is None else [given for given in self._given if given.unit != name]
+
+    def _was_changed(self, where: str) -> ValueError:
+        """What is raised where a forward has changed a parameter."""
+        names = [given.name for given in self._given or () if given.is_changed]
+        self._given = None
+        return was_changed(names[0] if names else None, where)
 
     def _give_back(self, flat: Tensor, key: str) -> None:
         if flat is not self.params[key] and flat is not self.grads.get(key):
@@ -482,7 +544,7 @@ class Pass:
             self._versions |= {key: flat._version for key, flat in flats.items()}
             for key, flat in flats.items():
                 if flat.numel():  # what is empty is everywhere and nowhere
-                    self._by_storage[_address(flat)] = (unit, key, flat.dtype)
+                    self._by_storage[address(flat)] = (unit, key, flat.dtype)
         if self.schedule is not None and not self._gathering and len(self.executed) < len(self.schedule):
             event = self.schedule[len(self.executed)]
             if event.kind == "gather" and may_start_early(self.plan, unit.name, event.unit):
@@ -502,7 +564,7 @@ class Pass:
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | _Recipe:
         if tensor.layout == torch.strided:
-            unit, key, dtype = self._by_storage.get(_address(tensor), (None, "", None))
+            unit, key, dtype = self._by_storage.get(address(tensor), (None, "", None))
             if unit is not None and dtype == tensor.dtype:
                 return _Recipe(unit, key, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride())
         return tensor.detach(), tensor._version
@@ -812,10 +874,7 @@ class Pass:
     def _finish(self) -> None:
         """Ends the backward: reduces what is left, and takes part in what only other ranks needed."""
         self._leaves.clear()
-        for buffer in self.plan.flat_buffers:
-            if isinstance(buffer.row.params, Replicated):
-                whole: Any = self.params[buffer.key]
-                self._check_unchanged(buffer.key, whole)
+        self._check_whole()
         executed, self._ready = self.executed[self._begun :], self._ready | self._entered
         if self.schedule is None:
             for unit in reversed(self.plan.units):
@@ -909,14 +968,6 @@ def _serve(rows: list[list[int]], *, in_forward: bool) -> list[int] | None:
 
 def _trained_in(unit: UnitPlan) -> Iterator[str]:
     return (name for buffer in unit.buffers if buffer.trainable for name in buffer.layout.names)
-
-
-def _address(tensor: Tensor) -> int:
-    """Where the tensor's storage begins; -1 for a wrapper (of torch.func, of a tensor subclass), which has none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return -1
 
 
 def _zero_gaps(flat_P: Tensor, buffer: BufferPlan, written: set[str]) -> None:

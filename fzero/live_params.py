@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.own_params import is_bound, not_trained, with_present
 from fzero.plan import Plan
 from sharding import Replicated
 from sharding.views import unflatten
@@ -58,7 +59,10 @@ class Away(nn.Parameter):
         is_told = name in _TOLD or (name in ("__get__", "__set__") and attribute not in _VALUES)
         if not is_told:
             used = attribute if name in ("__get__", "__set__") else name or func
-            found = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Away)), None)
+            given = (*args, *(kwargs or {}).values())
+            if any(map(is_bound, given)):  # inside the forward
+                return with_present(func, args, kwargs or {})
+            found = next((x for x in given if isinstance(x, Away)), None)
             raise AwayError(
                 f"parameter {getattr(found, 'fzero_name', '')!r}: is divided among the ranks and has no values here, and "
                 f"{used} needs them; compute inside the engine's forward, or on all ranks inside "
@@ -98,6 +102,8 @@ class LiveParams:
                     self._buffer_slots.append((module, key, plan.aliases.get(dot + key, dot + key)))
         self._names = {id(param): name for name, param in self.own.items()}
         self.follow(plan)
+        for param in self.own.values():
+            param.grad = None
         self._given: dict[str, tuple[int, torch.dtype, int]] = {}  # what `bring` gave: address, dtype, version
 
     def follow(self, plan: Plan) -> None:
@@ -170,6 +176,8 @@ class LiveParams:
                     f"initialize"
                 )
         for name, param in self.own.items():
+            if param.grad is not None:
+                raise not_trained(name)
             given = self._given.get(name)
             now = _identity(param) if given is not None else None
             if now is not None and given is not None and now[:2] != given[:2]:

@@ -25,6 +25,7 @@ from fzero.config_optimizers import Optimizer
 from fzero.lr_schedules import Schedule
 from fzero.measure import LossFn, Measure
 from fzero.orders import GivenOrder
+from fzero.own_params import check_tensors
 from fzero.placements import GivenPlacements
 from fzero.plan import Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
 from fzero.sent import Label
@@ -56,6 +57,7 @@ class Recipe:
     checkpoint: Choice | None = None
     compile: Literal["step", "block"] | None = None
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    check_params: Literal["first", "always"] = "first"
     seed: int = 0
     home: torch.device | None = None
     """Of a model on `meta`; None is the accelerator, if there is one."""
@@ -73,7 +75,8 @@ class Recipe:
         _check_choice("schedule", self.schedule, ("learned", "negotiated"))
         _check_choice("compile", self.compile, (None, "step", "block"))
         _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))
-        _check_no_hooks(self.model)
+        _check_choice("check_params", self.check_params, ("first", "always"))
+        check_tensors(self.model)
         _check_not_compiled(self.model)
         _check_schedule(self.lr_schedule)
 
@@ -292,16 +295,6 @@ def _check_not_compiled(model: nn.Module) -> None:
             raise ValueError(
                 f"model: must not be compiled by torch.compile before the step is made, got {name or 'the model'!r} compiled; "
                 f"pass the module itself (model._orig_mod is what torch.compile was given), and compile='block' or 'step'"
-            )
-
-
-def _check_no_hooks(model: nn.Module) -> None:
-    """Hooks of modules run as they are; those of a parameter would not, for the module's parameters are not used."""
-    for name, param in model.named_parameters():
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"parameter {name!r}: has a gradient hook, which would never be called; remove it, and change the gradient "
-                f"in the forward (a torch.autograd.Function around the parameter) or the parameter after the step"
             )
 
 

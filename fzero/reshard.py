@@ -391,7 +391,7 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
         is_cut = isinstance(buffer.row.optimizer, Sharded)
         share = own_shard(param, buffer, shard) if is_cut else param
         values = in_memory(state.master.get(buffer.key, share)).to(new.device)
-        fresh = optree.tree_leaves(new._updater.transform_of(buffer, 0).init(values))
+        fresh = optree.tree_leaves(new._updater.transform_of(buffer).init(values))
         leaves, specs = (
             optree.tree_leaves(state.optimizer[buffer.key]),
             optree.tree_leaves(new.plan.optimizer[buffer.key]),

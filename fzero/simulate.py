@@ -34,6 +34,7 @@ from fzero.graph_schedule import CompileError
 from fzero.initialise import InitFn
 from fzero.lockstep import Hub, StuckError
 from fzero.meshes import check_mesh
+from fzero.own_params import Origin
 from fzero.plan import Plan
 from fzero.recipe import Recipe
 from fzero.sent import Sent
@@ -101,6 +102,7 @@ class LockstepRanks:
         if recipe.device.type != "cpu":
             raise ValueError(f"simulate: ranks in lockstep must be on the CPU, got a model on {recipe.device}; move it")
         self._hub, self.world_size = Hub(world_size), world_size
+        self._origin = Origin(recipe.model)
 
         def make(rank: int) -> TrainStep:
             own = replace(recipe, model=_twin(recipe.model), compile=None)
@@ -119,6 +121,7 @@ class LockstepRanks:
 
     def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> TrainState[Tensor]:
         """A new state of all ranks; arguments as for `TrainStep.init`."""
+        self._origin.look(given=params is not None)
         state: TrainState[Tensor] = stacked(self._run(lambda rank: self.steps[rank].init(params, init_fn=init_fn)))
         return state
 
@@ -129,6 +132,7 @@ class LockstepRanks:
             state: stacked; donated, unless the step was made with `donate=False`.
             batch: of all ranks, each tensor with a leading dimension of ranks; or an iterator of micro-batches like that.
         """
+        self._origin.leave()
         states, batches = unstacked(state, self.world_size), self._batches(batch)
         try:
             results = self._run(lambda rank: self.steps[rank](states[rank], batches[rank]))
@@ -255,6 +259,7 @@ class VmapRanks(LockstepRanks):
             return super().__call__(state, batch)
         split = [list(rank._batches.split(own)) for rank, own in zip(self.steps, self._batches(batch), strict=True)]
         self.check_state(state)
+        self._origin.leave()
         micro_batches = [stacked(own) for own in zip(*split)]
         kept = optree.tree_leaves((state.params, state.master, state.optimizer))
         versions = [x._version for x in kept]

@@ -48,6 +48,7 @@ from fzero.meshes import check_mesh, told
 from fzero.module_buffers import make_equal, moved
 from fzero.offload import Offload, agree
 from fzero.orders import GivenOrder
+from fzero.own_params import Origin, OwnGrads
 from fzero.placements import GivenPlacements
 from fzero.plan import Own, OwnTransform, ParamGroup, Plan, place_optimizers, starts_of
 from fzero.ranges import ranged
@@ -93,6 +94,7 @@ def make_train_step(
     checkpoint: Choice | None = None,
     compile: Literal["step", "block"] | None = None,
     compile_backend: Literal["inductor", "aot_eager"] = "inductor",
+    check_params: Literal["first", "always"] = "first",
     seed: int = 0,
     after: TrainStep | str | Path | None = None,
 ) -> TrainStep:
@@ -148,6 +150,9 @@ def make_train_step(
             compiles nothing. A captured step tells how long that took, on rank 0; batches of another shape are captured
             once more. `evaluate` is not compiled with `"step"`.
         compile_backend: `"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation.
+        check_params: when the values of parameters are compared before and after a forward, which must not change them: in the
+            `"first"` of each kind (training, evaluation), or `"always"`. It finds what goes through `.data`, and reads all
+            parameters twice. A change that PyTorch counts is an error in every step.
         seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
         after: the step, or the checkpoint of `fzero.save`, whose training this step goes on with where parameters were frozen or
             unfrozen meanwhile. Parameters whose optimizer state begins anew, or began later than others', get flat buffers
@@ -169,7 +174,7 @@ def make_train_step(
         model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
         gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, order=order, donate=donate,
         lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
-        seed=seed, starts={} if after is None else starts_after(after, model),
+        check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else bind(mesh, recipe.device))
 
@@ -244,6 +249,9 @@ class TrainStep:
         self._orders = Orders() if self._learns else None  # of the collectives of forwards and backwards
         self._num_passes, self._said = 0, _Said()
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
+        self._compared: set[str] = set()  # kinds of forwards whose parameters have been compared
+        self._origin = Origin(self._model)
+        self._own_grads: OwnGrads | None = None  # of the module, in the first step
         self._statistics = recipe.statistics & set(self.plan.buffers)
         self._scratch = Scratch()
         self._flags: FixedFlags | None = None
@@ -380,6 +388,7 @@ class TrainStep:
             _check_values(params)
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
         collectives.meet("TrainStep.init", self._mesh.everyone)
+        self._origin.look(given=params is not None)
         return self._first_state.make(self._mesh, params, init_fn)
 
     def gather(self, state: TrainState[Tensor], *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
@@ -649,6 +658,9 @@ class TrainStep:
         collectives.next_step()
         if self._probe:
             self._probe.begins()
+        self._origin.leave()
+        if not self.has_agreed:
+            self._own_grads = OwnGrads(self._model)
         # Buffers change in a copy, so that the state given stays good when this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
@@ -676,8 +688,14 @@ class TrainStep:
         check_callable("forward", function, "a function without arguments that calls the model")
         self._num_passes += 1  # ranks of which one has raised are told apart by it
         work, self._holds_still = round_.work, self._holds_still or bool(still)
-        with ranged("forward"), self._bound_to(round_), work.forward(run, still=still):
-            return function()
+        with ranged("forward"), self._bound_to(round_), work.forward(run, still=still, compares=self._compares(run)):
+            result = function()
+        self._compared.add(run)
+        return result
+
+    def _compares(self, run: str) -> bool:
+        """Whether a forward's parameters are compared before and after: in the first of its kind, or as is asked for."""
+        return run not in self._compared or self.recipe.check_params == "always"
 
     def backward(
         self,
@@ -721,6 +739,8 @@ class TrainStep:
                 check=(lambda rows: check_passes(rows[:, 3])) if self._holds_still else None,
             )  # fmt: skip
         check_alike(told[:, 3:], self._mesh.everyone, partial(self._named_hyper, num_parts))
+        if self._own_grads is not None:
+            self._own_grads.check()
         return round_._replace(told=(*round_.told, told), is_sum=weight is not None)
 
     def _say(self, state: TrainState[Tensor], hyper: Hyper | None = None, *, num_parts: int = 1) -> int:
@@ -794,6 +814,7 @@ class TrainStep:
             # Whether a rank has news would have to be read on a CUDA device, for which the host would wait.
             has_news = bool(told_AW5[..., 2].any()) if self.device.type == "cpu" else not self._learns
             self._moving_buffers = make_equal(buffers, changed, moving, self._mesh.everyone, has_news=has_news)
+            self._own_grads = None
             wires: dict[str, Any] = round_.work.wires
             rng = state.rng if rng is None else rng
             work = round_.work
@@ -932,10 +953,14 @@ class TrainStep:
         self._check_state(state)
         collectives.meet("TrainStep.evaluate", self._mesh.everyone)
         modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
+
+        def loss_of_batch() -> tuple[Tensor, Tensor | None]:
+            self._model.eval()  # where the model's own code, if it has any for this, meets the state's tensors
+            return self._loss(batch)
+
         try:
             with torch.no_grad(), random_state(state.rng, self.device):
-                loss, weight = self._inspect(state, lambda: self._loss(batch), "evaluate")
+                loss, weight = self._inspect(state, loss_of_batch, "evaluate")
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -973,9 +998,10 @@ class TrainStep:
         with (
             bound(self._model, self.plan.aliases, work.fetch, buffers),
             self._blocks.applied(self._model) if self._blocks else nullcontext(),
-            work.forward(run, saves=False),
+            work.forward(run, saves=False, compares=self._compares(run)),
         ):
             result = function()
+        self._compared.add(run)
         work.close()
         if self._offload.passes_use_files:
             self._agree_on_files(state)

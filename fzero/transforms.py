@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import optree
@@ -352,10 +353,11 @@ def adagrad(
             state.sum.addcmul_(decayed, decayed)
             param.sub_(decayed / (state.sum.sqrt() + eps) * (lr / (1 + (step.double() - 1) * lr_decay)))
         elif param.numel():
-            options = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps, "maximize": False}
-            _run_fused(
-                lambda *tensors: torch._fused_adagrad_(*tensors, [step], **options), [param], [grad], [state.sum]
-            )
+            kernel = partial(
+                torch._fused_adagrad_,
+                lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, maximize=False, state_steps=[step],
+            )  # fmt: skip
+            _run_fused(kernel, [param], [grad], [state.sum])
         return grad, param, AdagradState(step, state.sum)
 
     def place(param: TensorSpec) -> AdagradState[TensorSpec]:

@@ -85,7 +85,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     # what moves state, and what runs a model
     (
-        *("fzero.verbs", "fzero.binding", "fzero.checkpointing"),
+        *("fzero.own_params", "fzero.verbs", "fzero.binding", "fzero.checkpointing"),
         *(
             "fzero.host_buffers",
             "fzero.claims",

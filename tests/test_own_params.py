@@ -1,0 +1,441 @@
+"""A model's parameters are the state's, however its code gets at them; what a step cannot follow is refused by name."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fzero
+from fzero.own_params import StandIn
+from fzero.simulate import simulate
+
+STEPS = 3
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"optimizer": {"type": "SGD", "params": {"lr": 0.125}}, "zero_optimization": zero, **more}
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)) for i in range(STEPS)]
+
+
+class Model(nn.Module):
+    """Two layers, whose output is the loss; what a test is about comes between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.set_up()
+
+    def set_up(self) -> None: ...
+
+    def use(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x).square().mean()
+
+
+def make(model: type[Model]) -> Model:
+    torch.manual_seed(0)
+    return model()
+
+
+def plain_weights(model: type[Model]) -> dict[str, Tensor]:
+    module = make(model)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.125)
+    for x in batches():
+        optimizer.zero_grad()
+        module(x).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+    return module.state_dict()
+
+
+def trained(step: Any, num_ranks: int = 1) -> dict[str, Tensor]:
+    state = step.init()
+    for x in batches():
+        state, _ = step(state, x if num_ranks == 1 else x.view(num_ranks, -1, 4))
+    weights: Any = step.gather(state)
+    return weights
+
+
+def assert_trains_as_plainly(model: type[Model], **how: Any) -> None:
+    expected = plain_weights(model)
+    for stage in (0, 3):
+        found = trained(fzero.make_train_step(make(model), config(stage), units=["a", "b"], **how))
+        torch.testing.assert_close({name: found[name] for name in expected}, expected)
+
+
+# --- parameters that code does not get from their modules ----------------------------------------------------------
+
+
+class InAList(Model):
+    def set_up(self) -> None:
+        self.weights = [self.a.weight]
+
+    def use(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(F.linear(x, self.weights[0], self.a.bias)))
+
+
+class InAPartial(Model):
+    def set_up(self) -> None:
+        self.linear = functools.partial(F.linear, weight=self.a.weight)
+
+    def use(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.linear(x)))
+
+
+class InAClosure(Model):
+    def set_up(self) -> None:
+        weight = self.a.weight
+        self.weights = lambda: {"it": weight, "rows": weight.shape[0]}
+
+    def use(self, x: Tensor) -> Tensor:
+        found = self.weights()
+        stacked = torch.cat([found["it"], found["it"]])[: found["rows"]]
+        return self.b(torch.tanh(x @ stacked.T))
+
+
+class ByMethods(Model):
+    """Reads by every way that modules have, under names of its own too."""
+
+    def use(self, x: Tensor) -> Tensor:
+        assert isinstance(self.get_parameter("a.weight"), nn.Parameter)
+        assert isinstance(self.a.weight, nn.Parameter) and not isinstance(self.a.weight * 1, nn.Parameter)
+        self.tied = self.a.weight
+        swapped = torch.func.functional_call(self.a, {"weight": self.b.weight}, (x,))
+        return self.b(torch.tanh(self.a(x) + F.linear(x, self.tied) + swapped))
+
+
+@pytest.mark.parametrize("model", [InAList, InAPartial, InAClosure])
+def test_a_parameter_that_code_holds_is_trained_as_in_a_plain_loop(model: type[Model]) -> None:
+    assert_trains_as_plainly(model)
+    expected, step = plain_weights(model), fzero.make_train_step(make(model), config(3), units=["a", "b"])
+    for by in ("lockstep", "vmap"):
+        found = trained(simulate(step, 2, by=by), num_ranks=2)
+        torch.testing.assert_close({name: found[name] for name in expected}, expected)
+
+
+def test_a_parameter_that_code_holds_is_trained_by_an_engine_in_stage_3() -> None:
+    engine, *_ = fzero.initialize(model=make(InAPartial), config=config(3, train_micro_batch_size_per_gpu=8))
+    for x in batches():
+        engine.backward(engine(x))
+        engine.step()
+    with engine.gathered() as found:
+        expected = plain_weights(InAPartial)
+        torch.testing.assert_close({name: found[name] for name in expected}, expected)
+
+
+class Compiled(InAPartial):
+    def set_up(self) -> None:
+        super().set_up()
+        self.compile(backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_that_compiles_itself_is_trained_with_what_its_code_holds() -> None:
+    """What torch.compile looks at while it traces must not be gathered."""
+    found = trained(fzero.make_train_step(make(Compiled), config(0), units=["a", "b"]))
+    torch.testing.assert_close(found, plain_weights(InAPartial))
+
+
+def test_a_step_in_one_graph_refuses_a_parameter_that_code_holds() -> None:
+    step = fzero.make_train_step(make(InAPartial), config(0), compile="step", compile_backend="aot_eager")
+    with pytest.raises(ValueError, match=r"'a.weight': must be read from its module where the step is one graph"):
+        step(step.init(), batches()[0])
+
+
+def test_inside_the_forward_a_parameter_is_one_for_modules_and_for_isinstance() -> None:
+    module = make(ByMethods)
+    optimizer = torch.optim.SGD(list(module.parameters()), lr=0.125)
+    for x in batches():
+        optimizer.zero_grad()
+        module(x).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+    expected = {name: x for name, x in module.state_dict().items() if name != "tied"}
+    found = trained(fzero.make_train_step(make(ByMethods), config(3), units=["a", "b"]))
+    torch.testing.assert_close(found, expected)
+
+
+class Asks(Model):
+    def use(self, x: Tensor) -> Tensor:
+        assert isinstance(self.get_parameter("a.weight"), nn.Parameter)
+        return super().use(x) if isinstance(self.a.weight, nn.Parameter) else super().use(x) * 0
+
+
+def test_a_parameter_is_one_in_a_captured_and_in_a_stacked_step() -> None:
+    assert_trains_as_plainly(Asks, compile="step", compile_backend="aot_eager")
+    found = trained(simulate(fzero.make_train_step(make(Asks), config(1)), 2, by="vmap"), num_ranks=2)
+    torch.testing.assert_close(found, plain_weights(Asks))
+
+
+def test_after_a_step_and_after_an_error_the_parameters_are_the_module_s_own_again() -> None:
+    model = make(InAList)
+    step = fzero.make_train_step(model, config(0))
+    with pytest.raises(RuntimeError):
+        step(step.init(), torch.ones(2, 5))
+    step(step.init(), batches()[0])
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    gc.collect()
+    assert isinstance(StandIn(torch.ones(2)), nn.Parameter) and type(StandIn(torch.ones(2))) is nn.Parameter
+
+
+@pytest.mark.parametrize("script", [torch.jit.script, lambda module: torch.jit.trace(module, torch.zeros(2, 4))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_modules_of_torchscript_are_refused(script: Callable[[nn.Module], nn.Module]) -> None:
+    model = make(Model)
+    model.a = script(model.a)
+    with pytest.raises(ValueError, match=r"no modules of TorchScript .*'a'"):
+        fzero.make_train_step(model, config(0))
+
+
+def test_a_loss_of_the_module_s_own_parameters_is_refused() -> None:
+    """In parts of a step and in an engine there is code of the user's between forward and backward."""
+    model = make(Model)
+    step = fzero.make_train_step(model, config(0))
+    round_ = step.begin(step.init())
+    loss = step.forward(round_, lambda: model(batches()[0]))
+    with pytest.raises(ValueError, match=r"'a.weight': must be used inside the forward"):
+        step.backward(round_, loss + model.a.weight.norm())
+    engine, *_ = fzero.initialize(model=make(Model), config=config(0, train_micro_batch_size_per_gpu=8))
+    for penalty in (0.0, 0.1):  # also where it comes later
+        loss = engine(batches()[0])
+        engine.backward(loss + penalty * engine.module.a.weight.norm() if penalty else loss)
+        if not penalty:
+            engine.step()
+    with pytest.raises(ValueError, match=r"'a.weight': must be used inside the forward"):
+        engine.step()
+
+
+# --- memory of their own -------------------------------------------------------------------------------------------
+
+
+def test_a_trained_parameter_that_shares_memory_is_refused_and_neighbours_are_not() -> None:
+    def check(share: Callable[[Model], object]) -> None:
+        model = make(Model)
+        share(model)
+        fzero.make_train_step(model, config(0))
+
+    def two(model: Model) -> None:
+        model.b.weight = nn.Parameter(model.a.weight.data)
+
+    def a_row(model: Model) -> None:
+        model.b.bias = nn.Parameter(model.a.weight.data[:, 1])
+
+    def a_buffer(model: Model) -> None:
+        model.register_buffer("seen", model.a.weight.data)
+
+    for share in (two, a_row, a_buffer):
+        with pytest.raises(ValueError, match=r"parameter 'a.weight': must have memory of its own, and shares it with"):
+            check(share)
+
+    def columns(model: Model) -> None:
+        both = torch.randn(4, 8)
+        model.a.weight, model.b.weight = nn.Parameter(both[:, :4]), nn.Parameter(both[:, 4:])
+
+    def frozen(model: Model) -> None:
+        two(model)
+        model.a.weight.requires_grad_(False)
+        model.b.weight.requires_grad_(False)
+
+    def tied(model: Model) -> None:
+        model.b.weight = model.a.weight
+
+    for share in (columns, frozen, tied):
+        check(share)
+
+
+# --- what a forward may not do -------------------------------------------------------------------------------------
+
+
+class Normalises(Model):
+    def use(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.a.weight.copy_(F.normalize(self.a.weight))
+        return super().use(x)
+
+
+class Clamps(Model):
+    def use(self, x: Tensor) -> Tensor:
+        self.a.weight.data.clamp_(-0.01, 0.01)
+        return super().use(x)
+
+
+class Assigns(Model):
+    def use(self, x: Tensor) -> Tensor:
+        self.a.weight.data = self.a.weight.data * 0.5
+        return super().use(x)
+
+
+class Renorms(Model):
+    def set_up(self) -> None:
+        self.a = nn.Embedding(5, 4, max_norm=0.1)
+
+    def use(self, x: Tensor) -> Tensor:
+        return self.b(self.a((x[:, 0] > 0).long()))
+
+
+@pytest.mark.parametrize("model", [Normalises, Clamps, Assigns, Renorms])
+def test_a_forward_that_changes_a_parameter_is_refused_by_its_name_everywhere(model: type[Model]) -> None:
+    message = r"parameter 'a.weight': must not be changed in place by the forward"
+    for stage in (0, 3):
+        step = fzero.make_train_step(make(model), config(stage), units=["a", "b"])
+        for found, x in ((step, batches()[0]), (simulate(step, 2, by="lockstep"), batches()[0].view(2, -1, 4))):
+            with pytest.raises(ValueError, match=message):
+                found(found.init(), x)
+    if model is not Assigns:  # which cannot be captured
+        step = fzero.make_train_step(make(model), config(3), compile="step", compile_backend="aot_eager")
+        with pytest.raises(ValueError, match=message):
+            step(step.init(), batches()[0])
+
+
+class ClampsLater(Clamps):
+    num_calls = 0
+
+    def use(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().use(x) if self.num_calls > 1 else Model.use(self, x)
+
+
+def test_changes_that_come_later_are_found_where_that_is_asked_for() -> None:
+    step = fzero.make_train_step(make(ClampsLater), config(3), check_params="always")
+    state, _ = step(step.init(), batches()[0])
+    with pytest.raises(ValueError, match=r"'a.weight': must not be changed in place"):
+        step(state, batches()[1])
+    with pytest.raises(ValueError, match=r"check_params: must be 'first' or 'always', got 'never'"):
+        fzero.make_train_step(make(Model), config(0), check_params="never")  # type: ignore[arg-type]
+
+
+class MergesToEvaluate(Model):
+    """As loralib does: the weights are changed by `eval()`."""
+
+    def train(self, mode: bool = True) -> MergesToEvaluate:
+        if not mode:
+            self.a.weight.data += 1
+        super().train(mode)
+        return self
+
+
+def test_a_model_that_changes_its_parameters_to_evaluate_is_refused() -> None:
+    model = make(MergesToEvaluate)
+    step = fzero.make_train_step(model, config(0))
+    with pytest.raises(ValueError, match=r"'a.weight': must not be changed in place"):
+        step.evaluate(step.init(), batches()[0])
+    assert model.training
+
+
+class Grows(Model):
+    def set_up(self) -> None:
+        self.register_buffer("seen", torch.zeros(1, 4))
+
+    def use(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x.detach()[:1]])
+        return super().use(x)
+
+
+class MakesAParameter(Model):
+    def use(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "w"):
+            self.w = nn.Parameter(torch.ones(4))
+        return super().use(x) * self.w
+
+
+class MakesABuffer(Model):
+    def use(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "w"):
+            self.register_buffer("w", torch.zeros(4))
+        self.w += 1
+        return super().use(x) * self.w
+
+
+class Replaces(Model):
+    def use(self, x: Tensor) -> Tensor:
+        self.a.weight = nn.Parameter(self.a.weight.detach() * 0.5)
+        return super().use(x)
+
+
+def test_what_a_forward_makes_that_the_state_cannot_hold_is_refused_by_its_name() -> None:
+    messages: Mapping[type[Model], str] = {
+        Grows: r"buffer 'seen': must keep its shape and dtype, .* made torch.float32 of shape \(2, 4\)",
+        MakesAParameter: r"parameter 'w': must be there when the step is made",
+        MakesABuffer: r"buffer 'w': must be there when the step is made",
+        Replaces: r"parameter 'a.weight': must be there when the step is made",
+    }
+    for model, message in messages.items():
+        step = fzero.make_train_step(make(model), config(3))
+        with pytest.raises(ValueError, match=message):
+            step(step.init(), batches()[0])
+    model_ = make(Model)
+    model_.register_buffer("adjacent", torch.eye(4).to_sparse())
+    with pytest.raises(ValueError, match=r"buffer 'adjacent': must be dense"):
+        fzero.make_train_step(model_, config(0))
+
+
+# --- changes that the step does not see ----------------------------------------------------------------------------
+
+
+def test_a_hook_that_comes_after_the_step_is_refused() -> None:
+    model = make(Model)
+    step = fzero.make_train_step(model, config(1))
+    state, _ = step(step.init(), batches()[0])
+    model.a.weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(ValueError, match=r"'a.weight': has a gradient hook"):
+        step(state, batches()[1])
+    engine, *_ = fzero.initialize(model=make(Model), config=config(1, train_micro_batch_size_per_gpu=8))
+    engine.module.b.bias.register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(ValueError, match=r"'b.bias': has a gradient hook"):
+        engine(batches()[0])
+
+
+def test_a_module_that_changes_between_init_and_the_first_step_is_refused() -> None:
+    def change(what: Callable[[Model], object], num_ranks: int = 1, compile: Any = None) -> None:
+        model = make(Model)
+        step: Any = fzero.make_train_step(model, config(1), compile=compile, compile_backend="aot_eager")
+        step = step if num_ranks == 1 else simulate(step, num_ranks)
+        state = step.init()
+        what(model)
+        step(state, batches()[0] if num_ranks == 1 else batches()[0].view(num_ranks, -1, 4))
+
+    def load(model: Model) -> None:
+        model.load_state_dict({name: x + 1 for name, x in model.state_dict().items()})
+
+    def new_head(model: Model) -> None:
+        model.b = nn.Linear(4, 3)
+
+    def one_more(model: Model) -> None:
+        model.c = nn.Linear(4, 3)
+
+    for what, message in (
+        (load, r"must hold what it held in init until the first step, and 'a.weight' was changed since"),
+        (lambda model: model.half(), r"'a.weight' was torch.float32 of shape \(4, 4\) and is torch.float16"),
+        (new_head, r"'b.weight' was torch.float32 of shape \(4, 4\) and is torch.float32 of shape \(3, 4\)"),
+        (one_more, r"'c.weight' was not there and is torch.float32"),
+    ):
+        for how in ({}, {"num_ranks": 2}, {"compile": "step"}):
+            with pytest.raises(ValueError, match=message):
+                change(what, **how)  # type: ignore[arg-type]
+    change(lambda model: model.to("meta"))
+    change(lambda model: model.load_state_dict(model.state_dict()))  # the same values
+
+
+def test_a_module_may_change_between_the_step_and_init_and_after_the_first_step() -> None:
+    model = make(Model)
+    step = fzero.make_train_step(model, config(0))
+    with torch.no_grad():
+        model.a.weight += 1
+    state = step.init()
+    torch.testing.assert_close(step.gather(state)["a.weight"], model.a.weight.detach())
+    state, _ = step(state, batches()[0])
+    model.load_state_dict(step.gather(state))  # to look at it, say
+    step(state, batches()[1])
