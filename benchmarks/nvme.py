@@ -34,10 +34,10 @@ from rich.table import Table
 
 import fzero
 from fzero import print_report
-from fzero.file_store import FileSpec, FileStore
-from fzero.host_buffers import Pool
-from fzero.movers import FileMover
-from fzero.stream import Mover, Streamed, SubGroup, init_streamed, streamed_names, update_streamed
+from fzero.storage.file_store import FileSpec, FileStore
+from fzero.storage.host_memory import Pool
+from fzero.storage.movers import FileMover
+from fzero.storage.stream import Mover, Streamed, SubGroup, init_streamed, streamed_names, update_streamed
 
 AHEAD = (0, 1, 2)
 """How many sub-groups are read ahead, and as many written behind; 0 is one after the other."""
@@ -106,7 +106,7 @@ def buffered() -> Iterator[None]:
     def nothing(self: object) -> None:
         return None
 
-    with mock.patch("fzero.direct_files.DirectFile._use_direct", nothing), warnings.catch_warnings():
+    with mock.patch("fzero.storage.direct_io.DirectFile._use_direct", nothing), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

@@ -30,8 +30,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 import fzero
-from fzero.direct_files import DirectFile
-from fzero.stream import update_streamed
+from fzero.storage.direct_io import DirectFile
+from fzero.storage.stream import update_streamed
 
 WORLD_SIZE, NUM_STEPS = 2, 4
 LANES = ("computes", "gradients leave", "state is read", "state is written")

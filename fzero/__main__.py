@@ -12,18 +12,12 @@ from typing import Any
 
 from rich.table import Table
 
-from fzero import (
-    Config,
-    ConfigWarning,
-    convert_deepspeed,
-    export,
-    export_deepspeed,
-    machine_report,
-)
-from fzero.commands import count, nbytes, parser_of, plan_model, profile_model, told
-from fzero.config_conflicts import values
-from fzero.config_table import reference, table
-from fzero.tune import run, tune
+from fzero import Config, ConfigWarning, convert_deepspeed, export, export_deepspeed
+from fzero.profiling import machine as machine_report
+from fzero.cli.plan_profile import count, nbytes, parser_of, plan_model, profile_model, told
+from fzero.config.conflicts import values
+from fzero.config.table import reference, table
+from fzero.tuning.cli import run, tune
 
 HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes
        fzero COMMAND …                       one of the commands below; fzero COMMAND --help tells more

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from fzero.loss_scaling import LossScale
+from fzero.optim.loss_scale import LossScale
 
 Leaf = TypeVar("Leaf")
 
@@ -40,7 +40,7 @@ class TrainState(NamedTuple, Generic[Leaf]):
     rng: dict[str, Leaf]
     """The state of the random generators by device type; every rank has its own."""
     wires: dict[str, dict[str, Any]]
-    """What the wires of reductions remember (`fzero.wires`: what was lost so far), by flat buffer and mesh axis, for what is
+    """What the wires of reductions remember (`fzero.comms.comm_hooks`: what was lost so far), by flat buffer and mesh axis, for what is
     added up along it; every rank has its own. Empty where no wire remembers anything."""
 
 

@@ -1,6 +1,6 @@
 """`make_train_step`: a model and a configuration become one function from state and batch to state and metrics.
 
-A step is the composition of the verbs, unit by unit (`fzero.eager` runs the first three lines as the model goes):
+A step is the composition of the verbs, unit by unit (`fzero.runtime.eager` runs the first three lines as the model goes):
 
     params_P = gather(params_S)
     loss, grads_P = value_and_grad(model)(params_P, batch)
@@ -26,50 +26,51 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero import checkpoint_files, collectives
-from fzero.arguments import check_callable, check_kind, check_no_inference, check_path, check_trains, shown
-from fzero.batches import Batches, without_memory
-from fzero.binding import bound, is_bound, random_state
-from fzero.bound_measure import BoundMeasure, assert_alike, check_alike, check_passes, mark_of
-from fzero.bound_mesh import BoundMesh
-from fzero.checkpoint_files import CheckpointError
-from fzero.checkpoint_plan import Stored, stored_starts
-from fzero.checkpointing import Choice
-from fzero.collectives import Bound, Fake, Lockstep, Real
-from fzero.config import Config, ConfigError
-from fzero.config_optimizers import Optimizer
-from fzero.eager import Pass
-from fzero.file_tensors import FileTensor, handles_of
-from fzero.initialise import FirstState, InitFn
-from fzero.loss_scaling import LossScale
-from fzero.lr_schedules import Schedule
-from fzero.measure import LossFn, check_rows, loss_of, mean_of, row_of
-from fzero.meshes import check_mesh, told
-from fzero.module_buffers import make_equal, moved
-from fzero.offload import Offload, agree
-from fzero.orders import GivenOrder
-from fzero.own_params import Origin, OwnGrads
-from fzero.placements import GivenPlacements
-from fzero.plan import Own, OwnTransform, ParamGroup, Plan, place_optimizers, starts_of
-from fzero.ranges import ranged
-from fzero.recipe import Recipe, bind, check_same
-from fzero.safetensors_files import Export, exported_dtype
-from fzero.schedule import Event, Orders
-from fzero.sent import Label, Sent
-from fzero.staging import Scratch, Stage
+from fzero.checkpoint import folders as checkpoint_files
+from fzero.comms import collectives
+from fzero.common.arguments import check_callable, check_kind, check_no_inference, check_path, check_trains, shown
+from fzero.runtime.batches import Batches, without_memory
+from fzero.runtime.module_binding import bound, is_bound, random_state
+from fzero.runtime.metrics import BoundMeasure, assert_alike, check_alike, check_passes, mark_of
+from fzero.comms.mesh import BoundMesh
+from fzero.checkpoint.folders import CheckpointError
+from fzero.checkpoint.layout import Stored, stored_starts
+from fzero.runtime.activation_checkpointing import Choice
+from fzero.comms.collectives import Bound, Fake, Lockstep, Real
+from fzero.config.config import Config, ConfigError
+from fzero.config.optimizers import Optimizer
+from fzero.runtime.eager import Pass
+from fzero.storage.file_tensor import FileTensor, handles_of
+from fzero.runtime.init_state import FirstState, InitFn
+from fzero.optim.loss_scale import LossScale
+from fzero.optim.lr_schedules import Schedule
+from fzero.runtime.loss import LossFn, check_rows, loss_of, mean_of, row_of
+from fzero.plans.mesh_axes import check_mesh, told
+from fzero.runtime.module_buffers import make_equal, moved
+from fzero.runtime.offload import Offload, agree
+from fzero.plans.orders import GivenOrder
+from fzero.runtime.own_params import Origin, OwnGrads
+from fzero.plans.placements import GivenPlacements
+from fzero.plans.plan import Own, OwnTransform, ParamGroup, Plan, place_optimizers, starts_of
+from fzero.common.profiler_ranges import ranged
+from fzero.runtime.step_spec import Recipe, bind, check_same
+from fzero.checkpoint.safetensors import Export, exported_dtype
+from fzero.plans.unit_scheduler import Event, Orders
+from fzero.comms.records import Label, Sent
+from fzero.storage.shard_io import Scratch, Stage
 from fzero.state import Metrics, TrainState, is_donated, taken
-from fzero.timeline import Machine, Timeline, joined, make_timeline
-from fzero.trainability import FixedFlags
-from fzero.tune_probe import probe_of
-from fzero.updater import Hyper, Knobs, Updater
-from fzero.wiring import GivenWire
+from fzero.graph.timeline import Machine, Timeline, joined, make_timeline
+from fzero.runtime.trainability import FixedFlags
+from fzero.tuning.probe import probe_of
+from fzero.runtime.update import Hyper, Knobs, Updater
+from fzero.plans.comm_hooks import GivenWire
 from sharding import Mesh, TensorSpec
 from sharding.views import torch_dtype, unflatten
 
 if TYPE_CHECKING:
-    from fzero.compiled import Captured, CompiledStep
-    from fzero.compiled_blocks import CompiledBlocks
-    from fzero.stacked import Stacked
+    from fzero.graph.capture import Captured, CompiledStep
+    from fzero.graph.blocks import CompiledBlocks
+    from fzero.comms.stacked import Stacked
 
 
 T = TypeVar("T")
@@ -120,16 +121,16 @@ def make_train_step(
             first that matches counts. `"params"` may be a function of name and parameter. A group's `lr` scales the
             schedule: what a schedule makes of the configuration's lr it makes of the group's.
         transform: in place of the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or
-            a function of the learning rate that makes one; `fzero.transforms` says how one is made.
+            a function of the learning rate that makes one; `fzero.optim.transforms` says how one is made.
         gather_wire: how the parameters that stage 3 gathers travel in the forward, the backward and `evaluate`
             (`fzero.coded(fzero.quantize(8))`, say): a `Wire` without a state. None is as the configuration says, or exactly.
         reduce_wire: how gradients travel: a `Wire` for all axes of the mesh, or wires by axis, through which they are added up
             along one axis after the other. What it remembers is in `state.wires`. What has been added up travels as it is.
         placements: where masters and tensors of the optimizer's state live, in place of what the configuration says: by
             pattern, `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and
-            leaf (`fzero.placements`). The state then streams through each update, with the same bits on the CPU.
+            leaf (`fzero.plans.placements`). The state then streams through each update, with the same bits on the CPU.
         order: of the parameters within each flat buffer, in place of `round_robin_gradients`: a function of how many there are
-            and how many ranks share them, which gives a `sharding.Order` (`sharding.round_robin`; `fzero.testing.check_order`
+            and how many ranks share them, which gives a `sharding.Order` (`sharding.round_robin`; `fzero.testing.checks.check_order`
             tries one of yours), or the names of all parameters, of which a buffer's follow each other as they do there. None is
             as the configuration says: as declared. It decides who holds which part, and no number of the model.
         donate: the step may write into the state it is given, which raises when it is used again. False works on a copy, which
@@ -288,7 +289,7 @@ class TrainStep:
         if recipe.compile == "step":
             self._compiled, self._knobs = self._one_graph(recipe.compile_backend, until=self._until)
         elif recipe.compile == "block":
-            from fzero.compiled_blocks import CompiledBlocks
+            from fzero.graph.blocks import CompiledBlocks
 
             self._blocks = CompiledBlocks(recipe.blocks_to_compile, recipe.compile_backend)
         self._probe = probe_of(axis, self._model, self._cfg, self._loss_fn, self.device)
@@ -331,7 +332,7 @@ class TrainStep:
         until: Literal["gradients", "update"] = "update",
     ) -> tuple[CompiledStep, Knobs]:
         """The step as one graph, or what comes before its update; and what it reads about the update."""
-        from fzero.compiled import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
+        from fzero.graph.capture import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
         if self._checkpointing.names and self._checkpointing.moves is not None:
             raise ConfigError(

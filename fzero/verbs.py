@@ -24,9 +24,9 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero import collectives
-from fzero.collectives import Axis, Sim
-from fzero.transforms import Transform
+from fzero.comms import collectives
+from fzero.comms.collectives import Axis, Sim
+from fzero.optim.transforms import Transform
 from sharding import Partition, Replicated, Sharded, Spec, TensorSpec
 from sharding.views import dtype_name, pad, take_shard
 
@@ -113,7 +113,7 @@ def optimizer_update(transform: Transform, params: Any, grads: Any, state: Any) 
     Pure: works on copies. (The step hands its tensors over instead, and the transform writes into them.)
 
     Args:
-        transform: see `fzero.transforms`.
+        transform: see `fzero.optim.transforms`.
         params, grads: pytrees of tensors with the same structure.
         state: the same structure, with the transform's state in place of each tensor.
     """

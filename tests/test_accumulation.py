@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training import Odd, Plain, adamw, config, make, part, tokens, train_plainly, vectors
 
 import fzero
-from fzero.measure import Measure
+from fzero.runtime.loss import Measure
 
 NUM_STEPS = 4
 STEPS = {"train_batch_size": 12}

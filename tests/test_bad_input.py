@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from training import GLOBAL_BATCH, Plain, adamw, config, make, part, train, train_plainly, vectors
 
 import fzero
-from fzero import CollectiveError, ConfigError, MismatchError, ScheduleError, collectives
+from fzero import CollectiveError, ConfigError, MismatchError, ScheduleError
+from fzero.comms import collectives
 from sharding import Mesh
 
 SECONDS = 20  # to tell an error on all ranks; the pool's own timeout, which a rank that waits in vain meets, is 120

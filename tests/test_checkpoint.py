@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from training import Odd, config, make, part, vectors
 
 import fzero
-from fzero import checkpoint_files as files
+from fzero.checkpoint import folders as files
 from fzero.__main__ import main
-from fzero.checkpoint_plan import parts_to_save
+from fzero.checkpoint.layout import parts_to_save
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Where many checkpoints are written in a short time."""

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from training import Block, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
-from fzero.checkpointing import Moves, choose_modules, host_moves
-from fzero.config import Config, ConfigError
-from fzero.plan import blocks_of
+from fzero.runtime.activation_checkpointing import Moves, choose_modules, host_moves
+from fzero.config.config import Config, ConfigError
+from fzero.plans.plan import blocks_of
 
 WIDTH = 16
 
@@ -487,7 +487,7 @@ CPU_CHECKPOINTING = {"activation_checkpointing": {"cpu_checkpointing": True}}
 @contextmanager
 def _host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     host = Host()
-    monkeypatch.setattr("fzero.recipe.host_moves", lambda device: Moves(host.away, host.back))
+    monkeypatch.setattr("fzero.runtime.step_spec.host_moves", lambda device: Moves(host.away, host.back))
     yield host
 
 

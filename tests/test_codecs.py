@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero.codecs import FLOATS, Codec, cast, quantize
+from fzero.comms.codecs import FLOATS, Codec, cast, quantize
 
 
 @st.composite

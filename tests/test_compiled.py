@@ -21,11 +21,11 @@ from torch.fx import Graph
 from training import ADAMW, Block, Odd, Plain, config, make, part, tokens, train, vectors
 
 import fzero
-from fzero.checkpointing import Moves
-from fzero.graph_analysis import WAIT, analyse, flops_of, is_collective, liveness, numel_of
-from fzero.graph_backends import InductorPass
-from fzero.graph_remat import is_again
-from fzero.graph_schedule import PassOptions
+from fzero.runtime.activation_checkpointing import Moves
+from fzero.graph.analysis import WAIT, analyse, flops_of, is_collective, liveness, numel_of
+from fzero.graph.backends import InductorPass
+from fzero.graph.remat import is_again
+from fzero.graph.schedule import PassOptions
 from sharding import Sharded
 
 SGD = {"type": "SGD", "params": {"lr": 0.125, "momentum": 0.9, "weight_decay": 0.01}}
@@ -607,7 +607,7 @@ def test_a_module_that_the_graph_does_not_show_is_named() -> None:
 
 
 def test_inputs_cannot_wait_in_host_memory_where_the_step_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fzero.recipe.host_moves", lambda device: Moves(torch.clone, torch.clone))
+    monkeypatch.setattr("fzero.runtime.step_spec.host_moves", lambda device: Moves(torch.clone, torch.clone))
     cfg = config(0) | {"activation_checkpointing": {"every": 1, "cpu_checkpointing": True}}
     with pytest.raises(fzero.ConfigError, match=r"cpu_checkpointing: must be false .* compile='block'"):
         fzero.make_train_step(_quiet(), cfg, **AOT)

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import VOCABULARY, Odd, Plain, config, make, part, tokens, train, vectors
 
 import fzero
-from fzero.transforms import AdamState
+from fzero.optim.transforms import AdamState
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from fzero import Config, ConfigError
 from fzero.__main__ import main
-from fzero.config import ConfigWarning
-from fzero.config_fields import block_of
-from fzero.config_optimizers import OPTIMIZERS, Adam, AdamW, SGDParams, with_overrides
-from fzero.config_sieve import children
-from fzero.config_table import reference
-from fzero.deepspeed_keys import ACCEPTED, HARMLESS, NOT_YET, REFUSED, SPELLINGS, TYPES
+from fzero.config.config import ConfigWarning
+from fzero.config.fields import block_of
+from fzero.config.optimizers import OPTIMIZERS, Adam, AdamW, SGDParams, with_overrides
+from fzero.config.unused_keys import children
+from fzero.config.table import reference
+from fzero.config.deepspeed_keys import ACCEPTED, HARMLESS, NOT_YET, REFUSED, SPELLINGS, TYPES
 from sharding.testing import world_sizes
 
 

@@ -22,10 +22,11 @@ from test_reshard import assert_same
 from torch import nn
 
 import fzero
-from fzero import checkpoint_format, deepspeed_checkpoint
-from fzero import deepspeed_checkpoint_files as files
+from fzero.checkpoint import dcp_format as checkpoint_format
+from fzero.checkpoint.deepspeed import load as deepspeed_checkpoint
+from fzero.checkpoint.deepspeed import files
 from fzero.__main__ import main
-from fzero.deepspeed_checkpoint_source import DeepSpeedFiles
+from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 
 BEFORE, AFTER = 4, 4
 """Updates before a checkpoint and after it."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from training import Plain, config, make, vectors
 
 import fzero
-from fzero.place import copied
+from fzero.resharding.place import copied
 from fzero.state import is_donated
 
 TAKEN = (
@@ -100,7 +100,7 @@ def test_a_step_that_raises_before_its_update_takes_nothing_and_one_that_raises_
         raise RuntimeError("half of the update is made")
 
     with monkeypatch.context() as patched:
-        patched.setattr("fzero.updater._start_joins", fails)
+        patched.setattr("fzero.runtime.update._start_joins", fails)
         with pytest.raises(RuntimeError, match="half of the update"):
             step(state, batch)
     with pytest.raises(ValueError, match=TAKEN):

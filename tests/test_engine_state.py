@@ -16,8 +16,8 @@ from training import make
 
 import fzero
 import fzero.deepspeed as deepspeed
-from fzero.config import ConfigWarning
-from fzero.live_params import Away, AwayError
+from fzero.config.config import ConfigWarning
+from fzero.engine.param_views import Away, AwayError
 
 
 class Noisy(Net):

@@ -20,11 +20,11 @@ from training import make
 
 import fzero
 import fzero.deepspeed as deepspeed
-from fzero.config import ConfigError, ConfigWarning
-from fzero.flop_counts import counter
-from fzero.movers import DeviceMover
-from fzero.named_models import VOCABULARY, PlainGPT
-from fzero.stream import SubGroup, cut, stream_update
+from fzero.config.config import ConfigError, ConfigWarning
+from fzero.common.flops import counter
+from fzero.storage.movers import DeviceMover
+from fzero.estimation.models import VOCABULARY, PlainGPT
+from fzero.storage.stream import SubGroup, cut, stream_update
 
 
 def train(engine: fzero.Engine, num_steps: int) -> None:

@@ -30,11 +30,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fzero import claims, file_store
-from fzero.claims import Owner
-from fzero.direct_files import CHECKED
-from fzero.file_store import FileSpec, FileStore, StoreError
-from fzero.host_buffers import Pool, _left_by_cgroups, check_host_memory
+from fzero.storage import ownership as claims
+from fzero.storage import file_store
+from fzero.storage.ownership import Owner
+from fzero.storage.direct_io import CHECKED
+from fzero.storage.file_store import FileSpec, FileStore, StoreError
+from fzero.storage.host_memory import Pool, _left_by_cgroups, check_host_memory
 
 NUMEL = 100_000
 FILES = {"h.0/float32": FileSpec(NUMEL, "float32")}
@@ -308,7 +309,7 @@ def test_a_folder_that_cannot_be_claimed_is_as_it_was(where: str, tmp_path: Path
         path.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with mock.patch(f"fzero.claims.{where}", halfway):
+    with mock.patch(f"fzero.storage.ownership.{where}", halfway):
         for rank, state in ((0, 0), (1, 0), (0, 1)):
             with pytest.raises(StoreError, match="No space left on device"):
                 FileStore(tmp_path, FILES, rank=rank, state=state)
@@ -359,8 +360,8 @@ def test_limits_of_control_groups_count_up_to_the_root(line: str, files: dict[st
 RUN = """
 import os, sys, time
 from pathlib import Path
-from fzero.file_store import FileSpec, FileStore
-from fzero.host_buffers import Pool
+from fzero.storage.file_store import FileSpec, FileStore
+from fzero.storage.host_memory import Pool
 
 folder, numel, is_killed = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "is killed"
 store = FileStore(folder, {"h.0/float32": FileSpec(numel, "float32")}, num_threads=2, block_nbytes=4096)
@@ -423,7 +424,7 @@ def test_a_killed_process_leaves_files_that_the_next_one_refuses_or_removes(tmp_
 HELD = """
 import os, signal, sys, time
 from pathlib import Path
-from fzero.file_store import FileSpec, FileStore
+from fzero.storage.file_store import FileSpec, FileStore
 
 folder, how, *which = sys.argv[1:]
 if how == "is killed while it claims":
@@ -723,8 +724,9 @@ def test_a_store_that_one_of_its_threads_frees_removes_its_files(tmp_path: Path)
 def test_a_store_that_is_collected_while_another_claims_its_folder_holds_nobody_up(tmp_path: Path) -> None:
     script = """
 import sys
-from fzero import claims, file_store
-from fzero.file_store import FileSpec, FileStore
+from fzero.storage import ownership as claims
+from fzero.storage import file_store
+from fzero.storage.file_store import FileSpec, FileStore
 files = {"a": FileSpec(1024, "float32")}
 held = [FileStore(sys.argv[1], files)]
 held.append(held)
@@ -742,7 +744,7 @@ with FileStore(sys.argv[1], files, state=1):
 
 
 def test_a_path_that_another_program_has_locked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fzero.claims.SECONDS_TO_WAIT", 0.1)
+    monkeypatch.setattr("fzero.storage.ownership.SECONDS_TO_WAIT", 0.1)
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_SH)
     with pytest.raises(StoreError, match=f"{tmp_path}: has been locked by another process for 0.1 s"):

@@ -18,7 +18,7 @@ from training import ADAMW, Odd, Plain, adamw, config, make, part, tokens, vecto
 
 import fzero
 import fzero.deepspeed as deepspeed
-from fzero.transforms import step_spec
+from fzero.optim.transforms import step_spec
 
 Phases = Sequence[tuple[str, ...]]
 """What is frozen in each phase: parts of names."""

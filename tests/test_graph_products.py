@@ -17,12 +17,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 import fzero
-from fzero.collectives import InGraph
-from fzero.graph_analysis import WAIT, flops_of, numel_of
-from fzero.graph_backends import realize_numbers
-from fzero.graph_exchange import send_to_others
-from fzero.graph_products import join_products
-from fzero.graph_schedule import PassOptions, copy_of, run_passes
+from fzero.comms.collectives import InGraph
+from fzero.graph.analysis import WAIT, flops_of, numel_of
+from fzero.graph.backends import realize_numbers
+from fzero.graph.exchange import send_to_others
+from fzero.graph.weight_grads import join_products
+from fzero.graph.schedule import PassOptions, copy_of, run_passes
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 EXCHANGE = c10d.all_to_all_single.default

@@ -25,10 +25,10 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fzero.graph_analysis import WAIT, Reduction, analyse, flops_of, is_collective, is_mutation, liveness, storages
-from fzero.graph_schedule import PassOptions, run_passes
-from fzero.graph_stays import plan_stays
-from fzero.timeline import Machine, joined, make_timeline
+from fzero.graph.analysis import WAIT, Reduction, analyse, flops_of, is_collective, is_mutation, liveness, storages
+from fzero.graph.schedule import PassOptions, run_passes
+from fzero.graph.reuse import plan_stays
+from fzero.graph.timeline import Machine, joined, make_timeline
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MANY = 10**9
@@ -713,7 +713,7 @@ def letters(graph: Graph) -> str:
 
 
 def test_the_aot_eager_backend_runs_the_schedule(fake_group: None) -> None:
-    from fzero.graph_backends import aot_eager
+    from fzero.graph.backends import aot_eager
 
     def observe(graph: Graph) -> None:
         seen.append(letters(graph))
@@ -728,7 +728,7 @@ def test_the_aot_eager_backend_runs_the_schedule(fake_group: None) -> None:
 def test_inductor_keeps_the_order_that_was_pinned(fake_group: None) -> None:
     from torch._inductor.utils import run_and_get_code
 
-    from fzero.graph_backends import inductor
+    from fzero.graph.backends import inductor
 
     def observe(graph: Graph) -> None:
         seen.append(letters(graph))

@@ -26,10 +26,10 @@ from test_rank_death import Job
 from training import Plain, config, make, part, vectors
 
 import fzero
-from fzero import collectives
-from fzero.hangs import HERE, Answer, Progress, Watch
-from fzero.sent import Label
-from fzero.stacks import identity_of, stat_of
+from fzero.comms import collectives
+from fzero.comms.watchdog import HERE, Answer, Progress, Watch
+from fzero.comms.records import Label
+from fzero.comms.thread_dumps import identity_of, stat_of
 
 TIMEOUT = 25  # seconds of a collective, and until all ranks have imported torch on a busy machine
 VICTIM, BAD_STEP, BAD_BLOCK = 1, 2, 2
@@ -77,7 +77,7 @@ def told_by(job: Job, rank: int) -> tuple[str, str]:
     code, errors = job.end_of(rank)
     assert code == 1, errors
     errors = re.sub(r"^\[rank\d\]: ", "", errors, flags=re.MULTILINE)  # torch's own, before each line
-    stacks, error, lines = errors.partition("fzero.collectives.CollectiveError: ")
+    stacks, error, lines = errors.partition("fzero.comms.collectives.CollectiveError: ")
     assert error, errors
     return stacks.partition("Traceback (most recent call last)")[0], lines
 

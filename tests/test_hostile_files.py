@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import fzero
-from fzero import checkpoint_files as files
-from fzero import claims
-from fzero.deepspeed_checkpoint_files import MODEL
-from fzero.pickles import UnsafePickleError, pack, read_metadata, unpack
-from fzero.safetensors_files import INDEX
+from fzero.checkpoint import folders as files
+from fzero.storage import ownership as claims
+from fzero.checkpoint.deepspeed.files import MODEL
+from fzero.common.pickles import UnsafePickleError, pack, read_metadata, unpack
+from fzero.checkpoint.safetensors import INDEX
 
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 RAN = "it-ran"

@@ -24,14 +24,14 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from fzero import feed
-from fzero.agent import SECONDS_TO_END, Failure, Work, launch_config, secret_of
-from fzero.hosts import Host, choose, decode, encode, hostfile, parse_hostfile
-from fzero.launch import commands_of, main, parser
-from fzero.launch_environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
-from fzero.launched import launched
-from fzero.launchers import LAUNCHERS, READS, Job
-from fzero.rendezvous import SECRET, Secret, Signed
+from fzero.launch import feed
+from fzero.launch.agent import SECONDS_TO_END, Failure, Work, launch_config, secret_of
+from fzero.launch.hostfile import Host, choose, decode, encode, hostfile, parse_hostfile
+from fzero.launch.cli import commands_of, main, parser
+from fzero.launch.environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
+from fzero.comms.rendezvous import launched
+from fzero.launch.launchers import LAUNCHERS, READS, Job
+from fzero.launch.rendezvous import SECRET, Secret, Signed
 
 RANK = Path(__file__).parent / "launched_rank.py"
 
@@ -199,7 +199,7 @@ def test_each_launcher_composes_the_command_that_its_manual_describes():
 
     def agent(node_rank: object, percent: str = "%") -> str:
         return shlex.quote(
-            f"cd '/my work' && exec python -I -S -c {shlex.quote(READS)} -u -m fzero.agent "
+            f"cd '/my work' && exec python -I -S -c {shlex.quote(READS)} -u -m fzero.launch.agent "
             f"--world_info=eyJhIjogWzAsIDFdLCAiYiI6IFswLCAxXX0= --node_rank={node_rank} --master_addr=a --master_port=29500 "
             f"-- python -u train.py 50{percent}"
         )
@@ -247,7 +247,7 @@ def test_a_dry_run_prints_the_commands_of_the_hosts_that_are_left(tmp_path, caps
     assert main([*flags, "--exclude", "b", "train.py"]) == 0
     assert " -w a,c " in capsys.readouterr().out
     assert main([*flags, "--num-nodes", "1", "--num_gpus=2", "train.py"]) == 0
-    assert "fzero.agent" in (local := capsys.readouterr().out) and "pdsh" not in local
+    assert "fzero.launch.agent" in (local := capsys.readouterr().out) and "pdsh" not in local
     assert main([*flags, "--num_nodes", "1", "--force_multi", "--master_addr", "m", "train.py"]) == 0
     assert " -w a " in (forced := capsys.readouterr().out) and "--master_addr=m" in forced
 

@@ -144,7 +144,7 @@ def test_a_host_that_dies_ends_the_job_on_the_others(hosts, tmp_path):
     (agent,) = [
         process
         for process in processes_of(tmp_path)
-        if "--node_rank=1" in process.info["cmdline"] and "fzero.agent" in process.info["cmdline"]
+        if "--node_rank=1" in process.info["cmdline"] and "fzero.launch.agent" in process.info["cmdline"]
     ]
     for process in [agent, *agent.children(recursive=True)]:
         process.kill()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fzero import feed
-from fzero.launch import main
-from fzero.launch_environment import FORWARDED
-from fzero.launchers import LAUNCHERS
+from fzero.launch import feed
+from fzero.launch.cli import main
+from fzero.launch.environment import FORWARDED
+from fzero.launch.launchers import LAUNCHERS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "launching.md").read_text()
 EXAMPLES = re.findall(r"^\$ fzero (.*--dry_run.*)\n((?:(?!```).*\n)+)", PAGE, flags=re.MULTILINE)

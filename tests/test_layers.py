@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fzero
-import fzero.testing
+import fzero.testing.checks
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,126 +24,126 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # the only door to torch.distributed; what is sent
     (
         "fzero.launched",
-        "fzero.codecs",
-        "fzero.sent",
-        "fzero.ranges",
-        "fzero.lockstep",
-        "fzero.stacks",
-        "fzero.hangs",
-        "fzero.collectives",
-        "fzero.wires",
+        "fzero.comms.codecs",
+        "fzero.comms.records",
+        "fzero.common.profiler_ranges",
+        "fzero.comms.lockstep",
+        "fzero.comms.thread_dumps",
+        "fzero.comms.watchdog",
+        "fzero.comms.collectives",
+        "fzero.comms.comm_hooks",
     ),
     # pure
     (
-        "fzero.arguments",
-        "fzero.tables",
-        "fzero.transforms",
-        "fzero.precision",
-        "fzero.loss_scaling",
-        "fzero.pieces",
-        "fzero.matrix_transforms",
-        "fzero.torch_optimizers",
-        "fzero.lr_schedules",
-        "fzero.deepspeed_keys",
-        "fzero.config_sieve",
-        "fzero.config_files",
-        "fzero.config_fields",
-        "fzero.config_optimizers",
-        "fzero.config_schedulers",
-        "fzero.config_precision",
-        "fzero.config_offload",
-        "fzero.elasticity",
-        "fzero.config_elasticity",
-        "fzero.tuner",
-        "fzero.config_conflicts",
-        "fzero.schedule",
+        "fzero.common.arguments",
+        "fzero.common.text_tables",
+        "fzero.optim.transforms",
+        "fzero.optim.mixed_precision",
+        "fzero.optim.loss_scale",
+        "fzero.optim.fragments",
+        "fzero.optim.matrix",
+        "fzero.optim.torch_optim",
+        "fzero.optim.lr_schedules",
+        "fzero.config.deepspeed_keys",
+        "fzero.config.unused_keys",
+        "fzero.config.files",
+        "fzero.config.fields",
+        "fzero.config.optimizers",
+        "fzero.config.schedulers",
+        "fzero.config.precision",
+        "fzero.config.offload",
+        "fzero.config.elastic_batch",
+        "fzero.config.elasticity",
+        "fzero.tuning.search",
+        "fzero.config.conflicts",
+        "fzero.plans.unit_scheduler",
         "fzero.state",
-        "fzero.measure",
-        "fzero.config",
-        "fzero.config_autotuning",
-        "fzero.config_table",
-        "fzero.meshes",
-        "fzero.wiring",
-        "fzero.placements",
-        "fzero.orders",
+        "fzero.runtime.loss",
+        "fzero.config.config",
+        "fzero.config.autotuning",
+        "fzero.config.table",
+        "fzero.plans.mesh_axes",
+        "fzero.plans.comm_hooks",
+        "fzero.plans.placements",
+        "fzero.plans.orders",
         "fzero.plan",
-        "fzero.estimates",
-        "fzero.named_models",
-        "fzero.flop_counts",
-        "fzero.batches",
-        "fzero.reshard_plan",
-        "fzero.checkpoint_plan",
-        "fzero.trainability",
-        "fzero.graph_analysis",
-        "fzero.graph_stays",
-        "fzero.graph_buckets",
-        "fzero.graph_products",
-        "fzero.graph_schedule",
-        "fzero.graph_remat",
-        "fzero.timeline",
-        "fzero.graph_sent",
+        "fzero.estimation.zero_formulas",
+        "fzero.estimation.models",
+        "fzero.common.flops",
+        "fzero.runtime.batches",
+        "fzero.resharding.plan",
+        "fzero.checkpoint.layout",
+        "fzero.runtime.trainability",
+        "fzero.graph.analysis",
+        "fzero.graph.reuse",
+        "fzero.graph.buckets",
+        "fzero.graph.weight_grads",
+        "fzero.graph.schedule",
+        "fzero.graph.remat",
+        "fzero.graph.timeline",
+        "fzero.graph.traffic",
     ),
     # what moves state, and what runs a model
     (
-        *("fzero.own_params", "fzero.verbs", "fzero.binding", "fzero.checkpointing"),
+        *("fzero.runtime.own_params", "fzero.verbs", "fzero.runtime.module_binding", "fzero.runtime.activation_checkpointing"),
         *(
-            "fzero.host_buffers",
-            "fzero.claims",
-            "fzero.checkpoint_files",
-            "fzero.safetensors_files",
-            "fzero.checkpoint_format",
-            "fzero.deepspeed_checkpoint_files",
-            "fzero.deepspeed_checkpoint_flats",
-            "fzero.deepspeed_checkpoint_whole",
-            "fzero.deepspeed_checkpoint_source",
-            "fzero.direct_files",
-            "fzero.file_store",
-            "fzero.stream",
-            "fzero.movers",
-            "fzero.file_tensors",
-            "fzero.staging",
-            "fzero.stream_buffers",
+            "fzero.storage.host_memory",
+            "fzero.storage.ownership",
+            "fzero.checkpoint.folders",
+            "fzero.checkpoint.safetensors",
+            "fzero.checkpoint.dcp_format",
+            "fzero.checkpoint.deepspeed.files",
+            "fzero.checkpoint.deepspeed.flat",
+            "fzero.checkpoint.deepspeed.universal",
+            "fzero.checkpoint.deepspeed.source",
+            "fzero.storage.direct_io",
+            "fzero.storage.file_store",
+            "fzero.storage.stream",
+            "fzero.storage.movers",
+            "fzero.storage.file_tensor",
+            "fzero.storage.shard_io",
+            "fzero.storage.buffer_sizes",
         ),
-        *("fzero.bound_mesh", "fzero.eager", "fzero.offload"),
-        *("fzero.graph_exchange", "fzero.graph_backends", "fzero.stacked", "fzero.mesh_in_graph"),
+        *("fzero.comms.mesh", "fzero.runtime.eager", "fzero.runtime.offload"),
+        *("fzero.graph.exchange", "fzero.graph.backends", "fzero.stacked", "fzero.comms.mesh_in_graph"),
     ),
-    ("fzero.compiled", "fzero.compiled_blocks"),
+    ("fzero.graph.capture", "fzero.graph.blocks"),
     # their composition
     (
-        *("fzero.paper_moves", "fzero.traced_activations", "fzero.paper_parts", "fzero.paper_pass"),
-        *("fzero.paper_update", "fzero.paper_step", "fzero.planner", "fzero.fit_search", "fzero.fit"),
-        *("fzero.profile_reports", "fzero.module_watch", "fzero.profiler"),
-        *("fzero.machine_report", "fzero.tune_space", "fzero.tune_probe"),
-        "fzero.recipe",
-        "fzero.module_buffers",
-        "fzero.updater",
-        "fzero.initialise",
-        "fzero.bound_measure",
+        *("fzero.estimation.ledger", "fzero.estimation.activation_trace", "fzero.estimation.unit_events", "fzero.estimation.dry_pass"),
+        *("fzero.estimation.dry_update", "fzero.estimation.dry_run", "fzero.estimation.compare", "fzero.estimation.fit_search", "fzero.fit"),
+        *("fzero.profiling.reports", "fzero.profiling.module_timer", "fzero.profiling.profiler"),
+        *("fzero.profiling.machine", "fzero.tuning.space", "fzero.tuning.probe"),
+        "fzero.runtime.step_spec",
+        "fzero.runtime.module_buffers",
+        "fzero.runtime.update",
+        "fzero.runtime.init_state",
+        "fzero.runtime.metrics",
         "fzero.step",
         "fzero.simulate",
         "fzero.place",
-        "fzero.comm",
-        "fzero.chrome_trace",
+        "fzero.profiling.comm_trace",
+        "fzero.profiling.chrome_trace",
         "fzero.reshard",
-        "fzero.checkpoint",
-        "fzero.weights",
-        "fzero.deepspeed_checkpoint",
-        "fzero.deepspeed_checkpoint_export",
-        "fzero.whole",
+        "fzero.checkpoint.save_load",
+        "fzero.checkpoint.weights",
+        "fzero.checkpoint.deepspeed.load",
+        "fzero.checkpoint.deepspeed.export",
+        "fzero.resharding.parameters",
     ),
     # what keeps state: the engine, and the names by which DeepSpeed scripts call for it
     (
         *(
-            "fzero.client_optimizers",
-            "fzero.engine_keys",
-            "fzero.engine_settings",
-            "fzero.engine_watch",
-            "fzero.engine_optimizer",
-            "fzero.dataloader",
-            "fzero.monitor",
+            "fzero.engine.client_optimizers",
+            "fzero.engine.config_keys",
+            "fzero.engine.settings",
+            "fzero.engine.step_log",
+            "fzero.engine.optimizer",
+            "fzero.engine.dataloader",
+            "fzero.engine.monitor",
         ),
-        *("fzero.live_params", "fzero.engine_accessors", "fzero.engine_module", "fzero.engine_files"),
-        *("fzero.engine", "fzero.initialize"),
+        *("fzero.engine.param_views", "fzero.engine.accessors", "fzero.engine.module", "fzero.engine.checkpoints"),
+        *("fzero.engine.engine", "fzero.initialize"),
     ),
     (
         *(
@@ -161,28 +161,28 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero",),
     # what the tests of users may call
     (
-        *("fzero.laws", "fzero.laws_of_orders", "fzero.laws_of_transforms", "fzero.laws_of_collectives"),
-        *("fzero.plain", "fzero.training_machine", "fzero.testing"),
+        *("fzero.testing.laws", "fzero.testing.order_laws", "fzero.testing.transform_laws", "fzero.testing.collective_laws"),
+        *("fzero.testing.reference_trainer", "fzero.testing.training_machine", "fzero.testing.checks"),
     ),
     # starting ranks, and the command line
     (
-        *("fzero.hosts", "fzero.launch_environment", "fzero.keeper", "fzero.agent", "fzero.launchers"),
-        *("fzero.preflight", "fzero.supervise", "fzero.launch", "fzero.commands"),
-        *("fzero.tune_runs", "fzero.tune_report", "fzero.tune", "fzero.__main__"),
+        *("fzero.launch.hostfile", "fzero.launch.environment", "fzero.launch.reaper", "fzero.launch.agent", "fzero.launch.launchers"),
+        *("fzero.launch.preflight", "fzero.launch.supervise", "fzero.launch.cli", "fzero.cli.plan_profile"),
+        *("fzero.tuning.runs", "fzero.tuning.report", "fzero.tuning.cli", "fzero.__main__"),
     ),
 )
 """From the lowest up. A module imports modules of lower layers, and those to its left in its own."""
 
 BELOW_THE_SURFACE = {
     "benchmarks.nvme": {f"fzero.{name}" for name in ("file_store", "host_buffers", "movers", "stream")},
-    "benchmarks.offload_timeline": {"fzero.direct_files", "fzero.stream"},
+    "benchmarks.offload_timeline": {"fzero.storage.direct_io", "fzero.storage.stream"},
 }
 """What measures parts that users do not call, and the modules of these."""
 
 ORDER = [module for layer in LAYERS for module in layer]
 INTEGERS_ONLY, PACKAGES = LAYERS[0], ("sharding", "fzero")
 PUBLIC_MODULES = {"sharding", "sharding.views", "sharding.reference", "sharding.testing"}
-"""What users may import of sharding; of fzero, the package itself and `fzero.testing`."""
+"""What users may import of sharding; of fzero, the package itself and `fzero.testing.checks`."""
 
 
 def name_of(path: Path) -> str:
@@ -251,11 +251,11 @@ def users_of(*, module: str, but: str) -> set[str]:
 def test_torch_distributed_is_named_behind_one_door_only_and_its_files_behind_another() -> None:
     checkpoints = "torch.distributed.checkpoint."
     assert users_of(module="torch.distributed.", but=checkpoints) == {
-        "fzero.agent",
-        "fzero.collectives",
+        "fzero.launch.agent",
+        "fzero.comms.collectives",
         "fzero.deepspeed.comm",
     }  # agent starts ranks, and the last one is torch.distributed under another name
-    assert users_of(module=checkpoints, but="-") == {"fzero.checkpoint_format"}
+    assert users_of(module=checkpoints, but="-") == {"fzero.checkpoint.dcp_format"}
 
 
 OTHERS = {"fzero.integrations.transformers": ["Trainer", "TrainingArguments"]}
@@ -268,7 +268,7 @@ def test_examples_and_benchmarks_import_public_names_only(path: Path) -> None:
         if module in BELOW_THE_SURFACE.get(name_of(path), ()):
             continue
         if module.partition(".")[0] == "fzero":
-            names = {"fzero": fzero.__all__, "fzero.testing": fzero.testing.__all__} | OTHERS
+            names = {"fzero": fzero.__all__, "fzero.testing.checks": fzero.testing.checks.__all__} | OTHERS
             whole = (("fzero", None), ("fzero.deepspeed", None))
             assert name in names.get(module, ()) or (module, name) in whole, f"{module}: {name}"
         if module.partition(".")[0] == "sharding":

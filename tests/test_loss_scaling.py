@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import Plain, config, make, part, vectors
 
 import fzero
-from fzero.loss_scaling import LossScale, LossScaling
-from fzero.plain import PlainLossScale
-from fzero.transforms import unless
+from fzero.optim.loss_scale import LossScale, LossScaling
+from fzero.testing.reference_trainer import PlainLossScale
+from fzero.optim.transforms import unless
 
 # --- the machine -------------------------------------------------------------------------------------------------
 

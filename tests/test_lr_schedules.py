@@ -16,7 +16,8 @@ from ranks import RankPool
 from training import Plain, adamw, config, make, part, train, train_plainly, vectors
 
 import fzero
-from fzero import ConfigError, lr_schedules
+from fzero import ConfigError
+from fzero.optim import lr_schedules
 
 # What DeepSpeed 0.19.6 sets before updates 1, 2, …, run with an optimizer whose lr is 1 and rounded to 4 places.
 MEASURED: list[tuple[str, dict[str, Any], list[float]]] = [

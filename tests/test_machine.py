@@ -17,14 +17,18 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from torch import Tensor, nn
 
 import fzero
-from fzero import collectives, eager, measure, training_machine, updater
-from fzero.bound_measure import BoundMeasure
-from fzero.loss_scaling import LossScale, LossScaling
+from fzero.comms import collectives
+from fzero.runtime import eager
+from fzero.runtime import loss as measure
+from fzero.testing import training_machine
+from fzero.runtime import update as updater
+from fzero.runtime.metrics import BoundMeasure
+from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.step import TrainStep
-from fzero.testing import Job, TrainingMachine
-from fzero.training_machine import NUM_RULES, jobs
-from fzero.transforms import Transform
-from fzero.updater import Updater
+from fzero.testing.checks import Job, TrainingMachine
+from fzero.testing.training_machine import NUM_RULES, jobs
+from fzero.optim.transforms import Transform
+from fzero.runtime.update import Updater
 from sharding.testing import models
 
 pytestmark = pytest.mark.property
@@ -181,13 +185,13 @@ def leaving_a_trace_of_a_skipped_update() -> Any:
 
 
 def dropping_the_last_micro_step() -> Any:
-    split = fzero.batches.Batches.split  # type: ignore[attr-defined]
+    split = fzero.runtime.batches.Batches.split  # type: ignore[attr-defined]
 
     def broken(self: Any, batch: Any) -> Any:
         parts = list(split(self, batch))
         return iter([*parts[:-1], parts[0]])
 
-    return patch.object(fzero.batches.Batches, "split", broken)  # type: ignore[attr-defined]
+    return patch.object(fzero.runtime.batches.Batches, "split", broken)  # type: ignore[attr-defined]
 
 
 def writing_into_what_is_kept() -> Any:
@@ -262,7 +266,7 @@ def test_a_transform_that_looks_at_its_neighbours_is_found() -> None:
     class OfDifferences(TrainingMachine):
         transform = staticmethod(sgd_of_differences)
 
-    with patch("fzero.plan.check_elementwise"), pytest.raises(AssertionError, match=f"{NUMBERS}|{PADDING}"):
+    with patch("fzero.plans.plan.check_elementwise"), pytest.raises(AssertionError, match=f"{NUMBERS}|{PADDING}"):
         run(OfDifferences)
 
 

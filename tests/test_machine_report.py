@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fzero.__main__ import main
-from fzero.machine_report import NAMES, MachineReport, Rates, best, disk_rates, table
-from fzero.tables import as_text
+from fzero.profiling.machine import NAMES, MachineReport, Rates, best, disk_rates, table
+from fzero.common.text_tables import as_text
 
 
 def test_a_machine_is_told_with_its_versions_and_its_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_a_rate_is_that_of_the_fastest_repetition() -> None:
 
 
 def test_the_disk_is_measured_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fzero.machine_report.DISK_NBYTES", 1 << 22)
+    monkeypatch.setattr("fzero.profiling.machine.DISK_NBYTES", 1 << 22)
     assert min(disk_rates(tmp_path)) > 0
     with pytest.raises(OSError):
         disk_rates(tmp_path / "missing")

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from ranks import RankPool
 from torch import Tensor
 
-from fzero import collectives
-from fzero.matrix_transforms import adafactor, lamb, muon, orthogonalise
-from fzero.pieces import Pieces, boxes
-from fzero.transforms import Transform
+from fzero.comms import collectives
+from fzero.optim.matrix import adafactor, lamb, muon, orthogonalise
+from fzero.optim.fragments import Pieces, boxes
+from fzero.optim.transforms import Transform
 from sharding import Replicated, Sharded, TensorSpec
 from sharding.layout import FlatLayout
 from sharding.testing import layouts, shapes

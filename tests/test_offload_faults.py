@@ -21,8 +21,9 @@ from test_offload_params import in_files
 from training import make, part
 
 import fzero
-from fzero import direct_files, offload
-from fzero.claims import Owner
+from fzero.storage import direct_io as direct_files
+from fzero.runtime import offload
+from fzero.storage.ownership import Owner
 
 
 def everything(path: Path | str, **keys: Any) -> dict[str, Any]:

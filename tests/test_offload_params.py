@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from training import Odd, make, tokens
 
 import fzero
-from fzero.file_store import FileStore
-from fzero.file_tensors import Files, FileTensors, in_memory
-from fzero.whole import with_weight
+from fzero.storage.file_store import FileStore
+from fzero.storage.file_tensor import Files, FileTensors, in_memory
+from fzero.resharding.parameters import with_weight
 from sharding import Placement
 
 NUMEL = 6528
@@ -267,7 +267,7 @@ import gc, resource, sys, threading, torch
 from pathlib import Path
 from torch import nn
 import fzero
-from fzero.checkpoint_format import Files  # and what it imports
+from fzero.checkpoint.dcp_format import Files  # and what it imports
 
 folder, precision, where, share = sys.argv[1:]
 torch.set_num_threads(1)

@@ -12,8 +12,8 @@ from torch import Tensor
 from training import Odd, config, make, part, tokens
 
 import fzero
-from fzero.recipe import MismatchError
-from fzero.testing import check_order
+from fzero.runtime.step_spec import MismatchError
+from fzero.testing.checks import check_order
 from sharding import Order, declaration, round_robin
 
 

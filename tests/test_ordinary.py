@@ -39,7 +39,7 @@ from training import (
 )  # fmt: skip
 
 import fzero
-from fzero import collectives
+from fzero.comms import collectives
 from sharding.testing import models
 from sharding.toy_models import ToyModel, ToyRecipe, make_toy_model
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fzero
-from fzero.own_params import StandIn
-from fzero.simulate import simulate
+from fzero.runtime.own_params import StandIn
+from fzero.simulation import simulate
 
 STEPS = 3
 

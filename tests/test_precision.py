@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from training import GLOBAL_BATCH, Mixed, Odd, Plain, config, make, part, tokens, train, train_in_16_bits, vectors
 
 import fzero
-from fzero.precision import stochastic, widened
+from fzero.optim.mixed_precision import stochastic, widened
 
 B, H, F = torch.bfloat16, torch.float16, torch.float32
 NUM_STEPS = 4

@@ -15,8 +15,8 @@ from training import Odd, config, make, tokens
 
 import fzero
 from fzero.__main__ import COMMANDS, main
-from fzero.sent import Label, Sent
-from fzero.tables import as_text
+from fzero.comms.records import Label, Sent
+from fzero.common.text_tables import as_text
 
 
 class Slow(nn.Module):
@@ -62,7 +62,7 @@ def test_a_profile_finds_where_the_time_goes() -> None:
 
 def test_a_module_that_sleeps_takes_that_long_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that only sleepers move, the seconds are exact."""
-    from fzero import profiler
+    from fzero.profiling import profiler
 
     now = [0.0]
 
@@ -246,7 +246,7 @@ def test_fzero_plan_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -
     assert data["mesh"] == {"data": 4} and data["parameters"] == 9_976_704
     assert columns["stage 0"]["bytes"]["device"]["activations"] > 0
     for column in columns.values():
-        planned = fzero.plan(fzero.named_models.named("10M").model, column["config"], world_size=4)
+        planned = fzero.plan(fzero.estimation.models.named("10M").model, column["config"], world_size=4)
         for memory, parts in planned.bytes_by_memory.items():
             assert {name: column["bytes"][memory][name] for name in parts} == parts
         assert column["sent"] == {"data": sum(planned.sent_nbytes_per_step.values())}

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import ADAMW, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
-from fzero import collectives
-from fzero.pieces import grids_of
-from fzero.plan import BufferPlan
+from fzero.comms import collectives
+from fzero.optim.fragments import grids_of
+from fzero.plans.plan import BufferPlan
 from fzero.state import TrainState
 from sharding import Mesh, Order, Sharded, TensorSpec, round_robin
 from sharding.transfer import merged

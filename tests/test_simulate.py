@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from training import Odd, Plain, adamw, config, make, part, tokens, train_plainly, vectors
 
 import fzero
-from fzero.lockstep import Hub, StuckError
-from fzero.simulate import VmapRanks, stacked
+from fzero.comms.lockstep import Hub, StuckError
+from fzero.simulation import VmapRanks, stacked
 
 TWO_MICRO_STEPS = {"train_batch_size": 24, "gradient_accumulation_steps": 2}
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from training import Odd, Plain, adamw, config, make, part, tokens, train, train_plainly, vectors
 
 import fzero
-from fzero import staging
+from fzero.storage import shard_io as staging
 
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -54,7 +54,7 @@ def _kernels(most_together: int) -> tuple[list[int], Any]:
         sizes.append(len(params))
         kernel(params, *args, **values)
 
-    with mock.patch("fzero.updater.MOST_TOGETHER", most_together), mock.patch("torch._fused_adamw_", count):
+    with mock.patch("fzero.runtime.update.MOST_TOGETHER", most_together), mock.patch("torch._fused_adamw_", count):
         step = fzero.make_train_step(make(Odd), config(2, optimizer={"type": "AdamW"}))
         state, _ = step(step.init(), part(tokens(0), step.rank, step.world_size))
     return sizes, step.gather(state)

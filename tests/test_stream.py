@@ -21,11 +21,11 @@ from laws import examples
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fzero.file_store import FileSpec, FileStore, StoreError
-from fzero.movers import DeviceMover, FileMover, Part
-from fzero.precision import long_leaves, stochastic, widened
-from fzero.stream import Mover, Streamed, SubGroup, cut, init_streamed, stream_update, streamed_names, update_streamed
-from fzero.transforms import Transform, adagrad, adam, adamw, chain, lion, same_bits, scale, sgd, unless
+from fzero.storage.file_store import FileSpec, FileStore, StoreError
+from fzero.storage.movers import DeviceMover, FileMover, Part
+from fzero.optim.mixed_precision import long_leaves, stochastic, widened
+from fzero.storage.stream import Mover, Streamed, SubGroup, cut, init_streamed, stream_update, streamed_names, update_streamed
+from fzero.optim.transforms import Transform, adagrad, adam, adamw, chain, lion, same_bits, scale, sgd, unless
 
 TRANSFORMS: dict[str, Callable[[], Transform]] = {
     "adam": lambda: adam(0.1, weight_decay=0.01),
@@ -348,10 +348,10 @@ ROOM = 96 << 20
 
 TRAIN = """
 import resource, sys, torch
-from fzero.file_store import FileSpec, FileStore
-from fzero.movers import DeviceMover, FileMover
-from fzero.stream import Streamed, init_streamed, streamed_names, update_streamed
-from fzero.transforms import adamw
+from fzero.storage.file_store import FileSpec, FileStore
+from fzero.storage.movers import DeviceMover, FileMover
+from fzero.storage.stream import Streamed, init_streamed, streamed_names, update_streamed
+from fzero.optim.transforms import adamw
 
 torch.set_num_threads(1)
 folder, room, where = sys.argv[1], int(sys.argv[2]), sys.argv[3]

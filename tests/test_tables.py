@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import nn
 
 import fzero
-from fzero.tables import CUT, as_text, print_report
+from fzero.common.text_tables import CUT, as_text, print_report
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = [f"stage {index}, bytes sent" for index in range(9)]

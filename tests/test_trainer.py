@@ -357,7 +357,7 @@ def test_what_would_be_ignored_is_refused(
 
 
 def _hidden_size_of_none() -> str:
-    from fzero.config import ConfigError
+    from fzero.config.config import ConfigError
     from fzero.integrations.auto import resolved
     from fzero.integrations.transformers import TrainingArguments
 

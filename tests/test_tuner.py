@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.__main__ import main
-from fzero.config import Config, ConfigError
-from fzero.config_autotuning import Autotuning, autotuning
-from fzero.tune import Tuning, _shown
-from fzero.tune_probe import VARIABLE, Request
-from fzero.tune_report import Row, Tuned
-from fzero.tune_runs import OF_SPACE, Result, Results, Runs, Script, key_of, reason
-from fzero.tune_space import candidates
-from fzero.tuner import Point, Strategy, next_trial
+from fzero.config.config import Config, ConfigError
+from fzero.config.autotuning import Autotuning, autotuning
+from fzero.tuning.cli import Tuning, _shown
+from fzero.tuning.probe import VARIABLE, Request
+from fzero.tuning.report import Row, Tuned
+from fzero.tuning.runs import OF_SPACE, Result, Results, Runs, Script, key_of, reason
+from fzero.tuning.space import candidates
+from fzero.tuning.search import Point, Strategy, next_trial
 
 # --- the search --------------------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ NCCL = "[rank 0] [rank0]: torch.distributed.DistBackendError: NCCL error\n[rank 
 ABORTED = (
     "[rank 1] terminate called after throwing an instance of 'std::bad_alloc'\n[rank 0] RuntimeError: closed by peer\n"
 )
-MISSED = "[rank 1] fzero.collectives.CollectiveError: rank 0 died\n[rank 0] ValueError: batch: must hold 4\n"
+MISSED = "[rank 1] fzero.comms.collectives.CollectiveError: rank 0 died\n[rank 0] ValueError: batch: must hold 4\n"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ MISSED = "[rank 1] fzero.collectives.CollectiveError: rank 0 died\n[rank 0] Valu
         (RESERVED + MISSED, 1, "ValueError: batch: must hold 4"),
         (RESERVED + "[rank 0] ValueError: x\n" + RESERVED.replace("0", "1"), 1, "ValueError: x"),
         ("[rank 0] torch.OutOfMemoryError: out of memory\n[rank 0] ValueError: x\n", 1, "ValueError: x"),
-        (NCCL + "[rank 0] fzero.collectives.CollectiveError: rank 1 died", 1, "out of memory of 2 GB"),
+        (NCCL + "[rank 0] fzero.comms.collectives.CollectiveError: rank 1 died", 1, "out of memory of 2 GB"),
         (ABORTED, 1, "out of memory of 2 GB"),
         ("[rank 0] [rank0]: MemoryError", 1, "out of memory of 2 GB"),
         (MISSED, 1, "ValueError: batch: must hold 4"),
@@ -426,7 +426,7 @@ def test_a_search_survives_what_runs_out_of_memory_ends_with_the_best_and_repeat
 def test_a_script_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found: list[str] = []
-    monkeypatch.setattr("fzero.tune_runs._start", lambda words, *rest: found.extend(words) or 1)
+    monkeypatch.setattr("fzero.tuning.runs._start", lambda words, *rest: found.extend(words) or 1)
     Runs(Script.of([], "train.py", ["--config", "c.json"]), Path("exps"), {}, 1.0).measure(
         "x", {}, Request("measure", "")
     )
@@ -462,7 +462,7 @@ def test_seconds_left_are_those_of_runs_and_not_of_known_results(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = iter((0.0, 0.0, 20.0))
-    monkeypatch.setattr("fzero.tune.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("fzero.tuning.cli.time", SimpleNamespace(monotonic=lambda: next(now)))
     with _shown() as show:
         show("run 9: x", 8, 12)  # eight were known
         show("run 10: y", 9, 12)
@@ -526,7 +526,7 @@ def test_a_run_with_autotuning_tunes_and_then_starts_with_the_best(
     asked: list[Any] = []
     monkeypatch.setattr(Tuning, "run", lambda self: asked.append(self.script) or tuned)
     found: list[Any] = []
-    monkeypatch.setattr("fzero.launch.main", lambda words: found.append(words) or 0)
+    monkeypatch.setattr("fzero.launch.cli.main", lambda words: found.append(words) or 0)
     words = ["--num_procs", "2", "train.py", "--config", str(path)]
     assert main(["run", "--autotuning", word, *words]) == 0
     assert found == started and asked == [

@@ -14,7 +14,7 @@ from ranks import RankPool
 from torch import Tensor
 
 import fzero
-from fzero import collectives
+from fzero.comms import collectives
 from sharding import Partial, Replicated, Sharded, TensorSpec
 from sharding.testing import SPECS, StateTree, distinct_tensors, spec_trees, state_trees, world_sizes
 

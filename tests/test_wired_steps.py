@@ -25,13 +25,13 @@ from torch.fx import Graph
 from training import ADAMW, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
-from fzero import eager
-from fzero.codecs import Codec
-from fzero.config import ConfigError
-from fzero.graph_analysis import analyse, liveness
-from fzero.graph_sent import sent_in
-from fzero.simulate import LockstepRanks, stacked
-from fzero.wires import Wire
+from fzero.runtime import eager
+from fzero.comms.codecs import Codec
+from fzero.config.config import ConfigError
+from fzero.graph.analysis import analyse, liveness
+from fzero.graph.traffic import sent_in
+from fzero.simulation import LockstepRanks, stacked
+from fzero.comms.comm_hooks import Wire
 from sharding import Mesh, Sharded
 from sharding.views import flatten
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import fzero
 from fzero import Sent
-from fzero.codecs import Codec, cast, quantize
-from fzero.collectives import Lockstep, Sim
-from fzero.lockstep import Hub
-from fzero.wires import Wire, coded, error_feedback, exact, restarted
+from fzero.comms.codecs import Codec, cast, quantize
+from fzero.comms.collectives import Lockstep, Sim
+from fzero.comms.lockstep import Hub
+from fzero.comms.comm_hooks import Wire, coded, error_feedback, exact, restarted
 
 
 def _parts(world_size: int, shard_numel: int, seed: int = 0) -> Tensor:

@@ -13,9 +13,9 @@ from fzero.deepspeed import accelerator, checkpointing, comm, ops, runtime, util
 from fzero.deepspeed.accelerator import get_accelerator
 from fzero.deepspeed.comm import init_distributed
 from fzero.deepspeed.utils import log_dist, logger
-from fzero.engine import Engine
-from fzero.engine_optimizer import ConfiguredScheduler, EngineOptimizer
-from fzero.initialize import initialize
+from fzero.engine.engine import Engine
+from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
+from fzero.engine.initialize import initialize
 
 DeepSpeedEngine = Engine
 DeepSpeedOptimizer = EngineOptimizer

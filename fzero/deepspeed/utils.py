@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fzero import collectives, whole
-from fzero.dataloader import RepeatingLoader as RepeatingLoader
-from fzero.live_params import engine_of
+from fzero.comms import collectives
+from fzero.resharding import parameters as whole
+from fzero.engine.dataloader import RepeatingLoader as RepeatingLoader
+from fzero.engine.param_views import engine_of
 
 logger = logging.getLogger("fzero")
 

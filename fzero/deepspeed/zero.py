@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero import collectives
-from fzero.config import ConfigWarning
-from fzero.live_params import engine_of
-from fzero.sent import Label
-from fzero.whole import params_of, with_weight
+from fzero.comms import collectives
+from fzero.config.config import ConfigWarning
+from fzero.engine.param_views import engine_of
+from fzero.comms.records import Label
+from fzero.resharding.parameters import params_of, with_weight
 
 
 class Init:

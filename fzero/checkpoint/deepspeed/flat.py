@@ -1,0 +1,215 @@
+"""Where in the files of a DeepSpeed checkpoint is each element of a parameter, of its master and of its optimizer state?
+
+In flat tensors, which all have the same layout, whatever the quantity:
+
+- **ZeRO 1 and 2**: the parameters of a group follow one another in one flat buffer, which is cut into W equal shards; rank r's
+  file has shard r. Of the master the padding at the end was cut off.
+- **ZeRO 3**: each parameter is cut into W equal shards, the last one padded, and rank r's file has those of a group of
+  parameters, one after the other.
+- **Universal**: a file for each parameter and quantity.
+- **Stage 0**: a whole tensor for each parameter, or a flat one for all of them beside 16-bit parameters.
+
+So element e of a parameter is in the flat tensor of rank (a + e) // q, at b + (a + e) % q, where a, b and q are the
+parameter's own: a `Place`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint.folders import CheckpointError
+from fzero.checkpoint.deepspeed.files import WORD, check_ranks, read
+
+Group = int | str
+Shapes = dict[str, tuple[int, ...]]
+MASTER = "fp32"
+
+
+class Place(NamedTuple):
+    """Where the elements of a parameter are; the module's docstring says what a (`before`), b (`offset`) and q (`run`) are.
+
+    >>> list(Place(0, before=5, offset=0, run=4).spans(1, 7))  # after 5 others, in shards of 4
+    [(1, 1, 2, 2), (3, 2, 0, 4)]
+    >>> list(Place(0, before=0, offset=9, run=3).spans(1, 7))  # in shards of 3, each after 9 others
+    [(1, 0, 10, 2), (3, 1, 9, 3), (6, 2, 9, 1)]
+    """
+
+    group: Group
+    before: int
+    offset: int
+    run: int
+
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Of elements [start, stop) of the parameter: the first one, rank, place in the rank's flat tensor, and how many."""
+        while start < stop:
+            rank, within = divmod(self.before + start, self.run)
+            numel = min(stop - start, self.run - within)
+            yield start, rank, self.offset + within, numel
+            start += numel
+
+
+class Flats(NamedTuple):
+    """The flat tensors of a checkpoint.
+
+    Attributes:
+        shapes: of the trained parameters, by name; and `places`, where they are.
+        leaves: the tensors that the optimizer keeps of each, by DeepSpeed's names.
+        flat: the flat tensor of a quantity (`"fp32"`, or a leaf), rank and group; and its `dtype`, the same on all ranks.
+        step: how many updates a group has had; None where nothing says so.
+        settings: the optimizer's groups without their parameters; and the loss `scaler`, as far as there is one.
+        where: the file that has the flat tensors of a rank and group.
+        stage: that wrote them; 0 is also a universal checkpoint.
+    """
+
+    shapes: Shapes
+    places: Mapping[str, Place]
+    leaves: tuple[str, ...]
+    flat: Callable[[str, int, Group], Tensor]
+    dtype: Callable[[str, Group], torch.dtype]
+    step: Callable[[Group], float | None]
+    settings: list[dict[str, Any]]
+    scaler: Mapping[str, Any]
+    where: Callable[[int, Group], Path]
+    stage: int = 0
+
+
+def need(content: Any, key: str, path: Path) -> Any:
+    """What a file has under a key.
+
+    Raises:
+        CheckpointError: nothing.
+    """
+    if not isinstance(content, Mapping) or content.get(key) is None:
+        raise CheckpointError(
+            f"{WORD}: {path} must have {key!r}, as DeepSpeed writes it since 0.6, and has not; load it with the DeepSpeed that "
+            f"wrote it and save it with a newer one, or take another checkpoint"
+        )
+    return content[key]
+
+
+def scaler_of(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer's file tells of its loss scale."""
+    scaler = told.get("loss_scaler")
+    return {**({} if scaler is None else vars(scaler)), "is_dynamic": bool(told.get("dynamic_loss_scale"))}
+
+
+def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The optimizer's groups without their parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def leaves_of(state: Any) -> tuple[str, ...]:
+    """The names of the tensors that an optimizer keeps of a parameter; none before the first update."""
+    return tuple(sorted(key for key, x in (state or {}).items() if isinstance(x, Tensor) and key != "step"))
+
+
+def places_in_turn(group: Group, shapes: Mapping[str, tuple[int, ...]], run: int) -> dict[str, Place]:
+    """Of parameters that follow one another in a buffer with shards of `run` elements."""
+    places, before = {}, 0
+    for name, shape in shapes.items():
+        places[name] = Place(group, before, 0, run)
+        before += math.prod(shape)
+    return places
+
+
+def places_cut(group: Group, shapes: Mapping[str, tuple[int, ...]], world_size: int) -> dict[str, Place]:
+    """Of parameters of which each is cut into `world_size` shards."""
+    places, offset = {}, 0
+    for name, shape in shapes.items():
+        run = -(-math.prod(shape) // world_size)
+        places[name] = Place(group, 0, offset, run)
+        offset += run
+    return places
+
+
+# --- ZeRO 1, 2 and 3 ---------------------------------------------------------------------------------------------
+
+
+class _Rank(NamedTuple):
+    """What the file of one rank has."""
+
+    masters: Sequence[Tensor]
+    """Of each group."""
+    states: Mapping[int, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
+    settings: list[dict[str, Any]]
+    step: float | None
+    """Of all groups, where their state has none."""
+    scaler: Mapping[str, Any]
+    stage: int
+    world_size: int
+
+
+def _rank(path: Path) -> _Rank:
+    told = need(read(path), "optimizer_state_dict", path)
+    stage, counts = int(told.get("zero_stage", 1)), need(told, "partition_count", path)
+    base = need(told, "optimizer_state_dict" if stage == 3 else "base_optimizer_state", path)
+    elastic = isinstance(base, list)  # elastic_checkpoint
+    return _Rank(
+        masters=need(told, "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups", path),
+        states=base if elastic else need(base, "state", path),
+        settings=[] if elastic else need(base, "param_groups", path),
+        step=told.get("base_optimizer_state_step"),
+        scaler=scaler_of(told),
+        stage=stage,
+        world_size=max(counts) if isinstance(counts, list) else counts,
+    )
+
+
+def of_ranks(found: Mapping[int, Path], model: Mapping[str, Any], path: Path) -> Flats:
+    """The flat tensors of ZeRO 1, 2 or 3, in a file for each rank.
+
+    Args:
+        found: these files, by rank.
+        model: what the file `path` has.
+    """
+    opened = cache(lambda rank: _rank(found[rank]))
+    folder = path.parent
+    some = opened(min(found))
+    check_ranks(folder, found, some.world_size)
+    first, world_size = opened(0), some.world_size
+    groups: list[Shapes] = [{n: tuple(s) for n, s in group.items()} for group in need(model, "param_shapes", path)]
+    places: dict[str, Place] = {}
+    for index, shapes in enumerate(groups):
+        numel, held = sum(map(math.prod, shapes.values())), first.masters[index].numel()
+        if first.stage == 3:
+            places |= places_cut(index, shapes, world_size)
+            fits = held == sum(places[name].run for name in shapes)
+        else:
+            places |= places_in_turn(index, shapes, held)
+            fits = 0 <= held * world_size - numel < 2 * world_size  # DeepSpeed aligns to two elements
+        if not fits:
+            raise CheckpointError(
+                f"{WORD}: {found[0]} must have 1/{world_size} of the {numel} elements that {path.name} tells of group {index}, "
+                f"padded, and has {held}; take files of one save, all with the same tag"
+            )
+
+    def flat(quantity: str, rank: int, group: Group) -> Tensor:
+        of_rank, index = opened(rank), int(group)
+        tensor = of_rank.masters[index] if quantity == MASTER else of_rank.states[index].get(quantity)
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"{WORD}: {found[rank]} must have {quantity!r} of group {index}, as rank 0's has; take files of one save"
+            )
+        return tensor
+
+    def step(group: Group) -> float | None:
+        own = first.states[int(group)].get("step", first.step) if has_state else None
+        if own is None:  # of a group of the optimizer, which in ZeRO 3 may be several groups here
+            own = next((s["step"] for s in first.settings if group in s["params"] and "step" in s), None)
+        return None if own is None else float(own)
+
+    has_state = len(first.states) == len(groups)
+    return Flats(
+        {name: shape for shapes in groups for name, shape in shapes.items()}, places,
+        leaves_of(first.states[0] if has_state else None), flat,
+        lambda quantity, group: flat(quantity, 0, group).dtype, step,
+        settings_of(first.settings), first.scaler,
+        lambda rank, group: found[rank], first.stage,
+    )  # fmt: skip

@@ -1,0 +1,140 @@
+"""How does training go on in fzero where DeepSpeed stopped?
+
+    state, client, path = fzero.import_deepspeed("checkpoints", step=step)     # on the ranks of a job, of any number
+    fzero.convert_deepspeed("checkpoints", "out")                              # as a checkpoint of fzero, in one process
+
+Checkpoints of ZeRO 0 to 3 and universal ones, saved on any number of ranks. What the files hold counts here as stored under the
+keys of fzero's own checkpoints, so that what a rank reads, and into which tensors, is the rule of `fzero.load`. A rank reads the
+ranges that it holds.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from fzero.checkpoint import folders as files
+from fzero.comms import collectives
+from fzero.checkpoint.save_load import (
+    FEW_BYTES,
+    Contents,
+    Loaded,
+    Saved,
+    check_same_folder,
+    content_of,
+    of_rank_0,
+    placed,
+    publish,
+    restored,
+    together,
+)
+from fzero.checkpoint.layout import Part, nbytes_of
+from fzero.checkpoint.deepspeed.files import WORD, find
+from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
+from fzero.resharding.reshard import AnyStep
+from fzero.simulation import LockstepRanks, stacked
+from sharding.dtypes import itemsize
+from sharding.views import torch_dtype
+
+MOST_NBYTES = 1 << 28
+"""Of a file that `convert_deepspeed` writes, where no tensor is larger: as much is in memory."""
+
+
+def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
+    """The state of `step` that continues where DeepSpeed's checkpoint stands, this rank's part.
+
+    Masters, optimizer state, counters, module buffers and loss scale are DeepSpeed's; the learning rate goes on where its
+    scheduler stood. Hyperparameters are those of `step`. Ranks, stage, placement and dtypes may be others, as for `load`.
+    Module buffers that `state_dict` leaves out and the random state are as in `init`.
+
+    *Collective:* every rank of the step; sends some numbers. Each rank reads the ranges that it holds, mapped into memory,
+    without running code of the files.
+
+    Args:
+        dir: the folder that `save_checkpoint` was given, of which `latest` (or `latest_universal`) is taken, or one checkpoint.
+        step: to continue with, of the same model.
+
+    Returns:
+        The state; as `client` DeepSpeed's `client_state`, with its counters and settings under `"deepspeed"`; and the folder.
+
+    Raises:
+        CheckpointError: told on every rank: there is no checkpoint, a file is missing or cut, needs code to be read, or is of
+            a job with pipeline, tensor or expert parallelism; names the file.
+        ValueError: told on every rank: the model or the optimizer is another, or something would become narrower.
+        CollectiveError: another rank died or did not come.
+    """
+    if isinstance(step, LockstepRanks):
+        loaded = step._run(lambda rank: import_deepspeed(dir, step=step.steps[rank]))
+        return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
+    axis = step._mesh.everyone
+    collectives.meet("fzero.import_deepspeed", axis)
+    check_same_folder(axis, dir, WORD)
+    path = Path(of_rank_0(axis, lambda: str(find(Path(dir)))))
+
+    def own() -> Loaded:
+        found = DeepSpeedFiles(path)
+        found.check_optimizer()
+        saved = Saved(found, found.numbers, found.optimizer, {}, found.scales_dynamically)
+        return Loaded(restored(saved, step, scratch), found.client, path)
+
+    scratch = step._offload.make_files(axis)
+    imported = together(axis, own)
+    return imported._replace(state=placed(imported.state, step, scratch))
+
+
+def convert_deepspeed(dir: str | Path, out: str | Path) -> Path:
+    """Writes DeepSpeed's checkpoint as one of fzero, which `load`, `load_weights` and `export` take; in this process alone.
+
+    Needs no model. Some 256 MB are in memory, or the largest tensor.
+
+    Args:
+        dir: as for `import_deepspeed`.
+        out: a folder of fzero's checkpoints, which is made. The new one is its latest.
+
+    Returns:
+        The checkpoint's own folder.
+
+    Raises:
+        CheckpointError: as for `import_deepspeed`; or the disk is too small, or cannot be written to.
+    """
+    from fzero.checkpoint.dcp_format import write
+
+    found, path = DeepSpeedFiles(find(Path(dir))), Path(out)
+    found.check_optimizer()
+    parts = [Part(key, x.shape, x.dtype, 0, math.prod(x.shape), "", 0) for key, x in found.stored.items()]
+    content = content_of(found.client)
+    batches = list(_batches(part for part in parts if part.stop))
+    needed = {number: nbytes_of(batch) for number, batch in enumerate(batches)}
+    files.check_space(path, needed | {len(batches): len(content) + FEW_BYTES})
+    folder, slices = files.begin(path, int(found.numbers["state.step"])), []
+    try:
+        for number, batch in enumerate(batches):
+            fragments = [(part, torch.empty(part.stop, dtype=torch_dtype(part.dtype))) for part in batch]
+            found.read(fragments)
+            slices += write(folder, number, fragments)
+        contents = Contents(
+            found.stored, found.aliases, found.numbers, found.optimizer, {}, found.names, found.rates,
+            found.loss_scaling, found.stage, (("data", found.world_size),), found.scales_dynamically,
+        )  # fmt: skip
+        return publish(folder, path, slices, contents, content)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    batch: list[Part] = []
+    nbytes = 0
+    for part in parts:
+        own = part.stop * itemsize(part.dtype)
+        if batch and nbytes + own > MOST_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(part)
+        nbytes += own
+    if batch:
+        yield batch

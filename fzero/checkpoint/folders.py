@@ -1,0 +1,364 @@
+"""What is in a folder of checkpoints, and which of them is whole, whenever the job that writes there is killed?
+
+    DIR/latest                    the name of the newest whole checkpoint
+    DIR/.job.json                 which process saves here
+    DIR/step-500/                 a whole one
+        fzero.json                what it is, and checksums of the files beside it
+        contents.json             counters, what optimizer state there is, where each chunk is, and its checksum
+        .metadata, __0_0.distcp   torch.distributed.checkpoint's own files
+        client.pt                 the user's dict
+    DIR/.saving-step-600-1a2b3c4d  one that is being written, or was when its job was killed
+    DIR/.removing-step-400        one that is being removed
+
+A checkpoint is written under another name, flushed to the disk file by file, and renamed when nothing is missing; then `latest`
+is renamed over the old one. Both are atomic. So a job that is killed at any moment leaves what `latest` named before, or the
+new one. What is removed gets another name first, too. Nothing that is whole is ever written to again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fzero.storage.ownership import Owner
+from fzero.common.pickles import load_tensors
+from fzero.common.safe_files import check_inside, create
+
+FORMAT = 1
+"""The newest form of checkpoints that this code reads, and the one that it writes."""
+
+METADATA = ".metadata"
+LATEST, MANIFEST, CONTENTS, CLIENT = "latest", "fzero.json", "contents.json", "client.pt"
+SAVING, REMOVING, OWNER, JOB = ".saving-", ".removing-", "owner.json", ".job.json"
+
+CHUNK = 1 << 22
+"""Bytes of a file in memory at once while its checksum is computed."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; says which, where, what must hold, and what to do."""
+
+
+# --- one checkpoint ----------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes what a checkpoint is, with checksums of the files beside it and of itself."""
+    beside = {name: checksum_of(folder / name) for name in (METADATA, CONTENTS, CLIENT)}
+    told = {"format": FORMAT, **manifest, "files": beside}
+    write_whole(folder / MANIFEST, json.dumps(told | {"checksum": _checksum(told)}).encode())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint is.
+
+    Raises:
+        CheckpointError: it is not one of fzero's, of a newer format, or a file was changed.
+    """
+    path = folder / MANIFEST
+    try:
+        told: dict[str, Any] = json.loads(path.read_bytes())
+        number, checksum = told["format"], told.pop("checksum")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"load: {folder} must hold {MANIFEST}, and does not: it is not a checkpoint of fzero, or one that was not written to "
+            f"its end; take another one, or fzero.load_weights for another job's"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"load: {path} must be what fzero wrote, got {error!r}; take another checkpoint"
+        ) from error
+    if number > FORMAT:
+        raise CheckpointError(
+            f"load: the format of {folder} must be at most {FORMAT}, got {number}: a newer fzero wrote it ({told.get('fzero')}); "
+            f"update fzero"
+        )
+    if checksum != _checksum(told):
+        raise CheckpointError(
+            f"load: {path} must have checksum {checksum}, got {_checksum(told)}: it is not what was written; take another "
+            f"checkpoint"
+        )
+    return told
+
+
+def check_beside(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises unless the files beside the manifest are those that were written."""
+    for name, checksum in manifest["files"].items():
+        try:
+            found: int | None = checksum_of(inside(folder, name, folder / MANIFEST))
+        except OSError:
+            found = None
+        if found != checksum:
+            raise CheckpointError(
+                f"load: {folder / name} must have checksum {checksum}, got {found}: it is not what was written; take another "
+                f"checkpoint"
+            )
+
+
+def read_contents(folder: Path) -> dict[str, Any]:
+    """What a checkpoint tells beside its tensors.
+
+    Raises:
+        CheckpointError: as `read_manifest`, or a file beside the manifest was changed.
+    """
+    check_beside(folder, read_manifest(folder))
+    contents: dict[str, Any] = json.loads((folder / CONTENTS).read_bytes())
+    return contents
+
+
+def _checksum(told: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(told, sort_keys=True).encode())
+
+
+# --- a folder of them --------------------------------------------------------------------------------------------
+
+
+def find(path: Path) -> Path:
+    """The checkpoint at `path`: itself, or what its `latest` names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"load: {path} must be a folder, and there is none; pass the folder that was saved to")
+    if (path / MANIFEST).exists():
+        return path
+    if (path / LATEST).exists():
+        name = latest_of(path)
+        if (path / name / MANIFEST).exists():
+            return path / name
+        if (path / name / LATEST).exists():
+            raise CheckpointError(
+                f"load: {path} must hold checkpoints, and holds tags of an engine; pass {path / name}, the tag that {LATEST!r} "
+                f"names, or call load_checkpoint of an engine"
+            )
+        raise CheckpointError(
+            f"load: {path / LATEST} must name a checkpoint in {path}, got {name!r}; pass one of "
+            f"{[str(p) for p in whole_ones(path)]}"
+        )
+    if path.name.startswith((SAVING, REMOVING)) or (path / OWNER).exists():
+        raise CheckpointError(
+            f"load: {path} was not written to its end; pass {path.parent}, whose {LATEST!r} names the last one that was"
+        )
+    raise CheckpointError(
+        f"load: {path} must hold {LATEST!r} or {MANIFEST}, and holds {sorted(p.name for p in path.iterdir())[:4]}; pass the "
+        f"folder that was saved to"
+    )
+
+
+def latest_of(path: Path, latest: str = LATEST) -> str:
+    """The name in a file `latest`, of something beside it.
+
+    Raises:
+        CheckpointError: the file cannot be read, or names something elsewhere.
+    """
+    file = path / latest
+    try:
+        return check_inside(file.read_bytes().decode().strip())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"load: {file} must hold the name of a folder beside it, in UTF-8, and {_why(error)}; write the name into it, or "
+            f"pass the folder of one checkpoint"
+        ) from error
+
+
+def inside(folder: Path, name: str, told_by: Path) -> Path:
+    """The path of something in a folder, by its name in the file `told_by`.
+
+    Raises:
+        CheckpointError: it is elsewhere.
+    """
+    try:
+        return folder / check_inside(name)
+    except ValueError as error:
+        raise CheckpointError(f"load: {told_by} {error}; take another checkpoint") from None
+
+
+def read_client(folder: Path) -> Any:
+    """The user's value in a checkpoint.
+
+    Raises:
+        CheckpointError: the file is damaged, or needs code to be read.
+    """
+    path = folder / CLIENT
+    try:
+        return load_tensors(path)
+    except ValueError as error:
+        raise CheckpointError(
+            f"load: {path} must hold what was saved as client, and {error}; take another checkpoint, or the weights of this one "
+            f"alone, fzero.load_weights"
+        ) from error
+
+
+def _why(error: Exception) -> str:
+    return "is not" if isinstance(error, UnicodeDecodeError) else str(error)
+
+
+def whole_ones(path: Path) -> list[Path]:
+    """The checkpoints in a folder, in the order in which they were saved."""
+    found = []
+    for manifest in path.glob(f"[!.]*/{MANIFEST}"):
+        with suppress(CheckpointError):
+            found.append((read_manifest(manifest.parent)["serial"], manifest.parent))
+    return [folder for _, folder in sorted(found)]
+
+
+def begin(path: Path, step: int) -> Path:
+    """A new folder to write to, for the checkpoint after `step` updates, when what killed jobs left has been removed.
+
+    Raises:
+        CheckpointError: another save to this folder is under way, or it cannot be written to.
+    """
+    try:
+        claim(path)
+        for left in (*path.glob(f"{SAVING}*"), *path.glob(f"{REMOVING}*")):
+            owner = _owner_of(left)
+            if owner is None or not owner.may_live():
+                shutil.rmtree(left, ignore_errors=True)
+            elif owner.host == Owner.this_process().host:
+                raise CheckpointError(
+                    f"save: nothing else may be writing to {path}, and {owner} is, {left.name}; wait() for it first, pass it as "
+                    f"after=, or save elsewhere"
+                )
+        folder = path / f"{SAVING}step-{step}-{uuid.uuid4().hex[:8]}"
+        folder.mkdir()
+        write_whole(folder / OWNER, json.dumps(asdict(Owner.this_process())).encode())
+    except OSError as error:
+        raise CheckpointError(
+            f"save: {path} must be a folder that can be written to, got {error}; pass another"
+        ) from error
+    return folder
+
+
+_CLAIMED: set[Path] = set()
+"""The folders of checkpoints that this process saves to."""
+
+
+def claim(path: Path) -> None:
+    """Makes a folder of checkpoints, and this process the one that saves there.
+
+    Where another process of this machine does and lives, that is an error. Of one on another machine nobody can tell whether it
+    lives: the last one to come has the folder, and the first one meets the error at its next save.
+
+    Raises:
+        CheckpointError: another job saves to this folder.
+        OSError: it cannot be made or written to.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    me, owner, known = Owner.this_process(), _owner_of(path, JOB), path.resolve()
+    if owner == me:
+        return
+    is_taken = known in _CLAIMED and owner is not None
+    if owner is not None and owner.may_live() and (is_taken or owner.host == me.host):
+        raise CheckpointError(
+            f"save: one job alone may save to {path}, and {owner} does, too; nothing was written: save to a folder for each job, "
+            f"or end that one"
+        )
+    write_whole(path / JOB, json.dumps(asdict(me)).encode())
+    _CLAIMED.add(known)
+
+
+def publish(folder: Path, path: Path, step: int) -> Path:
+    """Makes what was written a checkpoint, and then the latest one."""
+    name, number = f"step-{step}", 1
+    while (path / name).exists():  # the same step, saved again after going back
+        number += 1
+        name = f"step-{step}-{number}"
+    (folder / OWNER).unlink()
+    flush(folder)
+    folder.rename(path / name)
+    flush(path)
+    write_whole(path / LATEST, f"{name}\n".encode())
+    return path / name
+
+
+def keep_last(path: Path, num: int) -> None:
+    """Removes all but the `num` checkpoints that were saved last."""
+    for old in whole_ones(path)[:-num]:
+        renamed = old.with_name(f"{REMOVING}{old.name}")
+        old.rename(renamed)
+        shutil.rmtree(renamed)
+
+
+def _owner_of(folder: Path, name: str = OWNER) -> Owner | None:
+    try:
+        return Owner(**json.loads((folder / name).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def checksum_of(path: Path, start: int = 0, nbytes: int | None = None) -> int:
+    """The CRC-32 of bytes of a file, all to its end by default, and of how many there are."""
+    checksum, left = 0, path.stat().st_size - start if nbytes is None else nbytes
+    with path.open("rb") as file:
+        file.seek(start)
+        while left > 0 and (block := file.read(min(left, CHUNK))):
+            checksum, left = zlib.crc32(block, checksum), left - len(block)
+    return checksum
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that is there whole, on the disk, or not at all.
+
+    Who sees it may rename its folder at once.
+
+    Raises:
+        OSError: it cannot be written, or a link is where it is written first.
+    """
+    beside = path.with_name(f".{path.name}.new")
+    with create(beside) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    with _flushed(path.parent):
+        beside.rename(path)
+
+
+def flush(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    with _flushed(folder):
+        pass
+
+
+@contextmanager
+def _flushed(folder: Path) -> Iterator[None]:
+    """At the end, the names in a folder are on the disk, whatever it is called by then."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_space(path: Path, nbytes_by_rank: Mapping[int, int]) -> None:
+    """Raises unless there is space for what all ranks are about to write.
+
+    Raises:
+        CheckpointError: the disk, or what one file may hold, is too small.
+    """
+    there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    disk, needed = os.statvfs(there), sum(nbytes_by_rank.values())
+    free = disk.f_bavail * disk.f_frsize
+    if needed > free:
+        raise CheckpointError(
+            f"save: {path} must have {needed:,} bytes free, and has {free:,}; nothing was written: make space, or save elsewhere"
+        )
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)[0], max(nbytes_by_rank.values())
+    if limit != resource.RLIM_INFINITY and most > limit:
+        raise CheckpointError(
+            f"save: a file of {most:,} bytes must be allowed, and RLIMIT_FSIZE is {limit:,}; nothing was written: raise it "
+            f"(ulimit -f), or save from more ranks"
+        )

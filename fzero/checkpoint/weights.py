@@ -1,0 +1,184 @@
+"""How do weights from elsewhere become a state, and a state files that others read?
+
+    state = fzero.load_weights("model.safetensors", step=step)      # nothing but weights: the rest starts as in init
+    step.save_16bit_model(state, "out")                             # for from_pretrained
+    fzero.export("checkpoints", "out")                              # the same of a checkpoint, in one process
+
+Each rank reads the ranges that it holds, so that none ever has the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint import folders as files
+from fzero.comms import collectives
+from fzero.checkpoint.save_load import Source, aliases_of, check_same_folder, placed, read_into, together
+from fzero.checkpoint.folders import CheckpointError
+from fzero.checkpoint.layout import Part, Slice, Stored, parts_of_weights
+from fzero.checkpoint.deepspeed.files import find as find_deepspeeds
+from fzero.checkpoint.deepspeed.files import is_deepspeeds
+from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
+from fzero.storage.file_tensor import Files as Scratch
+from fzero.resharding.reshard import AnyStep, blank, first_optimizer
+from fzero.checkpoint.safetensors import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
+from fzero.simulation import LockstepRanks, stacked
+from fzero.state import TrainState
+from fzero.step import TrainStep
+from sharding.views import torch_dtype
+
+if TYPE_CHECKING:
+    from fzero.checkpoint.dcp_format import Files
+
+TORCH_INDEX = "pytorch_model.bin.index.json"
+
+
+class _Ranges:
+    """Tensors in files that give ranges of them."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        found = [SafetensorsFile(p) if p.suffix == ".safetensors" else TorchFile(p) for p in paths]
+        self._file_of = {name: file for file in found for name in file.stored}
+        self.stored = {name: file.stored[name] for name, file in self._file_of.items()}
+
+    def read(self, fragments: Iterable[tuple[Part, Tensor]]) -> None:
+        for part, flat in fragments:
+            flat.copy_(self._file_of[part.key].range(part.key, part.start, part.stop))
+
+
+def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
+    """A new state of `step` with weights from elsewhere, this rank's part; counters, optimizer state and all else as in `init`.
+
+    *Collective:* every rank of the step; sends some numbers. Each rank reads the ranges that it holds.
+
+    Args:
+        path: a `.safetensors` file; a state dict that torch.save wrote; a folder of such files, with an index where there are
+            several; a checkpoint of torch.distributed.checkpoint with the parameters under `model.<name>` or `<name>`; or one
+            of fzero or DeepSpeed, of which the masters are taken where there are any.
+        step: to continue with. Module buffers that are not among the weights are the model's own.
+
+    Raises:
+        CheckpointError: told on every rank: there is nothing that can be read.
+        ValueError: told on every rank: a parameter is missing, has another shape, or is not the model's.
+
+    Returns:
+        The state.
+    """
+    if isinstance(step, LockstepRanks):
+        state: TrainState[Tensor] = stacked(step._run(lambda rank: load_weights(path, step=step.steps[rank])))
+        return state
+    collectives.meet("fzero.load_weights", step._mesh.everyone)
+    scratch = step._offload.make_files(step._mesh.everyone)
+    check_same_folder(step._mesh.everyone, path, "load_weights")
+    read = together(step._mesh.everyone, lambda: _load(Path(path), step, scratch))
+    return placed(read, step, scratch)
+
+
+def export(
+    dir: str | Path,
+    out: str | Path,
+    *,
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+    max_file_nbytes: int = 5 * 10**9,
+) -> None:
+    """Writes the weights of a checkpoint as safetensors files, as `TrainStep.save_16bit_model` does; in this process alone.
+
+    One tensor at a time is in memory. Needs no model.
+
+    Args:
+        dir: as for `load`.
+        out, dtype, max_file_nbytes: as for `TrainStep.save_16bit_model`.
+    """
+    folder = files.find(Path(dir))
+    contents = files.read_contents(folder)
+    found, names, params = chunks_in(folder, contents), contents["names"], contents["optimizer"]
+    first = {name: key for key, name in reversed(names.items())}
+    aliases = {key: first[name] for key, name in names.items() if first[name] != key}
+    tensors = {}
+    for name, key in first.items():
+        like = found.stored[f"model.{name}"]
+        tensors[key] = Stored(like.shape, exported_dtype(like.dtype, dtype) if name in params else like.dtype)
+    with Export(Path(out), tensors, max_file_nbytes, aliases) as exported:
+        for name, key in first.items():
+            source = next(k for k in (f"master.{name}", f"model.{name}") if k in found.stored)
+            like = found.stored[source]
+            part = Part(source, like.shape, like.dtype, 0, math.prod(like.shape), "", 0)
+            flat = torch.empty(part.stop, dtype=torch_dtype(like.dtype))
+            found.read([(part, flat)])
+            exported.write(key, flat.view(like.shape))
+
+
+# --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
+    source, prefixes = _opened(path)
+    names = [*(name for b in step.plan.flat_buffers for name in b.layout.names), *step.plan.buffers]
+    aliases = aliases_of(step)
+    further: dict[str, list[str]] = {}
+    for alias, first in aliases.items():
+        further.setdefault(first, []).append(alias)
+    keys: dict[str, str] = {}
+    for name in names:
+        candidates = [prefix + n for prefix in prefixes for n in (name, *further.get(name, ()))]
+        found = next((key for key in candidates if key in source.stored), None)
+        if found is not None:
+            keys[name] = found
+    known = {prefix + name for prefix in prefixes for name in (*names, *aliases)}
+    unknown = [key for key in source.stored if key not in known and key.startswith(_prefix_of(source.stored))]
+    if unknown:
+        raise ValueError(
+            f"load: {unknown[0]!r} must be of this model, and is not ({len(unknown)} such names); take the weights of "
+            f"the same model"
+        )
+    state = blank(step, step.rank, {"state.step": 0}, keeps_scale=False, files=scratch)
+    missing = [name for name in step.plan.buffers if name not in keys]
+    for name, value in step._first_state.values(missing, None, None).items():
+        state.buffers[name].copy_(value)
+    read_into(state, parts_of_weights(step.plan, step.rank, source.stored, keys), source)
+    return state._replace(optimizer=first_optimizer(step, step.rank, state.params, state.master, scratch))
+
+
+def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
+    """Where weights are read from, and what may stand before their names, the best first."""
+    if path.is_file():
+        return _Ranges([path]), ("",)
+    for index in (path / INDEX, path / TORCH_INDEX):
+        if index.exists():
+            return _Ranges(_files_of(index)), ("",)
+    for single in (path / "model.safetensors", path / "pytorch_model.bin"):
+        if single.exists():
+            return _Ranges([single]), ("",)
+    if is_deepspeeds(path):
+        return DeepSpeedFiles(find_deepspeeds(path)), ("master.", "model.")
+    if (path / files.METADATA).exists() and not (path / files.MANIFEST).exists():
+        return chunks_in(path, None), ("model.", "")
+    folder = files.find(path)
+    return chunks_in(folder, files.read_contents(folder)), ("master.", "model.")
+
+
+def _files_of(index: Path) -> list[Path]:
+    """The files that an index names, which lie beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"load: {index} must be an index of files, got {error!r}; take another folder") from error
+    return [files.inside(index.parent, name, index) for name in names]
+
+
+def _prefix_of(stored: Mapping[str, Stored]) -> str:
+    """What stands before the names of parameters: of what else a job has stored, nothing is asked."""
+    return "model." if any(key.startswith("model.") for key in stored) else ""
+
+
+def chunks_in(folder: Path, contents: Mapping[str, Any] | None) -> Files:
+    from fzero.checkpoint.dcp_format import Files
+
+    return Files(folder, [] if contents is None else map(Slice.of, contents["slices"]))

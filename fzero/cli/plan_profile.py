@@ -1,0 +1,293 @@
+"""The commands that plan and profile: `fzero plan --model 7B --world 64`, `fzero profile --model 100M --sequence 256`.
+
+Each gives 0, or 1 after one line on stderr where what was asked for is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import optree
+import torch
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from fzero import CheckpointError, ConfigWarning, Machine, compare_plans, fit, make_train_step, profile, save_trace
+from fzero.config.files import changed
+from fzero.common.flags import Parser
+from fzero.profiling.machine import rates_from
+from fzero.estimation.models import ModelError, Named, filled, named, sample_from, sample_of
+from fzero.estimation.dry_run import PaperStep
+from fzero.estimation.compare import keys_of, quietly
+from fzero.profiling.profiler import OF_MANY_RANKS
+from fzero.common.text_tables import print_report
+
+SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
+
+PLAN = """bytes on a rank and bytes sent, for all stages and placements beside each other; or what fits.
+
+MODEL is a number of parameters (7B: a plain GPT of that size), the config.json of a model of transformers or
+its folder, the name of a class of transformers, or an import path pkg.mod:fn of a function that returns a
+module. No weights are made, and nothing is downloaded."""
+
+PLAN_EXAMPLES = """examples:
+  fzero plan --model 7B --world 64
+  fzero plan --model LlamaForCausalLM --config ds_config.json --world 8 --sequence 4096
+  fzero plan --model config.json --world 8 --sequence 4096 --fit 80GB --nvme /local --out fits.json
+  fzero env --json > rates.json; fzero plan --model 350M --world 2 --sequence 1024 --rates rates.json --picture peak.png"""
+
+
+PROFILE = """parameters, multiply-accumulates, floating point operations, time and rate of every module, forward and
+backward, and of the update. Values are random: they do not matter here. MODEL is as in fzero plan."""
+
+PROFILE_EXAMPLES = """examples:
+  fzero profile --model 100M --sequence 256 --depth 1
+  fzero profile --model config.json --sequence 256 --config ds_config.json --trace trace.json
+  fzero profile --model my_package.models:small --sample my_package.models:batch --device cuda"""
+
+
+def nbytes(word: str) -> float:
+    """A number of bytes.
+
+    >>> nbytes("80GB"), nbytes("1.5 KiB"), nbytes("2e9")
+    (80000000000.0, 1536.0, 2000000000.0)
+    """
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?", word.strip().upper().replace("E", "e"))
+    if match is None or match[2] not in SCALES:
+        raise argparse.ArgumentTypeError(f"must be a number of bytes, as 80GB, 64GiB or 8e10, got {word!r}")
+    return float(match[1]) * SCALES[match[2]]
+
+
+def count(word: str) -> int:
+    """A positive integer."""
+    if not word.isdigit() or not int(word):
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {word!r}")
+    return int(word)
+
+
+def positive(word: str) -> float:
+    """A positive number."""
+    try:
+        value = float(word)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {word!r}")
+    return value
+
+
+def parser_of(name: str, description: str, examples: str) -> Parser:
+    """A parser whose help ends with examples and whose words stand as they are written."""
+    return Parser(
+        prog=f"fzero {name}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def plan_model(arguments: list[str]) -> int:
+    """`fzero plan`."""
+    parser = parser_of("plan", PLAN, PLAN_EXAMPLES)
+    _add_model(parser)
+    parser.add_argument("--world", type=count, default=1, metavar="N", help="number of ranks (default 1)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the model is (default cuda)")
+    parser.add_argument("--picture", metavar="FILE", help="draw the bytes on the device over a step (needs matplotlib)")
+    fits = parser.add_argument_group("what fits")
+    fits.add_argument(
+        "--fit", type=nbytes, metavar="BYTES", help="find the fastest configuration in so much device memory"
+    )
+    fits.add_argument("--host", type=nbytes, metavar="BYTES", help="host memory of a rank")
+    fits.add_argument("--disk", type=nbytes, metavar="BYTES", help="room for files of a rank")
+    fits.add_argument("--nvme", metavar="PATH", help="a folder on a local disk; without one no files are tried")
+    fits.add_argument("--out", metavar="FILE", help="write the configuration that fits as JSON")
+    rates = parser.add_argument_group("rates of one rank per second, for the seconds of a step")
+    rates.add_argument("--rates", metavar="FILE", help="what fzero env --json printed; those given here go before them")
+    for name, what in (
+        ("flops", "operations"),
+        ("memory", "bytes read and written on the device"),
+        ("network", "bytes sent"),
+        ("pcie", "bytes to host"),
+        ("files", "bytes"),
+        ("processor", "bytes of host memory read and written by an update there"),
+    ):
+        rates.add_argument(f"--{name}", type=positive, metavar="RATE", help=f"{what} (default {_default(name):.0e})")
+    given = parser.parse_args(arguments)
+    if given.out and given.fit is None:
+        parser.error("--out writes what fits: give --fit BYTES beside it")
+    for flag in ("nvme", "host", "disk"):
+        if getattr(given, flag) is not None and given.fit is None:
+            parser.error(f"--{flag} says where something may fit: give --fit BYTES beside it")
+    return told(lambda: _plan(given), given.json)
+
+
+RATES = {
+    "flops": "flops", "memory": "memory", "network": "network", "pcie": "host", "files": "disk", "processor": "processor",
+}  # fmt: skip
+
+
+def _default(name: str) -> float:
+    return float(getattr(Machine(), RATES[name]))
+
+
+def _machine(given: argparse.Namespace) -> Machine:
+    """The rates of a file, and over them those that were given one by one."""
+    machine = Machine() if given.rates is None else rates_from(given.rates).machine
+    own = {field: getattr(given, name) for name, field in RATES.items() if getattr(given, name) is not None}
+    if "flops" in own:
+        own["flops_fp32"] = None  # of all dtypes
+    return replace(machine, **own)
+
+
+def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
+    found = named(given.model)
+    (batch, told_batch), machine = _batch(given, found, given.world), _machine(given)
+    if given.fit is None:
+        compared = compare_plans(
+            found.model, given.config, world_size=given.world, batch=batch, machine=machine, device=given.device
+        )
+        if given.picture:
+            _draw(given.picture, f"{found.told}, {compared.given}", compared[compared.given].step)
+        return _under(found, told_batch, compared), _told(found, told_batch) | compared.as_dict()
+    host, disk = (inf if nbytes is None else nbytes for nbytes in (given.host, given.disk))
+    fitting = fit(
+        found.model, given.config, world_size=given.world, device_nbytes=given.fit, host_nbytes=host, disk_nbytes=disk,
+        nvme_path=given.nvme, machine=machine, batch=batch, device=given.device,
+    )  # fmt: skip
+    if fitting.best is None:
+        print_report(fitting, stderr=True)
+    data = _told(found, told_batch) | {"config": fitting.config} | fitting.as_dict()  # an error where nothing fits
+    if given.out:
+        with _writing("--out", given.out):
+            fitting.save(given.out)
+    if given.picture and fitting.best is not None:
+        _draw(given.picture, f"{found.told}, {fitting.best.name}", fitting.best.column.step)
+    return _under(found, told_batch, fitting), data
+
+
+def profile_model(arguments: list[str]) -> int:
+    """`fzero profile`."""
+    parser = parser_of("profile", PROFILE, PROFILE_EXAMPLES)
+    _add_model(parser)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--depth", type=int, default=-1, metavar="D", help="of the deepest modules shown (default all)")
+    parser.add_argument(
+        "--top", type=count, default=1, metavar="K", help="largest classes named of each depth (default 1)"
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE", help="also write a chrome trace of a step, of --config on this process alone"
+    )
+    given = parser.parse_args(arguments)
+    if not given.sample and given.sequence is None:
+        parser.error("give a batch: --sequence T (and --batch B), or --sample pkg.mod:fn")
+    return told(lambda: _profile(given), given.json)
+
+
+def _profile(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
+    found = named(given.model)
+    batch, told_batch = _batch(given, found)
+    try:
+        batch = optree.tree_map(lambda x: _with_values(x, given.device), batch)
+        model = filled(found.model, given.device)
+        made = profile(model, batch, given.config)
+        if given.trace:
+            keys = (
+                {"optimizer": {"type": "AdamW"}} if given.config is None else keys_of(given.config)
+            )  # dtypes as they are
+            step = make_train_step(model, changed(keys, OF_MANY_RANKS))
+            with _writing("--trace", given.trace):
+                save_trace(given.trace, step, step.init(), batch)
+    except (RuntimeError, AssertionError) as error:  # of torch: no such device, no memory, a batch that does not fit
+        raise ModelError(f"profile: {found.told} on {given.device!r} gave {type(error).__name__}: {error}") from error
+    report = made.report(module_depth=given.depth, top_modules=given.top)
+    return _under(found, told_batch, report), _told(found, told_batch) | made.as_dict()
+
+
+def _with_values(x: Any, device: str) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    return torch.zeros(x.shape, dtype=x.dtype, device=device) if x.is_meta else x.to(device)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="MODEL", help="see above")
+    parser.add_argument("--config", metavar="FILE", help="fzero's or DeepSpeed's JSON (default: bf16 and AdamW)")
+    parser.add_argument(
+        "--batch", type=count, metavar="B", help="samples of a micro-step (default: those of the configuration, or 1)"
+    )
+    parser.add_argument("--sequence", type=count, metavar="T", help="tokens of a sample; counts activations")
+    parser.add_argument("--sample", metavar="pkg.mod:fn", help="a function that makes a batch, in place of the two")
+    parser.add_argument("--json", action="store_true", help="print JSON, for machines")
+
+
+def _batch(given: argparse.Namespace, found: Named, world_size: int | None = None) -> tuple[Any, str]:
+    """One micro-batch, and in words which one it is; without a number of ranks its size is that of a micro-batch alone."""
+    if given.sample:
+        return sample_from(given.sample), f"the batch of {given.sample}"
+    if given.sequence is None:
+        return None, ""
+    size, source = given.batch, "--batch"
+    if size is None:
+        cfg = quietly(keys_of(given.config))
+        size = cfg.train_micro_batch_size_per_gpu if world_size is None else cfg.batch_sizes(world_size).micro
+        source = "the configuration" if size else "the default"
+        size = size or 1
+    return sample_of(found.model, size, given.sequence), f"micro-batch of {size} × {given.sequence} tokens ({source})"
+
+
+def _under(found: Named, batch: str, report: Any) -> RenderableType:
+    return Group(Text(", ".join(filter(None, (found.told, batch)))), "", report)  # else `models:heart:` is a picture
+
+
+def _told(found: Named, batch: str) -> dict[str, Any]:
+    return {"model": found.told} | ({"batch": batch} if batch else {})
+
+
+def _draw(path: str, title: str, step: PaperStep) -> None:
+    picture = step.draw(title)
+    try:
+        picture.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"--picture: must be a file that can be written, of a format that matplotlib has, got {path!r} ({error}); pass "
+            f"another, as in peak.png"
+        ) from error
+
+
+@contextmanager
+def _writing(flag: str, path: str) -> Iterator[None]:
+    """Inside, a file is written that a flag names."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{flag}: must be a file that can be written, got {path!r} ({error}); pass another") from error
+
+
+def told(make: Callable[[], tuple[RenderableType, dict[str, Any]]], as_json: bool) -> int:
+    """Prints what is made, for people or machines; what is wrong in one line on stderr, and then 1."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ConfigWarning)
+            report, data = make()
+    except (ModelError, CheckpointError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    for warning in caught:
+        if issubclass(warning.category, UserWarning):
+            print(f"warning: {warning.message}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(data, indent=2, default=str))
+    elif isinstance(report, str):
+        print(report)
+    else:
+        print_report(report)
+    return 0

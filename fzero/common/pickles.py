@@ -1,0 +1,246 @@
+"""Pickles that run no code: PyTorch's formats and what ranks exchange are pickles, and are read here alone.
+
+A pickle may name any function and call it. Three readers, each of which knows what it may meet:
+
+- `load_tensors`: a file of torch.save, by PyTorch's restricted loader, with errors that name the file and what it needs.
+- `read_metadata`: the `.metadata` of torch.distributed.checkpoint. The classes it names become records without behaviour, from
+  which the metadata is built anew, each field checked.
+- `unpack`: what another rank sent: numbers, strings, bytes and containers of these. No name is looked up at all.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, NoReturn
+from zipfile import is_zipfile
+
+import torch
+
+from fzero.common.safe_files import check_inside
+from sharding.views import torch_dtype
+
+
+class UnsafePickleError(ValueError):
+    """A pickle needs something to be read that it may not name; says what."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"needs the class {name!r} to be read, which might run code")
+
+
+# --- files of torch.save -----------------------------------------------------------------------------------------
+
+
+def load_tensors(source: Path | IO[bytes], *, mmap: bool = False, known: Mapping[str, type] | None = None) -> Any:
+    """The content of a file of torch.save: tensors, numbers, strings and containers of these.
+
+    Args:
+        source: a path, or an open file.
+        mmap: whether tensors are mapped into memory, where the file is of the newer, zipped form.
+        known: further classes that may be named, each with the one that takes its place.
+
+    Raises:
+        UnsafePickleError: it needs another class or function.
+        ValueError: it is missing, or no whole file of torch.save; says which in a line.
+    """
+    replaced: list[Any] = [(stand_in, name) for name, stand_in in (known or {}).items()]
+    try:
+        with torch.serialization.safe_globals(replaced):
+            is_mapped = mmap and isinstance(source, Path) and is_zipfile(source)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except FileNotFoundError as error:
+        raise ValueError("is missing") from error
+    except Exception as error:
+        # PyTorch's own words recommend to read the file without the restriction, which is what must not be done.
+        found = re.search(r"(?:GLOBAL|class|function|global):? ([\w.]+\.[\w.]+)", str(error))
+        if found:
+            raise UnsafePickleError(found[1]) from None
+        reason = "it is damaged, or of another format" if isinstance(error, pickle.UnpicklingError) else _line(error)
+        raise ValueError(f"cannot be read: {reason}") from None
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0]
+
+
+# --- metadata of torch.distributed.checkpoint --------------------------------------------------------------------
+
+
+class _Record:
+    """An object of the metadata: what it was made with, and no behaviour."""
+
+    __slots__ = ("args", "state")
+
+    def __init__(self, *args: Any) -> None:
+        self.args, self.state = args, None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        if not isinstance(self.state, dict) or name not in self.state:
+            raise ValueError(f"{type(self).__name__} must have {name!r}")
+        return self.state[name]
+
+
+class _Metadata(_Record): ...
+
+
+class _Tensor(_Record): ...
+
+
+class _Bytes(_Record): ...
+
+
+class _Properties(_Record): ...
+
+
+class _Chunk(_Record): ...
+
+
+class _Index(_Record): ...
+
+
+class _Place(_Record): ...
+
+
+class _Size(_Record): ...
+
+
+class _Other(_Record):
+    """What is not looked at."""
+
+
+_OF_METADATA: dict[tuple[str, str], type] = {
+    ("torch.distributed.checkpoint.metadata", "Metadata"): _Metadata,
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): _Tensor,
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): _Bytes,
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"): _Properties,
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): _Chunk,
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): _Index,
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"): _Other,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _Other,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
+    ("torch.serialization", "_get_layout"): _Other,
+    ("torch", "Size"): _Size,
+    ("collections", "OrderedDict"): dict,
+    **{(module, name): _Other for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")},
+}
+"""All that the metadata may name besides dtypes, and what is made of it."""
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+class _OfMetadata(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return name
+        try:
+            return _OF_METADATA[module, name]
+        except KeyError:
+            raise UnsafePickleError(f"{module}.{name}") from None
+
+
+def read_metadata(path: Path) -> Any:
+    """The metadata in a file: a `torch.distributed.checkpoint.metadata.Metadata` with its tensors and where they are stored.
+
+    What is stored besides tensors, and what the planner of the job noted, is left out.
+
+    Raises:
+        UnsafePickleError: it names something that metadata does not have.
+        OSError, ValueError: it cannot be read, or is no such metadata; says why.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    content = path.read_bytes()
+    try:
+        found = _OfMetadata(io.BytesIO(content)).load()
+    except UnsafePickleError:
+        raise
+    except Exception as error:  # of bytes that are no pickle, any
+        raise ValueError(f"is no whole pickle: {error!r}") from None
+    tensors: dict[str, Any] = {}
+    for key, like in _dict(_is(found, _Metadata)["state_dict_metadata"]).items():
+        if isinstance(like, _Tensor):
+            chunks = [
+                ChunkStorageMetadata(_size(_is(chunk, _Chunk)["offsets"]), _size(chunk["sizes"]))
+                for chunk in _is(like["chunks"], list)
+            ]
+            dtype, *_ = _is(_is(like["properties"], _Properties).state, tuple)
+            properties = TensorProperties(dtype=torch_dtype(_is(dtype, str)))
+            tensors[_is(key, str)] = TensorStorageMetadata(properties, _size(like["size"]), chunks)
+    places: dict[Any, Any] = {}
+    for index, place in _dict(found["storage_data"]).items():
+        key, offset = _is(_is(index, _Index)["fqn"], str), index["offset"]
+        if key in tensors and offset is not None:
+            start, length = (_count(_is(place, _Place)[name]) for name in ("offset", "length"))
+            name = check_inside(_is(place["relative_path"], str))
+            transforms = [_is(x, str) for x in _is(place.state, dict).get("transform_descriptors") or ()]
+            places[MetadataIndex(key, _size(offset))] = _StorageInfo(name, start, length, transforms or None)
+    return Metadata({**tensors}, storage_data=places)
+
+
+def _is(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"must have a {kind.__name__.lstrip('_')} where {str(value)[:80]!r} is")
+    return value
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    found: dict[Any, Any] = _is(value, dict)
+    return found
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"must have a number of elements or bytes where {str(value)[:80]!r} is")
+    return value
+
+
+def _size(value: Any) -> torch.Size:
+    (numbers,) = _is(value, _Size).args or ((),)
+    return torch.Size(map(_count, _is(numbers, tuple)))
+
+
+# --- what ranks exchange -----------------------------------------------------------------------------------------
+
+
+class _Packer(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> NoReturn:
+        raise TypeError(
+            f"exchange: values must be numbers, strings, bytes and containers of these, got {type(obj).__name__}; send plain ones"
+        )
+
+
+class _Unpacker(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise UnsafePickleError(f"{module}.{name}")
+
+
+def pack(value: Any) -> bytes:
+    """The bytes of a value made of None, numbers, strings, bytes, and tuples, lists, dicts and sets of these.
+
+    >>> unpack(pack({"names": ("a", "b"), "rate": 0.5}))
+    {'names': ('a', 'b'), 'rate': 0.5}
+    """
+    packed = io.BytesIO()
+    _Packer(packed).dump(value)
+    return packed.getvalue()
+
+
+def unpack(content: bytes) -> Any:
+    """What `pack` was given.
+
+    Raises:
+        UnsafePickleError: the bytes name a class or a function.
+    """
+    return _Unpacker(io.BytesIO(content)).load()

@@ -1,0 +1,340 @@
+"""What does a gather or a reduce-scatter send? Collectives as values that compose.
+
+A wire is a pair of pure functions over the ranks of an axis, with a state of their own that goes in and comes out:
+
+    exact()                       the numbers as they are
+    coded(codec)                  what a codec makes of them: fewer bytes, and an error within its bound
+    error_feedback(coded(codec))  the same, and what one round lost is added to what the next one sends
+    restarted(wire, every=n)      the same, with a new state every n rounds
+
+With `coded(quantize(8))` for gathers and `coded(quantize(4))` for reductions that is ZeRO++ (Wang et al. 2023, qwZ and qgZ);
+with error feedback on the reductions LoCo (Xie et al. 2024). Every rank decodes its own part like the others', so
+that all of them hold the same numbers. Sums are made in rank order, in fp32 or wider.
+
+Both functions *start* to send and return at once, so that compute goes on meanwhile.
+
+Shape letters: P padded elements = W·S, S elements of a shard, W ranks, B bytes; on a `Sim` axis a leading dimension of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+import torch.fx.traceback
+from einops import rearrange
+from torch import Tensor
+
+from fzero.comms import collectives
+from fzero.comms.codecs import Codec
+from fzero.comms.collectives import GATHER, OTHER, REDUCE, Bound, Pending, Sim
+from fzero.comms.records import Label
+
+State = Any
+Axis = Any
+"""A `fzero.comms.collectives.Axis`; in a captured step what stands for one (`fzero.comms.mesh_in_graph.AxisInGraph`)."""
+
+
+class Sending(NamedTuple):
+    """A gather or a reduce-scatter under way."""
+
+    pending: Pending
+    state: Callable[[], State]
+    """The new state, once what is pending has ended."""
+
+    def wait(self) -> tuple[Tensor, State]:
+        """The result and the new state."""
+        return self.pending.wait(), self.state()
+
+
+def ended(x: Tensor, state: State) -> Sending:
+    """What has arrived already."""
+    return Sending(Pending(OTHER, (), lambda: x), lambda: state)
+
+
+class Wire(NamedTuple):
+    """How shards are gathered and summands reduced.
+
+    Attributes:
+        name: what a table shows; the same on all ranks.
+        nbytes: B for N elements of so many bytes each.
+        init: the state for what one rank sends in a round: a tensor like that; None where there is none. What is floating in
+            it is in units of what is sent.
+        start_gather: this rank's shard (S), the axis and the state → the shards of all ranks in rank order (P), and the new
+            state. `full_P` may take the result.
+        start_reduce_scatter: this rank's summand (P), … → this rank's shard of the sum (S), and the new state. `out_S` may
+            take the result; `after` is the collective that writes the summand, and must be ended before that is read.
+        lossy: the numbers that arrive where these are sent, (…, N) → (…, N).
+    """
+
+    name: str
+    nbytes: Callable[[int, int], int]
+    init: Callable[[Tensor], State]
+    start_gather: Callable[..., Sending]
+    start_reduce_scatter: Callable[..., Sending]
+    lossy: Callable[[Tensor], Tensor]
+
+    def gather(self, shard: Tensor, axis: Axis, state: State) -> tuple[Tensor, State]:
+        """The shards of all ranks in rank order (P), and the new state. *Collective.*"""
+        return self.start_gather(shard, axis, state).wait()
+
+    def reduce_scatter(self, full: Tensor, axis: Axis, state: State) -> tuple[Tensor, State]:
+        """This rank's shard of the sum (S), and the new state. *Collective.*"""
+        return self.start_reduce_scatter(full, axis, state).wait()
+
+
+def exact() -> Wire:
+    """The numbers as they are, as a step sends them without a wire. *Collective:* each function sends `(W-1)/W · P` elements."""
+    return _EXACT
+
+
+def _start_exact_gather(
+    shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, label: Label = GATHER
+) -> Sending:
+    return Sending(_start_all_gather(shard.contiguous(), axis, full_P, label), lambda: state)
+
+
+def _start_exact_reduce_scatter(
+    full: Tensor,
+    axis: Axis,
+    state: State,
+    *,
+    out_S: Tensor | None = None,
+    after: Pending | None = None,
+    label: Label = REDUCE,
+) -> Sending:
+    if isinstance(axis, Sim):
+        return ended(collectives.in_order(collectives.all_to_all(_rows(full, axis), axis).unbind(-2)), state)
+    pending = collectives.start_reduce_scatter(full.contiguous(), axis, out_S=out_S, after=after, label=label)
+    return Sending(pending, lambda: state)
+
+
+_EXACT = Wire(
+    "exact",
+    lambda numel, itemsize: numel * itemsize,
+    lambda like: None,
+    _start_exact_gather,
+    _start_exact_reduce_scatter,
+    lambda x: x,
+)
+
+
+def coded(codec: Codec) -> Wire:
+    """What `codec` makes of the numbers. *Collective:* each function sends `(W-1) · codec.nbytes(S)` bytes."""
+    if not isinstance(codec, Codec):
+        raise ValueError(f"coded: codec must be a Codec, got {codec!r}; pass quantize(8), say")
+
+    def lossy(x: Tensor) -> Tensor:
+        return codec.decode(codec.encode(x), x.shape[-1], x.dtype)
+
+    def start_gather(
+        shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, label: Label = GATHER
+    ) -> Sending:
+        numel = shard.shape[-1]
+        pending = _start_all_gather(codec.encode(shard), axis, None, label, (numel, codec.nbytes(numel)))
+
+        def finish() -> Tensor:
+            rows = rearrange(pending.finish(), "... (rank nbytes) -> ... rank nbytes", rank=axis.size)
+            decoded = codec.decode(rows, numel, shard.dtype).flatten(-2)
+            return decoded if full_P is None else full_P.copy_(decoded)
+
+        return Sending(Pending(label, pending.works, finish), lambda: state)
+
+    def start_reduce_scatter(
+        full: Tensor,
+        axis: Axis,
+        state: State,
+        *,
+        out_S: Tensor | None = None,
+        after: Pending | None = None,
+        label: Label = REDUCE,
+    ) -> Sending:
+        shard_numel = full.shape[-1] // axis.size
+        rows, after = _made(
+            lambda: codec.encode(_rows(full, axis)), (axis.size, codec.nbytes(shard_numel)), torch.uint8, full, after
+        )
+        pending = _start_all_to_all(rows, axis, after, label, (shard_numel, codec.nbytes(shard_numel)))
+
+        def finish() -> Tensor:
+            wide = torch.promote_types(full.dtype, torch.float32)
+            total = collectives.in_order(codec.decode(pending.finish(), shard_numel, wide).unbind(-2))
+            return total.to(full.dtype) if out_S is None else out_S.copy_(total)
+
+        return Sending(Pending(label, pending.works, finish), lambda: state)
+
+    return Wire(
+        codec.name, lambda numel, _: codec.nbytes(numel), lambda like: None, start_gather, start_reduce_scatter, lossy
+    )
+
+
+def error_feedback(wire: Wire, *, decay: float = 0.0) -> Wire:
+    """What one round lost is added to what this rank sends in the next (Seide et al. 2014; LoCo with `decay` 0.8).
+
+    The state is the error so far, as long as what is sent. An error that is not finite is forgotten.
+
+    Args:
+        wire: without a state of its own.
+        decay: the share of the old error that stays beside the new one: error ← decay · error + (1 - decay) · lost.
+    """
+    _check_wire("error_feedback", wire)
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+        raise ValueError(f"error_feedback: decay must be in [0, 1), got {decay!r}; 0 keeps the last round's error only")
+
+    def corrected(x: Tensor, error: Tensor, parts: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """What is sent in place of `x`, in the error's dtype, and the new error."""
+        sent = x.to(error.dtype) + error
+        lost = sent - wire.lossy(parts(sent)).reshape(sent.shape)
+        error = decay * error + (1 - decay) * lost
+        return sent, torch.where(error.isfinite(), error, 0.0)
+
+    def start_gather(
+        shard: Tensor, axis: Axis, error: State, *, full_P: Tensor | None = None, label: Label = GATHER
+    ) -> Sending:
+        sent, error = corrected(shard, error, lambda x: x)
+        pending = wire.start_gather(sent, axis, None, label=label).pending
+        return Sending(_copied(pending, full_P, shard.dtype), lambda: error)
+
+    def start_reduce_scatter(
+        full: Tensor,
+        axis: Axis,
+        error: State,
+        *,
+        out_S: Tensor | None = None,
+        after: Pending | None = None,
+        label: Label = REDUCE,
+    ) -> Sending:
+        errors: list[Tensor] = []
+
+        def make() -> Tensor:
+            sent, new = corrected(full, error, lambda x: _rows(x, axis))
+            errors.append(new)
+            return sent
+
+        sent, after = _made(make, full.shape, error.dtype, full, after)
+        pending = wire.start_reduce_scatter(sent, axis, None, after=after, label=label).pending
+        return Sending(_copied(pending, out_S, full.dtype), lambda: errors[0])
+
+    def init(like: Tensor) -> Tensor:
+        return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+
+    return Wire(
+        f"error_feedback({wire.name}, {decay})", wire.nbytes, init, start_gather, start_reduce_scatter, wire.lossy
+    )
+
+
+def _check_wire(field: str, wire: Wire) -> None:
+    if not isinstance(wire, Wire):
+        raise ValueError(f"{field}: wire must be a Wire, got {wire!r}; pass coded(quantize(4)), say")
+    if wire.init(torch.empty(2, device="meta")) is not None:
+        raise ValueError(
+            f"{field}: wire must be without a state of its own, got {wire.name}; pass what is inside of it"
+        )
+
+
+class Restarted(NamedTuple):
+    """The state of a wire that starts anew from time to time."""
+
+    state: State
+    num_rounds: Tensor
+    """0-d int64: rounds made so far."""
+
+
+def restarted(wire: Wire, *, every: int) -> Wire:
+    """A wire whose state becomes what `init` makes after `every` rounds, and again after as many (LoCo's `reset_T`)."""
+    if not isinstance(wire, Wire):
+        raise ValueError(
+            f"restarted: wire must be a Wire, got {type(wire).__name__}; pass error_feedback(coded(quantize(4))), say"
+        )
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"restarted: every must be a positive number of rounds, got {every!r}; 1024 say")
+
+    def init(like: Tensor) -> Restarted:
+        return Restarted(wire.init(like), torch.zeros(like.shape[:-1], dtype=torch.int64, device=like.device))
+
+    def present(x: Tensor, state: Restarted) -> State:
+        is_new = state.num_rounds % every == 0
+        return optree.tree_map(
+            lambda first, now: torch.where(is_new.view(is_new.shape + (1,) * (now.ndim - is_new.ndim)), first, now),
+            wire.init(x),
+            state.state,
+        )
+
+    def later(sending: Sending, state: Restarted) -> Sending:
+        return sending._replace(state=lambda: Restarted(sending.state(), state.num_rounds + 1))
+
+    def start_gather(shard: Tensor, axis: Axis, state: State, **how: Any) -> Sending:
+        return later(wire.start_gather(shard, axis, present(shard, state), **how), state)
+
+    def start_reduce_scatter(full: Tensor, axis: Axis, state: State, **how: Any) -> Sending:
+        return later(wire.start_reduce_scatter(full, axis, present(full, state), **how), state)
+
+    name = f"restarted({wire.name}, {every})"
+    return Wire(name, wire.nbytes, init, start_gather, start_reduce_scatter, wire.lossy)
+
+
+# --- what they are made of ---------------------------------------------------------------------------------------
+
+
+def _made(
+    make: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, after: Pending | None
+) -> tuple[Tensor, Pending | None]:
+    """A tensor, and what must end before it is there: it is made now, or when `after` has ended."""
+    if after is None:
+        return make(), None
+    made = like.new_empty(shape, dtype=dtype)
+
+    def finish() -> Tensor:
+        after.finish()
+        return made.copy_(make())
+
+    return made, Pending(after.label, after.works, finish)
+
+
+def _copied(pending: Pending, out: Tensor | None, dtype: torch.dtype) -> Pending:
+    """The same collective, with its result in `out`, or in another dtype."""
+    return Pending(
+        pending.label,
+        pending.works,
+        lambda: pending.finish().to(dtype) if out is None else out.copy_(pending.finish()),
+    )
+
+
+Coded = tuple[int, int]
+"""So many elements of a row, and as what they travel: as told, a collective counts the elements before they are coded."""
+
+
+def _start_all_gather(shard: Tensor, axis: Axis, full: Tensor | None, label: Label, coded: Coded = (1, 1)) -> Pending:
+    """Starts to join what all ranks have, along the last dimension."""
+    if isinstance(axis, Sim):
+        return ended(collectives.all_gather(shard, axis), None).pending
+    if not isinstance(axis, Bound):  # of a graph
+        with torch.fx.traceback.annotate({"coded": coded}):
+            return ended(axis.all_gather(shard), None).pending
+    full = shard.new_empty(shard.numel() * axis.size) if full is None else full
+    return collectives.start_all_gather(shard, full, _telling(axis, coded), label=label)
+
+
+def _start_all_to_all(rows: Tensor, axis: Axis, after: Pending | None, label: Label, coded: Coded) -> Pending:
+    """Starts to send row r of (…, W, N) to rank r."""
+    if isinstance(axis, Sim):
+        return ended(collectives.all_to_all(rows, axis), None).pending
+    if not isinstance(axis, Bound):
+        with torch.fx.traceback.annotate({"coded": coded}):
+            return ended(axis.all_to_all(rows.contiguous()), None).pending
+    return collectives.start_all_to_all(rows.contiguous(), _telling(axis, coded), after=after, label=label)
+
+
+def _telling(axis: Bound, coded: Coded) -> Bound:
+    tell, (before, after) = axis.observe, coded
+    if tell is None or before == after:
+        return axis
+    return replace(axis, observe=lambda sent: tell(sent._replace(num_elements=sent.num_elements // after * before)))
+
+
+def _rows(full: Tensor, axis: Axis) -> Tensor:
+    """What goes to each rank: (…, P) → (…, W, S)."""
+    rows: Tensor = rearrange(full, "... (rank shard) -> ... rank shard", rank=axis.size)
+    return rows

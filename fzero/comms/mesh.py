@@ -1,0 +1,235 @@
+"""One rank of a mesh, and the collectives along several axes, each made of those along one.
+
+Shards are cut along the major axis first. So an all-gather joins neighbours along the minor axis first, and a
+reduce-scatter goes the other way round: what crosses the minor axes has been divided by the size of the major one. Along
+one axis each is the one collective, and nothing else.
+
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards along `axes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Self, TypeVar
+
+from torch import Tensor
+
+from fzero.comms import collectives
+from fzero.comms.collectives import EVERYONE, GATHER, OTHER, REDUCE, Bound, Pending
+from fzero.plans.mesh_axes import is_several
+from fzero.plans.plan import Plan
+from fzero.comms.records import Label, Sent
+from fzero.comms.comm_hooks import Sending, State, Wire
+from sharding import Sharded, Spec
+
+AnyAxis = TypeVar("AnyAxis")
+States = Mapping[str, State]
+"""What the wires of one flat buffer remember, by axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundMesh:
+    """The axes of a plan's mesh, of which this process (or this thread) is one rank.
+
+    Args:
+        everyone: all ranks of the job; on one axis, that axis.
+        axes: over which the finest shards lie, major first (`Plan.axes`).
+        further: those along which other ranks hold the same shards (`Plan.further_axes`).
+        shard: which of the finest shards this rank holds.
+    """
+
+    everyone: Bound
+    axes: tuple[Bound, ...]
+    further: tuple[Bound, ...]
+    shard: int
+
+    @classmethod
+    def of(cls, everyone: Bound, plan: Plan) -> Self:
+        """*Collective* where several axes are real: every rank; makes a process group for each, the first time."""
+        mesh, shard = plan.mesh, plan.shard_of(everyone.rank)
+        if not is_several(mesh):
+            everyone = replace(everyone, name=plan.axes[0])
+            return cls(everyone, (everyone,), (), shard)
+        axes, further = (
+            tuple(collectives.along(everyone, mesh, name) for name in names) for names in (plan.axes, plan.further_axes)
+        )
+        return cls(replace(everyone, name=EVERYONE), axes, further, shard)
+
+    @property
+    def num_shards(self) -> int:
+        """F."""
+        return math.prod(axis.size for axis in self.axes)
+
+    def observed(self, observe: Callable[[Sent], None]) -> Self:
+        """The same ranks, whose collectives are told to `observe`, too."""
+        axes, further = (
+            tuple(collectives.observed(axis, observe) for axis in own) for own in (self.axes, self.further)
+        )
+        return replace(self, everyone=collectives.observed(self.everyone, observe), axes=axes, further=further)
+
+    def axes_of(self, spec: Spec) -> tuple[Bound, ...]:
+        """Those that the spec of a part of the state names: the first ones of `axes`."""
+        return self.axes[: len(spec.axes)] if isinstance(spec, Sharded) else ()
+
+    def start_all_gather(
+        self,
+        shard_S: Tensor,
+        full: Tensor,
+        axes: Sequence[Bound],
+        *,
+        wires: Mapping[str, Wire] = {},
+        label: Label = GATHER,
+    ) -> Pending:
+        """Starts to fill `full` with the shards of all ranks along `axes`, of which `shard_S` may be a slice.
+
+        *Collective:* every rank of `axes`.
+
+        Args:
+            wires: without a state, where there is one axis.
+        """
+        if wires:
+            (axis,) = axes
+            return wires[axis.name].start_gather(shard_S, axis, None, full_P=full, label=label).pending
+        wholes = [full]
+        for axis in axes[:-1]:
+            wholes.append(_own(wholes[-1], axis))
+        pending = None
+        for axis in reversed(axes):
+            whole = wholes.pop()
+            pending = collectives.start_all_gather(shard_S, whole, axis, after=pending, label=label)
+            shard_S = whole
+        assert pending is not None
+        return pending
+
+    def start_reduce_scatter(
+        self,
+        full_P: Tensor,
+        *,
+        out_S: Tensor | None = None,
+        further: Literal["now", "later"] = "now",
+        held_S: Tensor | None = None,
+        wires: Mapping[str, Wire] = {},
+        states: Mapping[str, State] = {},
+        label: Label = REDUCE,
+    ) -> Sending:
+        """Starts to sum `full_P` over all ranks: along `axes` in order, each in rank order, and then along the further ones.
+
+        *Collective:* every rank.
+
+        Args:
+            full_P: this rank's summand; must not change until the end, and is written where there are several axes.
+            out_S: takes the result; may be this rank's shard of `full_P`. None makes a new tensor, or uses that shard.
+            further: `"later"` leaves the sum along the further axes to a later call, which is given this result.
+            held_S: what earlier calls left. The shard is added to it, in its dtype, before the sum along the further axes.
+            wires: that it goes through, by axis.
+            states: theirs, by axis; what is under way gives the new ones.
+        """
+        pending, summand, through = None, full_P, _Through(wires, states, {})
+        for axis in self.axes:
+            is_last = axis is self.axes[-1]
+            target = out_S if is_last else None
+            if target is None and (self.further or not is_last):
+                target = _own(summand, axis)
+            pending = through.start_along(axis, summand, target, pending, label)
+            summand = full_P if target is None else target
+        assert pending is not None
+        if self.further and further == "now":
+            pending = pending if held_S is None else _plus(pending, held_S)
+            pending = through.start_sum(summand, self.further, pending, label)
+        return Sending(pending, through.now)
+
+    def start_all_reduce(
+        self,
+        full_P: Tensor,
+        *,
+        wires: Mapping[str, Wire] = {},
+        states: Mapping[str, State] = {},
+        label: Label = REDUCE,
+    ) -> Sending:
+        """Starts to sum `full_P` over all ranks, in place and in the same order. *Collective:* every rank."""
+        axes = [axis for axis in (*self.axes, *self.further) if axis.size > 1] or [self.everyone]
+        through = _Through(wires, states, {})
+        return Sending(through.start_sum(full_P, axes, None, label), through.now)
+
+    def all_gather(self, shard: Tensor, axes: Sequence[Bound], *, label: Label = GATHER) -> Tensor:
+        """The shards of all ranks along `axes` joined. *Collective:* every rank of `axes`."""
+        for axis in reversed(axes):
+            shard = collectives.all_gather(shard, axis, label=label)
+        return shard
+
+    def stack(self, x: Tensor, *, label: Label = OTHER) -> Tensor:
+        """The small tensors of all shards, along a new first dimension. *Collective:* every rank of `axes`."""
+        return stack_along(x, self.axes, lambda x, axis: collectives.stack(x, axis, label=label))
+
+
+def stack_along(x: Tensor, axes: Sequence[AnyAxis], stack: Callable[[Tensor, AnyAxis], Tensor]) -> Tensor:
+    """The tensors of all ranks along `axes`, major first, in a new first dimension; `stack` does so along one axis."""
+    *majors, minor = axes
+    rows = stack(x, minor)
+    for axis in reversed(majors):
+        rows = stack(rows, axis).flatten(0, 1)
+    return rows
+
+
+class _Through(NamedTuple):
+    """One reduction, through the wires of some axes."""
+
+    wires: Mapping[str, Wire]
+    before: States
+    after: dict[str, Callable[[], State]]
+    """What gives the new states, by axis."""
+
+    def now(self) -> States:
+        """What the wires remember, when all has ended."""
+        return {**self.before, **{axis: state() for axis, state in self.after.items()}}
+
+    def start_along(
+        self, axis: Bound, full: Tensor, out: Tensor | None, after: Pending | None, label: Label
+    ) -> Pending:
+        """Starts a reduce-scatter along one axis."""
+        if axis.name not in self.wires:
+            return collectives.start_reduce_scatter(full, axis, out_S=out, after=after, label=label)
+        wire, state = self.wires[axis.name], self.before.get(axis.name)
+        sending = wire.start_reduce_scatter(full, axis, state, out_S=out, after=after, label=label)
+        if axis.name in self.before:
+            self.after[axis.name] = sending.state
+        return sending.pending if out is None else _into(out, sending.pending)
+
+    def start_sum(self, full: Tensor, axes: Sequence[Bound], after: Pending | None, label: Label) -> Pending:
+        """Starts to sum along one axis after the other, in place. What has been added up is gathered as it is."""
+        first, *then = axes
+        if not any(axis.name in self.wires for axis in axes):
+            return collectives.start_all_reduce(full, first, then=then, after=after, label=label)
+        own = _own(full, first)
+        reduction = self.start_along(first, full, own, after, label)
+        if then:
+            reduction = self.start_sum(own, then, reduction, label)
+        return collectives.start_all_gather(own, full, first, after=reduction, label=label)
+
+
+def _into(out: Tensor, pending: Pending) -> Pending:
+    """The same collective, with its result in `out`, where a wire may have left it elsewhere."""
+
+    def finish() -> Tensor:
+        result = pending.finish()
+        return result if result.data_ptr() == out.data_ptr() else out.copy_(result)
+
+    return Pending(pending.label, pending.works, finish)
+
+
+def _plus(pending: Pending, x: Tensor) -> Pending:
+    """The same collective, with its result added to `x` and made that sum."""
+
+    def finish() -> Tensor:
+        result = pending.finish()
+        return result.copy_(x.add_(result))
+
+    return Pending(pending.label, pending.works, finish)
+
+
+def _own(full: Tensor, axis: Bound) -> Tensor:
+    """This rank's part of a tensor that is cut along one axis, as a view."""
+    numel = full.numel() // axis.size
+    return full if axis.size == 1 else full[axis.rank * numel : (axis.rank + 1) * numel]

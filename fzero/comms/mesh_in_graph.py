@@ -1,0 +1,179 @@
+"""What does a captured step send along the axes of a mesh? The collectives of `fzero.comms.mesh`, as nodes of a graph.
+
+A `MeshInGraph` joins axes, each one rank's (`InGraph`) or that of all ranks at once (`StackedAxis`), with what there is to a
+rank besides its collectives: which shard is its own, and how a function is run on it (`OneRank`, `Stacked`). The
+collectives along several axes are made of those along one, in the order of the eager step: its bits.
+
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards along `axes`, W ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.comms.mesh import stack_along
+from fzero.comms.collectives import EVERYONE, Fake, InGraph, Real, along
+from fzero.plans.plan import Plan
+from fzero.comms.stacked import Stacked, StackedAxis
+from fzero.comms.comm_hooks import Wire
+
+T = TypeVar("T")
+
+
+class AxisInGraph(Protocol):
+    """The collectives along one axis, as `InGraph` says what they are."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    def all_gather(self, shard_S: Tensor) -> Tensor: ...
+    def reduce_scatter(self, full_P: Tensor) -> Tensor: ...
+    def all_reduce(self, full_P: Tensor) -> Tensor: ...
+    def all_to_all(self, rows_WN: Tensor) -> Tensor: ...
+    def stack(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """One rank's part of a graph: that which holds shard number `shard`."""
+
+    shard: int
+
+    def each(self, function: Callable[..., T]) -> Callable[..., T]:
+        """`function` on this rank."""
+        return function
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Around what draws random numbers."""
+        return nullcontext()
+
+    def in_turn(self, function: Callable[..., None], *args: Any) -> None:
+        """`function`, which writes into its arguments, on this rank."""
+        function(*args)
+
+    def own(self, flat: Tensor, numel: int) -> Tensor:
+        """This rank's shard of so many elements, a view of a flat tensor that holds it and others in order."""
+        start = self.shard % (flat.numel() // numel) * numel
+        return flat[start : start + numel]
+
+    def write_own(self, flat: Tensor, shard_S: Tensor) -> None:
+        """Writes this rank's shard of such a tensor."""
+        self.own(flat, shard_S.numel()).copy_(shard_S)
+
+    def place(self, numel: int) -> int:
+        """Where this rank's shard of so many elements begins."""
+        return self.shard * numel
+
+
+@dataclass(frozen=True, slots=True)
+class MeshInGraph:
+    """The axes of a plan's mesh in a graph; `everyone`, `axes` and `further` as in a `BoundMesh`."""
+
+    ranks: OneRank | Stacked
+    everyone: AxisInGraph
+    axes: tuple[AxisInGraph, ...]
+    further: tuple[AxisInGraph, ...]
+
+    @classmethod
+    def of(cls, everyone: Real | Fake, plan: Plan, device: torch.device) -> Self:
+        """One rank's. *Collective* where several axes are real, as `BoundMesh.of`."""
+        axes, further = (
+            tuple(InGraph.of(along(everyone, plan.mesh, name), device) for name in names)
+            for names in (plan.axes, plan.further_axes)
+        )
+        whole = next((axis for axis in (*axes, *further) if axis.size == everyone.size), None)
+        return cls(
+            OneRank(plan.shard_of(everyone.rank)), whole or InGraph.of(everyone, device, name=EVERYONE), axes, further
+        )
+
+    @classmethod
+    def of_all(cls, ranks: Stacked, plan: Plan) -> Self:
+        """All ranks' at once."""
+        axes, further = (
+            tuple(StackedAxis.of(plan.mesh, name) for name in names) for names in (plan.axes, plan.further_axes)
+        )
+        return cls(ranks, StackedAxis(plan.world_size), axes, further)
+
+    @property
+    def num_ranks(self) -> int:
+        """W."""
+        return self.everyone.size
+
+    @property
+    def num_shards(self) -> int:
+        """F."""
+        return math.prod([axis.size for axis in self.axes])
+
+    @property
+    def by_group(self) -> dict[str, InGraph]:
+        """The axes of one rank by the names that a graph has for them."""
+        axes = [axis for axis in (self.everyone, *self.axes, *self.further) if isinstance(axis, InGraph)]
+        return {axis.group_name: axis for axis in axes if axis.size > 1}
+
+    def all_gather(self, shard: Tensor, axes: Sequence[AxisInGraph], wires: Mapping[str, Wire] = {}) -> Tensor:
+        """The shards of all ranks along `axes` joined, neighbours along the last one first; through wires without a state."""
+        for axis in reversed(axes):
+            if axis.name in wires and axis.size > 1 and shard.numel():
+                shard = wires[axis.name].gather(shard, axis, None)[0]
+            else:
+                shard = axis.all_gather(shard)
+        return shard
+
+    def reduce_scatter(self, full_P: Tensor, through: Through) -> Tensor:
+        """This rank's shard of the sum along `axes`, P → S."""
+        for axis in self.axes:
+            full_P = through.reduce_scatter(full_P, axis)
+        return full_P
+
+    def sum_further(self, shard_S: Tensor, through: Through) -> Tensor:
+        """The sum along the further axes."""
+        return _all_reduce(shard_S, self.further, through)
+
+    def all_reduce(self, full_P: Tensor, through: Through) -> Tensor:
+        """The sum over all ranks: along `axes`, and then along the further ones."""
+        return _all_reduce(full_P, (*self.axes, *self.further), through)
+
+    def stack(self, x: Tensor) -> Tensor:
+        """The small tensors of all ranks along a new first dimension."""
+        return self.everyone.stack(x)
+
+    def stack_shards(self, x: Tensor) -> Tensor:
+        """Those of all shards."""
+        return stack_along(x, self.axes, lambda x, axis: axis.stack(x))
+
+
+class Through(NamedTuple):
+    """The wires that one flat buffer's reductions go through, and what they remember: tensors, to be written; by axis."""
+
+    wires: Mapping[str, Wire]
+    states: Mapping[str, Any]
+
+    def reduce_scatter(self, full: Tensor, axis: AxisInGraph) -> Tensor:
+        """This rank's shard of the sum along one axis."""
+        if axis.name not in self.wires or axis.size == 1 or not full.numel():
+            return axis.reduce_scatter(full)
+        state = self.states.get(axis.name)
+        shard, after = self.wires[axis.name].reduce_scatter(full, axis, state)
+        for kept, now in zip(optree.tree_leaves(state), optree.tree_leaves(after), strict=True):
+            kept.copy_(now)
+        return shard
+
+
+def _all_reduce(x: Tensor, axes: Sequence[AxisInGraph], through: Through) -> Tensor:
+    """The sum along several axes: the further ones between the two halves of the first, where tensors are small."""
+    several = [axis for axis in axes if axis.size > 1]
+    is_exact = not any(axis.name in through.wires for axis in several)
+    if is_exact and len(several) < 2:
+        return several[0].all_reduce(x) if several else x
+    first, *then = several
+    shard = through.reduce_scatter(x, first)
+    return first.all_gather(_all_reduce(shard, then, through) if then else shard)

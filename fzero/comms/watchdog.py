@@ -1,0 +1,389 @@
+"""Who keeps a collective waiting, or has gone, and what does each rank do meanwhile? Asked when a collective fails.
+
+1. A rank counts the collectives that it starts and knows for which it waits (`HERE`); that is all that a step pays.
+2. Each rank has a *watch*: a thread that looks once a second, and every three seconds where something moves, whether the job's
+   store has an alarm. A rank whose collective fails sets it. On CUDA nothing waits on the host, and the watch sets it before
+   NCCL ends the process.
+3. Then all watches answer with place and stack. Of a rank whose process has ended or is stopped, another one on its host
+   says so. Of one that does not answer, for C code holds its interpreter, another one on the same host asks for the stack by a
+   signal that `faulthandler` answers without the interpreter. A rank that ends with an error says so before.
+4. The first to ask tells who is missing, and after a timeout everyone's stack on its stderr; all raise with the same lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from fzero.comms.records import Label
+from fzero.comms.thread_dumps import WATCH, answer_no_signals, answer_signals, fate_of, identity_of, stack_here, stack_of
+
+TICK = 1.0  # seconds between two looks of a watch
+SILENT = 10.0  # seconds after which a rank is taken for one that cannot answer
+MOVING = 3.0  # the same of a rank that goes on
+PATIENCE = 20.0  # seconds that a report waits for answers at the most
+HASTE = 8.0  # the same where a connection was lost, which may be seen by one rank long before the others
+MORE = 1.0  # seconds in which further ranks may be found that are gone, too
+AGAIN = 0.3  # seconds until it is looked again for what is not there yet, as the end of a process whose connections are closed
+HEARD = 5.0  # seconds that the rank which keeps the store stays for others, which have to read the report
+
+
+class Store(Protocol):
+    """What is used of a store of torch.distributed."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def delete_key(self, key: str) -> bool: ...
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far this process has come."""
+
+    num_steps: int = 0
+    number: int = 0
+    """Collectives started in this step."""
+    label: Label | None = None
+    """Of the last one."""
+    waits: dict[int, Label | str] = field(default_factory=dict)
+    """What threads wait for."""
+    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds that the host has waited for collectives since the process began, by their purpose."""
+    call: str | None = None
+    """Where this rank waits for the others to make the same call (`fzero.comms.meeting`)."""
+
+    def next_step(self) -> None:
+        self.num_steps, self.number = self.num_steps + 1, 0
+
+    def start(self, label: Label) -> None:
+        self.number, self.label = self.number + 1, label
+
+
+HERE = Progress()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank says of itself when it is asked, or another one says of it (`is_silent`)."""
+
+    rank: int
+    host: str
+    pid: int
+    place: tuple[int, int]
+    """Step, and number of collectives started in it."""
+    doing: str
+    waits: bool
+    stack: str
+    is_silent: bool = False
+    is_gone: bool = False
+    """Whether its process has ended or is stopped."""
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+def where(label: Label | str | None, place: tuple[int, int]) -> str:
+    """A collective by its label and its number.
+
+    >>> where(Label("gather", "blocks.0/float32", "forward"), (3, 5))
+    'gather blocks.0/float32 (forward, collective 5 of step 3)'
+    """
+    if label is None:
+        return "the start"
+    phase = f"{label.phase}, " if isinstance(label, Label) and label.phase else ""
+    return f"{label} ({phase}collective {place[1]} of step {place[0]})"
+
+
+def summary(answers: Sequence[Answer], world_size: int) -> list[str]:
+    """Who is missing, and what all do.
+
+    >>> waiting = Answer(0, "a", 7, (2, 5), "waiting for gather x", True, "")
+    >>> busy = Answer(1, "a", 8, (2, 4), "in no collective, the last was gather w", False, "")
+    >>> print("\\n".join(summary([waiting, busy], 3)))
+    rank 1 (a, pid 8) has not come: in no collective, the last was gather w
+    rank 2 has not come and does not answer: its process has ended or is stopped, or its host cannot be reached
+    rank 0: waiting for gather x
+
+    Nobody else is to blame where one is gone, also if it has come less far:
+
+    >>> stopped = Answer(2, "a", 9, (0, 0), "its process is stopped", False, "", is_silent=True, is_gone=True)
+    >>> print("\\n".join(summary([waiting, busy, stopped], 4)))
+    rank 2 (a, pid 9) has not come: its process is stopped
+    rank 0: waiting for gather x
+    rank 1: in no collective, the last was gather w
+    """
+    furthest = max((answer.place for answer in answers if not answer.is_silent), default=(0, 0))
+    silent = {*range(world_size)} - {answer.rank for answer in answers}
+    gone = [answer for answer in answers if answer.is_gone]
+    behind = [answer for answer in answers if not silent and (answer.is_silent or answer.place < furthest)]
+    late = gone or [answer for answer in answers if not answer.waits] or behind
+    lines = [f"{answer.who} has not come: {answer.doing}" for answer in late]
+    ended = "does not answer: its process has ended or is stopped, or its host cannot be reached"
+    lines += [f"rank {rank} has not come and {ended}" for rank in sorted(silent) if not gone]
+    if not lines:
+        lines = ["all ranks have come to the same place, so look at the network between them"]
+    others: defaultdict[str, list[int]] = defaultdict(list)
+    for answer in answers:
+        if answer not in late:
+            others[answer.doing].append(answer.rank)
+    return lines + [f"{ranks_of(found)}: {doing}" for doing, found in others.items()]
+
+
+def ranks_of(numbers: Iterable[int]) -> str:
+    """Ranks in words.
+
+    >>> ranks_of([4]), ranks_of([0, 1, 2, 5])
+    ('rank 4', 'ranks 0-2, 5')
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    told = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {told}"
+
+
+def stacks(answers: Sequence[Answer]) -> str:
+    """The stacks of all, equal ones once."""
+    by_stack: defaultdict[str, list[int]] = defaultdict(list)
+    for answer in answers:
+        by_stack[answer.stack].append(answer.rank)
+    return "\n".join(f"fzero: the stack of {ranks_of(ranks)}:\n{stack}" for stack, ranks in by_stack.items())
+
+
+class Watch:
+    """Answers for this rank of a job, and reports when a collective of it does not come back.
+
+    Args:
+        store: of the job, with a connection of its own.
+        is_stuck: whether the device does not get on with its work; asked where nothing has moved for `seconds`.
+        seconds: after which a rank that waits for its device sets the alarm.
+        each_tick: called once a second while nothing moves.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        is_stuck: Callable[[], bool] | None = None,
+        seconds: float = float("inf"),
+        each_tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.store, self.rank, self.world_size, self.each_tick = store, rank, world_size, each_tick
+        self.is_stuck, self.seconds = is_stuck, seconds
+        self._stopped, self._has_answered, self._lock = threading.Event(), False, threading.Lock()
+        self._file = answer_signals()
+        self._told: list[str] = []  # the report of the first to ask
+        self._keeper: dict[str, Any] | None = None
+        """Rank 0, where it keeps the job's store; without it nobody could be asked who it was."""
+        store.set(f"who/{rank}", json.dumps(identity_of(self._file)))
+        deadline = time.monotonic() + 1
+        while rank_0_keeps_store() and not self._finds_keeper() and time.monotonic() < deadline:
+            time.sleep(0.01)  # it joins as we do, and must be known before it can die; else the thread looks for it
+        self._thread = threading.Thread(target=self._run, name=WATCH, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the watch. Before the interpreter does: a thread in a call of the store would abort the process then."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        # At an end in order the store may be gone already, which torch would tell on stderr.
+        if error is not None and not self._has_answered and not self._thread.is_alive():
+            what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+            self._say(self.rank, identity_of(None), f"it has left with {what}", is_gone=True)
+        if self._file is not None:
+            answer_no_signals(self._file)
+            self._file = None
+
+    def _run(self) -> None:
+        before, since = (0, 0), time.monotonic()
+        looked = since
+        while not self._stopped.wait(TICK if self._keeper is not None or not rank_0_keeps_store() else AGAIN):
+            now = (HERE.num_steps, HERE.number)
+            moves = now != before
+            if moves:
+                before, since = now, time.monotonic()
+                if since - looked < MOVING:
+                    continue
+            with suppress(RuntimeError):  # the store's, which has ended with the job
+                looked = time.monotonic()
+                if rank_0_keeps_store():
+                    self._finds_keeper()
+                if not moves:
+                    self.each_tick()
+                if self.store.check(["alarm"]):
+                    self._answer()
+                    if not self._hears(SILENT):
+                        self._ask_silent()
+                        self._hears(PATIENCE)
+                    return
+                is_late = time.monotonic() - since > self.seconds
+                if is_late and self.is_stuck is not None and self.is_stuck():
+                    told = "\n  ".join(["", *self.ask(is_late=True)])
+                    print(f"fzero: the device waits since {self.seconds:.0f} s:{told}", file=sys.stderr, flush=True)
+                    return
+
+    def ask(self, *, is_late: bool) -> list[str]:
+        """The report, or what is known without the job's store where that has ended, or does not answer."""
+        found: list[str] = []
+
+        def report() -> None:
+            with suppress(RuntimeError):
+                found.extend(self.report(is_late=is_late))
+
+        thread = threading.Thread(target=report, name=WATCH, daemon=True)
+        thread.start()
+        thread.join(PATIENCE + SILENT)  # for ever where the process that keeps the store is stopped
+        if found or self._told:
+            return found or self._told
+        ended = "its process has ended or is stopped, or its host cannot be reached"
+        if not rank_0_keeps_store():
+            return [
+                f"the job's store cannot be reached, which the agent on {os.environ.get('MASTER_ADDR')} keeps: {ended}"
+            ]
+        who, fate = "rank 0", ""
+        if keeper := self._keeper:
+            who = f"rank 0 ({keeper['host']}, pid {keeper['pid']})"
+            deadline = time.monotonic() + MORE
+            while not (fate := fate_of(keeper)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        return [f"{who} has not come: {fate or ended} (it keeps the job's store)"]
+
+    def report(self, *, is_late: bool = True) -> list[str]:
+        """Sets the alarm, waits for the answers, and tells who is missing.
+
+        Args:
+            is_late: a timeout has passed, so the first to ask also writes all stacks to stderr. Else a connection was lost.
+        """
+        is_first = self.store.add("alarm", 1) == 1
+        self._answer()
+        if not is_first:
+            self._hears(PATIENCE + 2)
+            return self._told
+        deadline = time.monotonic() + (PATIENCE if is_late else HASTE)
+        answers: dict[int, Answer] = {}
+        while len(answers) < self.world_size and time.monotonic() < deadline:
+            self._tell_of_gone()
+            for rank in {*range(self.world_size)} - {*answers}:
+                if text := _text(self.store, f"answer/{rank}"):
+                    answers[rank] = answer_of(text)
+                    if answers[rank].is_gone and not is_late:
+                        deadline = min(deadline, time.monotonic() + MORE)
+            time.sleep(AGAIN)
+        found = [answers[rank] for rank in sorted(answers)]
+        if is_late:
+            print(stacks(found), file=sys.stderr, flush=True)
+        lines = summary(found, self.world_size)
+        self._told = lines
+        self.store.set("summary", "\n".join(lines))
+        if self.rank == 0 and rank_0_keeps_store():
+            deadline = time.monotonic() + HEARD
+            num_others = sum(not answer.is_silent for answer in found) - 1
+            while self.store.add("heard", 0) < num_others and time.monotonic() < deadline:
+                time.sleep(0.1)
+        return lines
+
+    def _finds_keeper(self) -> bool:
+        if self._keeper is None:
+            self._keeper = json.loads(_text(self.store, "who/0") or "null")
+        return self._keeper is not None
+
+    def _hears(self, seconds: float) -> bool:
+        """Waits for the report of the first to ask; whether it has come."""
+        deadline = time.monotonic() + seconds
+        while not self._told and time.monotonic() < deadline and not self._stopped.is_set():
+            if text := _text(self.store, "summary"):
+                with self._lock:
+                    if not self._told:
+                        self._told = text.splitlines()
+                        self.store.add("heard", 1)
+            else:
+                self._tell_of_gone()
+            time.sleep(AGAIN)
+        return bool(self._told)
+
+    def _answer(self) -> None:
+        with self._lock:
+            if self._has_answered:
+                return
+            self._has_answered = True
+        place, waits = (HERE.num_steps, HERE.number), next(iter(HERE.waits.values()), None)
+        doing = f"in no collective, the last was {where(HERE.label, place)}"
+        if waits is not None:
+            doing = f"waiting for {where(waits, place)}"
+        elif self.is_stuck is not None and self.is_stuck():
+            waits, doing = HERE.label, f"waiting for its device, the last was {where(HERE.label, place)}"
+        identity = identity_of(None)
+        answer = Answer(self.rank, identity["host"], identity["pid"], place, doing, waits is not None, stack_here())
+        self.store.set(f"answer/{self.rank}", json.dumps(asdict(answer)))
+
+    def _say(self, rank: int, its: Mapping[str, Any], doing: str, *, stack: str = "", is_gone: bool = False) -> None:
+        """Answers for a rank that cannot."""
+        answer = Answer(rank, its["host"], its["pid"], (0, 0), doing, False, stack, is_silent=True, is_gone=is_gone)
+        with suppress(RuntimeError):
+            self.store.set(f"answer/{rank}", json.dumps(asdict(answer)))
+
+    def _identities(self) -> dict[int, dict[str, Any]]:
+        """Where the processes of all ranks are found."""
+        keys = [f"who/{rank}" for rank in range(self.world_size)]
+        texts = [text.decode() for text in self.store.multi_get(keys)] if self.store.check(keys) else []
+        return {
+            rank: json.loads(text)
+            for rank, text in enumerate(texts or [_text(self.store, key) for key in keys])
+            if text
+        }
+
+    def _tell_of_gone(self) -> None:
+        """Answers for the ranks of this host whose processes have ended or are stopped."""
+        for rank, its in self._identities().items():
+            if rank != self.rank and (fate := fate_of(its)) and not self.store.check([f"answer/{rank}"]):
+                self._say(rank, its, fate, is_gone=True)
+
+    def _ask_silent(self) -> None:
+        """Has ranks of this host that cannot answer write their stacks, if no rank before this one is there to do so."""
+        mine, silent = identity_of(None), {}
+        for rank, its in self._identities().items():
+            if its.get("host") != mine["host"] or its.get("pids") != mine["pids"]:
+                continue
+            if not self.store.check([f"answer/{rank}"]):
+                silent[rank] = its
+            elif rank < self.rank:
+                return
+        for rank, its in silent.items():
+            stack = stack_of(its)
+            if stack:
+                self._say(rank, its, "cannot answer, for code in C holds its interpreter", stack=stack)
+
+
+def answer_of(text: str) -> Answer:
+    """What `Watch` wrote."""
+    told = json.loads(text)
+    return Answer(**told | {"place": tuple(told["place"])})
+
+
+def rank_0_keeps_store() -> bool:
+    """Whether the job's store ends with rank 0; else an agent of torchrun keeps it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _text(store: Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""

@@ -1,0 +1,76 @@
+"""How does the batch follow the number of ranks? The block of a configuration that says so."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from fzero.config.fields import Block, Count, Number
+from fzero.config.elastic_batch import ElasticBatch, elastic_batch, elastic_batch_of_nodes
+
+
+def _one(value: int) -> int:
+    if value != 1:
+        raise ValueError("must be 1: there is no model-parallel axis")
+    return value
+
+
+def _known(value: float) -> float:
+    if value not in (0.1, 0.2):
+        raise ValueError("must be 0.1 or 0.2")
+    return value
+
+
+class Elasticity(Block):
+    """DeepSpeed key `elasticity`: a global batch that many numbers of ranks can train, with as many micro-steps as each needs."""
+
+    enabled: bool = False
+    """Whether the batch sizes follow from this block and the number of ranks."""
+    max_train_batch_size: Count | None = None
+    """Most samples of a step, all ranks together; required where `enabled`."""
+    micro_batch_sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    """The numbers of samples that a rank has memory for; required where `enabled`. The largest that fits is taken."""
+    min_gpus: Count = 1
+    """Fewer ranks are not counted when the batch is chosen."""
+    max_gpus: Count = 10_000
+    """More ranks are not counted when the batch is chosen."""
+    num_gpus_per_node: Count = 1
+    """With version 0.2: the ranks of a node, of which a job has whole ones."""
+    model_parallel_size: Annotated[Count, AfterValidator(_one)] = 1
+    """Must be 1: there is no model-parallel axis."""
+    prefer_larger_batch: bool = True
+    """Of batches that as many numbers of ranks can train, the larger one."""
+    ignore_non_elastic_batch_info: bool = False
+    """Batch sizes that are given beside this block are of no effect, and not an error."""
+    version: Annotated[Number, AfterValidator(_known)] = 0.2
+    """0.1: the batch is the same on all numbers of ranks that can train it, and others are an error. 0.2 counts nodes; a
+    number of ranks that cannot train the batch gets one of its own."""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.enabled:
+            for name in ("max_train_batch_size", "micro_batch_sizes"):
+                if getattr(self, name) is None:
+                    raise ValueError(f"{name} is required where elasticity is enabled, got none")
+        if self.max_gpus < self.min_gpus:
+            raise ValueError(f"min_gpus must not be greater than max_gpus, got {self.min_gpus} and {self.max_gpus}")
+        return self
+
+    def batch_on(self, world_size: int) -> ElasticBatch:
+        """The batch for so many ranks.
+
+        Raises:
+            ValueError: no batch fits, or not so many ranks.
+        """
+        assert self.micro_batch_sizes is not None and self.max_train_batch_size is not None
+        limits = {"min_ranks": self.min_gpus, "max_ranks": self.max_gpus, "most": self.max_train_batch_size}
+        if self.version == 0.1:
+            return elastic_batch(self.micro_batch_sizes, prefer_larger=self.prefer_larger_batch, **limits)
+        return elastic_batch_of_nodes(
+            self.micro_batch_sizes,
+            world_size=world_size,
+            ranks_per_node=self.num_gpus_per_node,
+            prefer_larger=self.prefer_larger_batch,
+            **limits,
+        )

@@ -1,0 +1,407 @@
+"""Which optimizers may a configuration name, with which hyper-parameters, and which transforms do they make?"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from torch import Tensor
+
+from fzero.optim import matrix as matrix_transforms
+from fzero.optim import torch_optim as torch_optimizers
+from fzero.optim import transforms
+from fzero.config.fields import Beta, Block, Count, Number, Rate, said
+from fzero.config.files import ConfigError
+from fzero.optim.fragments import Pieces
+from fzero.optim.transforms import Transform
+
+
+class AdamWParams(Block):
+    """`optimizer.params` of AdamW; defaults are torch's."""
+
+    lr: Rate = 1e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: Rate = 1e-8
+    weight_decay: Rate = 0.01
+
+
+class AdamParams(AdamWParams):
+    """`optimizer.params` of Adam."""
+
+    weight_decay: Rate = 0.0
+    adam_w_mode: bool = True
+    """True (DeepSpeed's default) decouples the weight decay, as AdamW does."""
+
+
+class SGDParams(Block):
+    """`optimizer.params` of SGD; defaults are torch's."""
+
+    lr: Rate = 1e-3
+    momentum: Rate = 0.0
+    dampening: Number = 0.0
+    weight_decay: Rate = 0.0
+    nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _nesterov(self) -> Self:
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ValueError(
+                f"nesterov needs momentum > 0 and dampening = 0, got {self.momentum} and {self.dampening}; change these"
+            )
+        return self
+
+
+class AdagradParams(Block):
+    """`optimizer.params` of Adagrad; defaults are torch's."""
+
+    lr: Rate = 1e-2
+    lr_decay: Rate = 0.0
+    weight_decay: Rate = 0.0
+    initial_accumulator_value: Rate = 0.0
+    eps: Rate = 1e-10
+
+
+class LionParams(Block):
+    """`optimizer.params` of Lion; defaults are DeepSpeed's."""
+
+    lr: Rate = 1e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    weight_decay: Rate = 0.0
+
+
+class LambParams(Block):
+    """`optimizer.params` of Lamb; defaults are DeepSpeed's."""
+
+    lr: Rate = 1e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: Rate = 1e-8
+    weight_decay: Rate = 0.0
+    max_coeff: Rate = 10.0
+    """The largest trust ratio."""
+    min_coeff: Rate = 0.01
+    """The least trust ratio."""
+    bias_correction: bool = True
+    """Whether the moments are corrected as in Adam and in the paper."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min_coeff > self.max_coeff:
+            raise ValueError(
+                f"min_coeff must be at most max_coeff, got {self.min_coeff} > {self.max_coeff}; exchange them"
+            )
+        return self
+
+
+class AdafactorParams(Block):
+    """`optimizer.params` of Adafactor; names and defaults are torch's."""
+
+    lr: Rate = 1e-2
+    beta2_decay: Annotated[Number, Field(le=0)] = -0.8
+    eps: tuple[Rate | None, Rate] = (None, 1e-3)
+    """The least second moment's root (None is the dtype's precision), and the least size of a parameter that counts."""
+    d: Annotated[Number, Field(ge=1)] = 1.0
+    """Directions with a larger root mean square are made so small."""
+    weight_decay: Rate = 0.0
+
+
+class MuonParams(Block):
+    """`optimizer.params` of Muon; names and defaults are DeepSpeed's. A schedule moves all three rates in proportion."""
+
+    lr: Rate = 0.02
+    muon_lr: Rate | None = None
+    """Of the matrices; None is lr."""
+    momentum: Beta = 0.95
+    weight_decay: Rate = 0.0
+    """Decoupled, of all parameters."""
+    ns_steps: Count = 5
+    ns_method: Literal["standard"] = "standard"
+    """Newton-Schulz as in torch.optim.Muon; DeepSpeed's default \"gram\" reaches the same by other roundings."""
+    nesterov: bool = True
+    adam_lr: Rate | None = None
+    """Of all other parameters; None is lr. 3e-4 when neither is given."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: Rate = 1e-10
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adams_own(cls, data: Any) -> Any:
+        is_given = isinstance(data, Mapping) and any(data.get(key, "auto") != "auto" for key in ("lr", "adam_lr"))
+        return {**data, "adam_lr": 3e-4} if isinstance(data, Mapping) and not is_given else data
+
+    @model_validator(mode="after")
+    def _in_proportion(self) -> Self:
+        if self.lr == 0 and (self.muon_lr or self.adam_lr):
+            raise ValueError(
+                f"lr must not be 0 beside muon_lr or adam_lr, got {self.muon_lr} and {self.adam_lr}; give the lr that a "
+                f"schedule starts from"
+            )
+        return self
+
+
+class OptimizerBlock(Block):
+    """What every optimizer is: hyper-parameters, and the transform that they make."""
+
+    type: str
+    params: Any
+
+    @property
+    def lr(self) -> float:
+        """The configured learning rate."""
+        return float(self.params.lr)
+
+    def is_elementwise(self, kind: str) -> bool:
+        """Whether the transform of parameters of this kind treats each element by itself."""
+        return True
+
+    def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
+        """Which of the optimizer's ways a parameter goes; parameters of different kinds are in different flat buffers."""
+        return ""
+
+    def transform(
+        self,
+        *,
+        lr: float | Tensor | None = None,
+        momentum: float | Tensor | None = None,
+        pieces: Pieces | None = None,
+        kind: str = "",
+    ) -> Transform:
+        """The transform of a flat buffer with parameters of one kind.
+
+        Args:
+            lr: in place of the configured one; None keeps that. A 0-d tensor may change between updates.
+            momentum: in place of the first beta, likewise.
+            pieces: what the flat tensor holds, for optimizers that look at whole parameters; others do not need it.
+            kind: of `kind_of`.
+        """
+        values = self.params.model_dump()
+        if lr is not None:
+            values["lr"] = lr
+        if momentum is not None:
+            values["betas"] = (momentum, values["betas"][1])
+        return self._make(values, pieces, kind)
+
+    @abstractmethod
+    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+        """The transform of these hyper-parameters."""
+
+    def _needed(self, pieces: Pieces | None) -> Pieces:
+        if pieces is None:
+            raise ValueError(
+                f"{self.type}: looks at whole parameters, so that its transform needs pieces, got None; pass them"
+            )
+        return pieces
+
+
+class AdamW(OptimizerBlock):
+    type: Literal["AdamW"] = "AdamW"
+    params: AdamWParams = AdamWParams()
+
+    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+        return transforms.adamw(**values)
+
+
+class Adam(OptimizerBlock):
+    type: Literal["Adam"] = "Adam"
+    params: AdamParams = AdamParams()
+
+    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+        return (transforms.adamw if values.pop("adam_w_mode") else transforms.adam)(**values)
+
+
+class SGD(OptimizerBlock):
+    type: Literal["SGD"] = "SGD"
+    params: SGDParams = SGDParams()
+
+    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+        return transforms.sgd(**values)
+
+
+class Adagrad(OptimizerBlock):
+    type: Literal["Adagrad"] = "Adagrad"
+    params: AdagradParams = AdagradParams()
+
+    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+        return transforms.adagrad(**values)
+
+
+class Lion(OptimizerBlock):
+    type: Literal["Lion"] = "Lion"
+    params: LionParams = LionParams()
+
+    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+        return transforms.lion(**values)
+
+
+class Lamb(OptimizerBlock):
+    type: Literal["Lamb"] = "Lamb"
+    params: LambParams = LambParams()
+
+    def is_elementwise(self, kind: str) -> bool:
+        return False
+
+    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+        return matrix_transforms.lamb(**values, pieces=self._needed(pieces))
+
+
+class Adafactor(OptimizerBlock):
+    type: Literal["Adafactor"] = "Adafactor"
+    params: AdafactorParams = AdafactorParams()
+
+    def is_elementwise(self, kind: str) -> bool:
+        return False
+
+    def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
+        return "matrix" if len(shape) >= 2 else "vector"
+
+    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+        return matrix_transforms.adafactor(**values, pieces=self._needed(pieces))
+
+
+class Muon(OptimizerBlock):
+    type: Literal["Muon"] = "Muon"
+    params: MuonParams = MuonParams()
+
+    def is_elementwise(self, kind: str) -> bool:
+        return kind == "adam"
+
+    def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
+        """Matrices but for embeddings and the output layer go Muon's way, as in DeepSpeed."""
+        return "muon" if len(shape) >= 2 and not any(x in name.lower() for x in ("embed", "lm_head")) else "adam"
+
+    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+        if kind not in ("muon", "adam"):
+            raise ValueError(f"Muon: the kind of parameters must be 'muon' or 'adam', got {kind!r}; ask kind_of")
+        own_lr, now = values[f"{kind}_lr"], values["lr"]
+        lr = now if own_lr is None else own_lr * (now / self.params.lr if self.params.lr else 1.0)
+        if kind == "adam":
+            return transforms.adamw(lr, **{key: values[key] for key in ("betas", "eps", "weight_decay")})
+        given = {key: values[key] for key in ("momentum", "weight_decay", "ns_steps", "nesterov")}
+        return matrix_transforms.muon(lr, **given, pieces=self._needed(pieces))
+
+
+_UNWRITTEN = ConfigDict(
+    use_attribute_docstrings=False
+)  # a model made at run time has no source, which pydantic looks for
+
+
+class _TorchParams(Block):
+    model_config = _UNWRITTEN
+
+
+class TorchOptimizer(OptimizerBlock):
+    """Any other `type` is a class of `torch.optim`, with its parameters; refused with the reason where it is not elementwise."""
+
+    model_config = _UNWRITTEN
+
+    @model_validator(mode="after")
+    def _works_on_shards(self) -> Self:
+        torch_optimizers.torch_optimizer(self.type, **self.params.model_dump())
+        return self
+
+    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+        return torch_optimizers.torch_transform(torch_optimizers.find(self.type), values)
+
+
+OPTIMIZERS: dict[str, type[OptimizerBlock]] = {
+    cls.__name__: cls for cls in (Adam, AdamW, SGD, Adagrad, Lion, Lamb, Adafactor, Muon)
+}
+
+
+def _torch_block(name: str, cls: type) -> type[TorchOptimizer]:
+    """The block of a class of `torch.optim`, made of its signature; how it runs through memory is not a parameter here."""
+    fields: dict[str, Any] = {}
+    for field, parameter in inspect.signature(cls).parameters.items():
+        if field not in ("params", "foreach", "fused", "capturable", "differentiable"):
+            default = parameter.default
+            kind: Any = Number if isinstance(default, int | float) else Any
+            kind = {"lr": Rate, "betas": tuple[Beta, Beta]}.get(field, bool if isinstance(default, bool) else kind)
+            fields[field] = (kind, default)
+    params: Any = create_model(
+        f"{name}Params", __base__=_TorchParams, __doc__=f"`optimizer.params` of {name}.", **fields
+    )
+    literal: Any = Literal[name]
+    return create_model(name, __base__=TorchOptimizer, type=(literal, name), params=(params, params()))
+
+
+TORCH_OPTIMIZERS: dict[str, type[TorchOptimizer]] = {
+    name: _torch_block(name, cls) for name, cls in torch_optimizers.classes().items() if name not in OPTIMIZERS
+}
+_BY_LOWER_NAME = {name.lower(): name for name in (*OPTIMIZERS, *TORCH_OPTIMIZERS)}
+
+
+def with_overrides(optimizer: Optimizer, overrides: Mapping[str, Any], field: str) -> Optimizer:
+    """The optimizer with other hyper-parameters, checked like those of the configuration.
+
+    Raises:
+        ConfigError: a hyper-parameter that the optimizer does not have, or a wrong value; begins with `field`.
+    """
+    kind = type(optimizer.params)
+    try:
+        params = kind.model_validate({**optimizer.params.model_dump(), **overrides})
+        changed: Optimizer = type(optimizer).model_validate({"type": optimizer.type, "params": params.model_dump()})
+        return changed
+    except ValidationError as error:
+        problems = [f"{'.'.join([field, *map(str, e['loc'])])}: {said(e)}, got {e['input']!r}" for e in error.errors()]
+        known = ", ".join(kind.model_fields)
+        raise ConfigError("\n".join(problems) + f"; {optimizer.type} has: {known}") from None
+
+
+def _optimizer_name(data: Any) -> Any:
+    """The optimizer's name as it is spelled here: DeepSpeed does not look at case."""
+    if not isinstance(data, Mapping):
+        return data
+    given = data.get("type", "AdamW")
+    name = _BY_LOWER_NAME.get(str(given).lower())
+    if name is None and str(given).lower() in NOT_YET_OPTIMIZERS:
+        raise ValueError(f"fzero knows DeepSpeed's {given!r} and does not honour it yet; use 'AdamW', 'Lamb' or 'Muon'")
+    if name is None:
+        usable = {lower: name for lower, name in _BY_LOWER_NAME.items() if name in OPTIMIZERS or _works(name)}
+        nearest = difflib.get_close_matches(str(given).lower(), usable, n=1, cutoff=0.0)[0]
+        known = f"{', '.join(OPTIMIZERS)} and elementwise classes of torch.optim"
+        raise ValueError(f"no optimizer is named {given!r}; did you mean {usable[nearest]!r}? (known: {known})")
+    return {**data, "type": name}
+
+
+NOT_YET_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")
+
+
+def _works(name: str) -> bool:
+    try:
+        torch_optimizers.torch_optimizer(name)
+    except ValueError:
+        return False
+    return True
+
+
+def own_keys(source: Mapping[str, Any]) -> frozenset[str]:
+    """The dotted names of the hyper-parameters of the optimizer that is named, which it honours though others do not."""
+    block = source.get("optimizer")
+    name = _BY_LOWER_NAME.get(str(block.get("type", "AdamW")).lower()) if isinstance(block, Mapping) else None
+    if name is None:
+        return frozenset()
+    params = {**OPTIMIZERS, **TORCH_OPTIMIZERS}[name].model_fields["params"].annotation
+    assert params is not None
+    return frozenset(f"optimizer.params.{key}" for key in params.model_fields)
+
+
+if TYPE_CHECKING:
+    AnyTorchOptimizer = TorchOptimizer
+else:
+    AnyTorchOptimizer = Union[tuple(TORCH_OPTIMIZERS.values())]  # noqa: UP007 - a union of a computed length
+
+Optimizer = Annotated[
+    Adam | AdamW | SGD | Adagrad | Lion | Lamb | Adafactor | Muon | AnyTorchOptimizer,
+    Field(discriminator="type"),
+    BeforeValidator(_optimizer_name),
+]

@@ -1,0 +1,194 @@
+"""Which schedules of the learning rate may a configuration name, and which functions do they make?"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    Discriminator,
+    Tag,
+    model_validator,
+)
+
+from fzero.optim import lr_schedules
+from fzero.config.fields import Beta, Block, Count, Elements, Rate
+from fzero.optim.lr_schedules import Schedule
+
+
+class WarmupLRParams(Block):
+    """`scheduler.params` of WarmupLR."""
+
+    warmup_min_lr: Rate = 0.0
+    warmup_max_lr: Rate | None = None
+    """None is the optimizer's lr."""
+    warmup_num_steps: Count = 1000
+    """Updates until the full rate; 1 counts as 2."""
+    warmup_type: Literal["log", "linear"] = "log"
+    last_batch_iteration: Literal[-1] = -1
+    """A schedule is a function of the state's step: it starts where the state is."""
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """`scheduler.params` of WarmupDecayLR."""
+
+    warmup_max_lr: Rate = 1e-3
+    total_num_steps: Count
+
+
+class WarmupCosineLRParams(Block):
+    """`scheduler.params` of WarmupCosineLR; ratios are of the optimizer's lr."""
+
+    total_num_steps: Count
+    warmup_min_ratio: Rate = 0.0
+    warmup_num_steps: Count = 1000
+    cos_min_ratio: Rate = 1e-4
+    warmup_type: Literal["log", "linear"] = "log"
+    last_batch_iteration: Literal[-1] = -1
+
+
+class LRRangeTestParams(Block):
+    """`scheduler.params` of LRRangeTest."""
+
+    lr_range_test_min_lr: Rate = 1e-3
+    lr_range_test_step_size: Count = 2000
+    lr_range_test_step_rate: Rate = 1.0
+    lr_range_test_staircase: bool = False
+    last_batch_iteration: Literal[-1] = -1
+
+
+class OneCycleParams(Block):
+    """`scheduler.params` of OneCycle. Unlike DeepSpeed's it leaves the second beta of Adam alone (there it becomes 0.99)."""
+
+    cycle_min_lr: Rate
+    cycle_max_lr: Rate
+    decay_lr_rate: Rate = 0.0
+    cycle_first_step_size: Count = 2000
+    cycle_second_step_size: Elements | None = None
+    cycle_first_stair_count: Elements = 0
+    cycle_second_stair_count: Elements | None = None
+    decay_step_size: Elements = 0
+    cycle_momentum: bool = True
+    """Optimizers with betas: the first one goes from `cycle_max_mom` to `cycle_min_mom` and back."""
+    cycle_min_mom: Beta = 0.8
+    cycle_max_mom: Beta = 0.9
+    decay_mom_rate: Rate = 0.0
+    last_batch_iteration: Literal[-1] = -1
+
+
+class Scheduler(Block):
+    """What every scheduler is: each has a `rate(lr)`, and some move the momentum, by the number of updates."""
+
+    def momentum(self) -> Schedule | None:
+        return None
+
+
+class WarmupLR(Scheduler):
+    type: Literal["WarmupLR"]
+    params: WarmupLRParams = WarmupLRParams()
+
+    def rate(self, lr: float) -> Schedule:
+        p = self.params
+        return lr_schedules.warmup_lr(
+            lr if p.warmup_max_lr is None else p.warmup_max_lr,
+            min_lr=p.warmup_min_lr, warmup_num_steps=p.warmup_num_steps, warmup_type=p.warmup_type,
+        )  # fmt: skip
+
+
+class WarmupDecayLR(Scheduler):
+    type: Literal["WarmupDecayLR"]
+    params: WarmupDecayLRParams
+
+    def rate(self, lr: float) -> Schedule:
+        p = self.params
+        return lr_schedules.warmup_decay_lr(
+            p.warmup_max_lr, total_num_steps=p.total_num_steps,
+            min_lr=p.warmup_min_lr, warmup_num_steps=p.warmup_num_steps, warmup_type=p.warmup_type,
+        )  # fmt: skip
+
+
+class WarmupCosineLR(Scheduler):
+    type: Literal["WarmupCosineLR"]
+    params: WarmupCosineLRParams
+
+    def rate(self, lr: float) -> Schedule:
+        return lr_schedules.warmup_cosine_lr(lr, **self.params.model_dump(exclude={"last_batch_iteration"}))
+
+
+class LRRangeTest(Scheduler):
+    type: Literal["LRRangeTest"]
+    params: LRRangeTestParams = LRRangeTestParams()
+
+    def rate(self, lr: float) -> Schedule:
+        p = self.params
+        return lr_schedules.lr_range_test(
+            p.lr_range_test_min_lr, step_size=p.lr_range_test_step_size,
+            step_rate=p.lr_range_test_step_rate, staircase=p.lr_range_test_staircase,
+        )  # fmt: skip
+
+
+class OneCycle(Scheduler):
+    type: Literal["OneCycle"]
+    params: OneCycleParams
+
+    def rate(self, lr: float) -> Schedule:
+        p = self.params
+        return self._cycle(p.cycle_min_lr, p.cycle_max_lr, p.decay_lr_rate)
+
+    def momentum(self) -> Schedule | None:
+        p = self.params
+        return (
+            self._cycle(p.cycle_min_mom, p.cycle_max_mom, p.decay_mom_rate, inverse=True) if p.cycle_momentum else None
+        )
+
+    def _cycle(self, low: float, high: float, decay_rate: float, *, inverse: bool = False) -> Schedule:
+        p = self.params
+        return lr_schedules.one_cycle(
+            low, high, first_step_size=p.cycle_first_step_size, second_step_size=p.cycle_second_step_size,
+            first_stair_count=p.cycle_first_stair_count, second_stair_count=p.cycle_second_stair_count,
+            decay_step_size=p.decay_step_size, decay_rate=decay_rate, inverse=inverse,
+        )  # fmt: skip
+
+
+class TorchScheduler(Scheduler):
+    """Any other `type` is a class of `torch.optim.lr_scheduler`, stepped once after every update."""
+
+    type: str
+    params: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
+
+    @model_validator(mode="after")
+    def _exists(self) -> Self:
+        known = [*SCHEDULERS, *lr_schedules.torch_classes()]
+        if self.type not in known:
+            nearest = difflib.get_close_matches(self.type, known, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"no scheduler is named {self.type!r}; did you mean {nearest!r}? (known: {', '.join(SCHEDULERS)} and the "
+                f"classes of torch.optim.lr_scheduler)"
+            )
+        self.rate(1.0)
+        return self
+
+    def rate(self, lr: float) -> Schedule:
+        return lr_schedules.torch_schedule(self.type, lr, **self.params)
+
+
+SCHEDULERS: dict[str, type[Scheduler]] = {
+    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
+}
+
+
+def _scheduler_tag(data: Any) -> str:
+    given = data.get("type") if isinstance(data, Mapping) else getattr(data, "type", None)
+    return given if isinstance(given, str) and given in SCHEDULERS else "torch"
+
+
+AnyScheduler = Annotated[
+    Annotated[WarmupLR, Tag("WarmupLR")]
+    | Annotated[WarmupDecayLR, Tag("WarmupDecayLR")]
+    | Annotated[WarmupCosineLR, Tag("WarmupCosineLR")]
+    | Annotated[LRRangeTest, Tag("LRRangeTest")]
+    | Annotated[OneCycle, Tag("OneCycle")]
+    | Annotated[TorchScheduler, Tag("torch")],
+    Discriminator(_scheduler_tag),
+]

@@ -1,0 +1,163 @@
+"""Which keys of a configuration change nothing, and which are refused by their name alone?
+
+`set_aside` walks a configuration once, before any value is checked by its model: keys that change nothing become notes,
+keys that cannot be honoured become problems, and the rest is kept for the models.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from fzero.config.deepspeed_keys import (
+    ACCEPTED,
+    HARMLESS,
+    INNER,
+    INSTEAD,
+    KNOWN,
+    NOT_YET,
+    OFF,
+    REFUSED,
+    SPELLINGS,
+    SWITCHES,
+    TYPES,
+)
+
+SAYS_NOT_YET = "fzero knows this DeepSpeed key and does not honour it yet"
+
+
+class Note(NamedTuple):
+    """A key that was read and changes nothing, or (`conflict`) is honoured beside one that makes it useless."""
+
+    key: str
+    value: Any
+    kind: Literal["accepted", "off", "auto", "not yet", "conflict"]
+    reason: str
+
+
+class Sieved(NamedTuple):
+    """What is left for the models, what changes nothing, and one line for each key that is refused."""
+
+    kept: dict[str, Any]
+    notes: tuple[Note, ...]
+    problems: tuple[str, ...]
+
+
+def set_aside(source: Mapping[str, Any], prefix: str = "", *, honoured: Collection[str] = frozenset()) -> Sieved:
+    """Parts the keys that change nothing, and those that are refused by their name, from those of the models.
+
+    `honoured` are dotted names that this configuration honours though others do not.
+
+    >>> found = set_aside({"steps_per_print": 10, "amp": {"enabled": True}, "gradient_clipping": 0.5})
+    >>> found.kept, [note.key for note in found.notes], [line.partition(":")[0] for line in found.problems]
+    ({'gradient_clipping': 0.5}, ['steps_per_print'], ['amp'])
+    >>> set_aside({"optimizer": {"params": {"amsgrad": True}}}, honoured={"optimizer.params.amsgrad"}).problems
+    ()
+    """
+    kept: dict[str, Any] = {}
+    notes: list[Note] = []
+    problems: list[str] = []
+    for key, value in source.items():
+        given = f"{prefix}{key}"
+        name = SPELLINGS.get(given, given)
+        twin = INSTEAD.get(name, name).removeprefix(prefix)
+        if twin != key and twin in source:
+            problems.append(f"{given}: stands beside {twin!r}, which is the same; remove one of them")
+        elif name in INSTEAD and value is True:
+            kept[twin] = {"device": "cpu"}  # before DeepSpeed 0.4
+        elif name in ACCEPTED:
+            notes.append(Note(given, value, "accepted", ACCEPTED[name]))
+            problems += _wrong_type(given, name, value)
+            problems += _unknown_inside(name, value)
+        elif value == "auto":
+            notes.append(Note(given, value, "auto", "left to fzero: the default, or what follows from the other keys"))
+            if name not in NOT_YET or name in honoured:
+                kept[key] = value  # a block drops it where it has such a key
+        elif name in honoured:
+            kept[key] = value
+        elif name in NOT_YET:
+            problems += _unknown_inside(name, value)
+            if is_off(name, value):
+                notes.append(Note(given, value, "off", "it switches off what fzero does not have yet"))
+            elif name in HARMLESS:
+                notes.append(Note(given, value, "not yet", HARMLESS[name]))
+            else:
+                problems.append(f"{given}: {SAYS_NOT_YET}; {REFUSED[name]}")
+        elif name == "zero_optimization" and isinstance(value, bool):
+            kept[name] = {"stage": int(value)}  # before DeepSpeed 0.3: true is stage 1
+        elif isinstance(value, Mapping):
+            kept[key], inner_notes, inner_problems = set_aside(value, f"{given}.", honoured=honoured)
+            notes += inner_notes
+            problems += inner_problems
+        else:
+            kept[key] = value
+    return Sieved(kept, tuple(notes), tuple(problems))
+
+
+def is_off(name: str, value: Any) -> bool:
+    """Whether a value of a key that is not honoured yet asks for nothing.
+
+    >>> is_off("tensorboard", {"output_path": "logs"}), is_off("compile", {"deepcompile": True})
+    (True, False)
+    """
+    if not isinstance(value, Mapping):
+        return value is None or value == "auto" or value == OFF.get(name, False)
+    default = ("enabled", False) if "enabled" in children(name) else None
+    switch = SWITCHES.get(name, default)
+    if switch is None:
+        return all(is_off(f"{name}.{key}", inner) for key, inner in value.items())
+    return is_off(f"{name}.{switch[0]}", value.get(*switch))
+
+
+def children(name: str) -> set[str]:
+    """The keys inside a block of DeepSpeed's that fzero does not honour itself; of the whole file for an empty name."""
+    start = f"{name}." if name else ""
+    return {known.removeprefix(start).partition(".")[0] for known in KNOWN if known.startswith(start)}
+
+
+def unknown_key(location: str, honoured: Collection[str] = ()) -> str:
+    """The line for a key that nobody knows: with the nearest name, or the place of that name, or all names."""
+    block, _, key = location.rpartition(".")
+    known = sorted({*honoured, *children(block)})
+    elsewhere = [name for name in KNOWN if name.rpartition(".")[2] == key]
+    nearest = (
+        difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+        or (elsewhere if len(elsewhere) == 1 else [])
+        or difflib.get_close_matches(key, known, n=1)
+    )
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known here: {', '.join(honoured or known)}"
+    return f"{location}: unknown key; {hint}"
+
+
+def _unknown_inside(name: str, value: Any) -> Iterator[str]:
+    """Lines for the keys of a block that DeepSpeed does not have."""
+    known = children(name)
+    if not isinstance(value, Mapping):
+        if name in INNER and not is_off(name, value) and name not in ACCEPTED:
+            yield f"{name}: must be an object, got {value!r}; its keys are {', '.join(sorted(known - {'*'}))}"
+        return
+    for key, inner in value.items():
+        if key in known:
+            yield from _unknown_inside(f"{name}.{key}", inner)
+        elif known and "*" not in known:
+            yield unknown_key(f"{name}.{key}")
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "null": lambda value: value is None,
+    "true": lambda value: str(value).lower() == "true",
+    "false": lambda value: str(value).lower() == "false",
+    "a whole number": lambda value: str(value).isdigit() or (isinstance(value, float) and value.is_integer()),
+    "a number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "a text": lambda value: isinstance(value, str),
+    "an object": lambda value: isinstance(value, Mapping),
+}
+
+_TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
+
+
+def _wrong_type(given: str, name: str, value: Any) -> Iterator[str]:
+    kind = _TYPE_OF.get(name)
+    if kind and value != "auto" and not any(_FITS[part](value) for part in kind.replace(" or ", ", ").split(", ")):
+        yield f"{given}: must be {kind}, got {value!r}"

@@ -1,0 +1,230 @@
+"""What scripts ask of an engine besides training: its sizes, switches and counters, and what it tells meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import RenderableType
+from torch import Tensor
+
+from fzero.common.arguments import check_whole, refuse
+from fzero.engine.client_optimizers import lr_of
+from fzero.config.config import ConfigError
+from fzero.engine.settings import Settings
+from fzero.engine.step_log import CommsLog, StepWatch
+from fzero.comms.rendezvous import launched
+from fzero.engine.monitor import CsvMonitor, TensorBoardMonitor
+from fzero.profiling.reports import Profile
+from fzero.state import Metrics, TrainState
+from fzero.common.text_tables import as_text
+
+if TYPE_CHECKING:
+    from fzero.engine.dataloader import ResumableLoader
+    from fzero.engine.optimizer import EngineOptimizer
+
+
+class Accessors(Settings):
+    """The part of `Engine` that computes nothing."""
+
+    state: TrainState[Tensor]
+    optimizer: EngineOptimizer | None
+    lr_scheduler: Any
+    training_dataloader: ResumableLoader | None
+    metrics: Metrics | None
+    micro_steps: int
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    _gas: int
+    _counted_from: int
+    """The micro-step at which the first accumulation of `_gas` began."""
+    _micro_batch: int | None
+    _boundary: bool | None
+    _is_applied: bool
+    _monitors: list[CsvMonitor | TensorBoardMonitor]
+    _watch: StepWatch
+    comms_log: CommsLog | None
+
+    # --- batch sizes ---------------------------------------------------------------------------------------------
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._gas
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        if self._micro_batch is None:
+            raise ConfigError(
+                "train_micro_batch_size_per_gpu: is not configured, nor is train_batch_size; give one of them"
+            )
+        return self._micro_batch
+
+    def train_batch_size(self) -> int:
+        """Samples per update, all ranks together."""
+        return self.train_micro_batch_size_per_gpu() * self._gas * self.train_step.world_size
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another number of accumulation steps, from here on: an accumulation must not have begun."""
+        check_whole("train_batch_size", train_batch_size, 1)
+        one = self.train_micro_batch_size_per_gpu() * self.train_step.world_size
+        if train_batch_size % one or train_batch_size < one:
+            raise ConfigError(
+                f"train_batch_size: must be a multiple of {one} (train_micro_batch_size_per_gpu × ranks), got {train_batch_size}"
+            )
+        if self._num_collected and self._boundary is None:
+            raise RuntimeError(
+                f"engine.set_train_batch_size: must be called between an update and the next micro-step, got a call after "
+                f"{self._num_collected} of {self._gas} micro-steps; call it after an update"
+            )
+        self._gas, self._counted_from = train_batch_size // one, self.micro_steps
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Another number of samples per rank and micro-step; the accumulation steps stay."""
+        check_whole("train_micro_batch_size_per_gpu", micro_batch_size, 1)
+        self._micro_batch = micro_batch_size
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples per update of all ranks, and of a rank per micro-step, and micro-steps."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` updates."""
+        return self._num_collected + 1 == self._gas if self._boundary is None else self._boundary
+
+    @property
+    def _num_collected(self) -> int:
+        """Micro-steps since an accumulation began, by count."""
+        return (self.micro_steps - self._counted_from) % self._gas
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says itself whether the next `step` updates, in place of counting; call it before the backward."""
+        self._boundary = bool(is_boundary)
+
+    def _samples(self) -> int:
+        """Of one update, where that is configured."""
+        return 0 if self._micro_batch is None else self.train_batch_size()
+
+    # --- what it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.train_step.device
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its machine."""
+        me = launched()
+        return self.device.index or 0 if me is None else me.local_rank
+
+    @property
+    def global_rank(self) -> int:
+        return self.train_step.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.train_step.world_size
+
+    dp_world_size = world_size
+
+    # --- where it stands -----------------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        return float(self.state.loss_scale.scale.item())
+
+    def get_global_grad_norm(self) -> float | None:
+        """The gradient norm of the last update, not scaled and before clipping; None before the first."""
+        return None if self.metrics is None else float(self.metrics.grad_norm.item())
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated: it was the end of an accumulation, and was not skipped for an overflow."""
+        return self._is_applied
+
+    def get_lr(self) -> list[float]:
+        return [] if self.optimizer is None else [lr_of(group) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum of each group, or its betas."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Another learning rate for all groups, until a scheduler writes one."""
+        if isinstance(lr, bool) or not isinstance(lr, int | float | Tensor):
+            refuse(
+                "set_lr", "given a number", lr, "pass one rate for all groups, or write optimizer.param_groups[i]['lr']"
+            )
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """The full weights, on every rank's CPU. *Collective:* every rank.
+
+        Args:
+            destination: takes them, too.
+            prefix: of their names.
+            keep_vars: must be False: they are copies.
+            exclude_frozen_parameters: leaves those out.
+        """
+        if keep_vars:
+            raise ValueError(
+                "module_state_dict: keep_vars must be False, got True: what is gathered is a copy; leave it out"
+            )
+        frozen = self._frozen if exclude_frozen_parameters else set()
+        full = self.train_step.gather(self.state)
+        found = {f"{prefix}{name}": x for name, x in full.items() if name not in frozen}
+        if destination is None:
+            return found
+        destination.update(found)
+        return destination
+
+    @property
+    def _frozen(self) -> set[str]:
+        params = self.train_step.recipe.model.named_parameters(remove_duplicate=False)
+        return {name for name, param in params if not param.requires_grad}
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The full weights as the model computes with them, on rank 0; None on the others. *Collective:* every rank."""
+        step = self.train_step
+        full = step.gather(self.state, to="rank0")
+        params = dict(step.recipe.model.named_parameters(remove_duplicate=False))
+        frozen = self._frozen if exclude_frozen_parameters else set()
+        like = {name: param.dtype for name, param in params.items()}
+        told = {name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen}
+        return told if step.rank == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    @property
+    def profile(self) -> Profile | None:
+        """Of the step that `flops_profiler` names, on rank 0; None before it is over, and on other ranks."""
+        return self._watch.profile
+
+    # --- what it tells -------------------------------------------------------------------------------------------
+
+    def _say(self, line: RenderableType) -> None:
+        if self.train_step.rank == 0:
+            print(line if isinstance(line, str) else as_text(line), flush=True)
+
+    def _report(self, before: int) -> None:
+        """After the update that followed so many others: monitors, `steps_per_print`, and the tables that keys ask for."""
+        metrics, every = self.metrics, self.keys.steps_per_print
+        assert metrics is not None
+        if self._monitors:
+            events = {"train_loss": metrics.loss.item(), "lr": metrics.lr.item()}
+            if self.cfg.scales_loss:
+                events["loss_scale"] = metrics.loss_scale.item()
+            for monitor in self._monitors:
+                monitor.write(events, self.global_samples)
+        if every and self.global_steps % every == 0:
+            self._say(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
+            )
+        for table in self._watch.told(before):
+            self._say(table)

@@ -1,0 +1,239 @@
+"""Where does an engine's training lie on the disk? `DIR/<tag>` is a folder of `fzero.save`, and `DIR/latest` names a tag.
+
+Beside the state a checkpoint holds the counters, the scheduler, the param groups, where the data is, and the script's own dict.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.checkpoint import folders as files
+from fzero.comms import collectives
+from fzero.common.arguments import check_kind, check_path, refuse
+from fzero.checkpoint.save_load import check_same_folder, of_rank_0, together
+from fzero.checkpoint.save_load import load as load_state
+from fzero.checkpoint.save_load import save as save_state
+from fzero.checkpoint.folders import CheckpointError
+from fzero.checkpoint.layout import stored_starts
+from fzero.engine.client_optimizers import lr_of
+from fzero.engine.accessors import Accessors
+from fzero.common.safe_files import create
+from fzero.comms.records import Label
+from fzero.checkpoint.weights import load_weights
+
+COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+
+
+class KeepsFiles(Accessors):
+    """The part of `Engine` that reads and writes files."""
+
+    _here: Any
+    zero_grad: Any
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Saves all of the training below `save_dir/tag`, by default `global_step<N>`. *Collective:* every rank.
+
+        The folder is a checkpoint of `fzero.save`; `save_dir/latest` names the tag.
+        """
+        self._here()
+        check_path("save_checkpoint: save_dir", save_dir)
+        check_kind("client_state", client_state, Mapping | None, "a mapping", "pass {'epoch': 3}, say")
+        if tag is not None and not str(tag):
+            refuse("tag", "a name", tag, "pass one, or None for global_step<N>")
+        if exclude_frozen_parameters:
+            raise ValueError(
+                "save_checkpoint: exclude_frozen_parameters must be False, got True; frozen ones are saved once"
+            )
+        _save(self, Path(save_dir), tag, dict(client_state or {}), save_latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Goes on where a checkpoint stands, of any number of ranks and any stage. *Collective:* every rank.
+
+        Returns:
+            The folder and the `client_state`; `(None, None)` where no tag is given and there is no `latest`.
+        """
+        if custom_load_fn is not None:
+            raise ValueError("load_checkpoint: custom_load_fn must be None: no module is loaded as such; give its weights to "
+                             "fzero.load_weights")  # fmt: skip
+        check_path("load_checkpoint: load_dir", load_dir)
+        self.zero_grad()
+        return _load(
+            self, Path(load_dir), tag, optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only, counters=not load_module_only,
+        )  # fmt: skip
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Writes the weights in the model's 16 bits: one file that torch.save makes on rank 0, or safetensors files.
+
+        *Collective:* every rank.
+
+        Args:
+            save_filename: `model.safetensors` writes as `TrainStep.save_16bit_model`, which holds one unit at a time.
+        """
+        check_path("save_16bit_model: save_dir", save_dir)
+        return _save_16bit(self, Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+
+def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *, save_latest: bool) -> None:
+    """See `KeepsFiles.save_checkpoint`."""
+    step = engine.train_step
+    collectives.meet("Engine.save_checkpoint", step._mesh.everyone)
+    tag = _agreed_tag(engine, str(tag if tag is not None else f"global_step{engine.global_steps}"))
+    if engine._round is not None and engine._round.told:
+        warnings.warn(
+            "save_checkpoint: gradients since the last update are not saved; call it after an update to lose none",
+            stacklevel=3,
+        )
+    told = {
+        "counters": {name: getattr(engine, name) for name in COUNTERS},
+        "scheduler": _scheduler_state(engine),
+        "groups": [_plain_values(group) for group in engine.hyper],
+        "data": None if engine.training_dataloader is None else engine.training_dataloader.state_dict(),
+    }
+    state = engine.state._replace(rng=_random_state_of(engine))
+    check_same_folder(step._mesh.everyone, folder, "save_checkpoint")
+    of_rank_0(step._mesh.everyone, lambda: files.claim(folder))
+    save_state(state, folder / tag, step=step, client={"engine": told, "client": client}, keep=1)
+    if save_latest:
+        of_rank_0(step._mesh.everyone, lambda: files.write_whole(folder / files.LATEST, f"{tag}\n".encode()))
+
+
+def _load(
+    engine: Any, folder: Path, tag: str | None, *, optimizer: bool, scheduler: bool, counters: bool
+) -> tuple[str | None, dict[str, Any] | None]:
+    """See `KeepsFiles.load_checkpoint`."""
+    step = engine.train_step
+    collectives.meet("Engine.load_checkpoint", step._mesh.everyone)
+    if tag is None:
+        tag = of_rank_0(step._mesh.everyone, lambda: _latest(folder))
+        if tag is None:
+            warnings.warn(f"load_checkpoint: {folder} has no file {files.LATEST!r}; nothing was loaded", stacklevel=3)
+            return None, None
+    path = folder / tag
+    if optimizer and engine.optimizer is not None:
+        step = engine._step_to_load(of_rank_0(step._mesh.everyone, lambda: _starts(path)))
+        state, client, _ = load_state(path, step=step)
+        engine._take(step, state)
+    else:
+        engine._take(step, load_weights(path, step=step))
+        client = together(step._mesh.everyone, lambda: files.read_client(files.find(path)))
+    told = client["engine"] if isinstance(client, dict) and "engine" in client else None
+    if told is None:
+        raise CheckpointError(
+            f"load_checkpoint: {path} must be saved by an engine, and is one of fzero.save; load it with fzero.load"
+        )
+    if optimizer:
+        _set_random_state(engine)
+        for group, values in zip(engine.hyper, told["groups"]):
+            group.update(values)
+    if scheduler and engine.lr_scheduler is not None and told["scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(told["scheduler"])
+    if counters:
+        for name in COUNTERS:
+            setattr(engine, name, told["counters"][name])
+        engine._counted_from = engine.micro_steps
+        if engine.training_dataloader is not None and told["data"] is not None:
+            engine.training_dataloader.load_state_dict(told["data"])
+    engine._look()
+    return str(path), client["client"]
+
+
+def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -> bool:
+    """See `KeepsFiles.save_16bit_model`."""
+    step = engine.train_step
+    if name.endswith(".safetensors"):
+        if name != "model.safetensors" or exclude_frozen:
+            raise ValueError(
+                f"save_16bit_model: safetensors files are named model.safetensors and hold all weights, got {name!r} and "
+                f"exclude_frozen_parameters={exclude_frozen}; leave that out, or write a .bin"
+            )
+        step.save_16bit_model(engine.state, folder)
+        return True
+    full = engine._consolidated_16bit_state_dict(exclude_frozen_parameters=exclude_frozen)
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".{name}.new"
+        with create(beside) as file:
+            torch.save(full, file)
+        beside.rename(folder / name)
+
+    of_rank_0(step._mesh.everyone, write)
+    return True
+
+
+# --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _agreed_tag(engine: Accessors, tag: str) -> str:
+    """The tag of rank 0; those of all ranks must be the same, by `checkpoint.tag_validation`."""
+    how, step = engine.keys.checkpoint.tag_validation, engine.train_step
+    tags: list[str] = collectives.exchange(tag, step._mesh.everyone, label=Label("save"))
+    if len(set(tags)) > 1 and how != "IGNORE":
+        told = f"save_checkpoint: tag must be the same on all ranks, got {tags}; rank 0's is used"
+        if how == "FAIL":
+            raise ValueError(f"{told} where checkpoint.tag_validation is not FAIL; pass the same tag")
+        warnings.warn(told, stacklevel=4)
+    return tags[0]
+
+
+def _latest(folder: Path) -> str | None:
+    path = folder / files.LATEST
+    return files.latest_of(folder) if path.exists() else None
+
+
+def _starts(path: Path) -> dict[str, int]:
+    contents = files.read_contents(files.find(path))
+    return stored_starts(contents["optimizer"], contents["numbers"])
+
+
+def _scheduler_state(engine: Any) -> Any:
+    scheduler = engine.lr_scheduler
+    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
+
+
+def _plain_values(group: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a group."""
+    values = {k: v for k, v in group.items() if isinstance(v, bool | int | float) or k == "betas"}
+    return values | ({"lr": lr_of(group)} if "lr" in group else {})
+
+
+def _random_state_of(engine: Accessors) -> dict[str, torch.Tensor]:
+    """The process', on which the module runs."""
+    found = {"cpu": torch.get_rng_state()}
+    if "cuda" in engine.state.rng:
+        found["cuda"] = torch.cuda.get_rng_state(engine.device)
+    return found
+
+
+def _set_random_state(engine: Accessors) -> None:
+    rng = engine.state.rng
+    torch.set_rng_state(rng["cpu"].clone())
+    if "cuda" in rng:
+        torch.cuda.set_rng_state(rng["cuda"], engine.device)

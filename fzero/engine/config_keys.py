@@ -1,0 +1,158 @@
+"""Which keys of a configuration concern the engine alone? Those about printing, files and data, which no step needs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ValidationError, field_validator
+
+from fzero.config.config import Config, ConfigError, ConfigWarning
+from fzero.config.fields import Block, Count, Elements, Number, number, said
+
+
+class Monitor(Block):
+    """DeepSpeed keys `csv_monitor` and `tensorboard`: where loss, learning rate and loss scale of each step are written."""
+
+    enabled: bool = False
+    output_path: str = ""
+    """A folder; empty is `csv_monitor`, or `runs` for tensorboard."""
+    job_name: str = "DeepSpeedJobName"
+    """The folder in it."""
+
+
+class FlopsProfilerKeys(Block):
+    """DeepSpeed key `flops_profiler`: one step of rank 0, module by module (`fzero.Profile`)."""
+
+    enabled: bool = False
+    recompute_fwd_factor: Number = 0.0
+    """Must be 0: forwards that run again in a backward are counted as they run."""
+    profile_step: Elements = 1
+    """The updates that come before the step."""
+    module_depth: Annotated[int, BeforeValidator(number)] = -1
+    """Of the deepest modules shown; -1 is all."""
+    top_modules: Count = 1
+    """How many classes of each depth are named as the largest."""
+    detailed: bool = True
+    """Whether the tree is shown."""
+    output_file: str | None = None
+    """Where it is written; None prints it."""
+
+
+class CommsLoggerKeys(Block):
+    """DeepSpeed key `comms_logger`: what is sent, summed up by `fzero.deepspeed.comm.log_summary()`."""
+
+    enabled: bool = False
+    verbose: bool = False
+    """Rank 0 prints every collective when it starts."""
+    prof_all: bool = True
+    """Whether all collectives are logged; False logs those of `prof_ops`."""
+    debug: bool = False
+    """Whether rows tell what was sent for what, too."""
+    prof_ops: tuple[str, ...] = ()
+    """Names of collectives, fzero's or those of torch.distributed."""
+
+    @property
+    def only(self) -> frozenset[str]:
+        """The collectives that are logged; empty is all."""
+        named = {_OPERATIONS.get(name, name) for name in self.prof_ops}
+        return frozenset() if self.prof_all else frozenset(named or {"none"})
+
+    @field_validator("prof_ops")
+    @classmethod
+    def _are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        known = {*_OPERATIONS, *_OPERATIONS.values()}
+        for name in names:
+            if name not in known:
+                raise ValueError(f"must name collectives ({', '.join(sorted(known))}), and {name!r} is none")
+        return names
+
+
+_OPERATIONS = {
+    "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all",
+    "all_reduce": "all_reduce", "broadcast": "broadcast", "all_gather": "all_gather", "stack": "stack", "swap": "swap",
+    "reduce_scatter": "reduce_scatter", "all_to_all": "all_to_all",
+}  # fmt: skip
+"""Collectives of fzero by their names and those of torch.distributed."""
+
+
+def _upper(value: object) -> object:
+    return value.upper() if isinstance(value, str) else value
+
+
+def _steps(value: object) -> object:
+    return None if value in (0, float("inf"), "inf") else value
+
+
+class CheckpointKeys(Block):
+    """DeepSpeed key `checkpoint`, of which the engine honours what follows."""
+
+    tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(_upper)] = "WARN"
+    """What happens when ranks save under different tags."""
+
+
+class EngineKeys(Block):
+    """The keys that `fzero.initialize` honours beside those of a step."""
+
+    steps_per_print: Annotated[Count | None, BeforeValidator(_steps)] = None
+    """Rank 0 prints step, skipped steps, learning rate and momentum after so many steps."""
+    wall_clock_breakdown: bool | None = False
+    """Rank 0 prints after each step how long its parts took, and the waits for collectives in them."""
+    memory_breakdown: bool | None = False
+    """Rank 0 prints the plan, with the bytes of model state, when the engine is made, and memory after each part of a step."""
+    dump_state: bool | None = False
+    """Rank 0 prints the configuration and the plan when the engine is made."""
+    dataloader_drop_last: bool | None = False
+    """Whether the loader of `training_data` drops what does not fill a batch on every rank."""
+    csv_monitor: Monitor = Monitor()
+    tensorboard: Monitor = Monitor()
+    checkpoint: CheckpointKeys = CheckpointKeys()
+    flops_profiler: FlopsProfilerKeys = FlopsProfilerKeys()
+    comms_logger: CommsLoggerKeys = CommsLoggerKeys()
+
+
+def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, EngineKeys]:
+    """The configuration of the step, and the engine's.
+
+    Raises:
+        ConfigError: one line for every field that is wrong.
+    """
+    own = "|".join(EngineKeys.model_fields)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f"({own}):", category=ConfigWarning)
+        cfg = Config.load(source)
+    given = {note.key: note.value for note in cfg.notes if note.key in EngineKeys.model_fields}
+    if isinstance(given.get("checkpoint"), Mapping):
+        given["checkpoint"] = _known(given["checkpoint"])
+    try:
+        keys = EngineKeys.model_validate({key: value for key, value in given.items() if value is not None})
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {said(e)}, got {e['input']!r}" for e in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+    if keys.flops_profiler.enabled and keys.flops_profiler.recompute_fwd_factor:
+        warnings.warn(
+            f"flops_profiler.recompute_fwd_factor: must be 0, got {keys.flops_profiler.recompute_fwd_factor:g}, which is not "
+            f"used: forwards that run again in a backward are counted as they run; leave it out",
+            ConfigWarning,
+            stacklevel=3,
+        )
+    return cfg, keys
+
+
+_CHECKPOINT_OFF = {
+    "load_universal": False, "use_node_local_storage": False, "checkpoint_serialization": True, "writer": None,
+    "parallel_write": {"pipeline_stage": False},
+}  # fmt: skip
+
+
+def _known(block: Mapping[str, Any]) -> dict[str, Any]:
+    """What the engine honours of the block `checkpoint`; what else it says must ask for nothing."""
+    for key, value in block.items():
+        if key in _CHECKPOINT_OFF and value not in (_CHECKPOINT_OFF[key], None):
+            raise ConfigError(
+                f"checkpoint.{key}: must be {_CHECKPOINT_OFF[key]!r}, got {value!r}: checkpoints are fzero's, which load on any "
+                f"number of ranks; remove it (`fzero import-deepspeed` reads DeepSpeed's)"
+            )
+    return {key: value for key, value in block.items() if key == "tag_validation"}

@@ -1,0 +1,300 @@
+"""An object that trains as DeepSpeed's engine does, for scripts that are written for it.
+
+    engine, optimizer, loader, scheduler = fzero.initialize(model=model, config="ds_config.json", training_data=dataset)
+    for x, y in loader:
+        loss = criterion(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+
+It holds a `TrainState`, and between two updates a `Round`; what it computes are functions elsewhere, mostly the parts of
+`TrainStep`. What a script asks for that cannot be had is an error that says what to do.
+
+Every rank makes the same calls in the same order. An exception between two calls leaves nothing on its way: when it comes on
+all ranks, go on with the next forward. When it comes on one rank alone the job has to end, for others wait. After an
+exception inside `forward` or `backward` the gradients collected since the last update are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from fzero.engine import param_views as live_params
+from fzero.engine.client_optimizers import changed, lr_of
+from fzero.engine.dataloader import ResumableLoader
+from fzero.runtime.eager import passes_of
+from fzero.engine.checkpoints import KeepsFiles
+from fzero.engine.config_keys import EngineKeys
+from fzero.engine.module import HoldsModule
+from fzero.engine.optimizer import EngineOptimizer
+from fzero.engine.step_log import CommsLog, StepWatch, dtype_of
+from fzero.engine.monitor import monitors
+from fzero.state import Metrics, TrainState
+from fzero.step import Round, TrainStep
+
+T = TypeVar("T")
+
+
+class Engine(HoldsModule, KeepsFiles):
+    """Made by `fzero.initialize`. Attributes that it has not are those of the module.
+
+    Attributes:
+        module: the script's model. Its parameters are views of the state, or `Away` where they are divided (`live_params`);
+            calling it is calling the engine.
+        train_step, state: what trains, and the state that it trains; `None` while the state is away (`offload_states`).
+        optimizer: param groups to read and write; None of an engine that does not train.
+        lr_scheduler: stepped after each update that was not skipped, or None.
+        training_dataloader: of `training_data`, or None.
+        metrics: of the last update, or None.
+        comms_log: what this rank has sent, where `comms_logger` is enabled; else None.
+        micro_steps, global_steps, global_samples, skipped_steps: as DeepSpeed counts them.
+    """
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        state: TrainState[Tensor],
+        *,
+        keys: EngineKeys,
+        optimizer: EngineOptimizer | None,
+        training_dataloader: ResumableLoader | None = None,
+        config: Mapping[str, Any] | None = None,
+        held: frozenset[str] = frozenset(),
+    ) -> None:
+        self.train_step, self.state, self.keys, self.optimizer = train_step, state, keys, optimizer
+        self.training_dataloader, self.lr_scheduler = training_dataloader, None
+        self.config = dict(config or {})
+        self.metrics: Metrics | None = None
+        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        self._gas, self._counted_from = train_step.plan.num_micro_steps, 0
+        self._micro_batch = train_step._cfg.batch_sizes(train_step.world_size).micro
+        self._round: Round | None = None
+        self._boundary: bool | None = None
+        self._is_syncing, self._has_lost, self._is_reduced, self._is_applied = True, False, False, False
+        self._monitors = monitors(keys) if train_step.rank == 0 else []
+        says, model = train_step.rank == 0, train_step.recipe.model
+        dtype = dtype_of(train_step.plan, train_step._autocast)
+        self._watch = StepWatch(keys, model, train_step.plan, train_step.device, dtype, is_on=says)
+        self.comms_log = None
+        if keys.comms_logger.enabled:
+            self.comms_log = CommsLog(keys.comms_logger, self._say if says else None)
+            self.train_step = train_step.observed(self.comms_log)
+        self._hold(model, held)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.forward(*inputs, **kwargs)
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's outputs, which carry the graph; without gradients, and under torch.func, nothing is kept for later.
+
+        *Collective* in stage 3: every rank.
+        """
+        if self._is_gathered:
+            return self.module(*inputs, **kwargs)
+        return self._run(self.module, inputs, kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Adds the gradients of a loss to those since the last update; divides by the accumulation steps, and returns that.
+
+        *Collective:* every rank.
+
+        Args:
+            loss: a scalar, of any forwards since the last update. It is multiplied by the loss scale here.
+            retain_graph: whether a further backward of the same graph comes.
+            scale_wrt_gas: False does not divide by `gradient_accumulation_steps()`.
+        """
+        step, round_, parts = self._here(), self._round, self._gas if scale_wrt_gas else 1
+        if self.optimizer is None:
+            raise RuntimeError(
+                "engine.backward: this engine has no optimizer; give initialize one, or the configuration"
+            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            told = (
+                f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+                if isinstance(loss, Tensor)
+                else type(loss)
+            )
+            raise ValueError(
+                f"engine.backward: needs a scalar loss that depends on the module's parameters, got {told}"
+            )
+        if round_ is None:
+            raise RuntimeError("engine.backward: no forward has come since the last update; call engine(...) first")
+        self._is_reduced = self.is_gradient_accumulation_boundary() and self._is_syncing
+        if self._is_reduced:  # the ranks compare the numbers of the update in its last backward
+            step = self._following()
+        with (
+            self._guarded(),
+            self._watch.of("backward", self.global_steps),
+            torch.enable_grad(),  # the loss has a graph, whatever holds where it goes backward
+            self._others_passing(loss, keeps=retain_graph),
+        ):
+            self._round = step.backward(
+                round_, loss.reshape(()), num_parts=parts, is_last=self._is_reduced, keeps=retain_graph
+            )
+        return loss.detach() / parts
+
+    def scale(self, loss: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "engine.scale: is for loss.backward(), which no other rank would know of; call engine.backward(loss)"
+        )
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Counts a micro-step, and at the end of an accumulation updates: clips, skips an overflow, steps the scheduler.
+
+        *Collective* at the end of an accumulation: every rank.
+
+        Raises:
+            FloatingPointError: a gradient is not finite, where no overflow is skipped (DeepSpeed would go on with NaN); the
+                state is as it was, and the next accumulation begins.
+        """
+        if not self._is_syncing:
+            raise RuntimeError(
+                "engine.step: must not be called inside no_sync, whose gradients are not reduced; call it after"
+            )
+        self._is_applied = False
+        if self.is_gradient_accumulation_boundary():
+            before = self.global_steps
+            with self._watch.of("update", before):
+                self._update(lr_kwargs or {})
+            self._report(before)
+        self.micro_steps += 1
+
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        step, round_, optimizer = self._here(), self._round, self.optimizer
+        if self._has_lost:
+            raise RuntimeError(
+                "engine.step: gradients of earlier micro-steps were lost by an error; call engine.zero_grad() to go on without"
+            )
+        if optimizer is None or round_ is None or not round_.told:
+            raise RuntimeError(
+                "engine.step: no backward has come since the last update; call engine.backward(loss) first"
+            )
+        if not self._is_reduced and step.plan.stage < 2:
+            raise RuntimeError(
+                "engine.step: the last backward must be the one that reduces gradients, and was inside no_sync or no boundary; "
+                "call set_gradient_accumulation_boundary(True) before it"
+            )
+        self.live.check()
+        step = self._following()
+        try:
+            self.state, self.metrics = step.update(round_)
+        except FloatingPointError:  # this step is over, as if it had not been
+            self._round, self.micro_steps = None, self.micro_steps + 1
+            raise
+        self.train_step, self._round = step, None
+        self.live.look_at_buffers(self.state.buffers)
+        optimizer.overflow = bool(self.metrics.overflow)
+        self.global_steps += 1
+        self.global_samples += self._samples()
+        self._is_applied = not optimizer.overflow
+        self.skipped_steps += optimizer.overflow
+        if optimizer.overflow:
+            self._say(
+                f"OVERFLOW! Rank 0 skipped the step. Attempted loss scale: {self.metrics.loss_scale.item():g}, "
+                f"next: {optimizer.loss_scale:g}"
+            )
+        elif self.lr_scheduler is not None:
+            # torch warns of a scheduler whose optimizer never made a step.
+            owner: Any = getattr(self.lr_scheduler, "optimizer", optimizer)
+            owner._opt_called = True
+            self.lr_scheduler.step(**lr_kwargs)
+
+    def _following(self) -> TrainStep:
+        """The step with the numbers that stand in the param groups now."""
+        step, groups = self._here(), self.hyper
+        return step.following([lr_of(group) for group in groups], changed(step._updater.optimizers, groups))
+
+    @property
+    def hyper(self) -> list[dict[str, Any]]:
+        """The param groups with parameters, in the step's order."""
+        return [] if self.optimizer is None else [group for group in self.optimizer.param_groups if group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops what was collected since the last update; after an update there is nothing to drop."""
+        if self._round is not None:
+            self._round.work.close()
+        self._round, self._has_lost = None, False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are collected and not reduced, in stages 0 and 1; the backward after it reduces all."""
+        if self.train_step.plan.stage >= 2:
+            raise RuntimeError(
+                f"engine.no_sync: must be of stage 0 or 1, got stage {self.train_step.plan.stage}, where no rank has room for "
+                f"whole gradients; leave it out"
+            )
+        if not self._is_syncing:
+            raise RuntimeError("engine.no_sync: must not be entered twice; leave the inner one out")
+        self._is_syncing = False
+        try:
+            yield
+        finally:
+            self._is_syncing = True
+
+    # --- around it ---------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """A forward of the module, by its own `__call__` or from inside of that."""
+        step, run = self._here(), "train" if self.module.training else "eval"
+        inputs, kwargs = step._batches.cast((inputs, kwargs))
+
+        def call() -> T:
+            self._is_inside = True
+            try:
+                with self._autocast():
+                    return function(*inputs, **kwargs)
+            finally:
+                self._is_inside = False
+
+        is_func = torch._C._are_functorch_transforms_active()
+        trains = torch.is_grad_enabled() and not is_func and self.optimizer is not None
+        if step._probe and trains:
+            step._probe.sees((inputs, kwargs), is_call=True)
+        with self._watch.of("forward", self.global_steps, trains=trains):
+            if not trains:
+                return step.inspect(self.state, call, run=f"{run} {'func' if is_func else 'alone'}")
+            still = self._follow_flags()
+            step = self.train_step
+            with self._guarded():
+                if self._round is None:
+                    self._round = step.begin(self.state, measures_early=True)
+                return step.forward(self._round, call, run=run, still=still)
+
+    def _autocast(self) -> Any:
+        dtype = self.train_step._autocast
+        return nullcontext() if dtype is None else torch.autocast(self.train_step.device.type, dtype=dtype)
+
+    @contextmanager
+    def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:
+        """Lets a backward go through forwards of other engines, whose gradients stay as they are."""
+        rounds = {id(e._round.work): e for e in live_params.engines() if e is not self and e._round is not None}
+        with ExitStack() as stack:
+            for engine in [rounds[id(work)] for work in passes_of(loss) if id(work) in rounds] if rounds else []:
+                stack.enter_context(engine._guarded())
+                stack.enter_context(engine.train_step.passing(engine._round, loss, keeps=keeps))
+            yield
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """After an error inside, what was collected is gone."""
+        try:
+            yield
+        except BaseException:
+            self._has_lost = self._round is not None and bool(self._round.told)
+            self._round = None
+            raise

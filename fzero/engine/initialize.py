@@ -1,0 +1,257 @@
+"""`initialize`: what a DeepSpeed script gives becomes an engine."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer as TorchOptimizer
+from torch.utils.data import Dataset
+
+from fzero.comms import collectives
+from fzero.engine import config_keys as engine_keys
+from fzero.common.arguments import check_model, check_no_inference, shown
+from fzero.runtime.activation_checkpointing import Choice
+from fzero.engine.client_optimizers import Groups, of_optimizer, of_parameters
+from fzero.config.config import Config, ConfigError, ConfigWarning
+from fzero.engine.dataloader import ResumableLoader
+from fzero.engine.engine import Engine
+from fzero.engine.config_keys import EngineKeys
+from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
+from fzero.comms.rendezvous import DEFAULT_PORT, launched
+from fzero.runtime.step_spec import Recipe, bind
+from fzero.step import TrainStep
+from fzero.runtime.trainability import listed
+
+Source = Mapping[str, Any] | str | Path | Config
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: TorchOptimizer | Callable[[Any], TorchOptimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Source | None = None,
+    mesh_param: tuple[int, int] | None = None,
+    config_params: Source | None = None,
+    *,
+    units: Sequence[str] | None = None,
+    schedule: Literal["learned", "negotiated"] = "learned",
+    checkpoint: Choice | None = None,
+    seed: int = 0,
+) -> tuple[Engine, EngineOptimizer | None, ResumableLoader | None, Any]:
+    """DeepSpeed's entry point: an engine that trains a model as a configuration says.
+
+    *Collective:* every rank of the job, whose process group is joined if nobody did.
+
+    Args:
+        args: of a command line, of which `deepspeed_config` is the configuration where `config` is not given.
+        model: any module. From here on its parameters are those of the engine's state (`fzero.engine.param_views`). On CUDA it is
+            moved to this rank's device.
+        optimizer: one of torch.optim, of these parameters and new, or a function of the parameters that makes one. None is
+            the configuration's; where there is none either, the engine does not train. Parameters that it does not hold are
+            not trained.
+        model_parameters: what the configuration's optimizer updates, as torch.optim takes it; None is all of the model's.
+            Those of them are trained that require gradients, now or later.
+        training_data: a dataset, of which a loader is made (`fzero.engine.dataloader`).
+        lr_scheduler: one of the optimizer's, or a function of the optimizer that makes one; stepped after each update.
+            None is the configuration's.
+        distributed_port: where rank 0 listens, if the launcher does not say so.
+        mpu: must have no model parallelism.
+        dist_init_required: False refuses to join a job.
+        collate_fn: of the loader.
+        config, config_params: a mapping in DeepSpeed's schema, the path of a file, a string of base64, or a `Config`.
+        mesh_param: must be (ranks, 1).
+        units, schedule, checkpoint, seed: as for `make_train_step`; fzero's own.
+
+    Returns:
+        The engine; its optimizer and its scheduler, to read and write; the loader of `training_data`. What there is none of
+        is None.
+
+    Raises:
+        ConfigError: the configuration is wrong, or asks for what there is not.
+        MismatchError: told on every rank, when ranks differ.
+    """
+    source = _source(args, config, config_params)
+    check_model(model)
+    assert isinstance(model, nn.Module)
+    check_no_inference("initialize")
+    _check_makers(optimizer, lr_scheduler)
+    cfg, keys = engine_keys.read(source)
+    trains = optimizer is not None or "optimizer" in cfg.model_fields_set
+    model = _at_home(model, distributed_port, dist_init_required)
+    if callable(optimizer) and not isinstance(optimizer, TorchOptimizer):
+        optimizer = optimizer(
+            [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
+        )
+        model_parameters = None
+    if not trains:
+        model.requires_grad_(False)
+    cfg, groups = _groups(cfg, model, optimizer, model_parameters, trains=trains)
+    cfg = _one_scheduler(cfg, lr_scheduler)
+    cfg.warn_of_wires()
+    recipe = Recipe(
+        model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform, units=units, schedule=schedule,
+        checkpoint=checkpoint, seed=seed,
+        trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held,
+    )  # fmt: skip
+    step = TrainStep(recipe, bind(None, recipe.device))
+    _check_parallelism(mpu, mesh_param, step.world_size)
+    rates, momentum = step._updater.rates, step._updater.momentum
+    loader = None
+    if training_data is not None:
+        loader = ResumableLoader(
+            training_data, batch_size=_micro_batch(cfg, step.world_size), rank=step.rank, world_size=step.world_size,
+            drop_last=bool(keys.dataloader_drop_last), collate_fn=collate_fn, pin_memory=step.device.type == "cuda",
+        )  # fmt: skip
+    state = step.init()
+    engine: Engine
+    seen = EngineOptimizer(groups.seen, lambda: engine.loss_scale) if trains else None
+    told = dict(source) if isinstance(source, Mapping) else step.recipe.cfg.model_dump()
+    engine = Engine(step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=told, held=groups.held)
+    if seen is not None and lr_scheduler is not None:
+        engine.lr_scheduler = lr_scheduler(seen) if callable(lr_scheduler) else lr_scheduler
+    elif seen is not None and cfg.scheduler is not None:
+        engine.lr_scheduler = ConfiguredScheduler(seen, rates, momentum)
+    _tell(engine, keys)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+# --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _check_makers(optimizer: object, lr_scheduler: object) -> None:
+    """Raises unless optimizer and scheduler are such, or functions that make them."""
+    if optimizer is not None and not isinstance(optimizer, TorchOptimizer) and not callable(optimizer):
+        raise ConfigError(
+            f"optimizer: must be one of torch.optim or a function of parameters that makes one, got {shown(optimizer)}; pass "
+            f"such, or name it in the configuration: {{'optimizer': {{'type': 'AdamW'}}}}"
+        )
+    if lr_scheduler is not None and not callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        raise ConfigError(
+            f"lr_scheduler: must have a method step(), or be a function of the optimizer that makes one, got "
+            f"{shown(lr_scheduler)}; pass such, or name it in the configuration: {{'scheduler': {{'type': 'WarmupLR'}}}}"
+        )
+
+
+def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
+    """The one configuration that is given."""
+    of_args = getattr(args, "deepspeed_config", None)
+    given = {"config": config, "config_params": config_params, "args.deepspeed_config": of_args}
+    found = {name: value for name, value in given.items() if value is not None}
+    if len(found) != 1:
+        raise ConfigError(
+            f"config: must be given once, as config, config_params or args.deepspeed_config, got {', '.join(found) or 'none'}; "
+            f"pass one of them"
+        )
+    return next(iter(found.values()))
+
+
+def check_may_join(required: bool | None) -> None:
+    """Raises a ConfigError where a launcher started ranks that have not joined, and must not join here.
+
+    Args:
+        required: DeepSpeed's `dist_init_required`, of which False is not to join.
+    """
+    me = launched()
+    if required is False and me is not None and not collectives.is_joined():
+        raise ConfigError(
+            f"dist_init_required: must not be False where {me.by} has started {me.world_size} ranks that have not joined; call "
+            f"fzero.deepspeed.init_distributed() first, or leave it out"
+        )
+
+
+def _at_home(model: nn.Module, port: int, required: bool | None) -> nn.Module:
+    """Joins the job, and brings the model to this rank's device."""
+    me = launched()
+    check_may_join(required)
+    if me is not None and me.by != "torchrun":
+        os.environ.setdefault("MASTER_PORT", str(port))
+    on_cuda = torch.cuda.is_available() and not collectives.is_joined(without="nccl")
+    if not on_cuda:
+        return model
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    torch.cuda.set_device(device)
+    return model if any(p.is_meta for p in model.parameters()) else model.to(device)
+
+
+def _groups(
+    cfg: Config,
+    model: nn.Module,
+    optimizer: TorchOptimizer | None,
+    model_parameters: Iterable[Any] | None,
+    *,
+    trains: bool,
+) -> tuple[Config, Groups]:
+    """The param groups, and the configuration with their optimizer."""
+    if not trains:
+        return cfg, Groups(None, None, [], [], frozenset())
+    if optimizer is None:
+        groups = of_parameters(model_parameters, cfg.optimizer, model)
+    else:
+        if "optimizer" in cfg.model_fields_set:
+            warnings.warn(
+                "optimizer: stands in the configuration, too; the script's is used", ConfigWarning, stacklevel=3
+            )
+        groups = of_optimizer(optimizer, model)
+    left = [name for name, param in model.named_parameters() if param.requires_grad and name not in groups.held]
+    if left:
+        warnings.warn(
+            f"{'model_parameters' if optimizer is None else 'optimizer'}: does not hold {listed(left)}, which require gradients "
+            f"and are not trained; add them, or freeze them with requires_grad_(False)",
+            ConfigWarning,
+            stacklevel=3,
+        )
+    if groups.optimizer is not None:
+        cfg = cfg.model_copy(update={"optimizer": groups.optimizer})
+    return cfg, groups
+
+
+def _one_scheduler(cfg: Config, lr_scheduler: Any) -> Config:
+    if lr_scheduler is None or cfg.scheduler is None:
+        return cfg
+    warnings.warn(
+        "scheduler: stands in the configuration, too; the script's lr_scheduler is used", ConfigWarning, stacklevel=3
+    )
+    return cfg.model_copy(update={"scheduler": None})
+
+
+def _check_parallelism(mpu: Any, mesh_param: tuple[int, int] | None, world_size: int) -> None:
+    if mpu is not None and mpu.get_data_parallel_world_size() != world_size:
+        raise ConfigError(
+            f"mpu: must have no model parallelism, so that all {world_size} ranks are data-parallel, got "
+            f"{mpu.get_data_parallel_world_size()} of them; leave it out"
+        )
+    if mesh_param is not None and tuple(mesh_param) != (world_size, 1):
+        raise ConfigError(
+            f"mesh_param: must be ({world_size}, 1), all ranks data-parallel and none sequence-parallel, got {mesh_param}; leave "
+            f"it out"
+        )
+
+
+def _micro_batch(cfg: Config, world_size: int) -> int:
+    micro = cfg.batch_sizes(world_size).micro
+    if micro is None:
+        raise ConfigError(
+            "train_micro_batch_size_per_gpu: is needed for the loader of training_data, and neither it nor train_batch_size is "
+            "given; give one"
+        )
+    return micro
+
+
+def _tell(engine: Engine, keys: EngineKeys) -> None:
+    if keys.dump_state:
+        engine._say(str(engine.cfg))
+    if keys.dump_state or keys.memory_breakdown:
+        engine._say(str(engine.train_step.plan))

@@ -1,0 +1,308 @@
+"""What becomes of a script's module while an engine holds it? Its parameters look at the state, and calling it is calling the
+engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fzero.comms import collectives
+from fzero.engine import param_views as live_params
+from fzero.common.arguments import check_kind
+from fzero.engine.accessors import Accessors
+from fzero.engine.param_views import LiveParams
+from fzero.plans.plan import starts_of
+from fzero.resharding.reshard import reshard
+from fzero.state import TrainState
+from fzero.step import Round, TrainStep
+from fzero.runtime.trainability import Flags, listed
+from fzero.resharding.parameters import params_of, with_weight
+
+T = TypeVar("T")
+
+
+class _Forward:
+    """What stands in place of a module's `forward` while an engine holds it. A copy of the module has its own again."""
+
+    def __init__(self, engine: HoldsModule, module: nn.Module) -> None:
+        self.engine, self.module, self.original = engine, module, module.forward
+        functools.update_wrapper(self, self.original)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        engine = self.engine
+        if engine._is_inside or engine._is_gathered or engine.live.is_replaced:
+            return self.original(*inputs, **kwargs)
+        return engine._run(self.original, inputs, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and pickles: the method of the copy's class, or a copy of the function that stood in its place."""
+        if "forward" in self.engine._own_forward:
+            return _same, (self.original,)
+        return getattr, (self.module, "forward")
+
+
+def _same(x: T) -> T:
+    return x
+
+
+class HoldsModule(Accessors):
+    """The part of `Engine` that is about the module and where the state is."""
+
+    module: nn.Module
+    live: LiveParams
+    _round: Round | None
+    _held: frozenset[str]
+    """The names of the parameters that the optimizer holds."""
+    _flags: Flags
+    _seen: list[bool] | None = None
+    """`requires_grad` as the last forward of training found it."""
+    _whole: list[bool] | None = None
+    """The flags under which each flat buffer is trained as a whole, or still as a whole."""
+    _still: frozenset[str] = frozenset()
+    """The names of the parameters that have optimizer state, and require no gradients now."""
+    _is_inside = _is_gathered = _is_away = False
+
+    def _hold(self, module: nn.Module, held: frozenset[str]) -> None:
+        """Makes a call of the module one of the engine, wherever it comes from (a `generate`, a `loss` of the module's).
+
+        Args:
+            held: the names of the parameters that the optimizer holds.
+        """
+        self.module, self._held = module, held
+        self.train_step._origin.close()  # from here on the module shows the state
+        self.live, self._flags = LiveParams(module, self.train_step.plan), Flags(module)
+        self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
+        module.__dict__["forward"] = _Forward(self, module)
+        self._look()
+        live_params.register(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if "module" not in self.__dict__:
+            raise AttributeError(name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"engine: has no attribute {name!r}, nor has its module ({error}); docs/deepspeed.md lists what it has"
+            ) from None
+
+    def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        raise NotImplementedError
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        raise NotImplementedError
+
+    @contextmanager
+    def gathered(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Tensor]]:
+        """Copies of whole parameters by name, in every stage, for `torch.func.functional_call(engine.module, them, x)`.
+
+        Inside, with all names, the module stands by itself: it runs with these values, as often as it likes and on each rank
+        as it likes (`engine.module.generate`), and nothing is collected for a step. What is written to them is dropped.
+
+        *Collective* in stage 3: every rank.
+        """
+        before, self._is_gathered = self._is_gathered, names is None
+        found = params_of(self._here(), self.state, names)
+        try:
+            for name in self.live.own.keys() & found.keys():
+                self.live.bring(name, found[name])
+            yield found
+        finally:
+            self._is_gathered = before
+            self._look()
+
+    def compile(
+        self,
+        backend: Literal["inductor", "aot_eager"] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """Compiles the repeated blocks of the module from now on. *Collective:* every rank."""
+        if compile_kwargs or any(others.values()):
+            raise ValueError(
+                f"engine.compile: takes a backend and no further arguments, got {compile_kwargs or others}; leave them out"
+            )
+        recipe = replace(self.train_step.recipe, compile="block", compile_backend=backend)
+        self.train_step = TrainStep(recipe, self.train_step._ranks)
+        if self.comms_log is not None:
+            self.train_step = self.train_step.observed(self.comms_log)
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **others: Any
+    ) -> None:
+        """Other weights, of the model and of its masters; what the optimizer remembers stays. *Collective:* every rank.
+
+        Args:
+            checkpoint: a full state dict, the same on all ranks, or a mapping that has one as `"module"`.
+            strict: whether it must have each name of the model, and no other.
+            custom_load_fn, others: must be None: no module is loaded as such.
+        """
+        if custom_load_fn is not None or any(others.values()):
+            raise ValueError(
+                "load_module_state_dict: custom_load_fn and further arguments must be None: the state is loaded, and no module; "
+                "make a state dict of your own, and pass that"
+            )
+        check_kind("load_module_state_dict", checkpoint, Mapping, "given a state dict", "pass module.state_dict()")
+        step = self._here()
+        values: Mapping[str, Tensor] = (
+            checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
+        )
+        differing = sorted({*values} ^ {*step._stored_names})
+        if strict and differing:
+            raise ValueError(
+                f"load_module_state_dict: names must be those of the model, got {'no' if differing[0] not in values else 'a'} "
+                f"{differing[0]!r} ({len(differing)} differ); pass strict=False to leave the others as they are"
+            )
+        params = {name for buffer in step.plan.flat_buffers for name in buffer.layout.names}
+        for key, name in step._stored_names.items():
+            if key in values and name in params:
+                self.state = with_weight(step, self.state, name, values[key])
+            elif key in values:
+                self.state.buffers[name].copy_(values[key])
+        self._look()
+
+    def offload_states(
+        self,
+        include: Sequence[Any] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Moves the state to host memory until `reload_states`, to make room on the device; all of it, whatever `include`."""
+        if str(device) != "cpu":
+            raise ValueError(f"engine.offload_states: device must be 'cpu', got {device!r}; leave it out")
+        self._move(torch.device("cpu"))
+        self._is_away = True
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what `offload_states` took away."""
+        self._move(self.train_step.device)
+        self._is_away = False
+
+    def destroy(self) -> None:
+        """Lets go of the state. The module is the script's again, with the weights that this rank holds whole."""
+        self.zero_grad()
+        self.module.__dict__.pop("forward", None)
+        self.module.__dict__.update(self._own_forward)
+        del self.state
+        self._is_away, self._monitors = True, []
+
+    # --- what is frozen -------------------------------------------------------------------------------------------
+
+    def _follow_flags(self) -> frozenset[str]:
+        """The parameters that are still in the forward that comes: they have optimizer state, and require no gradients.
+
+        What is frozen keeps its master and optimizer state, as with torch.optim, and is not updated. Parameters that are
+        unfrozen for the first time, and flat buffers that are partly still, need another plan, between two updates.
+
+        *Collective* where another plan is needed: every rank, which must have the same flags.
+
+        Raises:
+            RuntimeError: another plan is needed, and gradients were collected since the last update.
+            CollectiveError: another plan is needed here, and not on a rank that has other flags.
+        """
+        flags, round_ = self._flags.read(), self._round
+        if flags == self._seen and (round_ is not None or flags == self._whole):
+            return self._still
+        wanted = {name for name in self._held if self.live.own[name].requires_grad}
+        known = starts_of(self.train_step.plan)
+        still = frozenset(known.keys() - wanted)
+        rests = still if round_ is None else still & round_.work.still
+        if not wanted <= known.keys() or self._cut_by(rests):
+            if round_ is not None and round_.told:
+                changed = sorted(wanted - known.keys()) or sorted(still)
+                raise RuntimeError(
+                    f"requires_grad: must change between engine.step() and the next forward where flat buffers have to be "
+                    f"divided anew, and {listed(changed)} changed after a backward; change it after engine.step(), or call "
+                    f"engine.zero_grad() first"
+                )
+            if round_ is not None:
+                round_.work.close()
+                self._round = None
+            old = self.train_step
+            collectives.meet("Engine.forward with other requires_grad flags", old._mesh.everyone)
+            new = self._step_for(wanted | known.keys(), known)
+            state = reshard(self.state, old, new)
+            assert state is not None, "every rank is in both jobs"
+            self._take(new, state)
+            rests = still
+        if rests == still:
+            self._whole = flags
+        self._seen, self._still = flags, still
+        self.live.follow_flags()
+        return still
+
+    def _cut_by(self, still: frozenset[str]) -> bool:
+        """Whether a flat buffer holds both, parameters that are still and others."""
+        trained = (set(b.layout.names) for b in self.train_step.plan.flat_buffers if b.trainable)
+        return any(names & still and not names <= still for names in trained)
+
+    def _step_for(self, trained: Collection[str], starts: Mapping[str, int]) -> TrainStep:
+        """A step that trains these parameters, those that require no gradients in flat buffers of their own. *Collective:* every
+        rank.
+
+        Args:
+            trained: names of parameters that the optimizer holds.
+            starts: when the optimizer state of each began (`starts_of`); that of others begins now.
+        """
+        numbers: dict[tuple[int, bool], int] = {(start, True): start for start in starts.values()}
+        anew = 1 + max(numbers.values(), default=-1)
+        found = {}
+        for name in sorted(trained):
+            kind = (starts.get(name, anew), self.live.own[name].requires_grad)
+            found[name] = numbers.setdefault(kind, 1 + max(numbers.values(), default=-1))
+        old = self.train_step
+        return TrainStep(replace(old.recipe, trained=frozenset(trained), starts=found), old._ranks)
+
+    def _step_to_load(self, starts: Mapping[str, int]) -> TrainStep:
+        """The step that goes on with a checkpoint: the present one, if that counts the same updates together. *Collective* else.
+
+        Args:
+            starts: when the optimizer state of each parameter in the checkpoint began.
+        """
+        plan = self.train_step.plan
+        trained = {name for name in self._held if name in starts or self.live.own[name].requires_grad}
+        buffers = [buffer.layout.names for buffer in plan.flat_buffers if buffer.trainable]
+        is_same = trained == starts_of(plan).keys() and all(
+            len({starts.get(n) for n in names}) == 1 for names in buffers
+        )
+        return self.train_step if is_same else self._step_for(trained, starts)
+
+    def _take(self, step: TrainStep, state: TrainState[Tensor]) -> None:
+        """Goes on with a state, and with the step that it is of."""
+        if step is not self.train_step:
+            self.train_step = step if self.comms_log is None else step.observed(self.comms_log)
+            self.live.follow(step.plan)
+            self._seen = self._whole = None
+        self.state = state
+        self._look()
+
+    # --- where the state is ---------------------------------------------------------------------------------------
+
+    def _here(self) -> TrainStep:
+        if self._is_away:
+            raise RuntimeError("engine: its state is away (offload_states, destroy); call reload_states first")
+        return self.train_step
+
+    def _move(self, device: torch.device) -> None:
+        """Moves what is on the step's device."""
+        if self.device.type != "cpu":
+            state = self.state
+            moved = optree.tree_map(
+                lambda x: x.to(device) if isinstance(x, Tensor) else x,
+                (state.params, state.master, state.grads, state.optimizer),
+            )
+            self.state = state._replace(**dict(zip(("params", "master", "grads", "optimizer"), moved)))
+            self._look()
+
+    def _look(self) -> None:
+        """Makes the module's parameters and buffers those of the state."""
+        self.live.look_at(self.state.params, self.train_step.device)
+        self.live.look_at_buffers(self.state.buffers)

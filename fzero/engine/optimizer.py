@@ -1,0 +1,106 @@
+"""What does a script see of the optimizer and the schedule? Param groups to read and write, and a scheduler to step.
+
+Both hold numbers alone. The engine reads the learning rate and the other hyper-parameters of each group before an update,
+whoever wrote them: a scheduler of `torch.optim.lr_scheduler`, the configuration's, or the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from fzero.engine.client_optimizers import Hyper, lr_of
+from fzero.optim.lr_schedules import Schedule
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """`engine.optimizer`: what scripts and schedulers read and write; `engine.step()` makes the update.
+
+    Attributes:
+        param_groups: hyper-parameters to read and write, by group.
+        overflow: whether the last update was skipped because a gradient was not finite.
+        loss_scale: what the next loss is multiplied by.
+    """
+
+    def __init__(self, groups: Sequence[Hyper], scale: Callable[[], float]) -> None:
+        super().__init__(groups, {})  # type: ignore[arg-type]
+        self.defaults = {key: value for key, value in self.param_groups[0].items() if key != "params"}
+        self.overflow = False
+        self._scale = scale
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale()
+
+    cur_scale = loss_scale
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: gradients are collected anew after each update."""
+
+    def step(self, closure: Any = None) -> NoReturn:  # type: ignore[override]
+        raise RuntimeError("optimizer.step: the update needs all ranks' gradients; call engine.step()")
+
+    def state_dict(self) -> NoReturn:
+        raise RuntimeError(
+            "optimizer.state_dict: the state is divided among the ranks; call engine.save_checkpoint(dir), or "
+            "fzero.deepspeed.utils.safe_get_full_optimizer_state for one parameter"
+        )
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:
+        raise RuntimeError(
+            "optimizer.load_state_dict: the state is divided among the ranks; call engine.load_checkpoint(dir)"
+        )
+
+    def add_param_group(self, param_group: Hyper) -> None:
+        if "overflow" in self.__dict__:
+            raise RuntimeError(
+                "optimizer.add_param_group: groups are divided among the ranks when the engine is made; pass all of them to "
+                "initialize, with frozen parameters that are trained later"
+            )
+        super().add_param_group(param_group)
+
+
+class ConfiguredScheduler:
+    """`lr_scheduler` of a configuration: writes the rates of its schedule into the optimizer's groups, update by update.
+
+    Args:
+        optimizer: whose groups it writes to.
+        rates: the learning rate of each group at the update after n others.
+        momentum: the first beta likewise, where the schedule moves it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rates: Sequence[Schedule], momentum: Schedule | None) -> None:
+        self.optimizer, self._rates, self._momentum = optimizer, list(rates), momentum
+        self.last_batch_iteration = -1
+        self._write()
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """One update further, or to the one after `last_batch_iteration`."""
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
+        self._write()
+
+    def _write(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate(self.last_batch_iteration + 1)
+            if self._momentum is not None and "betas" in group:
+                group["betas"] = (self._momentum(self.last_batch_iteration + 1), group["betas"][1])
+
+    def get_lr(self) -> list[float]:
+        """The rates of the next update."""
+        return [lr_of(group) for group in self.optimizer.param_groups]
+
+    def get_last_lr(self) -> list[float]:
+        """The rates that the last `step` set."""
+        assert self.last_batch_iteration >= 0, "need to call step() first"  # the words that transformers looks for
+        return self.get_lr()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.last_batch_iteration = state_dict["last_batch_iteration"]
+        self._write()

@@ -1,0 +1,229 @@
+"""What does a module own while an engine trains it? Its own parameters, which look at the state and hold nothing themselves.
+
+A parameter that this rank holds whole (stages 0 to 2, and what stage 3 keeps whole) is a view of the state's flat buffer: it
+is read like any other. One that is divided among the ranks has its shape, dtype and device, no memory, and no values:
+computing with it is an error that says what to do. The parameter objects stay the same, so that what a script holds on to
+(in an optimizer, in a list) goes on to mean what it meant.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.runtime.own_params import is_bound, not_trained, with_present
+from fzero.plans.plan import Plan
+from sharding import Replicated
+from sharding.views import unflatten
+
+_TOLD = {
+    *(
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "storage_offset",
+        "get_device",
+        "data_ptr",
+    ),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_same_size", "_is_view", "untyped_storage"),
+    *("requires_grad_", "__repr__", "__hash__", "__format__"),
+}
+"""What may be asked of a tensor without values."""
+_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes that hold them."""
+
+
+class AwayError(RuntimeError):
+    """A parameter's values were asked for where they are not."""
+
+
+class Away(nn.Parameter):
+    """A parameter that is divided among the ranks: everything but values."""
+
+    fzero_name: str
+    fzero_plain: nn.Parameter
+    """The same to torch.compile, which looks at parameters that a call replaces."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        is_told = name in _TOLD or (name in ("__get__", "__set__") and attribute not in _VALUES)
+        if not is_told:
+            used = attribute if name in ("__get__", "__set__") else name or func
+            given = (*args, *(kwargs or {}).values())
+            if any(map(is_bound, given)):  # inside the forward
+                return with_present(func, args, kwargs or {})
+            found = next((x for x in given if isinstance(x, Away)), None)
+            raise AwayError(
+                f"parameter {getattr(found, 'fzero_name', '')!r}: is divided among the ranks and has no values here, and "
+                f"{used} needs them; compute inside the engine's forward, or on all ranks inside "
+                f"`with fzero.deepspeed.zero.GatheredParameters(...)`; engine.gathered() gives a dict of all, for "
+                f"torch.func.functional_call, and engine.save_16bit_model writes them"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.fzero_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class LiveParams:
+    """The parameters and buffers of a module, as they stand for those of a state.
+
+    Attributes:
+        own: the module's parameters by their first names.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        homes = {name: buffer for buffer in plan.flat_buffers for name in buffer.layout.names}
+        self._slots: list[tuple[nn.Module, str, str]] = []
+        self._buffer_slots: list[tuple[nn.Module, str, str]] = []
+        self.own: dict[str, nn.Parameter] = {}
+        for prefix, module in model.named_modules():
+            dot = f"{prefix}." if prefix else ""
+            for key, param in module._parameters.items():
+                if param is not None:
+                    name = plan.aliases.get(dot + key, dot + key)
+                    self.own.setdefault(name, self._present(param, homes[name].dtypes.param))
+                    module._parameters[key] = self.own[name]
+                    self._slots.append((module, key, name))
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._buffer_slots.append((module, key, plan.aliases.get(dot + key, dot + key)))
+        self._names = {id(param): name for name, param in self.own.items()}
+        self.follow(plan)
+        for param in self.own.values():
+            param.grad = None
+        self._given: dict[str, tuple[int, torch.dtype, int]] = {}  # what `bring` gave: address, dtype, version
+
+    def follow(self, plan: Plan) -> None:
+        """From here on the states are those of another plan of the same model."""
+        self.plan = plan
+        self._masters = {n for b in plan.flat_buffers if b.has_master for n in b.layout.names}
+
+    def follow_flags(self) -> None:
+        """Tells torch.compile which parameters require gradients now."""
+        for param in self.own.values():
+            if isinstance(param, Away):
+                param.fzero_plain.requires_grad_(param.requires_grad)
+
+    @staticmethod
+    def _present(param: nn.Parameter, dtype: str) -> nn.Parameter:
+        """The parameter itself; of one on `meta`, which can hold no values, a new one."""
+        if not param.is_meta:
+            return param
+        return nn.Parameter(torch.empty(0), requires_grad=param.requires_grad)
+
+    def look_at(self, params: Mapping[str, Tensor], device: torch.device) -> None:
+        """Makes the parameters what the flat buffers of a state say."""
+        for buffer in self.plan.flat_buffers:
+            flat = params[buffer.key]
+            is_here = isinstance(buffer.row.params, Replicated)
+            views = unflatten(flat.detach(), buffer.layout) if is_here else {}
+            for name, shape in zip(buffer.layout.names, buffer.layout.shapes, strict=True):
+                if is_here:
+                    self.bring(name, views[name])
+                else:
+                    self.send_away(name, shape, flat.dtype, device)
+
+    def look_at_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        for module, key, name in self._buffer_slots:
+            module._buffers[key] = buffers[name]
+
+    def bring(self, name: str, value: Tensor) -> None:
+        """Gives a parameter values."""
+        param = self.own[name]
+        if isinstance(param, Away):
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+        param.data = value
+        self._given[name] = _identity(param)
+
+    def send_away(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """Takes a parameter's values away."""
+        param = self.own[name]
+        if isinstance(param, Away):
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+        self._given.pop(name, None)
+        nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+        param.data = nothing.expand(shape)
+        param.grad = None
+        if param.numel():
+            plain = nn.Parameter(param.data, requires_grad=param.requires_grad)
+            param.__class__ = Away
+            param.__dict__ |= {"fzero_name": name, "fzero_plain": plain}
+
+    def check(self) -> None:
+        """Raises where a script has changed its module in a way that the state does not see, before that is lost.
+
+        Of the values only those are looked at that have a master, which the update would write over them; `param.data` hides
+        what is written through it.
+        """
+        for module, key, name in self._slots:
+            if module._parameters.get(key) is not self.own[name]:
+                raise ValueError(
+                    f"parameter {name!r}: must stay the one that initialize was given, and another stands in its place, which "
+                    f"is not trained; write to it inside GatheredParameters(..., modifier_rank=0), or change the model before "
+                    f"initialize"
+                )
+        for name, param in self.own.items():
+            if param.grad is not None:
+                raise not_trained(name)
+            given = self._given.get(name)
+            now = _identity(param) if given is not None else None
+            if now is not None and given is not None and now[:2] != given[:2]:
+                raise ValueError(
+                    f"parameter {name!r}: must stay a view of the state, and was given other memory (module.half(), .to(...), "
+                    f"param.data = ...), which is not trained; leave that out, and write values inside "
+                    f"GatheredParameters(..., modifier_rank=0)"
+                )
+            if now != given and name in self._masters:
+                raise ValueError(
+                    f"parameter {name!r}: was written to, and the update would write its {param.dtype} values anew from the "
+                    f"master, which has not changed; write inside GatheredParameters(..., modifier_rank=0), or with "
+                    f"safe_set_full_fp32_param"
+                )
+
+    def name_of(self, param: Tensor) -> str | None:
+        """The name of one of these parameters."""
+        return self._names.get(id(param))
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether somebody has put other tensors in place of some of these (`torch.func.functional_call` does)."""
+        return any(module._parameters.get(key) is not self.own[name] for module, key, name in self._slots)
+
+    @property
+    def is_away(self) -> bool:
+        return any(isinstance(param, Away) for param in self.own.values())
+
+
+def _identity(param: Tensor) -> tuple[int, torch.dtype, int]:
+    return param.data_ptr(), param.dtype, param._version
+
+
+_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those that are there, to find the one that a parameter belongs to."""
+
+
+def register(engine: Any) -> None:
+    _ENGINES.add(engine)
+
+
+def engines() -> list[Any]:
+    """Those that are there."""
+    return list(_ENGINES)
+
+
+def engine_of(param: Tensor) -> Any:
+    """The engine that trains a parameter, or None."""
+    return next((engine for engine in _ENGINES if engine.live.name_of(param) is not None), None)

@@ -1,0 +1,228 @@
+"""What does an engine tell of its steps? How long their parts took, what memory they had, what every module did, what was sent.
+
+The keys `wall_clock_breakdown`, `memory_breakdown`, `flops_profiler` and `comms_logger`. Where none of them is on, nothing is
+looked at. On CUDA the host waits for the device at the end of each part, for else there were no times to tell.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from rich.console import RenderableType
+from torch import nn
+
+from fzero.comms import collectives
+from fzero.engine.config_keys import CommsLoggerKeys, EngineKeys
+from fzero.storage.host_memory import process_memory
+from fzero.profiling.module_timer import ModuleWatch
+from fzero.plans.plan import Plan
+from fzero.profiling.reports import MemoryRow, Profile, comms_table, memory_table, waits_table, wall_clock_table
+from fzero.profiling.profiler import matrix_rate
+from fzero.comms.records import PURPOSES, Sent
+from sharding.views import torch_dtype
+
+Part = Literal["forward", "backward", "update"]
+
+
+class StepWatch:
+    """The parts of a step, on rank 0, from its first forward to its update.
+
+    Attributes:
+        profile: of the step that was profiled, when it is over.
+
+    Args:
+        keys: what is asked for.
+        model: whose modules are profiled.
+        plan: of the step.
+        device: of the step.
+        dtype: that the model computes in.
+        is_on: whether this rank tells anything.
+    """
+
+    def __init__(
+        self, keys: EngineKeys, model: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype, *, is_on: bool
+    ) -> None:
+        self._keys, self._model, self._plan, self._device, self._dtype = keys, model, plan, device, dtype
+        wanted = keys.wall_clock_breakdown or keys.memory_breakdown or keys.flops_profiler.enabled
+        self._is_on = is_on and bool(wanted)
+        self.profile: Profile | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seconds: defaultdict[Part, float] = defaultdict(float)
+        self._waited: Counter[tuple[Part, str]] = Counter()
+        self._memory: list[MemoryRow] = []
+        self._modules: ModuleWatch | None = None
+
+    @contextmanager
+    def of(self, part: Part, step: int, *, trains: bool = True) -> Iterator[None]:
+        """Around a part of the step that comes after `step` updates; after an error the step is forgotten.
+
+        Args:
+            trains: whether a backward may follow; what is none of the step, as an evaluation in between, is not told.
+        """
+        if not self._is_on or not trains:
+            yield
+            return
+        if self._device.type == "cuda" and self._keys.memory_breakdown:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        waited, began = collectives.waited(), self._now()
+        try:
+            with self._profiling(part) if self._profiles(step) else nullcontext():
+                yield
+        except BaseException:
+            self._forget()
+            raise
+        self._seconds[part] += self._now() - began
+        for purpose, seconds in collectives.waited().items():
+            self._waited[part, purpose] += seconds - waited.get(purpose, 0.0)  # type: ignore[assignment]
+        if self._keys.memory_breakdown:
+            self._memory.append(_memory(part, self._device))
+
+    def told(self, step: int) -> list[RenderableType]:
+        """The tables of the step that comes after `step` updates, which is over."""
+        found: list[RenderableType] = []
+        if self._is_on:
+            if self._keys.wall_clock_breakdown:
+                found.append(wall_clock_table(self._parts(), step=step + 1))
+            if self._keys.memory_breakdown:
+                found.append(memory_table(self._memory, step=step + 1))
+            if self._modules is not None:
+                found += self._profiled(self._modules)
+        self._forget()
+        return found
+
+    # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _profiles(self, step: int) -> bool:
+        return self._keys.flops_profiler.enabled and self._keys.flops_profiler.profile_step == step
+
+    @contextmanager
+    def _profiling(self, part: Part) -> Iterator[None]:
+        if self._modules is None:
+            self._modules = ModuleWatch(self._model, self._now, counts=True)
+        how = {"forward": self._modules.forward, "backward": self._modules.backward}.get(part, nullcontext)
+        with how():
+            yield
+
+    def _parts(self) -> dict[str, float]:
+        """Seconds of each part without the waits in it, and those."""
+        found: dict[str, float] = {}
+        for part, seconds in self._seconds.items():
+            waits = {p: s for (where, p), s in self._waited.items() if where == part and s}
+            found[part] = seconds - sum(waits.values())
+            for purpose, waited in waits.items():
+                found[f"  wait: {_said(purpose)} ({part})"] = waited
+        return found
+
+    def _profiled(self, modules: ModuleWatch) -> Sequence[RenderableType]:
+        """The profile, or nothing where it went into a file."""
+        keys, waited = self._keys.flops_profiler, Counter[str]()
+        for (_, purpose), seconds in self._waited.items():
+            waited[_said(purpose)] += seconds  # type: ignore[assignment]
+        found = self.profile = Profile(
+            modules.profiles(), self._seconds["forward"], self._seconds["backward"], self._seconds["update"],
+            matrix_rate(self._device, self._dtype),
+            {name: seconds for name, seconds in waited.items() if seconds},
+        )  # fmt: skip
+        how: dict[str, Any] = {
+            "module_depth": keys.module_depth, "top_modules": keys.top_modules, "detailed": keys.detailed,
+        }  # fmt: skip
+        if keys.output_file is None:
+            return [found.report(**how)]
+        try:
+            found.show(output_file=keys.output_file, **how)
+        except OSError as error:  # other ranks go on, and so must this one
+            warnings.warn(
+                f"flops_profiler.output_file: must be a file that can be written, got {keys.output_file!r} ({error}); it is "
+                f"printed instead",
+                stacklevel=2,
+            )
+            return [found.report(**how)]
+        return []
+
+
+def dtype_of(plan: Plan, autocast: torch.dtype | None) -> torch.dtype:
+    """In which most of a model computes."""
+    if autocast is not None:
+        return autocast
+    largest = max(plan.flat_buffers, key=lambda buffer: buffer.padded_numel)
+    return torch_dtype(largest.dtypes.param)
+
+
+def _memory(part: str, device: torch.device) -> MemoryRow:
+    host = process_memory("VmRSS")
+    if device.type != "cuda":
+        return MemoryRow(part, host, None, None)
+    return MemoryRow(part, host, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+
+
+def _said(purpose: str) -> str:
+    return PURPOSES.get(purpose, purpose)  # type: ignore[call-overload, no-any-return]
+
+
+# --- what is sent ------------------------------------------------------------------------------------------------
+
+
+class CommsLog:
+    """What this rank sends, added up since the engine was made; `comms_logger`.
+
+    Args:
+        keys: what is logged.
+        say: prints a line; None prints none.
+    """
+
+    def __init__(self, keys: CommsLoggerKeys, say: Callable[[str], None] | None) -> None:
+        self.keys, self._say = keys, say if keys.verbose else None
+        self.counts: Counter[tuple[str, str, int]] = Counter()
+        self._waited_before = collectives.waited()
+
+    def __call__(self, sent: Sent) -> None:
+        if not sent.num_elements or (self.keys.only and sent.collective not in self.keys.only):
+            return
+        name = f"{sent.collective} ({sent.label})" if self.keys.debug else sent.collective
+        self.counts[name, sent.axis, sent.nbytes] += 1
+        if self._say is not None:
+            self._say(f"comm: {sent.collective} along {sent.axis}: {sent.label}, {sent.nbytes:,} bytes")
+
+    @property
+    def waited(self) -> dict[str, float]:
+        """Seconds that the host has waited for collectives meanwhile, by what they are for."""
+        before = self._waited_before
+        return {_said(p): s - before.get(p, 0.0) for p, s in collectives.waited().items() if s > before.get(p, 0.0)}
+
+    def tables(self, waited: Sequence[Mapping[str, float]] = ()) -> list[RenderableType]:
+        """What was sent, and how long was waited.
+
+        Args:
+            waited: of each rank; none is of this one.
+        """
+        return [comms_table(self.counts), waits_table(waited or [self.waited])]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines: collective, bytes of a message, and how many there were, in DeepSpeed's structure."""
+        summary: defaultdict[str, dict[int, dict[str, int]]] = defaultdict(dict)
+        for (name, _, nbytes), count in self.counts.items():
+            row = summary[name].setdefault(nbytes, {"count": 0, "msg_size_bytes": nbytes})
+            row["count"] += count
+        return {"summary": dict(summary), "waited_seconds": self.waited}
+
+
+def merged(logs: Sequence[CommsLog]) -> CommsLog:
+    """All of them in one, from when the first one began."""
+    found = CommsLog(CommsLoggerKeys(), None)
+    for log in logs:
+        found.counts.update(log.counts)
+        found._waited_before = min(found._waited_before, log._waited_before, key=lambda waited: sum(waited.values()))
+    return found

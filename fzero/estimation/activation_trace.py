@@ -1,0 +1,393 @@
+"""How much memory do the activations of one micro-step need, and how much is computed, and when? On tensors without memory.
+
+The model runs forward and backward in a `FakeTensorMode`, bound to parameters of the dtypes that the configuration gives them,
+with or without checkpointing. Every storage that an operator makes counts from then on until nobody holds it: activations, what
+a kernel returns besides, and the gradient of a parameter until it would be written into its flat buffer. Parameters do not
+count, and nor does what a kernel needs inside. With `cpu_checkpointing` the inputs of checkpointed modules are copied to host
+memory and back as a step on a GPU copies them (`fzero.runtime.activation_checkpointing.host_moves`), and count there meanwhile. Operators are
+those of the CPU, where attention without a mask is fused as it is on CUDA.
+
+A trace is cut into `Moment`s wherever a parameter is read, needed again or has its gradient: where a step gathers and reduces.
+`fzero.estimation.dry_run` follows them. They are the same in all stages and placements.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fzero.runtime.batches import without_memory
+from fzero.runtime.module_binding import attributes_kept, bound, replaced_forwards
+from fzero.runtime.activation_checkpointing import Moves, Site, checkpointed, choose_modules
+from fzero.config.config import Config
+from fzero.common.flops import flops_of_call
+from fzero.runtime.loss import LossFn, loss_of
+from fzero.estimation.ledger import Device
+from fzero.plans.plan import Plan, blocks_of, plan
+from fzero.storage.buffer_sizes import pinned_nbytes
+from sharding.views import torch_dtype
+
+CPU = torch.device("cpu")
+
+
+class Work(NamedTuple):
+    """What one operator does: floating point operations, bytes that it reads and writes, and whether its numbers are wide."""
+
+    flops: int
+    nbytes: int
+    is_wide: bool
+
+
+class Moment(NamedTuple):
+    """Something happens to a parameter, and then operators run until the next moment.
+
+    Attributes:
+        kind: the model reads it, or (in the backward) needs it again, or its gradient is there; `turn`: the backward begins.
+        name: of the parameter.
+        most, now: bytes of activations at the most until the next moment, and when it comes.
+        work: of the operators.
+        waiting: bytes at the most until then of inputs that wait in host memory.
+        leaves, returns: bytes of inputs that are copied there until then, and back.
+    """
+
+    kind: Literal["begin", "fetch", "turn", "unpack", "grad"]
+    name: str = ""
+    most: int = 0
+    now: int = 0
+    work: tuple[Work, ...] = ()
+    waiting: int = 0
+    leaves: int = 0
+    returns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """What one micro-step on one rank needs: the most bytes alive, floating point operations, and when."""
+
+    nbytes: int
+    flops: int
+    moments: tuple[Moment, ...] = ()
+
+    @property
+    def host_nbytes(self) -> int:
+        """The most bytes of inputs that wait in host memory."""
+        return max((moment.waiting for moment in self.moments), default=0)
+
+
+class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the storages that operators make inside, and their floating point operations.
+
+    `FlopCounterMode` would keep what checkpointed modules make when they run again. `moves` are for inputs that wait in host
+    memory: what goes `away` counts there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = self.flops = 0
+        self.moments: list[Moment] = []
+        self._event: Moment = Moment("begin")
+        self._most_since, self._work = 0, list[Work]()
+        self.moves = Moves(partial(self._copied, "leaves"), partial(self._copied, "returns"))
+        self.waiting = self._waiting_since = 0
+        self._copying, self._copied_since = "", Counter[str]()
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def ignore(self, tensors: Iterator[Tensor]) -> None:
+        """These were there before."""
+        for x in tensors:
+            self._seen[x.untyped_storage()] = 0
+
+    def mark(self, kind: Literal["fetch", "turn", "unpack", "grad"], name: str = "") -> None:
+        """Begins a moment."""
+        self.moments.append(
+            self._event._replace(
+                most=self._most_since, now=self.now, work=tuple(self._work), waiting=self._waiting_since,
+                leaves=self._copied_since["leaves"], returns=self._copied_since["returns"],
+            )
+        )  # fmt: skip
+        self._event, self._most_since, self._work = Moment(kind, name), self.now, []
+        self._waiting_since, self._copied_since = self.waiting, Counter()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        flops = flops_of_call(func, args, kwargs or {}, out)
+        self.flops += flops
+        for x in _tensors(out):
+            storage = x.untyped_storage()
+            if storage not in self._seen:
+                self._seen[storage] = nbytes = storage.nbytes()
+                self._add(storage, nbytes)
+        self.most = max(self.most, self._most_since)
+        if not self._copying and (work := _work_of(func, flops, args, out)).nbytes:
+            self._work.append(work)
+        return out
+
+    def _add(self, storage: Any, nbytes: int) -> None:
+        if self._copying == "leaves":
+            nbytes = pinned_nbytes(nbytes)
+            weakref.finalize(storage, self._drop_waiting, nbytes)
+            self.waiting += nbytes
+            self._waiting_since = max(self._waiting_since, self.waiting)
+        else:
+            weakref.finalize(storage, self._drop, nbytes)
+            self.now += nbytes
+            self._most_since = max(self._most_since, self.now)
+
+    def _drop(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+    def _drop_waiting(self, nbytes: int) -> None:
+        self.waiting -= nbytes
+
+    def _copied(self, way: Literal["leaves", "returns"], x: Tensor) -> Tensor:
+        """A copy between the device and host memory, which the link makes, and not the device."""
+        self._copying = way
+        self._copied_since[way] += x.nbytes
+        try:
+            return x.clone()
+        finally:
+            self._copying = ""
+
+
+_MOVES_NOTHING = ("empty", "_unsafe_view", "lift_fresh", "_reshape_alias", "detach")
+
+
+def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> Work:
+    name, made = func.overloadpacket.__name__, _tensors(out)
+    if func.is_view or not made or name.startswith(_MOVES_NOTHING) or name in ("new_empty", "new_empty_strided"):
+        return Work(flops, 0, False)
+    read = _tensors(args)
+    if name == "embedding":  # of which it reads the rows that it gives
+        read = read[1:] + made
+    return Work(
+        flops, sum(map(_nbytes, (*read, *made))), any(x.dtype.itemsize > 2 for x in read if x.is_floating_point())
+    )
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [x for x in optree.tree_leaves(tree, none_is_leaf=True) if isinstance(x, Tensor)]
+
+
+def _nbytes(x: Tensor) -> int:
+    """What is there to read, which of an expanded tensor is less than its elements."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+def trace_activations(
+    model: nn.Module, cfg: Config | Any, batch: Any, *, loss_fn: LossFn | None = None, checkpoint: bool | None = None,
+    on_host: bool | None = None, device: Device = "cuda",
+) -> Traced:  # fmt: skip
+    """Activations and FLOPs of one forward and backward.
+
+    Args:
+        model: any module that runs on fake tensors: no branches on data.
+        cfg: for the dtypes, and for `activation_checkpointing`.
+        batch: one rank's samples of a micro-step; tensors may be on `meta`.
+        loss_fn: see `make_train_step`.
+        checkpoint: whether units are checkpointed, as many as the configuration says or else every one; None is as it says.
+        on_host: whether their inputs wait in host memory; None is as `cpu_checkpointing` says.
+        device: where the model is; on the CPU inputs are in host memory already, and stay.
+
+    Raises:
+        ValueError: the model cannot run on this batch, or not without values; or it gives no loss.
+    """
+    from torch._subclasses import FakeTensorMode
+
+    cfg = Config.load(cfg)
+    # Dtypes are the same in every stage, and a number of samples does not matter here.
+    alone = cfg.model_copy(
+        update={
+            "zero_optimization": cfg.zero_optimization.model_copy(update={"stage": 0, "offload_optimizer": None}),
+            **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")),
+        }
+    )
+    every = cfg.activation_checkpointing.every
+    if checkpoint is not None:
+        every = (every or 1) if checkpoint else None
+    chosen = choose_modules(model, every, blocks=blocks_of(model), field="activation_checkpointing.every")
+    on_host = cfg.activation_checkpointing.cpu_checkpointing if on_host is None else on_host
+    alive = Alive()
+    autocast = torch_dtype(cfg.precision.autocast) if cfg.precision.autocast else None
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layout = plan(model, alone)
+        params, buffers = dict(_params(model, layout)), _buffers(model, layout)
+        fake_batch = _cast(without_memory(batch, CPU), cfg.casts_batch_to)
+        tensors = (x for x in optree.tree_leaves(fake_batch) if isinstance(x, Tensor))
+        alive.ignore(iter([*params.values(), *buffers.values(), *tensors]))
+        recorder = _Recorder(alive, layout, params)
+        with (
+            _own_errors_told(model),
+            attributes_kept(model),
+            bound(model, layout.aliases, recorder.fetch, buffers),
+            _checkpointed(model, chosen, alive.moves if on_host and device == "cuda" else None),
+            saved_tensors_hooks(recorder.pack, recorder.unpack),
+            alive,
+        ):
+            loss, _ = loss_of(model, loss_fn, fake_batch, reduces_by_sum=False, autocast=autocast, device="cpu")
+            recorder.turn()
+            loss.backward()  # type: ignore[no-untyped-call]
+    alive.mark("turn")  # ends the last one
+    return Traced(alive.most, alive.flops, tuple(alive.moments))
+
+
+class _Gate(torch.autograd.Function):
+    """A parameter as a step hands it out (`fzero.runtime.eager._Leaf`): all gradients of a unit come when it has gone backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, param: Tensor, alive: Alive, name: str) -> Tensor:
+        ctx.alive, ctx.name = alive, name
+        return param
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        ctx.alive.mark("grad", ctx.name)
+        return None, None, None, None
+
+
+_gate: Callable[..., Tensor] = _Gate.apply  # type: ignore[assignment]
+
+
+class _Recorder:
+    """Hands out parameters unit by unit, and tells when they are read, needed again and have their gradients."""
+
+    def __init__(self, alive: Alive, layout: Plan, params: Mapping[str, Tensor]) -> None:
+        self.alive, self.params = alive, params
+        self._buffers = {name: (unit, b) for unit in layout.units for b in unit.buffers for name in b.layout.names}
+        self._names = {x.untyped_storage()._cdata: name for name, x in params.items()}
+        self._anchor = torch.empty(0, requires_grad=True)
+        self._present, self._leaves = "", dict[str, Tensor]()
+
+    def fetch(self, name: str) -> Tensor:
+        unit = self._buffers[name][0]
+        if unit.name != self._present:
+            self._present, self._leaves = unit.name, {}
+            with torch.enable_grad():
+                for buffer in unit.buffers:
+                    for own in buffer.layout.names:
+                        param = self.params[own]
+                        self._leaves[own] = _gate(self._anchor, param, self.alive, own) if buffer.trainable else param
+        self.alive.mark("fetch", name)
+        return self._leaves[name]
+
+    def turn(self) -> None:
+        self.alive.mark("turn")
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, str]:
+        return tensor.detach(), self._names.get(tensor.untyped_storage()._cdata, "")
+
+    def unpack(self, packed: tuple[Tensor, str]) -> Tensor:
+        tensor, name = packed
+        if name:
+            self.alive.mark("unpack", name)
+        return tensor
+
+
+def _params(model: nn.Module, layout: Plan) -> Iterator[tuple[str, Tensor]]:
+    """Fake parameters, by name."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for buffer in layout.flat_buffers:
+        for name in buffer.layout.names:
+            yield name, torch.empty(own[name].shape, dtype=torch_dtype(buffer.dtypes.param))
+
+
+def _buffers(model: nn.Module, layout: Plan) -> dict[str, Tensor]:
+    own = dict(model.named_buffers(remove_duplicate=False))
+    return {name: torch.empty(own[name].shape, dtype=torch_dtype(spec.dtype)) for name, spec in layout.buffers.items()}
+
+
+def _cast(batch: Any, dtype: str | None) -> Any:
+    if dtype is None:
+        return batch
+    return optree.tree_map(
+        lambda x: x.to(torch_dtype(dtype)) if isinstance(x, Tensor) and x.is_floating_point() else x, batch
+    )
+
+
+@contextmanager
+def _own_errors_told(model: nn.Module) -> Iterator[None]:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    _TALKATIVE.addFilter(_nothing)
+    try:
+        yield
+    except ValueError:
+        raise  # which says what to do, if it is that of a loss
+    except Exception as error:
+        needs_values = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+        fix = (
+            "what it does depends on values of tensors, and there are none on paper: use torch.where and the like"
+            if needs_values
+            else "mend the model or the batch"
+        )
+        raise ValueError(
+            f"batch: {type(model).__name__} must run forward and backward on it, and gave {type(error).__name__}: {error}; "
+            f"{fix}, or plan without a batch"
+        ) from error
+    finally:
+        _TALKATIVE.removeFilter(_nothing)
+
+
+_TALKATIVE = logging.getLogger("torch._subclasses.fake_tensor")
+"""Torch logs there, with a traceback, what it then raises."""
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+@contextmanager
+def _checkpointed(model: nn.Module, names: tuple[str, ...], moves: Moves | None) -> Iterator[None]:
+    """As in a step; but module buffers are what they are when a module runs again, for they have no values here."""
+    anchor = torch.empty(0)
+
+    def wrapped(name: str, module: nn.Module) -> Callable[..., Any]:
+        return checkpointed(Site(name, module.forward, [], frozenset(), moves, nullcontext, anchor))
+
+    with replaced_forwards(model, names, wrapped) if names else nullcontext():
+        yield
+
+
+def _has_units(model: nn.Module) -> bool:
+    try:
+        return bool(choose_modules(model, 1, blocks=blocks_of(model)))
+    except ValueError:
+        return False
+
+
+class Activations:
+    """Those of one model and batch, with and without checkpointing, each traced once.
+
+    Attributes:
+        has_units: whether there is something to checkpoint.
+    """
+
+    def __init__(
+        self, model: nn.Module, cfg: Config | Any, batch: Any, loss_fn: LossFn | None = None, device: Device = "cuda"
+    ) -> None:
+        self.has_units = _has_units(model)
+        self._trace = cache(
+            lambda checkpoint, on_host: trace_activations(
+                model, cfg, batch, loss_fn=loss_fn, checkpoint=checkpoint, on_host=on_host, device=device
+            )
+        )
+
+    def of(self, *, checkpoints: bool, on_host: bool = False) -> Traced:
+        """With units checkpointed, those of the configuration or else every one; or none. Their inputs wait in host memory, or
+        where they are."""
+        return self._trace(checkpoints, checkpoints and on_host)

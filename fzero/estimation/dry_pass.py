@@ -1,0 +1,318 @@
+"""What does a rank hold and move in the forward and backward of one micro-step? The moves of `fzero.runtime.eager.Pass`, on paper.
+
+Every method here is named after the one of the pass whose moves it makes, in numbers; see there for the reasons.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fzero.runtime.eager import may_start_early
+from fzero.plans.mesh_axes import sum_order
+from fzero.estimation.ledger import Book, shard_nbytes
+from fzero.estimation.unit_events import Part
+from fzero.plans.plan import BufferPlan, UnitPlan
+from fzero.plans.unit_scheduler import Event
+from fzero.storage.shard_io import MOST_LEAVING
+from sharding import Replicated, Sharded
+from sharding.dtypes import itemsize
+
+Taken = tuple[str, int, int]
+
+
+@dataclass(slots=True)
+class _Gather:
+    """The gather of a unit under way."""
+
+    full: list[Taken]
+    shards: int
+    """Bytes of shards that were copied here for it."""
+    end: float
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """The reductions of a unit under way."""
+
+    numel: int
+    full: list[Taken]
+    arriving: int
+    """Bytes that are received besides."""
+    ends: list[tuple[BufferPlan, float, bool]] = field(default_factory=list)
+
+
+class PaperPass:
+    """One micro-step after the other."""
+
+    def __init__(self, book: Book) -> None:
+        self.book, self.plan = book, book.plan
+        self._units = {unit.name: unit for unit in self.plan.units}
+        self._held: set[str] = set()  # keys of whole gradients to which the next is added
+
+    def run(self, parts: Sequence[Part], order: Sequence[Event], *, is_first: bool, is_last: bool) -> None:
+        """One forward and backward.
+
+        Args:
+            order: of its collectives.
+            is_first, is_last: of the micro-steps of a step.
+        """
+        self.is_first, self.is_last = is_first, is_last
+        self._schedule, self._place, self._in_forward = order, 0, True
+        self._present, self._live = "", dict[str, list[Taken]]()
+        self._gathering: dict[str, _Gather] = {}
+        self._ahead: dict[str, tuple[int, float]] = {}
+        self._filling: dict[str, dict[str, Taken | None]] = {}
+        self._in_flight: deque[_Reduction] = deque()
+        self._ready, self._reduced, self._leaving = set[str](), set[str](), deque[float]()
+        self._entered = {part.unit for part in parts if part.kind == "fetch"}
+        for part in parts:
+            self._follow(part)
+        self._finish()
+
+    def _follow(self, part: Part) -> None:
+        book, unit = self.book, self._units.get(part.unit)
+        if part.kind == "turn":
+            self._advance_to(part.kind, "")
+            self._drop_gathers()
+            self._in_forward = False
+        if unit is not None:
+            book.label = f"{'forward' if self._in_forward else 'backward'} of {part.unit}"
+        if unit is not None and (part.kind == "unpack" or (part.kind == "fetch" and self._is_asked(part.unit))):
+            self._gathered(unit)
+            self._present = part.unit if part.kind == "fetch" else self._present
+        if unit is not None and part.kind == "grad":
+            self._flat_grad(unit, next(b for b in unit.buffers if b.key == part.key))
+        book.write()  # before anything is computed
+        book.write(part.most)
+        book.lanes.compute(book.label, part.seconds)
+        book.copy_inputs(part.leaves, part.returns)
+        book.activations = part.now
+        if part.kind == "grad" and unit is not None:
+            buffer = next(b for b in unit.buffers if b.key == part.key)
+            book.touch(part.numel * (itemsize(buffer.dtypes.param) + itemsize(buffer.dtypes.reduce)))
+        if part.ends:
+            self._ready.add(part.unit)
+            self._reduce_ready()
+
+    def _is_asked(self, unit: str) -> bool:
+        return unit != self._present or not self._in_forward
+
+    # --- gathers -------------------------------------------------------------------------------------------------
+
+    def _gathered(self, unit: UnitPlan) -> None:
+        self._release_all_but(unit.name)
+        if unit.gathered_numel and unit.name not in self._live:
+            if unit.name not in self._gathering:
+                self._advance_to("gather", unit.name)
+            self._live[unit.name] = self._end_gather(unit.name)
+        event = self._next
+        is_gather = event is not None and event.kind == "gather" and not self._gathering
+        if event is not None and is_gather and may_start_early(self.plan, unit.name, event.unit):
+            self._issue(event)
+
+    @property
+    def _next(self) -> Event | None:
+        return self._schedule[self._place] if self._place < len(self._schedule) else None
+
+    def _advance_to(self, kind: str, unit: str) -> None:
+        while (event := self._next) is not None:
+            if event.kind == "turn" and kind == "gather" and self._in_forward:
+                return
+            self._issue(event)
+            if event == (kind, unit):
+                return
+
+    def _issue(self, event: Event) -> None:
+        self._place += 1
+        if event.kind == "gather":
+            self._start_gather(self._units[event.unit])
+        elif event.kind == "reduce":
+            self._start_reduce(self._units[event.unit])
+
+    def _start_gather(self, unit: UnitPlan) -> None:
+        self._drop_gathers()
+        plan, book = self.plan, self.book
+        full, shards, end = list[Taken](), 0, 0.0
+        for buffer in unit.buffers:
+            if not isinstance(buffer.row.params, Sharded):
+                continue
+            brought = self._bring(buffer)
+            shards += 0 if book.is_here(buffer.params) else shard_nbytes(buffer, plan)
+            axes = buffer.row.params.axes
+            if buffer.params.local_shape(plan.mesh) == (buffer.padded_numel,):
+                end = max(end, brought)
+                continue
+            full.append(book.take("gathers", buffer.padded_numel, buffer.dtypes.param))
+            wires = plan.wiring.gather if buffer.trainable else plan.wiring.frozen
+            if book.device == "cpu":  # this rank's own shard joins the others
+                book.touch(2 * shard_nbytes(buffer, plan))
+            label = f"gather {unit.name}"
+            sent = book.send(label, buffer.padded_numel, axes, buffer.dtypes.param, wires=wires, after=brought)
+            end = max(end, sent)
+        self._gathering[unit.name] = _Gather(full, shards, end)
+        following = next((e.unit for e in self._schedule[self._place :] if e.kind == "gather"), None)
+        if full and plan.prefetch != 0 and following is not None:
+            for buffer in self._units[following].buffers:
+                if isinstance(buffer.row.params, Sharded) and buffer.key not in self._ahead:
+                    self._ahead[buffer.key] = self._start_bring(buffer)
+        book.write()
+
+    def _bring(self, buffer: BufferPlan) -> float:
+        return (self._ahead.pop(buffer.key, None) or self._start_bring(buffer))[1]
+
+    def _start_bring(self, buffer: BufferPlan) -> tuple[int, float]:
+        nbytes, spec = shard_nbytes(buffer, self.plan), buffer.params
+        if not self.book.is_here(spec):
+            self.book.add("gathers", nbytes)
+        return nbytes, self.book.bring(spec, nbytes, f"bring {buffer.key}")
+
+    def _end_gather(self, unit: str) -> list[Taken]:
+        gather = self._gathering.pop(unit)
+        self.book.lanes.wait(f"gather {unit}", gather.end)
+        if gather.full:
+            self.book.add("gathers", -gather.shards)
+            return gather.full
+        return [("gathers", gather.shards, -1)] if gather.shards else []  # the copy is what the model computes with
+
+    def _drop_gathers(self) -> None:
+        for unit in list(self._gathering):
+            self._give_back(self._end_gather(unit))
+
+    def _release_all_but(self, unit: str) -> None:
+        if self._present != unit:
+            self._present = ""
+        for name in [name for name in self._live if name != unit]:
+            self._give_back(self._live.pop(name))
+
+    def _give_back(self, full: Sequence[Taken]) -> None:
+        for taken in full:
+            if taken[2] < 0:
+                self.book.add("gathers", -taken[1])
+            else:
+                self.book.give(taken)
+
+    # --- gradients -----------------------------------------------------------------------------------------------
+
+    def _is_whole(self, buffer: BufferPlan) -> bool:
+        return buffer.grads.local_shape(self.plan.mesh) == (buffer.padded_numel,)
+
+    def _reduce_dtype(self, buffer: BufferPlan) -> str:
+        return buffer.dtypes.reduce if self.plan.world_size > 1 else buffer.dtypes.grad
+
+    def _flat_grad(self, unit: UnitPlan, buffer: BufferPlan) -> None:
+        filling = self._filling.setdefault(unit.name, {})
+        if buffer.key in filling:
+            return
+        stays = self._is_whole(buffer) and buffer.key not in self._reduced
+        stays &= buffer.dtypes.grad == self._reduce_dtype(buffer) or not (self.is_first and self.is_last)
+        if stays and self.book.is_here(buffer.grads):
+            filling[buffer.key] = None
+        else:
+            dtype = buffer.dtypes.grad if stays else self._reduce_dtype(buffer)
+            filling[buffer.key] = self.book.take("reductions", buffer.padded_numel, dtype)
+        if stays and buffer.key in self._held:
+            self.book.lanes.wait(buffer.key, self.book.bring(buffer.grads, self._grad_nbytes(buffer), buffer.key))
+
+    def _reduce_ready(self) -> None:
+        while (event := self._next) is not None and event.kind == "reduce":
+            if event.unit not in self._ready and event.unit in self._entered:
+                return
+            self._issue(event)
+
+    def _start_reduce(self, unit: UnitPlan) -> None:
+        trained = [buffer for buffer in unit.buffers if buffer.trainable]
+        numel = sum(buffer.padded_numel for buffer in trained)
+        while self._in_flight and sum(r.numel for r in self._in_flight) + numel > self.plan.max_reducing:
+            self._end_reduce()
+        for buffer in trained:
+            self._flat_grad(unit, buffer)
+        filling = self._filling.pop(unit.name, {})
+        reduction = _Reduction(numel, [], 0)
+        for buffer in trained:
+            taken = filling[buffer.key]
+            if not self.is_last and self._is_whole(buffer):
+                self._held.add(buffer.key)
+                if taken is not None:
+                    self.book.carry(buffer.grads, self._grad_nbytes(buffer), buffer.key)
+                    self.book.give(taken)
+                continue
+            reduction.full += [] if taken is None else [taken]
+            reduction.ends.append((buffer, *self._reduce(buffer, reduction, taken)))
+            self._reduced.add(buffer.key)
+        if reduction.ends:
+            self._in_flight.append(reduction)
+        self.book.write()
+        if not all(self.book.is_here(buffer.grads) for buffer, *_ in reduction.ends):
+            while len(self._in_flight) > (self.plan.world_size > 1):
+                self._end_reduce()
+
+    def _reduce(self, buffer: BufferPlan, reduction: _Reduction, taken: Taken | None) -> tuple[float, bool]:
+        """Starts to add up; tells when that ends, and whether the result is added to what came before."""
+        plan, book, dtype = self.plan, self.book, self._reduce_dtype(buffer)
+        if taken is None and buffer.dtypes.grad != dtype:
+            reduction.arriving += buffer.padded_numel * itemsize(dtype)  # a copy in the dtype that is sent
+        wires, end = plan.wiring.reduce, 0.0
+        numel, shard = buffer.padded_numel, buffer.shard_numel * itemsize(dtype)
+        adds = not (self.is_first or self._is_whole(buffer))
+        if isinstance(buffer.row.grads, Replicated):
+            for axis in sum_order(plan.mesh):
+                for through in (wires, {}):
+                    end = book.send("all_reduce", numel, (axis,), dtype, wires=through, after=end, label="reduce")
+                numel //= plan.mesh.axis_size(axis)
+        else:
+            end = book.send("reduce_scatter", numel, plan.axes, dtype, wires=wires, label="reduce")
+            for axis in plan.further_axes if self.is_last else ():
+                for through in (wires, {}):
+                    end = book.send(
+                        "all_reduce", buffer.shard_numel, (axis,), dtype, wires=through, after=end, label="reduce"
+                    )
+            is_new = adds or buffer.dtypes.grad != dtype or not book.is_here(buffer.grads)
+            reduction.arriving += shard * (is_new and plan.num_shards > 1)
+        if book.device == "cpu" and plan.num_shards > 1:
+            # Shards are received one by one, the first in the place of the result unless that is a summand.
+            is_whole = isinstance(buffer.row.grads, Replicated)
+            is_summand = is_whole or self._sums_in_place(buffer)
+            if not (is_whole and plan.world_size == 2):  # which is one collective of gloo
+                reduction.arriving += shard * (plan.num_shards - 2 + is_summand)
+            book.touch(shard * (plan.num_shards + 1))
+        book.add("arrivals", reduction.arriving)
+        return end, adds
+
+    def _sums_in_place(self, buffer: BufferPlan) -> bool:
+        """Whether the sum takes the place of a summand, as in stage 1."""
+        is_one = buffer.dtypes.grad == self._reduce_dtype(buffer)
+        return self._is_whole(buffer) and not isinstance(buffer.row.grads, Replicated) and is_one
+
+    def _end_reduce(self) -> None:
+        reduction = self._in_flight.popleft()
+        for buffer, end, adds in reduction.ends:
+            self.book.lanes.wait(f"reduce {buffer.key}", end)
+            if adds:
+                self.book.touch(3 * self._grad_nbytes(buffer))
+            if not self.book.is_here(buffer.grads):
+                while len(self._leaving) >= MOST_LEAVING and buffer.grads.placement.kind == "nvme":
+                    self.book.lanes.wait(buffer.key, self._leaving.popleft())
+                nbytes = self._grad_nbytes(buffer)
+                self._leaving.append(self.book.carry(buffer.grads, nbytes, f"put {buffer.key}", adds=adds))
+        self.book.add("arrivals", -reduction.arriving)
+        for taken in reduction.full:
+            self.book.give(taken)
+
+    def _grad_nbytes(self, buffer: BufferPlan) -> int:
+        return buffer.grads.local_nbytes(self.plan.mesh)
+
+    def _finish(self) -> None:
+        self._entered.clear()
+        while (event := self._next) is not None:
+            self._issue(event)
+        self.book.write()
+        while self._in_flight:
+            self._end_reduce()
+        while self._leaving:
+            self.book.lanes.wait("put", self._leaving.popleft())
+        self._drop_gathers()
+        self._release_all_but("")
+        self.book.activations = 0
+        self.book.write()

@@ -1,0 +1,203 @@
+"""What does a rank hold at each moment of a step, and how long does the step take? The eager step, followed on paper.
+
+    found = follow(plan, trace_activations(model, cfg, batch))
+    found.nbytes, found.told          # the most bytes on the device, when that is, and what they are
+    found.draw()                      # the bytes over the step
+    print(found.timeline)             # what computes, gathers, reduces and streams, and what waits for what
+
+The walk makes the moves of a running step on a trace of the model, in numbers: units are gathered and released, full gradients
+fill and are reduced, and what lives elsewhere comes and goes. The bytes of working buffers and activations are added up at every
+moment, so that the peak is that of their sum. Meanwhile each move takes its time on a lane of `fzero.graph.timeline.Lanes`. Not counted
+are what a library of collectives allocates for itself, and the temporaries of one kernel.
+
+Without a trace there are no activations, and nothing computes but updates; units come in the order of their declaration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fzero.graph.analysis import Liveness
+from fzero.estimation.ledger import Book, Device, Row
+from fzero.estimation.unit_events import order_of, parts_of
+from fzero.estimation.dry_pass import PaperPass
+from fzero.estimation.dry_update import update
+from fzero.plans.plan import Plan
+from fzero.storage.buffer_sizes import pinned_gaps
+from fzero.common.text_tables import scale_of
+from fzero.graph.timeline import Machine, Timeline
+from fzero.estimation.activation_trace import Traced
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class PaperStep:
+    """One step of one rank.
+
+    Attributes:
+        memory: bytes of model state by kind of memory and quantity (`Plan.bytes_by_memory`).
+        rows: what is held besides, from moment to moment.
+        timeline: what runs when, of at most two micro-steps.
+        further_seconds: of the micro-steps in between.
+        host_pool: bytes of host memory through which files are read and written, and what lives on the device is updated by the
+            processor.
+        host_gaps: bytes of host memory that pinned state takes besides its own.
+        host_inputs: the most bytes of inputs of checkpointed modules that wait in host memory.
+        device: where the model is.
+    """
+
+    memory: dict[str, dict[str, int]]
+    rows: tuple[Row, ...] = field(repr=False)
+    timeline: Timeline = field(repr=False)
+    further_seconds: float
+    host_pool: int
+    host_gaps: int
+    host_inputs: int
+    device: Device = "cuda"
+
+    @property
+    def state(self) -> dict[str, int]:
+        """Bytes of model state on the device, by quantity; on the CPU, those in host memory are."""
+        return _on_device(self.memory, self.device)
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.timeline.seconds + self.further_seconds
+
+    @property
+    def peak(self) -> Row:
+        """The first moment at which most is held."""
+        return max(self.rows, key=lambda row: sum(row.held.values()))
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes on the device at the peak, by what they are."""
+        return self.state | self.peak.held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device at the peak."""
+        return sum(self.at_peak.values())
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes on the device between two steps."""
+        return sum(self.state.values()) + self.rows[-1].held.get("kept", 0)
+
+    def most(self, name: str) -> int:
+        """The most bytes of one working buffer."""
+        return max(row.held.get(name, 0) for row in self.rows)
+
+    @property
+    def told(self) -> str:
+        """When the peak is and what it is made of, in words."""
+        scale, unit = scale_of(self.nbytes)
+        parts = sorted(self.at_peak.items(), key=lambda part: -part[1])
+        shares = [f"{nbytes / self.nbytes:.0%} {name}" for name, nbytes in parts if nbytes >= 0.01 * self.nbytes]
+        when = self.peak.label if self.peak.held else "all the time"
+        return f"{self.nbytes / scale:.3g} {unit} at the most, {when}: {', '.join(shares)}"
+
+    def draw(self, title: str = "") -> Figure:
+        """A picture of the bytes on the device over the step, with the peak. Needs matplotlib (extra `demo`)."""
+        figure: Figure = _draw(self, title)
+        return figure
+
+
+def follow(
+    plan: Plan, trace: Traced | None = None, *, machine: Machine | None = None, device: Device = "cuda", title: str = ""
+) -> PaperStep:
+    """One step of a plan.
+
+    Args:
+        plan: on any number of ranks.
+        trace: of one micro-step, of the same model on the same device.
+        machine: the rates of one rank.
+        device: where the model is; on the CPU collectives are gloo's.
+        title: of the timeline.
+    """
+    machine = machine or Machine()
+    parts = parts_of(plan, trace, machine)
+    order, num = order_of(plan, parts), min(plan.num_micro_steps, 2)
+    book = Book(plan, machine, device)
+    for _ in range(2 if device == "cpu" else 1):  # the second step begins with what the first one has kept
+        book = Book(plan, machine, device, book.free)
+        book.write()
+        passes, ends = PaperPass(book), list[float]()
+        for index in range(num):
+            passes.run(parts, order, is_first=index == 0, is_last=index == num - 1)
+            ends.append(book.lanes.now)
+        update(book)
+    further = ends[0] * (plan.num_micro_steps - num)
+    memory = plan.bytes_by_memory
+    timeline = _timeline(book, sum(_on_device(memory, device).values()), title or f"stage {plan.stage}")
+    inputs = max(part.waiting for part in parts)
+    on_cuda = device == "cuda"
+    pool, gaps = book.streams.host_pool + book.streams.on_host * on_cuda, pinned_gaps(plan) * on_cuda
+    return PaperStep(memory, tuple(book.rows), timeline, further, pool, gaps, inputs, device)
+
+
+def _on_device(memory: dict[str, dict[str, int]], device: Device) -> dict[str, int]:
+    kinds = [memory.get(kind, {}) for kind in (("device", "host") if device == "cpu" else ("device",))]
+    return {name: sum(held.get(name, 0) for held in kinds) for held in kinds for name in held}
+
+
+def _timeline(book: Book, state: int, title: str) -> Timeline:
+    labels, times, held = zip(*book.rows, strict=True)
+    gathered = tuple(one.get("gathers", 0) for one in held)
+    live = Liveness(labels, tuple(sum(one.values()) for one in held), gathered, gathered, state)
+    return Timeline(tuple(book.lanes.spans), times, live, title)
+
+
+# --- the picture -------------------------------------------------------------------------------------------------
+
+COLORS = {
+    "parameters": "#5b7fa6",
+    "gradients": "#c98b5b",
+    "master": "#7b6a9b",
+    "optimizer": "#b9aec9",
+    "wires": "#8c8c8c",
+    "kept": "#d9d9d9",
+    "gathers": "#8fc1e3",
+    "reductions": "#f0b27a",
+    "arrivals": "#e8927c",
+    "streams": "#a3b86c",
+    "activations": "#7fb08a",
+}
+
+
+def _draw(step: PaperStep, title: str) -> Any:
+    from matplotlib.figure import Figure
+
+    scale, unit = scale_of(step.nbytes)
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    axes = figure.subplots()
+    held = [step.state | row.held for row in step.rows]
+    names = [name for name in COLORS if any(one.get(name) for one in held)]
+    xs = range(len(held) + 1)
+    low = [0.0] * len(xs)
+    for name in names:
+        numbers = [one.get(name, 0) / scale for one in held]
+        high = [a + b for a, b in zip(low, [*numbers, numbers[-1]])]
+        axes.fill_between(xs, low, high, step="post", color=COLORS[name], linewidth=0, label=name)
+        low = high
+    place = step.rows.index(step.peak)
+    axes.plot([place + 0.5], [step.nbytes / scale], "v", color="black", markersize=6, clip_on=False)
+    side: dict[str, Any] = {"ha": "right"} if place > len(held) / 2 else {}
+    text = f"{step.nbytes / scale:.3g} {unit}, {step.peak.label} "
+    axes.annotate(text, (place + 0.5, step.nbytes / scale), (0, 8), textcoords="offset points", fontsize=9, **side)
+    ticks = [i for i, row in enumerate(step.rows) if i == 0 or row.label != step.rows[i - 1].label]
+    few = ticks[:: -(-len(ticks) // 40)]
+    axes.set_xticks(few, [step.rows[i].label for i in few], rotation=60, ha="right", fontsize=7)
+    axes.set_ylim(0, 1.12 * step.nbytes / scale)
+    axes.set_xlim(0, len(held))
+    axes.set_ylabel(f"{unit} on the device")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    figure.legend(
+        *[x[::-1] for x in axes.get_legend_handles_labels()], loc="outside right upper", frameon=False, fontsize=8
+    )
+    return figure

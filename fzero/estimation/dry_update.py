@@ -1,0 +1,127 @@
+"""How long does an update take, and what waits for it? On paper, buffer by buffer (`fzero.runtime.update`, `fzero.storage.stream`).
+
+An update reads and writes its tensors once. What is updated where the model is takes their bytes at the rate of memory, and is
+joined while the next one is updated, where every rank holds all of it. What lives elsewhere streams through in sub-groups: one is
+fetched, the last one is updated, and the one before is put back, each on its lane. State in files or in host memory is updated by
+the processor, while the device has nothing to do: gradients and parameters that live on the device cross for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from fzero.comms.collectives import EVERYONE
+from fzero.estimation.ledger import Book
+from fzero.plans.plan import BufferPlan
+from fzero.storage.buffer_sizes import updated_numel, updated_specs, updates_on_host
+from fzero.graph.timeline import Lane
+from sharding import Sharded, TensorSpec
+from sharding.dtypes import itemsize
+
+MOST_SUB_GROUPS = 16
+"""Of one buffer on paper: of more of them, several are taken for one."""
+
+
+def update(book: Book) -> None:
+    """The norm of the gradients, the updates, and the joins of what every rank holds whole."""
+    plan = book.plan
+    trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
+    book.label = "update"
+    for buffer in trained:
+        book.touch(_share_nbytes(book, buffer.grads), "norm")  # wherever it lives, measured as it went there
+    if plan.world_size > 1:
+        axis = plan.mesh.names[0] if len(plan.mesh.names) == 1 else EVERYONE
+        book.lanes.wait("norm", book.lanes.start("collective", "norm", book.machine.latency, axis=axis))
+    book.add("streams", book.streams.on_device if book.device == "cuda" else 0)
+    book.write()
+    ends = [_here(book, buffer) for buffer in trained if _is_here(book, buffer)]
+    away = [buffer for buffer in trained if not _is_here(book, buffer)]
+    _stream(book, away)
+    ends += [_join(book, buffer) for buffer in away]
+    for end in ends:
+        book.lanes.wait("join", end)
+    book.lanes.settle()
+    book.write()
+
+
+def _is_here(book: Book, buffer: BufferPlan) -> bool:
+    return all(book.is_here(spec) for spec in (buffer.params, *updated_specs(buffer, book.plan)))
+
+
+def _share_nbytes(book: Book, spec: TensorSpec) -> int:
+    return spec.local_nbytes(book.plan.mesh)
+
+
+def _moved(buffer: BufferPlan, specs: list[TensorSpec]) -> int:
+    """Bytes that an update reads and writes of each element: the gradient is read, and new parameters are written besides."""
+    both = sum(2 * itemsize(spec.dtype) for spec in specs)
+    return both - itemsize(buffer.dtypes.grad) + itemsize(buffer.dtypes.param) * buffer.has_master
+
+
+def _here(book: Book, buffer: BufferPlan) -> float:
+    book.touch(
+        updated_numel(buffer, book.plan) * _moved(buffer, list(updated_specs(buffer, book.plan))),
+        f"update {buffer.key}",
+    )
+    return _join(book, buffer)
+
+
+def _join(book: Book, buffer: BufferPlan) -> float:
+    in_params = buffer.row.params.axes if isinstance(buffer.row.params, Sharded) else ()
+    if not isinstance(buffer.row.optimizer, Sharded):
+        return 0.0
+    axes = book.plan.axes[len(in_params) :]
+    numel = buffer.params.local_shape(book.plan.mesh)[0]
+    return book.send("all_gather", numel, axes, buffer.dtypes.param, label="join")
+
+
+class _Group(NamedTuple):
+    """A sub-group, or several taken for one: seconds that it takes to be updated, and on each lane to be fetched and put back."""
+
+    label: str
+    fetch: dict[Lane, float]
+    compute: float
+    put: dict[Lane, float]
+
+
+def _groups(book: Book, buffer: BufferPlan) -> Iterator[_Group]:
+    plan, machine = book.plan, book.machine
+    specs, numel = list(updated_specs(buffer, plan)), updated_numel(buffer, plan)
+    on_host = updates_on_host(buffer, plan)
+    num = 1 if buffer.updates_whole else max(min(-(-numel // plan.streaming.sub_group_numel), MOST_SUB_GROUPS), 1)
+    fetch, put = defaultdict[Lane, float](float), defaultdict[Lane, float](float)
+    for index, spec in enumerate((*specs, *([buffer.params] if buffer.has_master else ()))):
+        for lane, rate, comes in _moves(book, spec, on_host):
+            if comes and index < len(specs):  # new parameters are made
+                fetch[lane] += numel / num * itemsize(spec.dtype) / rate
+            if not comes and index != 1:  # the gradient stays as it is
+                put[lane] += numel / num * itemsize(spec.dtype) / rate
+    compute = numel / num * _moved(buffer, specs) / (machine.processor if on_host else machine.memory)
+    for _ in range(num):
+        yield _Group(buffer.key, fetch, compute, put)
+
+
+def _moves(book: Book, spec: TensorSpec, on_host: bool) -> Iterator[tuple[Lane, float, bool]]:
+    """The lanes on which a tensor comes to its update, and goes: with their rates, and whether it comes."""
+    machine = book.machine
+    if spec.placement.kind == "nvme":
+        yield from (("files", machine.disk, True), ("files", machine.disk, False))
+    elif book.is_here(spec) == (on_host and book.device == "cuda"):
+        yield from (("back", machine.host, on_host), ("host", machine.host, not on_host))
+
+
+def _stream(book: Book, buffers: Sequence[BufferPlan]) -> None:
+    """Fetches, updates and puts back, one sub-group after the other."""
+    lanes = book.lanes
+    groups = [group for buffer in buffers for group in _groups(book, buffer)]
+    coming = deque[float]()
+    for index, group in enumerate(groups):
+        for following in groups[index + len(coming) : index + 1 + book.plan.streaming.read_ahead]:
+            ends = [lanes.start(lane, f"fetch {following.label}", time) for lane, time in following.fetch.items()]
+            coming.append(max(ends, default=0.0))
+        lanes.wait("update", coming.popleft())
+        lanes.compute(f"update {group.label}", group.compute)
+        for lane, time in group.put.items():
+            lanes.start(lane, f"put {group.label}", time)

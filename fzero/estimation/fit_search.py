@@ -1,0 +1,187 @@
+"""Which configurations may fit, what does each need, and in which order are they tried? See `fzero.fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, Self
+
+from torch import nn
+
+from fzero.config.config import Config, ConfigError
+from fzero.config.files import changed
+from fzero.runtime.loss import LossFn
+from fzero.estimation.ledger import Device
+from fzero.estimation.compare import Column, Keys, column, quietly
+from fzero.graph.timeline import Machine
+from fzero.estimation.activation_trace import Activations
+
+SMALL_BUCKET = 1 << 22
+"""Elements of full gradients that wait for their reduction, where memory is short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What may differ between the configurations that are tried."""
+
+    stage: int
+    optimizer: str = "device"
+    params: str = "device"
+    checkpoints: bool = False
+    small: bool = False
+    inputs: str = "device"
+    """Of what is checkpointed; of no effect elsewhere."""
+
+    @classmethod
+    def of(cls, cfg: Config) -> Self:
+        """What a configuration has chosen."""
+        zero = cfg.zero_optimization
+        optimizer, params = (
+            "device" if block is None else {"cpu": "host"}.get(block.device, block.device)
+            for block in (zero.offload_optimizer, zero.offload_param)
+        )
+        is_small = zero.reduce_bucket_size == SMALL_BUCKET
+        block = cfg.activation_checkpointing
+        inputs = "host" if block.cpu_checkpointing else "device"
+        return cls(zero.stage, optimizer, params, block.every is not None, is_small, inputs)
+
+    def keys(self, nvme_path: str | None, every: int | None = None) -> Keys:
+        """The keys that say so; what is on the device has none. Checkpointed is every n-th unit, or else every one."""
+        zero: dict[str, Any] = {"stage": self.stage, "offload_optimizer": _block(self.optimizer, nvme_path)}
+        zero["offload_param"] = _block(self.params, nvme_path)
+        if self.small:
+            zero |= {"reduce_bucket_size": SMALL_BUCKET}
+        if self.small and self.stage == 3:
+            zero |= {"stage3_prefetch_bucket_size": 0}
+        if not self.checkpoints:
+            return {"zero_optimization": zero}
+        block = {"every": every or 1} | ({"cpu_checkpointing": True} if self.inputs == "host" else {})
+        return {"zero_optimization": zero, "activation_checkpointing": block}
+
+
+def _block(kind: str, nvme_path: str | None) -> Keys | None:
+    return {"device": None, "host": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": nvme_path}}[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One configuration, and what it needs.
+
+    Attributes:
+        name: what it changes.
+        choice: the configuration, in short.
+        column: the same, planned.
+    """
+
+    name: str
+    choice: Choice
+    column: Column = field(repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; without a batch, of what is sent, streamed and updated alone."""
+        return self.column.seconds
+
+    @property
+    def activations(self) -> int:
+        """Bytes of activations at the peak, 0 where they are not counted."""
+        return self.column.memory["device"].get("activations", 0)
+
+    @property
+    def device_nbytes(self) -> int:
+        """All bytes on the device that are counted, at the peak."""
+        return self.column.nbytes("device")
+
+
+class Search:
+    """Plans choices, each once."""
+
+    def __init__(
+        self, model: nn.Module, keys: Keys, world_size: int, machine: Machine, nvme_path: str | None, batch: Any,
+        device: Device = "cuda", loss_fn: LossFn | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.keys, self.world_size, self.machine, self.device = model, keys, world_size, machine, device
+        cfg = quietly(keys)
+        zero = cfg.zero_optimization
+        paths = [block.nvme_path for block in (zero.offload_optimizer, zero.offload_param) if block and block.nvme_path]
+        self.nvme_path = nvme_path or next(iter(paths), None)
+        self.start = Choice.of(cfg)
+        self.every = cfg.activation_checkpointing.every
+        self.activations = Activations(model, keys, batch, loss_fn, device) if batch is not None else None
+        self._found: dict[Choice, Column | None] = {}
+        self.refused: dict[str, None] = {}
+
+    @property
+    def _adds_checkpoints(self) -> bool:
+        return self.activations is not None and self.activations.has_units and not self.start.checkpoints
+
+    @property
+    def _moves_inputs(self) -> bool:
+        """Whether inputs of what is checkpointed may go to host memory, where they are not."""
+        can_checkpoint = self.activations is not None and (self.start.checkpoints or self.activations.has_units)
+        return can_checkpoint and self.device == "cuda" and self.start.inputs == "device"
+
+    def choices(self) -> Iterator[Choice]:
+        """All that are tried, those with fewer changes first."""
+        kinds = ["device", "host", *(["nvme"] if self.nvme_path else [])]
+        checkpoints = [False, True] if self._adds_checkpoints else [self.start.checkpoints]
+        inputs = ["device", "host"] if self._moves_inputs else [self.start.inputs]
+        for values in product(range(self.start.stage, 4), kinds, kinds, checkpoints, [False, True], inputs):
+            choice = Choice(*values)
+            is_new = choice.checkpoints or choice.inputs == self.start.inputs
+            if is_new and (choice.stage == 3 or choice.params == "device"):
+                yield choice
+
+    def ladder(self) -> Iterator[Rung]:
+        """One change after the other, without those that change nothing."""
+        steps: list[tuple[str, dict[str, Any]]] = [
+            ("as it is", {}),
+            ("activation checkpointing", {"checkpoints": True} if self._adds_checkpoints else {}),
+            ("stage 2", {"stage": max(self.start.stage, 2)}),
+            ("checkpointed inputs in host memory", {"inputs": "host"} if self._moves_inputs else {}),
+            ("optimizer state in host memory", {"optimizer": "host"} if self.start.optimizer == "device" else {}),
+            ("stage 3", {"stage": 3}),
+            ("parameters in host memory", {"params": "host"} if self.start.params == "device" else {}),
+            ("optimizer state in files", {"optimizer": "nvme"} if self.nvme_path else {}),
+            ("parameters in files", {"params": "nvme"} if self.nvme_path else {}),
+            ("smaller bucket, nothing early", {"small": True}),
+        ]
+        choice, seen = self.start, set()
+        for name, changes in steps:
+            following = replace(choice, **changes)
+            rung = None if following in seen else self.rung(name, following)
+            if rung is not None:
+                choice = following
+                seen.add(following)
+                yield rung
+
+    def rung(self, name: str, choice: Choice) -> Rung | None:
+        """The choice, planned; None if it is not possible, or an error if it is the configuration as it is."""
+        if choice not in self._found:
+            try:
+                self._found[choice] = self._planned(choice)
+            except ConfigError as error:
+                if choice == self.start:
+                    raise
+                self._found[choice] = None
+                self.refused[str(error).splitlines()[0]] = None
+        found = self._found[choice]
+        return None if found is None else Rung(name, choice, found)
+
+    def _planned(self, choice: Choice) -> Column:
+        keys = self.keys if choice == self.start else changed(self.keys, choice.keys(self.nvme_path, self.every))
+        trace = None
+        if self.activations is not None:
+            trace = self.activations.of(checkpoints=choice.checkpoints, on_host=choice.inputs == "host")
+        return column(self.model, "", keys, self.world_size, trace=trace, machine=self.machine, device=self.device)
+
+    def notes(self) -> Iterator[str]:
+        """What was not tried or not counted."""
+        if self.activations is None:
+            yield "Activations are not counted: give a batch (--batch and --sequence), or leave room for them."
+        elif not self.activations.has_units:
+            yield f"Activation checkpointing was not tried: {type(self.model).__name__} has no repeated blocks."
+        if self.nvme_path is None:
+            yield "Files were not tried: give a folder (--nvme PATH)."
+        yield from (f"Not possible: {reason}" for reason in self.refused)

@@ -1,0 +1,256 @@
+"""How does a schedule reach `torch.compile`, and how does it survive Inductor, which sorts a graph's operators anew?
+
+- `aot_eager(options)` is a backend without code generation: the graph runs node by node in the order of the passes.
+- `on_paper` is a backend that runs nothing: it hands over the graph as it was captured.
+- `inductor(options)` is Inductor with the passes where it lets others change its graph, after which `pin_order` ties the
+  collectives to the compute around them with control dependencies.
+
+The pinning uses parts of PyTorch that are private.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._ordered_set import OrderedSet
+
+from fzero.graph import analysis as graph_analysis
+from fzero.graph import buckets as graph_buckets
+from fzero.graph import exchange as graph_exchange
+from fzero.graph import weight_grads as graph_products
+from fzero.graph import schedule as graph_schedule
+from fzero.graph import reuse as graph_stays
+from fzero.comms.collectives import InGraph
+from fzero.graph.analysis import (
+    WAIT,
+    aten,
+    flops_of,
+    is_cheap,
+    is_collective,
+    is_view,
+    nbytes_of,
+    numel_of,
+    storages,
+)
+from fzero.graph.exchange import send_to_others
+from fzero.graph.remat import is_again, is_backward, rematerialise, rematerialise_in_place
+from fzero.graph.schedule import PassOptions, run_passes, run_passes_in_place
+
+Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+"""What `torch.compile(backend=…)` takes."""
+
+
+def aot_eager(
+    options: PassOptions,
+    *,
+    units: Sequence[str | None] = (),
+    checkpoint: Mapping[str, str] | None = None,
+    axes: Sequence[InGraph] = (),
+    observe: Callable[[Graph], None] | None = None,
+) -> Backend:
+    """A backend that runs the scheduled graph without generating code.
+
+    Args:
+        options: what the schedule may cost.
+        units: the unit of each argument of the graph, by position; None where it is no flat buffer with a unit.
+        checkpoint: the modules that the backward runs again, as for `rematerialise`.
+        axes: along which exchanges send nothing to their own rank (gloo).
+        observe: called with the scheduled graph, for `make_timeline` or a test; read it at once, for it may change later.
+    """
+
+    def compile_graph(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+        graph = rematerialise(module.graph, checkpoint or {})
+        graph = run_passes(graph, options, units=_by_placeholder(graph, units))
+        if observe is not None:
+            observe(graph)
+        send_to_others(graph, axes)
+        boxed: Callable[..., Any] = make_boxed_func(GraphModule(module, graph).forward)
+        return boxed
+
+    backend: Backend = aot_autograd(fw_compiler=compile_graph, keep_inference_input_mutations=True)
+    return backend
+
+
+class OnPaper(Exception):
+    """What a function that was compiled with `on_paper` raises where it would run, so that it changes nothing.
+
+    Attributes:
+        graph: the aten graph as it was captured.
+        sources: what the compiled function calls each placeholder's tensor, `L['params']['blocks.0/float32']`.
+    """
+
+    def __init__(self, graph: Graph, sources: Mapping[str, str]) -> None:
+        super().__init__("captured, not run")
+        self.graph, self.sources = graph, sources
+
+
+def on_paper(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+    """A backend that captures and runs nothing: calling the compiled function raises `OnPaper`."""
+    inputs = [node.meta.get("grapharg") for node in module.graph.nodes if node.op == "placeholder"]
+
+    def capture(captured: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        graph, sources = captured.graph, {}
+        for node in graph.nodes:
+            place = getattr(node.meta.get("desc"), "idx", None) if node.op == "placeholder" else None
+            if place is not None and inputs[place] is not None:
+                sources[node.name] = inputs[place].source.name
+
+        def run(*_: Any) -> None:
+            raise OnPaper(graph, sources)
+
+        boxed: Callable[..., Any] = make_boxed_func(run)
+        return boxed
+
+    backend: Backend = aot_autograd(fw_compiler=capture, keep_inference_input_mutations=True)
+    return backend(module, args)
+
+
+def inductor(
+    options: PassOptions,
+    *,
+    units: Sequence[str | None] = (),
+    checkpoint: Mapping[str, str] | None = None,
+    axes: Sequence[InGraph] = (),
+    observe: Callable[[Graph], None] | None = None,
+) -> Backend:
+    """Inductor, with the passes among its own; arguments as for `aot_eager`."""
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {
+        "post_grad_custom_post_pass": InductorPass(options, units, checkpoint, axes, observe),
+        "fallback_random": True,  # the numbers of the eager step
+        "reorder_for_locality": False,  # it moves the gradients of weights to the end, and their reductions with them
+    }
+
+    def backend(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+        compiled: Any = compile_fx(module, list(args), config_patches=patches)
+        return compiled  # type: ignore[no-any-return]
+
+    return backend
+
+
+class InductorPass(CustomGraphPass):
+    """The passes as a value of `torch._inductor.config.post_grad_custom_post_pass`; arguments as for `aot_eager`."""
+
+    def __init__(
+        self,
+        options: PassOptions,
+        units: Sequence[str | None] = (),
+        checkpoint: Mapping[str, str] | None = None,
+        axes: Sequence[InGraph] = (),
+        observe: Callable[[Graph], None] | None = None,
+    ) -> None:
+        self.options, self.units, self.checkpoint = options, tuple(units), dict(checkpoint or {})
+        self.axes, self.observe = tuple(axes), observe
+
+    def __call__(self, graph: Graph) -> None:
+        rematerialise_in_place(graph, self.checkpoint)
+        run_passes_in_place(graph, self.options, units=_by_placeholder(graph, self.units))
+        if self.observe is not None:
+            self.observe(graph)
+        send_to_others(graph, self.axes)
+        realize_numbers(graph)
+        pin_order(graph)
+
+    def uuid(self) -> Any:
+        """What Inductor's cache of compiled graphs must also compare; None for a graph that no cache may hold.
+
+        A cache would spare the observer, and does not compare by which module an operator was called.
+        """
+        if self.observe is not None or self.checkpoint:
+            return None
+        passes = (graph_analysis, graph_buckets, graph_exchange, graph_products, graph_schedule, graph_stays)
+        files = tuple(str(module.__file__) for module in passes)
+        return get_hash_for_files((*files, __file__), repr((self.options, self.units, self.axes)))
+
+
+def _by_placeholder(graph: Graph, units: Sequence[str | None]) -> dict[str, str]:
+    """The units by the names that the arguments have in this graph.
+
+    None where the graph has other arguments than were captured (inputs that share memory are made one): each flat buffer is
+    then a unit of its own.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(units):
+        return {}
+    return {node.name: unit for node, unit in zip(placeholders, units) if unit is not None}
+
+
+def realize_numbers(graph: Graph) -> None:
+    """Makes every number (0-d) that long tensors are computed with once, not once for every vector of their loop.
+
+    Inductor computes what is cheap where it is read, `beta**step` for each element; a strided view wants memory. Changes
+    the graph.
+    """
+    for node in list(graph.nodes):
+        val = node.meta.get("val")
+        if not isinstance(val, Tensor) or val.dim() or not is_cheap(node) or is_view(node):
+            continue
+        users = [user for user in node.users if numel_of(user) > 1]
+        if users:
+            with graph.inserting_after(node):
+                view = graph.call_function(aten.as_strided.default, (node, [], []))
+            view.meta["val"] = val
+            for user in users:
+                user.replace_input_with(node, view)
+
+
+def pin_order(graph: Graph) -> None:
+    """Keeps every collective where it stands among the other collectives and among the matrix products.
+
+    A start or a wait comes after the collective and the product before it, and a product after the collective before it.
+    What runs again in the backward comes after the backward before it: otherwise it could run in the forward, in one kernel
+    with what it is the copy of, and all that it makes would be kept until the backward. Changes the graph.
+    """
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+    roots = storages(graph)
+    after: dict[Node, OrderedSet[Node]] = {}
+    product: Node | None = None
+    collective: Node | None = None
+    gradient: Node | None = None  # the last product of the backward; before the first, whatever is of the backward
+    late: set[Node] = set()  # what cannot run in the forward
+    for node in list(graph.nodes):
+        is_product = isinstance(node.meta.get("val"), Tensor) and flops_of(node) > 0
+        is_communication = node.target is WAIT or is_collective(node)
+        before = [collective, product] if is_communication else [collective] if is_product else []
+        if is_again(node) and gradient is not None:
+            if any(arg in late for arg in node.all_input_nodes):
+                late.add(node)
+            elif is_product:
+                before.append(gradient)
+                late.add(node)
+            elif roots[node] is node and node.all_input_nodes:
+                after[_put_off(graph, node)] = OrderedSet([gradient])
+                late.add(node)
+        elif is_backward(node) and roots[node] is node and (is_product or gradient is None or not flops_of(gradient)):
+            gradient = node
+        others = [other for other in before if other is not None and other not in node.all_input_nodes]
+        if others:
+            after[node] = OrderedSet(others)
+        if is_product:
+            product = node
+        elif is_communication:
+            collective = node
+    preserve_node_ordering(graph, after)
+
+
+def _put_off(graph: Graph, node: Node) -> Node:
+    """Gives `node` a copy of its largest input, made by an operator of its own, which is returned.
+
+    Inductor ties operators with memory of their own only, and mostly makes the copy on the way.
+    """
+    largest = max(node.all_input_nodes, key=nbytes_of)
+    with graph.inserting_before(node):
+        copy = graph.call_function(aten.clone.default, (largest,))
+        alone = graph.call_function(torch.ops._inductor_test.realize.default, (copy,))
+    copy.meta["val"] = alone.meta["val"] = largest.meta["val"]
+    node.replace_input_with(largest, alone)
+    return alone

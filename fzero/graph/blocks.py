@@ -1,0 +1,95 @@
+"""Units whose forward is compiled, in a step that otherwise runs as it is.
+
+While the model is bound, the `forward` of each unit that is one module becomes a call of *one* compiled function, which
+takes the module, its parameters and its buffers as arguments. So blocks that are equal but for their tensors share a
+compilation: what torch.compile guards on is the same for all of them. Gathers, reductions and the update stay those of the
+eager step: what the compiled forward saves for its backward are views of gathered buffers, as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from fzero.runtime.module_binding import own_forward, replaced_forwards, with_own_code
+from fzero.runtime.own_params import as_plain
+
+
+class CompiledBlocks:
+    """The compiled forward of some modules.
+
+    Args:
+        names: of the modules in the model.
+        backend: of torch.compile.
+    """
+
+    def __init__(self, names: Sequence[str], backend: Literal["inductor", "aot_eager"]) -> None:
+        self.names = tuple(names)
+        # The eager step's random numbers.
+        options: dict[str, Any] = {"fallback_random": True} if backend == "inductor" else {}
+        self._run = torch.compile(with_own_code(_run_block), dynamic=False, backend=backend, options=options or None)
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the modules of a bound model run compiled; afterwards it is as it was found."""
+        with replaced_forwards(model, self.names, self._forward_of):
+            yield
+
+    def _forward_of(self, name: str, block: nn.Module) -> Callable[..., Any]:
+        own = own_forward(block)
+        # Equal modules that differ in what they remember (the number of a layer) are compiled one by one.
+        most = 8 + 2 * len(self.names)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            params = {name: tensor for name, _, _, tensor in _slots(block, "_parameters")}
+            buffers = {name: tensor for name, _, _, tensor in _slots(block, "_buffers")}
+            with _unbound(block, own), torch._dynamo.config.patch(recompile_limit=most):
+                output, replaced = self._run(block, params, buffers, args, kwargs)
+            for name, slots, key, _ in list(_slots(block, "_buffers")):
+                if name in replaced:
+                    slots[key] = replaced[name]
+            return output
+
+        return forward
+
+
+def _run_block(
+    block: nn.Module, params: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    """The output of a module that is given its tensors, and the buffers that it put in the place of others."""
+    given = {**params, **buffers}
+    output = torch.func.functional_call(block, given, args, kwargs, tie_weights=False)
+    return output, {name: given[name] for name in buffers if given[name] is not buffers[name]}
+
+
+def _slots(block: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
+    """Where a module and those inside it keep their parameters or buffers: (name, dict, key, tensor)."""
+    for prefix, module in block.named_modules(remove_duplicate=False):
+        slots = getattr(module, kind)
+        for key in slots:
+            tensor = slots[key]
+            if tensor is not None:
+                yield f"{prefix}.{key}".removeprefix("."), slots, key, tensor
+
+
+@contextmanager
+def _unbound(block: nn.Module, own: dict[str, Any]) -> Iterator[None]:
+    """Inside, a bound module has dicts of parameters as modules have, for torch.compile to see through."""
+    bound = [(module, module.__dict__["_parameters"]) for module in block.modules()]
+    forward = block.__dict__.pop("forward")
+    block.__dict__.update(own)
+    try:
+        for module, parameters in bound:
+            # An engine's parameter without values (`fzero.engine.param_views`) has a plain one to stand for it.
+            own_parameters = {key: as_plain(getattr(own, "fzero_plain", own)) for key, own in dict.items(parameters)}
+            module.__dict__["_parameters"] = own_parameters
+        yield
+    finally:
+        for module, parameters in bound:
+            module.__dict__["_parameters"] = parameters
+        block.__dict__["forward"] = forward

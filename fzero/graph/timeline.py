@@ -1,0 +1,455 @@
+"""When does each part of a step's graph run, and how much is gathered meanwhile?
+
+A simple model of the machine: one *lane* computes, one communicates. A node of the graph costs its floating point
+operations at a given rate or the bytes that it reads and writes at a given bandwidth, whichever takes longer; a
+collective costs the bytes that a rank sends. A collective starts when both the compute lane has come to it and the
+collective before it has ended; a `wait_tensor` holds the compute lane until its collective has ended.
+
+The times are no measurement. They show what overlaps what, and what waits. A step that is planned and has no graph
+(`fzero.estimation.dry_run`) goes through the same `Lanes`, with two more: copies to and from host memory, and files.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from rich.console import Group
+from rich.table import Table
+from torch.fx import Graph, Node
+
+from fzero.common.arguments import refuse
+from fzero.graph.analysis import (
+    ALL_GATHERS,
+    ALL_REDUCE,
+    WAIT,
+    Liveness,
+    analyse,
+    c10d,
+    flops_of,
+    is_collective,
+    is_view,
+    liveness,
+    nbytes_of,
+    start_of,
+)
+from fzero.common.text_tables import as_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the model of the machine knows: one rank's rates, per second.
+
+    Args:
+        flops: floating point operations.
+        memory: bytes read and written.
+        network: bytes that a rank sends.
+        latency: seconds that every collective takes besides.
+        host: bytes between host memory and the device; of plans alone, not of a graph.
+        disk: bytes read from files and written to them; of plans alone.
+        processor: bytes read and written by the processor, where it updates what lives in files and host memory; of plans alone.
+            The default is an eighth of what a node's memory gives.
+        flops_fp32: operations on numbers of more than 16 bits; None is `flops`.
+        overlap: whether anything moves while the device computes; on a CPU whose cores all compute, nothing does.
+    """
+
+    flops: float = 1e14
+    memory: float = 1e12
+    network: float = 5e10
+    latency: float = 1e-5
+    host: float = 2e10
+    disk: float = 1e9
+    processor: float = 5e10
+    flops_fp32: float | None = None
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "memory", "network", "latency", "host", "disk", "processor", "flops_fp32"):
+            if not isinstance(getattr(self, name), int | float | None):
+                refuse(f"Machine: {name}", "a number", getattr(self, name), "pass a rate per second (latency: seconds)")
+        if self.latency < 0:
+            raise ValueError(f"Machine: latency must not be negative, got {self.latency}; it is seconds")
+        for name in ("flops", "memory", "network", "host", "disk", "processor", "flops_fp32"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(
+                    f"Machine: {name} must be positive, got {getattr(self, name)}; it is a rate per second"
+                )
+
+    def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False) -> float:
+        """Of an operator, whichever takes longer: its operations, or the bytes that it reads and writes."""
+        rate = (self.flops_fp32 or self.flops) if is_wide else self.flops
+        return max(flops / rate, nbytes / self.memory)
+
+
+class Along(Protocol):
+    """The ranks that take part in a collective, by what a graph does not tell: the mesh axis, and how many there are."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+Lane = Literal["compute", "wait", "collective", "host", "back", "files"]
+
+
+class Span(NamedTuple):
+    """One node in its lane, in seconds from the beginning of the step; `nbytes` is what a rank sends along an `axis`."""
+
+    lane: Lane
+    label: str
+    begin: float
+    end: float
+    nbytes: int = 0
+    axis: str = ""
+
+
+class Lanes:
+    """One lane computes; each of the others does what was started, one after the other.
+
+    >>> lanes = Lanes()
+    >>> lanes.compute("forward", 2.0)
+    >>> end = lanes.start("collective", "gather", 3.0)
+    >>> lanes.compute("beside it", 1.0)
+    >>> lanes.wait("gather", end)
+    >>> lanes.now, [span.lane for span in lanes.spans]
+    (5.0, ['compute', 'collective', 'compute', 'wait'])
+    """
+
+    def __init__(self, *, overlap: bool = True) -> None:
+        self.now, self._overlap = 0.0, overlap
+        self.spans: list[Span] = []
+        self._free: defaultdict[str, float] = defaultdict(float)  # when a lane has nothing left to do
+
+    def compute(self, label: str, seconds: float) -> None:
+        """Holds the compute lane for so long."""
+        if seconds:
+            self.spans.append(Span("compute", label, self.now, self.now + seconds))
+        self.now += seconds
+
+    def start(
+        self, lane: Lane, label: str, seconds: float, *, after: float = 0.0, nbytes: int = 0, axis: str = ""
+    ) -> float:
+        """Begins when the lane is free, and what it comes `after` has ended; the compute lane goes on. Tells the end."""
+        begin = max(self.now, self._free[lane], after)
+        end = self._free[lane] = begin + seconds
+        self.spans.append(Span(lane, label, begin, end, nbytes, axis))
+        if not self._overlap:
+            self.wait(label, end)
+        return end
+
+    def wait(self, label: str, end: float) -> None:
+        """Holds the compute lane until then."""
+        if end > self.now:
+            self.spans.append(Span("wait", label, self.now, end))
+            self.now = end
+
+    def settle(self) -> None:
+        """Holds it until all lanes have ended."""
+        self.wait("end", max(self._free.values(), default=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A step's graph in time. `print(timeline)` shows a table, `timeline.draw()` a picture.
+
+    Attributes:
+        spans: compute, waits of the compute lane, and collectives, each lane in order.
+        times: seconds at which each node of the graph begins on the compute lane.
+        liveness: the bytes alive at each of these.
+        title: what the table and the picture are called.
+    """
+
+    spans: tuple[Span, ...] = field(repr=False)
+    times: tuple[float, ...] = field(repr=False)
+    liveness: Liveness = field(repr=False)
+    title: str = "one step"
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def waiting(self) -> float:
+        """Seconds in which the compute lane waits for a collective."""
+        return sum(span.end - span.begin for span in self.spans if span.lane == "wait")
+
+    @property
+    def communicating(self) -> float:
+        """Seconds in which a collective is under way."""
+        return sum(span.end - span.begin for span in self.spans if span.lane == "collective")
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends in the step."""
+        return sum(span.nbytes for span in self.spans)
+
+    @property
+    def sent_by_axis(self) -> dict[str, int]:
+        """The same by the axis of the mesh that it crosses; `"everyone"` is all ranks of a mesh of several axes."""
+        sent: Counter[str] = Counter()
+        for span in self.spans:
+            if span.lane == "collective":
+                sent[span.axis] += span.nbytes
+        return dict(sent)
+
+    @property
+    def num_collectives(self) -> int:
+        return sum(span.lane == "collective" for span in self.spans)
+
+    @property
+    def hidden(self) -> float:
+        """The part of the communication beside which the compute lane computes."""
+        return 1 - self.waiting / self.communicating if self.communicating else 1.0
+
+    def __rich__(self) -> Group:
+        return _report(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def draw(self, *others: Timeline) -> Figure:
+        """A picture: one lane for compute, one for collectives, below them the bytes alive. Needs matplotlib (extra `demo`).
+
+        Others are drawn beside it, all on the same scales.
+        """
+        figure: Figure = _draw([self, *others])
+        return figure
+
+
+def make_timeline(
+    graph: Graph,
+    machine: Machine | None = None,
+    *,
+    axes: Mapping[str, Along] | None = None,
+    title: str = "one step",
+) -> Timeline:
+    """The timeline of a graph in the order in which it stands.
+
+    Args:
+        graph: a training step's, as `run_passes` returns it.
+        machine: the rates.
+        axes: of the groups, by the names by which the graph calls them; of one that is not there the collectives tell
+            themselves, and an all-reduce is taken for one of as many ranks as others have.
+        title: what the table and the picture are called.
+    """
+    machine = Machine() if machine is None else machine
+    analysis = analyse(graph)
+    axes = axes or {}
+    most = max(filter(None, map(_num_ranks, graph.nodes)), default=None)
+    labels: dict[Node, str] = {}
+    for gather in analysis.gathers:
+        labels |= {node: f"gather {gather.unit}" for node in gather.issue if is_collective(node)}
+    lanes, ends, times = Lanes(overlap=machine.overlap), dict[Node, float](), list[float]()
+    for node in graph.nodes:
+        times.append(lanes.now)
+        if is_collective(node):
+            along = axes.get(group_of(node))
+            axis, nbytes = ("data", sent_by(node, most)) if along is None else (along.name, sent_by(node, along.size))
+            label, seconds = labels.get(node, kind_of(node)), machine.latency + nbytes / machine.network
+            ends[node] = lanes.start("collective", label, seconds, nbytes=nbytes, axis=axis)
+        elif node.target is WAIT:
+            lanes.wait(node.name, ends.get(start_of(node), 0.0))
+        else:
+            lanes.compute(node.name, _seconds(node, machine))
+    return Timeline(tuple(lanes.spans), tuple(times), liveness(graph, analysis), title)
+
+
+def kind_of(node: Node) -> str:
+    """The name of a collective, without what it says about tensors."""
+    name = str(node.target).split(".")[1]
+    for suffix in ("_coalesced", "_into_tensor", "_tensor", "_single"):
+        name = name.removesuffix(suffix)
+    return name
+
+
+def group_of(node: Node) -> str:
+    """The name of the group of ranks that take part in a collective."""
+    return next(arg for arg in reversed(node.args) if isinstance(arg, str))
+
+
+def sent_by(node: Node, num_ranks: int | None = None) -> int:
+    """Bytes that one rank sends in the collective that `node` starts, by the fewest that it can be done with.
+
+    Args:
+        num_ranks: of a collective that does not tell (an all-reduce); None takes them for very many.
+    """
+    num_ranks = _num_ranks(node) or num_ranks
+    whole = max(nbytes_of(node), sum(map(nbytes_of, node.all_input_nodes)))
+    if node.target is ALL_REDUCE:
+        whole *= 2
+    return whole * (num_ranks - 1) // num_ranks if num_ranks and node.target is not c10d.broadcast.default else whole
+
+
+def _num_ranks(node: Node) -> int | None:
+    """How many ranks take part in a collective, where it says so."""
+    if node.target is c10d.all_to_all_single.default:
+        return len(node.args[1])  # type: ignore[arg-type]
+    if node.target in (c10d.all_gather_into_tensor.default, ALL_GATHERS, c10d.reduce_scatter_tensor.default):
+        return next(arg for arg in node.args if isinstance(arg, int))
+    return None
+
+
+def joined(timelines: Sequence[Timeline]) -> Timeline:
+    """One timeline of several graphs that run one after the other."""
+    if len(timelines) == 1:
+        return timelines[0]
+    starts = list(accumulate((timeline.seconds for timeline in timelines), initial=0.0))
+    spans = [
+        span._replace(begin=start + span.begin, end=start + span.end)
+        for start, timeline in zip(starts, timelines)
+        for span in timeline.spans
+    ]
+    times = [start + time for start, timeline in zip(starts, timelines) for time in timeline.times]
+    lives = [timeline.liveness for timeline in timelines]
+    live = Liveness(
+        nodes=tuple(chain.from_iterable(live.nodes for live in lives)),
+        live=tuple(chain.from_iterable(live.live for live in lives)),
+        gathered=tuple(chain.from_iterable(live.gathered for live in lives)),
+        gathered_numel=tuple(chain.from_iterable(live.gathered_numel for live in lives)),
+        arguments=max(live.arguments for live in lives),
+    )
+    return Timeline(tuple(spans), tuple(times), live, timelines[0].title)
+
+
+def _seconds(node: Node, machine: Machine) -> float:
+    if node.op != "call_function" or is_view(node):
+        return 0.0
+    moved = nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes))
+    return machine.seconds(flops_of(node), moved)
+
+
+def _report(timeline: Timeline) -> Group:
+    table = Table(title=timeline.title, title_justify="left")
+    table.add_column("collective")
+    is_mesh = len(timeline.sent_by_axis) > 1
+    if is_mesh:
+        table.add_column("along")
+    for column in ("calls", "MB sent", "ms"):
+        table.add_column(column, justify="right")
+    calls: Counter[tuple[str, ...]] = Counter()
+    nbytes: defaultdict[tuple[str, ...], int] = defaultdict(int)
+    seconds: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    for span in timeline.spans:
+        if span.lane == "collective":
+            row: tuple[str, ...] = (span.label, span.axis) if is_mesh else (span.label,)
+            calls[row] += 1
+            nbytes[row] += span.nbytes
+            seconds[row] += span.end - span.begin
+    for row, count in calls.items():
+        table.add_row(*row, str(count), f"{nbytes[row] / 1e6:,.3f}", f"{seconds[row] * 1e3:,.3f}")
+    live = timeline.liveness
+    by_axis = [f"{sent / 1e6:,.3f} MB along {axis}" for axis, sent in timeline.sent_by_axis.items()]
+    return Group(
+        table,
+        *([f"a rank sends {', '.join(by_axis)}"] if is_mesh else []),
+        f"a step takes {timeline.seconds * 1e3:,.3f} ms, of which compute waits {timeline.waiting * 1e3:,.3f} ms; "
+        f"{timeline.hidden:.0%} of the communication is hidden",
+        f"alive at the most: {live.peak / 1e6:,.3f} MB besides arguments of {live.arguments / 1e6:,.3f} MB, "
+        f"gathered {live.peak_gathered / 1e6:,.3f} MB",
+    )
+
+
+# --- the picture -------------------------------------------------------------------------------------------------
+
+_LANES = {
+    "compute": "0.35",
+    "waits": "#f3c6c0",
+    "gather of parameters": "tab:blue",
+    "all_gather": "tab:cyan",
+    "reduce_scatter": "tab:orange",
+    "all_reduce": "tab:red",
+    "all_to_all": "tab:purple",
+    "broadcast": "tab:green",
+    "reduce": "tab:orange",
+    "join": "tab:cyan",
+    "host": "tab:olive",
+    "back": "tab:pink",
+    "files": "tab:brown",
+}
+_ROWS = {"host": -1, "back": -2, "files": -3}
+"""The lanes below compute and collectives."""
+_MEMORY = {"state and batch": "#b9aec9", "gathered parameters": "#6f9ec9", "activations, gradients, new state": "0.88"}
+
+
+def _draw(timelines: Sequence[Timeline]) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    num_columns = 1 if len(timelines) < 4 else 2
+    num_rows = -(-len(timelines) // num_columns)
+    figure = Figure(figsize=(11 if num_columns == 1 else 13, 3.4 * num_rows + 0.5), layout="constrained")
+    end = max((timeline.seconds for timeline in timelines), default=0.0) or 1.0
+    most = max(timeline.liveness.arguments + timeline.liveness.peak for timeline in timelines) or 1
+    scale, unit = (1e3, "ms") if end < 1 else (1.0, "s")
+    one, unit_of_bytes = next(
+        (one, name) for one, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if most >= one
+    )
+    axes = figure.subplots(2 * num_rows, num_columns, sharex=True, squeeze=False, height_ratios=[5, 6] * num_rows)
+    used: set[str] = set()
+    for place, timeline in enumerate(timelines):
+        row, column = divmod(place, num_columns)
+        lanes, memory = axes[2 * row : 2 * row + 2, column]
+        used |= _draw_lanes(lanes, timeline, scale, end)
+        _draw_memory(memory, timeline, scale, one)
+        memory.set_xlim(0, end * scale)
+        memory.set_ylim(0, 1.05 * most / one)
+        memory.set_ylabel(f"{unit_of_bytes} alive", fontsize=8)
+        memory.tick_params(labelsize=8, labelbottom=row == num_rows - 1)
+        if row == num_rows - 1:
+            memory.set_xlabel(f"{unit}, by a model of a machine", fontsize=8)
+        for panel in (lanes, memory):
+            panel.spines[["top", "right"]].set_visible(False)
+    colors = {label: color for label, color in _LANES.items() if label in used} | _MEMORY
+    patches = [Patch(color=color, label=label) for label, color in colors.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=-(-len(patches) // 2), frameon=False, fontsize=8)
+    return figure
+
+
+def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[str]:
+    """The two lanes of a timeline, with the units of gathers where there is room. Gives the names of the colors used."""
+    bars: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for span in timeline.spans:
+        bar = (span.begin * scale, (span.end - span.begin) * scale)
+        if span.lane == "collective":
+            unit = span.label.removeprefix("gather ")
+            bars["gather of parameters" if unit != span.label else span.label, 0].append(bar)
+            if unit != span.label and bar[1] > 0.013 * end * scale and len(unit) < 10:
+                text = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 6, "color": "white"}
+                axes.text(bar[0] + bar[1] / 2, 0, unit, **text)
+            continue
+        if span.lane in _ROWS:
+            bars[span.lane, _ROWS[span.lane]].append(bar)
+            continue
+        column = bars["compute" if span.lane == "compute" else "waits", 1]
+        if column and bar[0] - sum(column[-1]) < 1e-9 * scale:  # one bar for what follows at once
+            column[-1] = (column[-1][0], sum(bar) - column[-1][0])
+        else:
+            column.append(bar)
+    for (kind, y), parts in bars.items():
+        edge = {"edgecolor": "white", "linewidth": 0.4} if y == 0 and len(parts) < 40 else {"linewidth": 0}
+        axes.broken_barh(parts, (y - 0.4, 0.8), facecolor=_LANES.get(kind, "0.6"), **edge)
+    axes.set_title(timeline.title, loc="left", fontsize=10, fontweight="bold")
+    rows = {"compute": 1, "collectives": 0} | {lane: y for lane, y in _ROWS.items() if (lane, y) in bars}
+    axes.set_yticks(list(rows.values()), list(rows), fontsize=8)
+    axes.set_ylim(min(rows.values()) - 0.5, 1.5)
+    axes.tick_params(labelbottom=False)
+    return {kind for kind, _ in bars}
+
+
+def _draw_memory(axes: Any, timeline: Timeline, scale: float, one: float) -> None:
+    """What is alive, from the arguments up; `one` is what a unit of bytes holds."""
+    live, times = timeline.liveness, [time * scale for time in (*timeline.times, timeline.seconds)]
+    base = [live.arguments / one] * len(times)
+    gathered = [low + nbytes / one for low, nbytes in zip(base, (*live.gathered, 0))]
+    every = [low + nbytes / one for low, nbytes in zip(base, (*live.live, 0))]
+    for low, high, color in zip(([0.0] * len(times), base, gathered), (base, gathered, every), _MEMORY.values()):
+        axes.fill_between(times, low, high, step="post", color=color, linewidth=0)

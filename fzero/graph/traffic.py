@@ -1,0 +1,102 @@
+"""What does a step's graph send? Collective by collective, under the labels that the step gave them when it was captured.
+
+A captured function names its collectives by `labelled`: every node that is traced inside has the label in its `meta`, and
+keeps it when passes move or copy it. A collective that passes join from several keeps the labels of all, with the
+elements of each; it is told as one `Sent` for each flat buffer, so that the records are those of an eager step. An
+all-reduce that is made of two collectives (on gloo) is told as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import get_args
+
+import torch.fx.traceback
+from torch.fx import Graph, Node
+
+from fzero.graph.analysis import GATHERS, contents_of, is_collective
+from fzero.graph.remat import is_again, is_backward
+from fzero.comms.records import Label, Phase, Purpose, Sent
+from fzero.graph.timeline import Along, group_of, kind_of, sent_by
+
+_UPDATE: tuple[Purpose, ...] = ("join", "norm", "buffers")
+
+
+def labelled(purpose: Purpose, buffer: str = "") -> AbstractContextManager[None]:
+    """Around collectives of a function that is captured."""
+    context: AbstractContextManager[None] = torch.fx.traceback.annotate({"sent": f"{purpose} {buffer}"})
+    return context
+
+
+def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[Sent]:
+    """What one run of a graph sends, in the order of its collectives.
+
+    Args:
+        graph: a training step's, before or after the passes.
+        axes: the axis of each group, by the name by which the graph calls it; any other group goes by that name.
+    """
+    found: list[Sent] = []
+    phase: Phase = "forward" if any(map(is_backward, graph.nodes)) else "update"
+    for node in graph.nodes:
+        if is_backward(node) or is_again(node):
+            phase = "backward"
+        if is_collective(node):
+            for record in _records(node, axes, phase):
+                first = _first_half(node, record, found)
+                if first is None:
+                    found.append(record)
+                else:
+                    found[first] = _both(found[first], record)
+    return found
+
+
+def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[Sent]:
+    """A record for each flat buffer that a collective moves."""
+    group = group_of(node)
+    # A group that is none of the step's is a model's own.
+    name, size = (axes[group].name, axes[group].size) if group in axes else (group, None)
+    nbytes, itemsize = sent_by(node, size), node.all_input_nodes[0].meta["val"].element_size()
+    contents = contents_of(node)
+    total, is_joined = sum(content.numel for content in contents) or 1, len(contents) > 1
+    records = []
+    for text, numel, (before, after) in contents:
+        purpose, _, buffer = text.partition(" ")
+        assert purpose in get_args(Purpose), text
+        label = Label(purpose, buffer, _phase_of(purpose, phase))  # type: ignore[arg-type]
+        share = nbytes * numel // total
+        records.append(Sent(kind_of(node), name, label, share // itemsize // after * before, share, is_joined))
+    return records
+
+
+def _phase_of(purpose: str, phase: Phase) -> Phase:
+    if purpose == "told":
+        return "turn"
+    return "update" if purpose in _UPDATE else phase
+
+
+def _first_half(node: Node, record: Sent, found: list[Sent]) -> int | None:
+    """Where the reduce-scatter is told whose sums `node` brings to all: together they are an all-reduce, unless that is coded."""
+    if record.label.purpose != "reduce" or not _is_gather(node):
+        return None
+    halves = [
+        place
+        for place, sent in enumerate(found)
+        if (sent.axis, sent.label.purpose, sent.label.buffer) == (record.axis, "reduce", record.label.buffer)
+    ]
+    return halves[-1] if halves and found[halves[-1]].nbytes == record.nbytes else None
+
+
+def _is_gather(node: Node) -> bool:
+    """Whether every rank sends the same to all."""
+    source = node.all_input_nodes[0]
+    return node.target in GATHERS and (kind_of(node) != "all_to_all" or source.target is torch.ops.aten.repeat.default)
+
+
+def _both(first: Sent, second: Sent) -> Sent:
+    return first._replace(
+        collective="all_reduce",
+        num_elements=first.num_elements + second.num_elements,
+        nbytes=first.nbytes + second.nbytes,
+        is_joined=first.is_joined or second.is_joined,
+    )

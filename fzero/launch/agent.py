@@ -1,0 +1,353 @@
+"""How are the ranks of one host started, watched and ended? By torchrun's agent, which this module configures.
+
+    python -m fzero.launch.agent --world_info=… --node_rank=1 --master_addr=node1 --master_port=29500 script.py args…
+
+`fzero` runs one in its own process, or one on each host. It prefixes each line of a rank's output with the rank, ends all
+ranks of the host when one fails, and says once which one it was. An agent on another host is on a *leash*: it reads its
+standard input, which ends when the connection to the one who started it does, and then it ends its ranks. (The first line of that
+input, variables and the secret of the job, has been read before: `fzero.launch.launchers.READS`.) What is left of a
+job that did not end in order, and of an agent that is killed, is for its *keeper* (`fzero.launch.reaper`). So nothing is left
+running, however the other end died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api as launcher
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fzero.launch import reaper as keeper
+from fzero.launch.hostfile import Host, decode, encode
+from fzero.launch.environment import one_host_defaults, rank_defaults
+from fzero.launch.rendezvous import BACKEND, SECRET, Secret
+
+NUM_LINES = 12  # of a failed rank's log
+NUM_SEARCHED = 2000  # lines of it in which its error may begin
+SECONDS_TO_END = 10  # which ranks have between being asked and being killed
+LAST_CALL = 30  # seconds in which further hosts may come, when as many as must be are there
+REPORT = "fzero-failure: "  # begins the line that tells a launcher on another host about a failure
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How the first failed rank of a host ended; the code is that of a shell, 128 + number for a signal."""
+
+    rank: int
+    host: str
+    code: int
+    """0 where a rank ended in order while others still waited for it."""
+    time: float
+    follows: bool
+    """Whether the rank only says that another one has died."""
+    lines: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """With which the launcher ends."""
+        return self.code or 1
+
+    def __str__(self) -> str:
+        name = {128 + number: number.name for number in signal.Signals}.get(self.code)
+        how = f"was killed by {name}" if name else f"ended with code {self.code}"
+        how += "" if self.code else ", and others waited for it"
+        told = "; its last lines:" + "".join(f"\n    {line}" for line in self.lines) if self.lines else ""
+        return f"fzero: rank {self.rank} on {self.host} {how}, so the job has been ended{told}"
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the agent of one host runs; `hosts[node_rank]` is the host."""
+
+    hosts: tuple[Host, ...]
+    node_rank: int
+    program: tuple[str, ...]
+    """A command, which every rank runs."""
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    """0 is a free one, on one host."""
+    log_dir: str | None = None
+    max_restarts: int = 0
+    min_nodes: int | None = None
+    """With fewer hosts than `hosts` the job goes on, down to this; then the order of hosts is not kept."""
+    last_call: int = LAST_CALL
+    """Seconds that so few hosts wait for others."""
+
+    @property
+    def host(self) -> Host:
+        return self.hosts[self.node_rank]
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether ranks may start a second time."""
+        return self.min_nodes is not None or self.max_restarts > 0
+
+    @property
+    def needs_secret(self) -> bool:
+        """Whether the agents must know each other: those of several hosts, that meet more than once."""
+        return len(self.hosts) > 1 and self.starts_again
+
+    def arguments(self) -> list[str]:
+        """The command line of this module that does the work."""
+        options = {
+            "world_info": encode(self.hosts),
+            "node_rank": self.node_rank,
+            "master_addr": self.master_addr,
+            "master_port": self.master_port,
+            "log_dir": self.log_dir,
+            "max_restarts": self.max_restarts or None,
+            "min_nodes": self.min_nodes,
+            "last_call": self.last_call if self.last_call != LAST_CALL else None,
+        }
+        return [*(f"--{name}={value}" for name, value in options.items() if value is not None), "--", *self.program]
+
+
+def run(work: Work, *, reports: bool = False) -> int:
+    """Starts the ranks of a host and waits for them; returns the exit code of the first one that failed, or 0.
+
+    Args:
+        reports: a failure is one line for the launcher on another host, instead of a message for people.
+    """
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what these tell is told here, once
+    host, secret = work.host, secret_of(work)
+    os.environ.update(rank_defaults(os.environ, num_ranks=len(host.slots), num_cores=len(os.sched_getaffinity(0))))
+    if len(work.hosts) == 1 and work.master_addr in LOOPBACK:
+        os.environ.update(one_host_defaults(os.environ, [name for _, name in socket.if_nameindex()]))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))
+    if work.needs_secret:
+        # Else ranks that start again find in the agent's store, which stays, the addresses of those before, and gloo fails.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["PYTHONUNBUFFERED"] = "1"  # output is there when it is written, also that of a rank which is then killed
+    if not host.takes_first_slots:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.slots))
+    with ExitStack() as stack:
+        folder = work.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="fzero-"))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        in_order = stack.enter_context(kept("" if work.log_dir else folder))
+        ended = Ended()
+        try:
+            with patch.object(launcher, "LocalElasticAgent", ended.agent()):
+                elastic_launch(launch_config(work, folder, secret), work.program[0])(*work.program[1:])
+            in_order()
+        except ChildFailedError as error:
+            failure = first_failure(error, host.name, folder, ended)
+            _tell(failure, reports)
+            return failure.exit_code
+        except DistNetworkError as error:
+            where = f"--master_port {work.master_port} of {work.master_addr}"
+            raise OSError(f"{where}: {error}; give a port that is free there and can be reached") from error
+        except RendezvousError as error:
+            raise OSError(f"the hosts did not find each other: {error}") from error
+        except SignalException as error:
+            if reports and (early := ended.first(host.name, folder)):  # which others may have waited for
+                _tell(early, reports)
+            return 128 + int(error.sigval)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_IGN)  # the keeper ends what is left, and is not to be interrupted
+    return 0
+
+
+def _tell(failure: Failure, reports: bool) -> None:
+    with suppress(BrokenPipeError):
+        print(REPORT + json.dumps(asdict(failure)) if reports else failure, file=sys.stderr, flush=True)
+
+
+class Ended:
+    """Which ranks of this host have ended with code 0, and when; torchrun tells only of those that failed."""
+
+    def __init__(self) -> None:
+        self.times: dict[int, tuple[float, int]] = {}
+        """When and with which local rank, by rank."""
+
+    def agent(self) -> type[LocalElasticAgent]:
+        """torchrun's agent, which notes it here."""
+        ended = self
+
+        class Noting(LocalElasticAgent):
+            def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+                handlers = getattr(self._pcontext, "subprocess_handlers", {})
+                for worker in worker_group.workers:  # before torchrun looks, which may end the others
+                    if worker.local_rank in handlers and handlers[worker.local_rank].proc.poll() == 0:
+                        ended.times.setdefault(worker.global_rank, (time.time(), worker.local_rank))
+                result: RunResult = super()._monitor_workers(worker_group)
+                return result
+
+            def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+                ended.times.clear()
+                started: dict[int, Any] = super()._start_workers(worker_group)
+                return started
+
+        return Noting
+
+    def first(self, host: str, log_dir: str) -> Failure | None:
+        """The first of them, as the cause of an end."""
+        if not self.times:
+            return None
+        rank, (when, local_rank) = min(self.times.items(), key=lambda item: item[1])
+        return Failure(rank, host, 0, when, False, tuple(_log(log_dir, local_rank)[-NUM_LINES:]))
+
+
+@contextmanager
+def kept(folder: str) -> Iterator[Callable[[], object]]:
+    """Marks what is started inside. Unless the function that it gives is called, the keeper ends what is left of that, and then
+    removes the folder, if it is not "".
+
+    torchrun ends its ranks and their process groups. What a rank has started in a session of its own is left to the keeper,
+    and so are ranks that a second signal kept torchrun from ending, or that the end of this process did.
+    """
+    os.environ["FZERO_JOB"] = uuid.uuid4().hex
+    command = [sys.executable, "-I", "-S", keeper.__file__, f"FZERO_JOB={os.environ['FZERO_JOB']}"]
+    command += [str(SECONDS_TO_END), folder]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # no signal of a terminal reaches it, and no end of this session
+        env={},
+        cwd="/",
+    )
+    try:
+        yield partial(process.communicate, b"in order")
+    finally:
+        process.communicate()
+        del os.environ["FZERO_JOB"]
+
+
+def launch_config(work: Work, log_dir: str, secret: Secret | None = None) -> LaunchConfig:
+    """torchrun's description of the host's part. Ranks follow the order of hosts, unless they may start again."""
+    num_nodes = len(work.hosts)
+    # torchrun's static rendezvous keeps the order, and cannot bring agents of several hosts together a second time.
+    keeps_order = num_nodes > 1 and not work.starts_again
+    prefix = f"[{work.host.name} rank ${{rank}}] " if num_nodes > 1 else "[rank ${rank}] "
+    return LaunchConfig(
+        min_nodes=work.min_nodes or num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=len(work.host.slots),
+        run_id=secret.name if secret else f"fzero-{work.master_port}" if num_nodes > 1 else uuid.uuid4().hex[:8],
+        rdzv_backend="static" if keeps_order else BACKEND,
+        rdzv_endpoint=f"{work.master_addr}:{work.master_port}",
+        rdzv_configs={"rank": work.node_rank, "timeout": 300}
+        if keeps_order
+        else {"timeout": 300, "last_call_timeout": work.last_call, "secret": secret},
+        max_restarts=work.max_restarts,
+        monitor_interval=0.1,
+        local_addr=work.master_addr if num_nodes == 1 else work.host.name,
+        log_line_prefix_template=prefix,
+        logs_specs=DefaultLogsSpecs(log_dir=log_dir, redirects=Std.ALL, tee=Std.ALL),
+    )
+
+
+def first_failure(error: ChildFailedError, host: str, log_dir: str, ended: Ended) -> Failure:
+    """The failure that the others follow from: not of a rank that the agent ended, nor of one that missed another rank.
+
+    Where all have missed one, it is a rank that had ended in order before.
+    """
+
+    def told(rank: int, failed: ProcessFailure) -> Failure:
+        lines = _log(log_dir, failed.local_rank)
+        code = failed.exitcode if failed.exitcode >= 0 else 128 - failed.exitcode
+        # The error may name many ranks, a line each.
+        follows = any("fzero.comms.collectives.CollectiveError" in line for line in lines[-NUM_SEARCHED:])
+        return Failure(rank, host, code, float(failed.timestamp), follows, tuple(lines[-NUM_LINES:]))
+
+    failures = [told(rank, failed) for rank, failed in error.failures.items()]  # in the order in which they were seen
+    first = min(failures, key=lambda failure: (failure.code == 128 + signal.SIGTERM, failure.follows))
+    return (ended.first(host, log_dir) if first.follows else None) or first
+
+
+def _log(log_dir: str, local_rank: int) -> list[str]:
+    """What a rank has written to stderr, line by line."""
+    # torchrun names log files by the local rank; of restarted ranks the last attempt has the highest number.
+    paths = Path(log_dir).glob(f"*/attempt_*/{local_rank}/stderr.log")
+    last = max(paths, key=lambda path: path.stat().st_mtime, default=None)
+    return last.read_text(errors="replace").strip().splitlines() if last else []
+
+
+def secret_of(work: Work) -> Secret | None:
+    """The secret of the job, if it needs one. The environment keeps it no longer: ranks have no use for it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    text = os.environ.pop(SECRET, None)
+    if not work.needs_secret:
+        return None
+    if text is None:
+        raise ValueError(
+            f"{SECRET}: is not set. Agents of several hosts whose ranks may start again know each other by it: export the "
+            "same on every host, for example what `openssl rand -hex 16` gives once; no other user must be able to read it"
+        )
+    return Secret(text)
+
+
+def watch_leash() -> bool:
+    """Ends this agent as SIGTERM does, as soon as standard input ends. False, and nothing, where that is no pipe or socket:
+    who started the agent by hand, or in a pod, whose input is /dev/null, holds no leash."""
+    mode = os.fstat(0).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        return False
+    leash = os.dup(0)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # what ranks read, so that none takes the end from us
+
+    def wait() -> None:
+        while os.read(leash, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the agent of one host, on the leash of the launcher that started it."""
+    parser = argparse.ArgumentParser(prog="fzero.launch.agent", description="Starts the ranks of one host; `fzero` calls it.")
+    parser.add_argument("--world_info", required=True, type=decode)
+    parser.add_argument("--node_rank", required=True, type=int)
+    parser.add_argument("--master_addr", required=True)
+    parser.add_argument("--master_port", required=True, type=int)
+    parser.add_argument("--log_dir")
+    parser.add_argument("--max_restarts", type=int, default=0)
+    parser.add_argument("--min_nodes", type=int)
+    parser.add_argument("--last_call", type=int, default=LAST_CALL)
+    parser.add_argument("program", nargs="+")
+    given = vars(parser.parse_args(arguments))
+    work = Work(hosts=given.pop("world_info"), program=tuple(given.pop("program")), **given)
+    print(f"fzero: {work.host.name} starts {len(work.host.slots)} ranks ({socket.gethostname()})", flush=True)
+    return run(work, reports=watch_leash())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

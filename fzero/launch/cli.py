@@ -1,0 +1,294 @@
+"""How is a training script started, on one machine or on many? `fzero [flags] script.py args…`, with DeepSpeed's flags.
+
+`choose_hosts` decides where, `work_of` what; then either this process is the agent of its own ranks (`fzero.launch.agent`), or a
+launcher composes commands (`fzero.launch.launchers`) that are printed (--dry_run) or run to their common end (`fzero.launch.supervise`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+from unittest.mock import patch
+
+import torch
+
+from fzero.launch import agent
+from fzero.launch.agent import LAST_CALL, Work
+from fzero.comms.collectives import timeout_of
+from fzero.common.flags import Parser
+from fzero.launch.hostfile import Host, choose, parse_hostfile
+from fzero.launch.environment import forwarded, not_forwarded, rank_defaults, read_env_files
+from fzero.comms.rendezvous import DEFAULT_PORT
+from fzero.launch.launchers import HAVE_AGENTS, LAUNCHERS, PROGRAMS, Command, Job
+from fzero.launch.preflight import check
+from fzero.launch.rendezvous import SECRET
+from fzero.launch.supervise import supervise
+
+HOSTFILE = Path("/job/hostfile")
+ALSO = dict.fromkeys(("world", "world_size", "nproc_per_node", "ranks"), "--num_procs")
+"""Words by which people look for a flag: those of `fzero plan`, of torchrun and of the documentation."""
+
+
+class LaunchError(ValueError):
+    """What was asked for cannot be started; the message says why and what to do."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of `fzero run`, each with _ or - between its words."""
+    made = Parser(
+        also=ALSO,
+        prog="fzero run",
+        allow_abbrev=False,
+        description="Starts a script in one process for each device, on one machine or on many.",
+        usage="fzero [run] [flags] [-m] script.py [args of the script …]",
+        epilog="example: fzero run --num_procs 2 train.py --steps 100",
+    )
+
+    def add(name: str, *others: str, **how: object) -> None:
+        hyphens = [name.replace("_", "-")] if "_" in name else []
+        made.add_argument(*others, name, *hyphens, dest=name[2:], **how)  # type: ignore[arg-type]
+
+    add("--num_gpus", "--num_accelerators", type=int, metavar="N", help="ranks per host, on the first N devices")
+    add("--num_procs", type=int, metavar="N", help="the same, for machines without devices")
+    add(
+        "--master_port",
+        type=port,
+        metavar="P",
+        help=f"where rank 0 listens (free on one machine, {DEFAULT_PORT} on many)",
+    )
+    add("--module", "-m", action="store_true", help="the script is the name of a module")
+    add("--no_python", action="store_true", help="the script is a program of its own")
+    add("--enable_each_rank_log", metavar="DIR", help="keep what each rank writes in this folder")
+    add(
+        "--hostfile",
+        "-H",
+        type=Path,
+        metavar="FILE",
+        help=f"lines of 'host slots=N' (default {HOSTFILE}, if it is there)",
+    )
+    add("--include", "-i", default="", metavar="FILTER", help="only these: 'host:slot,slot@host'")
+    add("--exclude", "-e", default="", metavar="FILTER", help="all but these")
+    add("--num_nodes", type=int, metavar="N", help="only the first N hosts")
+    add("--nnodes", metavar="MIN:MAX", help="go on with as few hosts as MIN when some are lost")
+    add(
+        "--wait_for_hosts",
+        type=int,
+        default=LAST_CALL,
+        metavar="S",
+        help=f"with --nnodes: seconds that the hosts which are there wait for the others (default {LAST_CALL})",
+    )
+    add(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds that a collective waits for a rank (FZERO_TIMEOUT, default 600)",
+    )
+    add("--max_restarts", type=int, default=0, metavar="N", help="start the ranks again, N times, when one fails")
+    add("--master_addr", metavar="HOST", help="where rank 0 listens (default: the first host)")
+    add("--node_rank", type=int, metavar="K", help="with --no_ssh: which of the hosts this machine is")
+    add("--no_ssh", action="store_true", help="start the ranks of this host alone; start the others yourself")
+    add("--no_ssh_check", action="store_true", help="do not look at the hosts before the start")
+    add("--ssh_port", type=port, metavar="P")
+    add("--force_multi", action="store_true", help="use the launcher also for a single host")
+    add("--launcher", choices=LAUNCHERS, default="ssh")
+    add("--launcher_args", default="", metavar="ARGS", help="more arguments for ssh, pdsh, mpirun or srun, in one word")
+    add("--env_file", type=Path, metavar="FILE", help="lines of NAME=VALUE for every rank (default .deepspeed_env)")
+    add("--autotuning", choices=("tune", "run"), help="find the fastest configuration (fzero tune), and run with it")
+    add("--dry_run", action="store_true", help="print the commands and run nothing")
+    made.add_argument("script")
+    made.add_argument("args", nargs=argparse.REMAINDER)
+    return made
+
+
+def port(text: str) -> int:
+    """The number of a port.
+
+    >>> port("70000")
+    Traceback (most recent call last):
+    argparse.ArgumentTypeError: must be from 1 to 65535, got '70000'; leave it out for the default
+    """
+    if not (text.isdecimal() and 1 <= int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"must be from 1 to 65535, got {text!r}; leave it out for the default")
+    return int(text)
+
+
+def say(line: str) -> None:
+    """Tells the user something, beside the output of ranks."""
+    print(f"fzero: {line}", file=sys.stderr, flush=True)
+
+
+def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
+    """The hosts and slots of the job; this machine where there is no hostfile."""
+    if given.num_gpus is not None and given.num_procs is not None:
+        raise LaunchError(
+            "--num_gpus and --num_procs exclude each other: both are the ranks of a host; give one of them"
+        )
+    if given.num_procs is not None and given.num_procs < 1:
+        raise LaunchError(f"--num_procs {given.num_procs}: must be at least 1")
+    slots_per_host: int | None = given.num_gpus if given.num_procs is None else given.num_procs
+    chosen = {"include": given.include, "exclude": given.exclude, "slots_per_host": slots_per_host}
+    path: Path = given.hostfile or HOSTFILE
+    if path.is_dir():
+        raise LaunchError(f"--hostfile {path}: is a folder; give a file with lines of 'host slots=N'")
+    if path.is_file():
+        return choose(parse_hostfile(path.read_text(), source=str(path)), num_nodes=given.num_nodes, **chosen)
+    if (given.num_nodes or 1) > 1:
+        raise LaunchError(
+            f"--num_nodes {given.num_nodes}: needs a hostfile, and there is none at {path}; give --hostfile"
+        )
+    if given.hostfile:
+        say(f"there is no hostfile {path}: running on this machine alone")
+    num_devices = torch.cuda.device_count()
+    if num_devices == 0 and slots_per_host is None and not given.include and not given.exclude:
+        say("no GPU is here: starting one rank; --num_procs N starts more")
+    found = max(num_devices, 1 if slots_per_host is None else slots_per_host)
+    if given.num_gpus is not None and 0 < num_devices < given.num_gpus:
+        raise LaunchError(
+            f"--num_gpus {given.num_gpus}: this machine has {num_devices}; --num_procs starts more ranks than that"
+        )
+    return choose([Host("localhost", tuple(range(found)))], **chosen)
+
+
+def program_of(given: argparse.Namespace) -> tuple[str, ...]:
+    """The command that every rank runs."""
+    if given.no_python and given.module:
+        raise LaunchError("--no_python and --module exclude each other: a module is run by python")
+    before = () if given.no_python else (sys.executable, "-u", *(("-m",) if given.module else ()))
+    return (*before, given.script, *given.args)
+
+
+def check_program(given: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Raises LaunchError when what the ranks of this machine are to run is not here."""
+    script = given.script
+    if given.no_python:
+        if shutil.which(script, path=environment.get("PATH")) is None:
+            raise LaunchError(f"--no_python {script}: there is no such program on the PATH; check its name")
+    elif given.module:
+        paths = [os.getcwd(), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+        top = script.partition(".")[0]
+        with patch.object(sys, "path", paths):
+            is_there = top in sys.modules or find_spec(top) is not None
+        if not is_there:
+            raise LaunchError(f"--module {script}: there is no module {top!r} here; check its name and PYTHONPATH")
+    elif not Path(script).exists():
+        near = get_close_matches(script, [path.name for path in Path().glob("*.py")], 1)
+        hint = f"did you mean {near[0]}?" if near else f"the current folder is {os.getcwd()}"
+        raise LaunchError(f"there is no script {script}; {hint}")
+
+
+def fewest_nodes(given: argparse.Namespace, num_hosts: int) -> int | None:
+    """The first number of `--nnodes MIN:MAX`, None where the number of hosts is fixed."""
+    if given.nnodes is None:
+        return None
+    smallest, colon, largest = given.nnodes.partition(":")
+    if not (colon and smallest.isdecimal() and largest.isdecimal() and 1 <= int(smallest) <= int(largest) == num_hosts):
+        raise LaunchError(f"--nnodes {given.nnodes}: must be MIN:MAX with MAX the number of hosts, {num_hosts}")
+    return int(smallest)
+
+
+def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: bool) -> Work:
+    """What the agents run; on this machine alone at a free port."""
+    if given.max_restarts < 0:
+        raise LaunchError(f"--max_restarts {given.max_restarts}: must be 0 or more")
+    if given.wait_for_hosts < 0:
+        raise LaunchError(f"--wait_for_hosts {given.wait_for_hosts}: must be 0 or more seconds")
+    if not 0 <= (given.node_rank or 0) < len(hosts):
+        raise LaunchError(
+            f"--node_rank {given.node_rank}: must be from 0 to {len(hosts) - 1}; there are {len(hosts)} hosts"
+        )
+    log_dir = given.enable_each_rank_log
+    return Work(
+        hosts=hosts,
+        node_rank=given.node_rank or 0,
+        program=program_of(given),
+        master_addr=given.master_addr or ("127.0.0.1" if is_local else hosts[0].name),
+        master_port=given.master_port or (0 if is_local else DEFAULT_PORT),
+        log_dir=log_dir and os.path.abspath(log_dir),
+        max_restarts=given.max_restarts,
+        min_nodes=fewest_nodes(given, len(hosts)),
+        last_call=given.wait_for_hosts,
+    )
+
+
+def commands_of(
+    given: argparse.Namespace, work: Work, environment: Mapping[str, str], from_file: Mapping[str, str]
+) -> tuple[Job, tuple[Command, ...]]:
+    """The job on many hosts, and what its launcher makes of it."""
+    for name in not_forwarded(environment):
+        say(
+            f"the variable {name!r} is not set on other hosts: a name has letters, digits and _ only, and begins with no digit"
+        )
+    variables = forwarded(environment, from_file)
+    if work.needs_secret:
+        variables[SECRET] = secrets.token_hex(16)
+    if given.launcher not in HAVE_AGENTS:  # no agent on the hosts, which would know their cores
+        num_ranks = max(len(host.slots) for host in work.hosts)
+        num_cores = os.cpu_count() or 1
+        variables = rank_defaults({**environment, **from_file}, num_ranks=num_ranks, num_cores=num_cores) | variables
+    launcher_args = tuple(shlex.split(given.launcher_args))
+    port = () if given.ssh_port is None else ("-p", str(given.ssh_port))
+    if given.launcher == "ssh":
+        ssh_args, launcher_args = (*port, *launcher_args), ()
+    else:
+        ssh_args = (*port, *environment.get("PDSH_SSH_ARGS_APPEND", "").split())
+    job = Job(work, variables, os.getcwd(), launcher_args, ssh_args)
+    return job, LAUNCHERS[given.launcher](job)
+
+
+def start(given: argparse.Namespace) -> int:
+    """Does what the flags say; returns the exit code of the rank that failed first, or 0."""
+    hosts = choose_hosts(given)
+    from_file = read_env_files(given.env_file, os.environ)
+    if given.timeout is not None:
+        if not 0 < given.timeout < float("inf"):
+            raise LaunchError(f"--timeout {given.timeout}: must be a positive number of seconds")
+        from_file["FZERO_TIMEOUT"] = f"{given.timeout:g}"
+    timeout_of(os.environ | from_file)  # refuses here what each rank would have to refuse
+    is_many = len(hosts) > 1 or given.force_multi
+    if given.no_ssh and is_many and given.node_rank is None:
+        raise LaunchError("--no_ssh: starts one host, so give --node_rank, the number of this one in the hostfile")
+    work = work_of(given, hosts, is_local=not is_many)
+    if not is_many and (given.launcher != "ssh" or given.launcher_args):
+        say("one host needs no launcher: --launcher and --launcher_args have no effect; --force_multi uses them")
+    if not is_many or given.no_ssh:
+        if given.dry_run:
+            print(Command((sys.executable, "-u", "-m", "fzero.launch.agent", *work.arguments()), from_file))
+            return 0
+        os.environ.update(from_file)
+        check_program(given, os.environ)
+        return agent.run(work)
+    job, commands = commands_of(given, work, os.environ, from_file)
+    if given.dry_run:
+        print("\n".join(map(str, commands)))
+        return 0
+    if shutil.which(PROGRAMS[given.launcher]) is None:
+        program = PROGRAMS[given.launcher]
+        raise LaunchError(
+            f"--launcher {given.launcher}: there is no {program} here; install it, or use another launcher"
+        )
+    if given.launcher in HAVE_AGENTS and not given.no_ssh_check:
+        check(job)
+    return supervise(commands, num_needed=work.min_nodes)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs `fzero run` with these arguments."""
+    made = parser()
+    given = made.parse_args(arguments)
+
+    def refuse(error: Exception) -> NoReturn:
+        made.exit(2, f"fzero: {error}\n")
+
+    try:
+        return start(given)
+    except (ValueError, OSError) as error:
+        refuse(error)

@@ -1,0 +1,134 @@
+"""Are all hosts ready for a job? They are asked at the same time, before anything is started, and their answers compared.
+
+A host that cannot be reached, has no such folder or script, or another version of python, torch or fzero stops the start.
+Clocks that differ and more slots than devices are told as warnings.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from fzero.launch.hostfile import Host
+from fzero.launch.launchers import Job, ssh_words
+from fzero.common.text_tables import print_report
+
+SECONDS = 30  # for a host to answer
+CLOCKS = 2.0  # seconds by which clocks may differ without a warning
+
+PROBE = """
+import glob, json, os, platform, sys, time
+from importlib.metadata import version
+print(json.dumps({"python": platform.python_version(), "torch": version("torch"), "fzero": version("fzero"),
+                  "num_devices": len(glob.glob("/dev/nvidia[0-9]*")),
+                  "missing": [path for path in sys.argv[1:] if not os.path.exists(path)], "clock": time.time()}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a host says of itself."""
+
+    python: str
+    torch: str
+    fzero: str
+    num_devices: int
+    clock_error: float
+    """Seconds by which its clock is ahead of ours, beyond what asking took."""
+    missing: Sequence[str] = ()
+    """Files that it should have, and has not."""
+
+    @property
+    def versions(self) -> tuple[str, str, str]:
+        return self.python, self.torch, self.fzero
+
+
+def ask(job: Job, name: str) -> Answer | str:
+    """The answer of a host, or why there is none."""
+    command = f"cd {shlex.quote(job.folder)} && exec {shlex.join([job.python, '-c', PROBE, *script_of(job)])}"
+    words = [*ssh_words(job), "-o", f"ConnectTimeout={SECONDS // 2}", name, command]
+    asked = time.time()
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {SECONDS} seconds"
+    if done.returncode != 0:
+        *_, last = ["", *done.stderr.strip().splitlines()]
+        return last or f"ssh ended with code {done.returncode}"
+    said = json.loads(done.stdout.splitlines()[-1])
+    clock, now = said.pop("clock"), time.time()
+    return Answer(**said, clock_error=max(0.0, clock - now) - max(0.0, asked - clock))
+
+
+def script_of(job: Job) -> tuple[str, ...]:
+    """The file that the ranks run, if it is one and no module or program."""
+    program = job.work.program
+    return program[2:3] if program[:2] == (job.python, "-u") and program[2] != "-m" else ()
+
+
+def problems(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> tuple[list[str], list[str]]:
+    """What stops a start, and what is only worth a warning.
+
+    >>> here, there = Answer("3.11", "2.13", "0.1", 0, 0.0), Answer("3.11", "2.12", "0.1", 0, 9.0)
+    >>> stops, warnings = problems([Host("a", (0,)), Host("b", (0,)), Host("c", (0,))], [here, there, "no route"])
+    >>> print("\\n".join(stops + warnings))
+    c: no route
+    b: python 3.11, torch 2.12, fzero 0.1; a has python 3.11, torch 2.13, fzero 0.1
+    b: its clock is 9.0 s ahead
+    """
+    stops = [f"{host.name}: {answer}" for host, answer in zip(hosts, answers) if isinstance(answer, str)]
+    warnings: list[str] = []
+    told = [(host, answer) for host, answer in zip(hosts, answers) if isinstance(answer, Answer)]
+    for host, answer in told:
+        first_host, first = told[0]
+        stops += [f"{host.name}: there is no script {path}" for path in answer.missing]
+        if answer.versions != first.versions:
+            stops.append(f"{host.name}: {_versions(answer)}; {first_host.name} has {_versions(first)}")
+        if abs(answer.clock_error) > CLOCKS:
+            ahead = "ahead" if answer.clock_error > 0 else "behind"
+            warnings.append(f"{host.name}: its clock is {abs(answer.clock_error):.1f} s {ahead}")
+        if 0 < answer.num_devices <= max(host.slots):
+            warnings.append(
+                f"{host.name}: slot {max(host.slots)} is to be used, and it has {answer.num_devices} devices"
+            )
+    return stops, warnings
+
+
+def _versions(answer: Answer) -> str:
+    return ", ".join(f"{name} {version}" for name, version in zip(("python", "torch", "fzero"), answer.versions))
+
+
+def table(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> Table:
+    """A line for each host."""
+    made = Table("host", "slots", "devices", "python", "torch", "fzero")
+    for host, answer in zip(hosts, answers):
+        slots = ",".join(map(str, host.slots))
+        cells = (answer,) if isinstance(answer, str) else (str(answer.num_devices), *answer.versions)
+        made.add_row(host.name, slots, *cells)
+    return made
+
+
+def check(job: Job) -> None:
+    """Asks all hosts of a job at once; tells warnings, and shows the table when something is wrong.
+
+    Raises:
+        ValueError: a host that is not ready, with what is wrong with each.
+    """
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = list(pool.map(lambda host: ask(job, host.name), job.hosts))
+    stops, warnings = problems(job.hosts, answers)
+    if stops or warnings:
+        print_report(table(job.hosts, answers), stderr=True)
+    for line in warnings:
+        print(f"fzero: warning: {line}", file=sys.stderr)
+    if stops:
+        listed = "".join(f"\n  {line}" for line in stops)
+        raise ValueError(f"hosts are not ready, so nothing was started (--no_ssh_check skips this):{listed}")

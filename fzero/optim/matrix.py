@@ -1,0 +1,283 @@
+"""Optimizers that look at whole parameters: LAMB, Adafactor and Muon as transforms of flat buffers.
+
+They are transforms like those of `fzero.optim.transforms`, and take `pieces` besides: a value that says which parameters the
+flat tensor holds and how to reach the ranks that hold the rest. What each sends in an update stands in its docstring;
+every rank calls the collectives in the same order, whatever its shard holds. Stage 0 holds everything and sends
+nothing, and gives the same bits (see `fzero.optim.fragments`).
+
+Shape letters: N elements of the flat tensor, W ranks, K partial sums of one shard, R and C row and column statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Generic, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.optim.fragments import Pieces, boxes_of, grids_of
+from fzero.optim.transforms import Leaf, Transform, check_betas, check_range, no_steps, step_spec
+from sharding import TensorSpec
+from sharding.layout import FlatLayout
+
+
+class LambState(NamedTuple, Generic[Leaf]):
+    """`step` counts updates (0-d float32); the moments have the parameter's shape and dtype."""
+
+    step: Leaf
+    exp_avg: Leaf
+    exp_avg_sq: Leaf
+
+
+def lamb(
+    lr: float,
+    *,
+    pieces: Pieces,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    max_coeff: float = 10.0,
+    min_coeff: float = 0.01,
+    bias_correction: bool = True,
+) -> Transform:
+    """LAMB (You et al., arXiv:1904.00962, algorithm 2): Adam's direction, as long as the parameter times `lr`.
+
+    The direction of a parameter, weight decay included, is multiplied by the trust ratio ‖parameter‖ / ‖direction‖, which
+    is kept within [min_coeff, max_coeff] (DeepSpeed's names and values) and is 1 where a norm is 0. The moments are
+    corrected for their bias as in Adam and in the paper (not by a factor of `lr`), unless `bias_correction` is False.
+
+    *Collective:* an update stacks the partial sums of two norms for each parameter, in float64.
+    """
+    check_range("lamb", lr=lr, eps=eps, weight_decay=weight_decay, min_coeff=min_coeff, max_coeff=max_coeff)
+    check_betas("lamb", betas)
+    if min_coeff > max_coeff:
+        raise ValueError(f"lamb: min_coeff must be at most max_coeff, got {min_coeff} > {max_coeff}; exchange them")
+
+    def init(param: Tensor) -> LambState[Tensor]:
+        pieces.check("lamb", param)
+        return LambState(no_steps(param), torch.zeros_like(param), torch.zeros_like(param))
+
+    def update(grad: Tensor, param: Tensor, state: LambState[Tensor]) -> tuple[Tensor, Tensor, LambState[Tensor]]:
+        step = state.step.add_(1)
+        # In double: of 1 - 0.999 float32 keeps three digits only.
+        corrections = [1 - beta ** step.double() if bias_correction else 1.0 for beta in betas]
+        state.exp_avg.lerp_(grad, 1 - betas[0])
+        state.exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+        scratch = state.exp_avg_sq.div(corrections[1]).sqrt_().add_(eps)
+        direction = torch.div(state.exp_avg, corrections[0], out=grad).div_(scratch)
+        if weight_decay:
+            direction.add_(param, alpha=weight_decay)
+        norms = pieces.add_up(torch.cat([pieces.squares(param), pieces.squares(direction)], dim=1)).sqrt_()
+        param_norms, direction_norms = norms.chunk(2)
+        is_ratio = (param_norms > 0) & (direction_norms > 0)
+        ratios = torch.where(is_ratio, (param_norms / direction_norms).clamp(min_coeff, max_coeff), 1.0)
+        _step(param, direction, ratios * lr, pieces)
+        return grad, param, LambState(step, state.exp_avg, state.exp_avg_sq)
+
+    def place(param: TensorSpec) -> LambState[TensorSpec]:
+        return LambState(step_spec(param), param, param)
+
+    return Transform(init, update, place)
+
+
+class AdafactorState(NamedTuple, Generic[Leaf]):
+    """`step` counts updates (0-d float32); means of squared gradients over each row (R,) and column (C,), on every rank.
+
+    Those of all matrices stand one after another, in the order of the layout. `variance` has the parameter's shape, for
+    what has fewer than two dims; None where nothing has, as the other two are where there is no matrix.
+    """
+
+    step: Leaf
+    row_var: Leaf | None
+    col_var: Leaf | None
+    variance: Leaf | None
+
+
+def adafactor(
+    lr: float,
+    *,
+    pieces: Pieces,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+) -> Transform:
+    """`torch.optim.Adafactor` (Shazeer and Stern, arXiv:1804.04235): second moments of a matrix as a product of two vectors.
+
+    Parameters of more than two dims are stacks of matrices, the last two dims. A buffer that also holds parameters of
+    fewer than two dims keeps a second moment as long as the whole buffer: give them a buffer of their own.
+
+    *Collective:* an update stacks R + C sums and one for each parameter, in the parameter's dtype, and then one for each
+    parameter, in float64.
+    """
+    check_range("adafactor", lr=lr, weight_decay=weight_decay, eps_1=eps[0] or 0.0, eps_2=eps[1])
+    if not (beta2_decay <= 0 and d >= 1):
+        raise ValueError(
+            f"adafactor: needs beta2_decay <= 0 and d >= 1, got {beta2_decay} and {d}; -0.8 and 1.0 are usual"
+        )
+    grids = grids_of(pieces.layout)
+    num_rows = sum(grid.matrices * grid.rows for grid in grids.values())
+    num_columns = sum(grid.matrices * grid.columns for grid in grids.values())
+    has_vectors = any(len(shape) < 2 for shape in pieces.layout.shapes)
+
+    def init(param: Tensor) -> AdafactorState[Tensor]:
+        pieces.check("adafactor", param)
+        row_var, col_var = (param.new_zeros(n) if grids else None for n in (num_rows, num_columns))
+        return AdafactorState(no_steps(param), row_var, col_var, torch.zeros_like(param) if has_vectors else None)
+
+    def update(
+        grad: Tensor, param: Tensor, state: AdafactorState[Tensor]
+    ) -> tuple[Tensor, Tensor, AdafactorState[Tensor]]:
+        step = state.step.add_(1)
+        count = step.double()  # in float32 its powers are off in the seventh digit
+        share = (count**beta2_decay).to(param.dtype)
+        smallest = torch.finfo(param.dtype).eps if eps[0] is None else eps[0]
+        numels = torch.tensor([max(numel, 1) for numel in pieces.layout.numels], device=param.device)
+
+        sums = grad.new_zeros(len(pieces.ranks), num_rows + num_columns)
+        for part, grid, box in boxes_of(pieces.parts, grids):
+            squares = box.of(part, grad).square()
+            grid.rows_of(box, sums[part.row, :num_rows]).add_(squares.sum(dim=2, keepdim=True))
+            grid.columns_of(box, sums[part.row, num_rows:]).add_(squares.sum(dim=1, keepdim=True))
+        total = pieces.add_up(torch.cat([sums, pieces.squares(param).to(sums.dtype)], dim=1))
+        row_sums, column_sums, param_squares = torch.split(total, [num_rows, num_columns, len(numels)])
+        means = {}
+        if state.row_var is not None and state.col_var is not None:
+            for grid in grids.values():
+                grid.all_rows(row_sums).div_(grid.columns)
+                grid.all_columns(column_sums).div_(grid.rows)
+            state.row_var.lerp_(row_sums, share)
+            state.col_var.lerp_(column_sums, share)
+            means = {i: grid.all_rows(state.row_var).mean(dim=1).clamp_(min=smallest) for i, grid in grids.items()}
+            for part, grid, box in boxes_of(pieces.parts, grids):
+                mean = grid.matrices_of(box, means[part.index])
+                estimate = grid.rows_of(box, state.row_var) * grid.columns_of(box, state.col_var)
+                box.of(part, grad).mul_(estimate.div_(mean).clamp_(min=smallest**2).rsqrt_())
+        if state.variance is not None:
+            for part in pieces.parts:
+                if part.index not in grids:
+                    vector = part.of(grad)
+                    variance = part.of(state.variance).lerp_(vector.square(), share)
+                    vector.mul_(variance.clamp(min=smallest**2).rsqrt_())
+
+        if weight_decay:
+            param.mul_(1 - lr * weight_decay)
+        largest = pieces.add_up(pieces.squares(grad)).div_(numels).sqrt_().div_(d).clamp_(min=1)
+        sizes = param_squares.double().div_(numels).sqrt_().clamp_(min=eps[1]) * count.rsqrt().clamp(max=lr)
+        _step(param, grad, sizes.div_(largest), pieces)
+        return grad, param, AdafactorState(step, state.row_var, state.col_var, state.variance)
+
+    def place(param: TensorSpec) -> AdafactorState[TensorSpec]:
+        rows, columns = (replace(step_spec(param), shape=(n,), dtype=param.dtype) for n in (num_rows, num_columns))
+        return AdafactorState(
+            step_spec(param), rows if grids else None, columns if grids else None, param if has_vectors else None
+        )
+
+    return Transform(init, update, place)
+
+
+class MuonState(NamedTuple, Generic[Leaf]):
+    """`momentum` is the running mean of gradients."""
+
+    momentum: Leaf
+
+
+def muon(
+    lr: float,
+    *,
+    pieces: Pieces,
+    momentum: float = 0.95,
+    weight_decay: float = 0.0,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    eps: float = 1e-7,
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
+) -> Transform:
+    """`torch.optim.Muon` (Jordan et al., kellerjordan.github.io/posts/muon): a matrix moves by its orthogonalised momentum.
+
+    A parameter of more than two dims is taken as a matrix of its first dim by all others, which is what one does with
+    convolutions.
+
+    *Collective:* nothing is sent where no matrix is cut by the end of a shard (every rank can tell from the layout); else an
+    update joins the momentum of all shards, (W-1)/W · P elements, and each rank orthogonalises the matrices of which its
+    shard has a part.
+
+    Raises:
+        ValueError: a parameter that is not a matrix, or a value out of range.
+    """
+    check_range("muon", lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps, ns_steps=ns_steps)
+    if adjust_lr_fn not in ("original", "match_rms_adamw"):
+        raise ValueError(
+            f"muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}; choose one"
+        )
+    layout = pieces.layout
+    for name, shape in zip(layout.names, layout.shapes, strict=True):
+        if len(shape) < 2:
+            raise ValueError(f"muon: parameter {name!r} must be a matrix, got shape {shape}; give it to adamw")
+
+    def init(param: Tensor) -> MuonState[Tensor]:
+        pieces.check("muon", param)
+        return MuonState(torch.zeros_like(param))
+
+    def update(grad: Tensor, param: Tensor, state: MuonState[Tensor]) -> tuple[Tensor, Tensor, MuonState[Tensor]]:
+        state.momentum.lerp_(grad, 1 - momentum)
+        direction = grad.lerp_(state.momentum, momentum) if nesterov else state.momentum
+        whole_P = pieces.join(direction) if is_cut(layout) else None
+        if weight_decay:
+            param.mul_(1 - lr * weight_decay)
+        last, orthogonal = -1, param
+        for part in pieces.parts:
+            shape, numel = layout.shapes[part.index], layout.numels[part.index]
+            if part.index != last:
+                source, start = (direction, part.offset) if whole_P is None else (whole_P, layout.offsets[part.index])
+                matrix = source[start : start + numel].view(shape[0], -1)
+                last, orthogonal = part.index, orthogonalise(matrix, num_steps=ns_steps, eps=eps).reshape(-1)
+            rows, columns = shape[0], numel // shape[0]
+            ratio = max(1.0, rows / columns) if adjust_lr_fn == "original" else 0.04 * max(rows, columns)
+            part.of(param).add_(orthogonal[part.start : part.stop], alpha=-lr * math.sqrt(ratio))
+        return grad, param, MuonState(state.momentum)
+
+    def place(param: TensorSpec) -> MuonState[TensorSpec]:
+        return MuonState(param)
+
+    return Transform(init, update, place)
+
+
+def orthogonalise(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """A matrix with the same singular vectors, and singular values of about 1: five Newton-Schulz steps in bfloat16.
+
+    The quintic a·x + b·x³ + c·x⁵ lifts small singular values fastest and leaves all within about [0.7, 1.2] (Jordan, as
+    above).
+
+    Args:
+        matrix: (A, B), any dtype.
+        num_steps: more steps lift smaller singular values.
+        eps: the least norm that is divided by.
+
+    Returns:
+        (A, B), bfloat16.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(torch.bfloat16, copy=True)
+    x = x.T if is_tall else x
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def is_cut(layout: FlatLayout) -> bool:
+    """Whether a shard ends inside a parameter, so that Muon has to join the buffer."""
+    shard = layout.partition.shard_numel
+    spans = [layout.bounds(name) for name in layout.names]
+    return any(start // shard != (stop - 1) // shard for start, stop in spans if start < stop)
+
+
+def _step(param: Tensor, direction: Tensor, sizes: Tensor, pieces: Pieces) -> None:
+    """Moves every parameter against its direction, times its size; overwrites the direction."""
+    for part in pieces.parts:
+        part.of(param).sub_(part.of(direction).mul_(sizes[part.index]))

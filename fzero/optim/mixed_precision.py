@@ -1,0 +1,317 @@
+"""Which dtype does each tensor of a step have, and how does an update work on numbers that are stored in few bits?
+
+A `Precision` is data: the dtypes that a configuration asks for. `dtypes_of` makes of it and of a parameter's own dtype the
+`Dtypes` of that parameter: what the model computes with, what is sent, what gradients are added up in, what the optimizer
+updates (the *master*) and what it remembers. Nothing else changes a dtype, and `step.plan` shows every one.
+
+An update is computed in fp32 (fp64 for fp64), whatever the dtypes in memory: `widened` makes of a transform one that reads
+narrow numbers and rounds once, at the end. Rounding to the nearest loses updates below half a last bit, for good; stochastic
+rounding keeps them on average (Gupta et al. 2015, arXiv:1502.02551).
+"""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from operator import is_
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fzero.optim.transforms import Transform, separate
+from sharding import TensorSpec
+from sharding.views import torch_dtype
+
+
+class Dtypes(NamedTuple):
+    """The names of a parameter's dtypes."""
+
+    param: str
+    """What the model computes with and stage 3 gathers."""
+    reduce: str
+    """In which gradients are sent and added up over the ranks."""
+    grad: str
+    """In which they are kept, and added up over micro-steps."""
+    master: str
+    """What the optimizer updates; a copy of its own where it differs from `param`."""
+    optimizer: str
+    """The optimizer's state of the parameter's shape."""
+
+    def __str__(self) -> str:
+        master = "which are the master" if self.master == self.param else f"master {self.master}"
+        return (
+            f"parameters {self.param}, {master}, gradients reduced in {self.reduce} and added up in {self.grad}, "
+            f"optimizer state {self.optimizer}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes that a configuration asks for, by name; None leaves them as they are or to follow from the others.
+
+    Attributes:
+        param_dtype: of all parameters; None is each parameter's own.
+        reduce_dtype: in which gradients are sent; None is that of the parameters.
+        grad_accum_dtype: in which they are kept and added up; None is that of the parameters.
+        master_dtype: of what is updated; None is fp32 where `param_dtype` changes a parameter, else the parameter's own.
+        optimizer_dtype: of the optimizer's state; None is that of the master.
+        buffer_dtype: of the module's floating buffers; None is each buffer's own.
+        autocast: the dtype of `torch.autocast` around the forward, if any.
+        safe_modules: classes of modules whose own parameters are kept in the autocast dtype beside a master.
+        stochastic_rounding: how a master of 16 bits, and its optimizer state, are rounded after an update.
+    """
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    grad_accum_dtype: str | None = None
+    master_dtype: str | None = None
+    optimizer_dtype: str | None = None
+    buffer_dtype: str | None = None
+    autocast: str | None = None
+    safe_modules: tuple[str, ...] = ()
+    stochastic_rounding: bool = False
+
+    def dtypes_of(self, own: str, owner: nn.Module, *, trainable: bool = True) -> Dtypes:
+        """The dtypes of a parameter of dtype `own` that belongs to the module `owner`.
+
+        Of a frozen one nothing is kept but the parameter, and where autocast alone lowers that, its own values as the master.
+        """
+        if not torch_dtype(own).is_floating_point:
+            return Dtypes(own, own, own, own, own)
+        lowered = self.param_dtype or (self.autocast if _is_one_of(owner, self.safe_modules) else None)
+        param = lowered or own
+        if not trainable:
+            kept = self.param_dtype or own
+            return Dtypes(param, param, param, kept, kept)
+        master = self.master_dtype or (_wide(own) if lowered else own)
+        return Dtypes(
+            param,
+            self.reduce_dtype or param,
+            self.grad_accum_dtype or param,
+            master,
+            self.optimizer_dtype or master,
+        )
+
+    def buffer_dtype_of(self, own: str) -> str:
+        """The dtype of a module's buffer of dtype `own`."""
+        return self.buffer_dtype if self.buffer_dtype and torch_dtype(own).is_floating_point else own
+
+
+def _wide(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"
+
+
+def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
+    return any(type(module) is find_class(name) for name in classes)
+
+
+@cache
+def find_class(name: str) -> type:
+    """The class of that dotted name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    package, _, cls = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(package), cls)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}: {error}") from None
+    if not isinstance(found, type):
+        raise ValueError(f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}, which is none")
+    return found
+
+
+# --- updates of narrow numbers -----------------------------------------------------------------------------------
+
+TILE = 1 << 18
+"""Elements that are updated at a time, so that what is made for them stays in the processor's cache."""
+
+NUM_SALTS = 16
+"""Most tensors of one update that a graph rounds at random."""
+
+Rounding = Callable[[Tensor, Tensor, int, int], None]
+"""Writes wide numbers (first) into narrow ones (second), which begin at `start` (third) in the tensor they are part of; the
+last integer differs between the tensors of one update."""
+
+
+def to_nearest(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
+    narrow.copy_(wide)
+
+
+def salts_of(seed: int, num: int) -> list[int]:
+    """What tells the random bits of one update and tensor from those of others."""
+    return [zlib.crc32(f"{seed}/{index}".encode()) for index in range(num)]
+
+
+def stochastic(seed: int | Tensor, place: int) -> Rounding:
+    """Rounds fp32 to bf16 up or down, in proportion to where the number lies between the two.
+
+    The random bits are a hash of `seed` (or of its `salts_of`, an int64 tensor) and of the element's place among all
+    parameters, where the tensor's first element has the `place`: all ranks and stages round alike. Other pairs of dtypes
+    are rounded to the nearest.
+    """
+
+    def round_(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
+        if wide.dtype != torch.float32 or narrow.dtype != torch.bfloat16 or not wide.numel():
+            narrow.copy_(wide)
+            return
+        places = torch.arange(place + start, place + start + wide.numel(), device=wide.device)
+        salt = seed[index] if isinstance(seed, Tensor) else zlib.crc32(f"{seed}/{index}".encode())
+        noise = _hash(places + salt) & 0xFFFF
+        bits = wide.contiguous().view(torch.int32) + noise.to(torch.int32)
+        # What is cut off are the 16 bits that bf16 does not have. An infinity has none, so that it stays one.
+        narrow.copy_(torch.where(wide.isfinite(), (bits & -0x10000).view(torch.float32), wide))
+
+    return round_
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Random-looking 32 bits of int64 numbers (the finalizer of MurmurHash3)."""
+    x = x & 0xFFFFFFFF
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def widened(
+    transform: Transform,
+    *,
+    state_dtype: str,
+    rounding: Rounding = to_nearest,
+    factor: Tensor | None = None,
+    out: Tensor | None = None,
+    tile: int | None = TILE,
+) -> Transform:
+    """A transform of narrow numbers: what `transform` does with them in fp32 (fp64 if the parameter is), rounded at the end.
+
+    Args:
+        transform: elementwise, unless `tile` is None.
+        state_dtype: the dtype in which the state's tensors of the parameter's shape are kept; others stay as they are made.
+        rounding: how narrow numbers are made of wide ones.
+        factor: of the gradient (0-d).
+        out: takes the new parameter too, in its own dtype.
+        tile: how many elements are updated at a time; None is all.
+    """
+    kept, specs = torch_dtype(state_dtype), _probed(transform.place)
+    is_long, is_cast = [spec.shape == _PROBE.shape for spec in specs], [_is_cast(spec) for spec in specs]
+
+    def init(param: Tensor) -> Any:
+        leaves, treespec = optree.tree_flatten(transform.init(param.to(_wide_dtype(param))))
+        return treespec.unflatten([x.to(kept) if cast else x for x, cast in zip(leaves, is_cast, strict=True)])
+
+    def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+        leaves, treespec = optree.tree_flatten(state)
+        dtype = _wide_dtype(param)
+        numel = param.numel()
+        size = tile if tile and (grad.dtype != dtype or param.dtype != dtype or out is not None) else numel
+        starts = range(0, numel, size) if numel > size else (0,)
+        scratch: dict[str | int, Tensor] = {}  # memory that is new to the process costs more than the update
+
+        def widen(x: Tensor, place: str | int) -> Tensor:
+            if x.dtype == dtype:
+                return x
+            if place not in scratch:
+                scratch[place] = x.new_empty(size, dtype=dtype)
+            return scratch[place][: x.numel()].copy_(x)
+
+        for start in starts:
+            part = slice(start, start + size) if len(starts) > 1 else slice(None)
+            wide_grad, narrow_param = widen(grad[part], "grad"), param[part]
+            if factor is not None:
+                wide_grad.mul_(factor.to(dtype))
+            # Counters advance once, with the last tile.
+            is_last = start == starts[-1]
+            old = [x[part] if long else x if is_last else x.clone() for x, long in zip(leaves, is_long, strict=True)]
+            wide = [widen(x, i) if cast else x for i, (x, cast) in enumerate(zip(old, is_cast, strict=True))]
+            updated = transform.update(wide_grad, widen(narrow_param, "param"), treespec.unflatten(wide))
+            narrows, news = [narrow_param, *old], [updated[1], *treespec.flatten_up_to(updated[2])]
+            if not all(map(is_, narrows, news)):
+                news = separate(news, narrows)
+                for index, (narrow, new, cast) in enumerate(zip(narrows, news, [True, *is_cast], strict=True)):
+                    if new.data_ptr() != narrow.data_ptr():
+                        (rounding if cast else to_nearest)(new, narrow, start, index)
+            if out is not None:
+                out[part].copy_(narrow_param)
+        return grad, param, state
+
+    def update_several(grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
+        is_wide = out is None and all(x.dtype == _wide_dtype(x) == kept for x in (*grads, *params))
+        if not (transform.has_several and is_wide):
+            return [update(*of)[2] for of in zip(grads, params, states, strict=True)]
+        if factor is not None:
+            for grad in grads:
+                grad.mul_(factor.to(kept))
+        return transform.update_each(grads, params, states)
+
+    def place(param: TensorSpec) -> Any:
+        leaves, treespec = optree.tree_flatten(transform.place(replace(param, dtype=_wide(param.dtype))))
+        return treespec.unflatten(
+            [replace(spec, dtype=state_dtype) if cast else spec for spec, cast in zip(leaves, is_cast, strict=True)]
+        )
+
+    return Transform(init, update, place, several=(update, update_several))
+
+
+def long_leaves(transform: Transform) -> list[bool]:
+    """Which tensors of the transform's state have the parameter's shape."""
+    return [spec.shape == _PROBE.shape for spec in _probed(transform.place)]
+
+
+def cast_leaves(transform: Transform) -> list[bool]:
+    """Which of them have its dtype too, so that they are kept in the dtype of the state; others keep their own."""
+    return [_is_cast(spec) for spec in _probed(transform.place)]
+
+
+_PROBE = TensorSpec((1_000_003,), "float32")  # no other tensor of a state has this many elements
+
+
+@lru_cache(maxsize=64)  # steps keep their transforms from update to update
+def _probed(place: Callable[[TensorSpec], Any]) -> list[TensorSpec]:
+    """Of a transform's `place`, not of all of it, for an update may hold tensors, which would live as long as this is kept."""
+    specs: list[TensorSpec] = optree.tree_leaves(place(_PROBE))
+    return specs
+
+
+def _is_cast(spec: TensorSpec) -> bool:
+    return (spec.shape, spec.dtype) == (_PROBE.shape, _PROBE.dtype)
+
+
+def update_in_graph(
+    transform: Transform,
+    is_cast: Sequence[bool],
+    grad: Tensor,
+    param: Tensor,
+    state: Any,
+    *,
+    factor: Tensor | None,
+    rounding: Rounding = to_nearest,
+    out: Tensor | None = None,
+) -> None:
+    """The update of a `widened` transform, all at once, for a compiler to cut into tiles. Leaves the gradient as it is.
+
+    Args:
+        is_cast: of `cast_leaves`.
+    """
+    leaves, treespec = optree.tree_flatten(state)
+    dtype = _wide_dtype(param)
+    wide_grad = grad.to(dtype).clone() if factor is None else grad.to(dtype) * factor.to(dtype)
+    wide = [x.to(dtype) if cast else x for x, cast in zip(leaves, is_cast, strict=True)]
+    _, wide_param, wide_state = transform.update(wide_grad, param.to(dtype), treespec.unflatten(wide))
+    old, new = [param, *leaves], [wide_param, *optree.tree_leaves(wide_state)]
+    # A new value may be another's old one, which is overwritten before it is read.
+    new = [y if y is x or all(y is not other for other in old) else y.clone() for x, y in zip(old, new, strict=True)]
+    for index, (narrow, value, cast) in enumerate(zip(old, new, [True, *is_cast], strict=True)):
+        if value is not narrow:
+            (rounding if cast else to_nearest)(value, narrow, 0, index)
+    if out is not None:
+        out.copy_(param)
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,211 @@
+"""Which classes of torch.optim work on a flat shard, and how does one become a transform?
+
+A flat tensor stands as the only parameter of a new optimizer, whose `state` of it is the transform's. Optimizers make
+that state in their first step; before it there are zeros of the same names and shapes, found by two trial steps. What a
+class does is checked by running it: each element must go its own way, and nothing may be kept outside of `state`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from dataclasses import replace
+from typing import Any, Generic, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fzero.optim.transforms import SHORT_TRIAL, TRIALS, Leaf, Transform, check_trials, no_steps, step_spec, trial_tensors
+from sharding import TensorSpec
+from sharding.views import dtype_name
+
+OWN = {"Adafactor": "fzero.adafactor", "Muon": "fzero.muon"}
+"""Classes that look at whole parameters, and what does so here."""
+
+
+class TorchState(NamedTuple, Generic[Leaf]):
+    """`step` counts updates (0-d float32), and 0 says that the rest holds only zeros yet.
+
+    `tensors` and `numbers` are the optimizer's state by name: tensors of the parameter's shape or 0-d, and Python numbers
+    as 0-d int64 or float64.
+    """
+
+    step: Leaf
+    tensors: dict[str, Leaf]
+    numbers: dict[str, Leaf]
+
+
+def classes() -> dict[str, type[Optimizer]]:
+    """The classes of `torch.optim`, by name."""
+    return {
+        name: member
+        for name, member in vars(torch.optim).items()
+        if isinstance(member, type) and issubclass(member, Optimizer) and member is not Optimizer
+    }
+
+
+def torch_optimizer(name_or_class: str | type[Optimizer], **params: Any) -> Transform:
+    """A class of `torch.optim`, or one of your own, as a transform of flat tensors: checked by running it.
+
+    Args:
+        name_or_class: upper and lower case do not matter in a name.
+        params: what the class takes besides parameters.
+
+    Raises:
+        ValueError: no such class, or it does not take these parameters, needs a closure or sparse gradients, is not
+            elementwise, or keeps something outside of its `state`.
+
+    >>> halving = torch_optimizer("SGD", lr=0.5)
+    >>> param = torch.tensor([4.0])
+    >>> halving.update(param.clone(), param, halving.init(param))[1]
+    tensor([2.])
+    """
+    cls = find(name_or_class) if isinstance(name_or_class, str) else name_or_class
+    if not inspect.isclass(cls) or not issubclass(cls, Optimizer):
+        raise ValueError(f"torch_optimizer: needs a class of optimizers or its name, got {cls!r}; pass such a class")
+    own = OWN.get(cls.__name__) if cls.__module__.startswith("torch.optim") else None
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{cls.__name__}: needs a closure that runs the model again and again within a step, which a transform of "
+            f"gradients has not; choose another class"
+        )
+    transform = torch_transform(cls, params)
+    try:
+        _check_keeps_to_its_state(cls, params, transform)
+        # PyTorch's own do in every step what they do in the first ones.
+        trials = (SHORT_TRIAL,) if cls.__module__.startswith("torch.optim") else TRIALS
+        check_trials(transform, trials, name=cls.__name__)
+    except ValueError as error:
+        raise ValueError(f"{error}, for which there is {own}" if own else str(error)) from None
+    return transform
+
+
+def find(name: str) -> type[Optimizer]:
+    """The class of `torch.optim` with that name.
+
+    Raises:
+        ValueError: there is none; tells the nearest.
+    """
+    by_lower_name = {known.lower(): cls for known, cls in classes().items()}
+    if name.lower() not in by_lower_name:
+        nearest = difflib.get_close_matches(name.lower(), by_lower_name, n=1, cutoff=0.0)[0]
+        raise ValueError(f"torch.optim has no {name!r}; did you mean {by_lower_name[nearest].__name__!r}?")
+    return by_lower_name[name.lower()]
+
+
+def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
+    """The transform of `torch_optimizer`, without its checks."""
+
+    def init(param: Tensor) -> TorchState[Tensor]:
+        trial = _trial_state(cls, params, param.dtype)
+        tensors = {
+            name: torch.zeros_like(param, dtype=x.dtype) if x.ndim else x.new_zeros((), device=param.device)
+            for name, x in trial.tensors.items()
+        }
+        numbers = {name: x.new_zeros((), device=param.device) for name, x in trial.numbers.items()}
+        return TorchState(no_steps(param), tensors, numbers)
+
+    def update(grad: Tensor, param: Tensor, state: TorchState[Tensor]) -> tuple[Tensor, Tensor, TorchState[Tensor]]:
+        owned = torch.nn.Parameter(param)  # the same memory
+        owned.grad = grad
+        optimizer = _make(cls, params, owned)
+        if state.step:  # the class itself makes its state in the first step; on CUDA this waits for the device
+            optimizer.state[owned] = {**state.tensors, **{name: x.item() for name, x in state.numbers.items()}}
+        optimizer.step()
+        return grad, param, _state_of(optimizer, owned, state.step.add_(1))
+
+    def place(param: TensorSpec) -> TorchState[TensorSpec]:
+        trial = _trial_state(cls, params, getattr(torch, param.dtype))
+        count = step_spec(param)
+
+        def spec(x: Tensor) -> TensorSpec:
+            return replace(param if x.ndim else count, dtype=dtype_name(x.dtype))
+
+        return TorchState(
+            count,
+            {name: spec(x) for name, x in trial.tensors.items()},
+            {name: spec(x) for name, x in trial.numbers.items()},
+        )
+
+    return Transform(init, update, place)
+
+
+def _make(cls: type[Optimizer], params: dict[str, Any], param: Tensor) -> Optimizer:
+    make: Any = cls  # every class takes other parameters
+    optimizer: Optimizer = make([param], **params)
+    return optimizer
+
+
+def _state_of(optimizer: Optimizer, param: Tensor, step: Tensor) -> TorchState[Tensor]:
+    tensors, numbers = {}, {}
+    for name, value in optimizer.state[param].items():
+        if isinstance(value, bool | int | float):
+            numbers[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+        elif isinstance(value, Tensor) and value.shape in ((), param.shape):
+            tensors[name] = value.detach()
+        else:
+            told = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{type(optimizer).__name__}: its state may hold tensors of the parameter's shape, 0-d ones and numbers, and "
+                f"{name!r} is {told} where the parameter has shape {tuple(param.shape)}; choose another class"
+            )
+    device = param.device
+    return TorchState(
+        step, {n: x.to(device) for n, x in tensors.items()}, {n: x.to(device) for n, x in numbers.items()}
+    )
+
+
+def _trial(cls: type[Optimizer], params: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, list[TorchState[Tensor]]]:
+    """The parameter after steps of one optimizer, and its state after each.
+
+    Raises:
+        ValueError: the class does not take these parameters, or a dense gradient in one dim.
+    """
+    param, grads = trial_tensors(dtype)
+    owned, states = torch.nn.Parameter(param), []
+    try:
+        optimizer = _make(cls, params, owned)
+    except Exception as error:  # whatever the class does with parameters that it does not expect
+        raise ValueError(
+            f"{cls.__name__}: does not take a flat tensor and {params}: {error}; mend the parameters"
+        ) from None
+    with torch.random.fork_rng(devices=[]):
+        for grad in grads:
+            owned.grad = grad.clone()
+            try:
+                optimizer.step()
+            except (RuntimeError, TypeError, AssertionError, ValueError) as error:
+                raise ValueError(
+                    f"{cls.__name__}: must step with the dense gradient of a flat tensor, and failed: {error}; choose another "
+                    f"class"
+                ) from None
+            states.append(optree.tree_map(torch.clone, _state_of(optimizer, owned, torch.zeros(()))))
+    return owned.detach(), states
+
+
+def _trial_state(cls: type[Optimizer], params: dict[str, Any], dtype: torch.dtype) -> TorchState[Tensor]:
+    return _trial(cls, params, dtype)[1][-1]
+
+
+def _check_keeps_to_its_state(cls: type[Optimizer], params: dict[str, Any], transform: Transform) -> None:
+    """Raises unless a new optimizer with the old one's state goes on as the old one does."""
+    expected, states = _trial(cls, params, torch.float32)
+    kinds = [{name: (x.shape, x.dtype) for part in state[1:] for name, x in part.items()} for state in states]
+    if any(kind != kinds[0] for kind in kinds):
+        raise ValueError(
+            f"{cls.__name__}: its state must have the same names and shapes after every step, and changes from "
+            f"{sorted(kinds[0])} to {sorted(kinds[-1])}; choose another class"
+        )
+    param, grads = trial_tensors(torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        state = transform.init(param)
+        for grad in grads:
+            _, param, state = transform.update(grad.clone(), param, state)
+    if not torch.equal(param, expected):
+        raise ValueError(
+            f"{cls.__name__}: must keep everything in its `state`, and a new one with the state of an old one goes another "
+            f"way (something is kept in its attributes or parameter groups, or it draws random numbers); choose another class"
+        )

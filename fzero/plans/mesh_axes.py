@@ -1,0 +1,127 @@
+"""How do the ranks of a job stand along several axes, and over which is what divided?
+
+The axis `"data"` is the inner one: the state is sharded over it, as the stage says. What else there is, a `"node"` axis
+say, the state is replicated over (hybrid sharding, MiCS) or, for all but the parameters, sharded over as well (hpZ of
+ZeRO++). Sums are made within `"data"` first, and then along the other axes from the last one of the mesh to the first.
+
+Shape letters: W ranks, L of them along "data", N = W / L along "node".
+"""
+
+from __future__ import annotations
+
+import math
+
+from fzero.comms.collectives import EVERYONE
+from fzero.config.config import ConfigError, ZeroOptimization
+from sharding import Mesh
+
+DATA, NODE = "data", "node"
+
+
+def check_mesh(given: object) -> None:
+    """Raises ValueError unless that is a mesh that ranks may stand in, or None."""
+    if given is not None and not isinstance(given, Mesh):
+        raise ValueError(
+            f"mesh: must be a mesh of named axes, an axis of ranks (fzero.join(), fzero.Fake) or None, got {given!r}; pass "
+            f"sharding.Mesh.of(node=2, data=4), say"
+        )
+    if given is not None and EVERYONE in given.names:
+        raise ValueError(
+            f"mesh: no axis may be named {EVERYONE!r}, for in what is told of a step that is all ranks, got {given}; give the "
+            f"axis another name"
+        )
+
+
+def sum_order(mesh: Mesh) -> tuple[str, ...]:
+    """The axes in the order in which gradients are added up along them.
+
+    >>> sum_order(Mesh.of(pod=2, node=2, data=4))
+    ('data', 'node', 'pod')
+    """
+    return DATA, *(name for name in reversed(mesh.names) if name != DATA)
+
+
+def shard_axes(mesh: Mesh, zero: ZeroOptimization) -> tuple[str, ...]:
+    """The axes over which the finest shards lie, those of the optimizer's state, major first.
+
+    >>> mesh = Mesh.of(node=2, data=4)
+    >>> shard_axes(mesh, ZeroOptimization(stage=3))
+    ('data',)
+    >>> shard_axes(mesh, ZeroOptimization(stage=3, zero_hpz_partition_size=4))
+    ('data', 'node')
+    """
+    if zero.stage < 3 or zero.zero_hpz_partition_size is None:
+        return (DATA,)
+    return DATA, *(name for name in sum_order(mesh)[1:] if mesh.axis_size(name) > 1)
+
+
+def mesh_of(zero: ZeroOptimization, world_size: int, given: Mesh | None = None) -> Mesh:
+    """The mesh of a job of `world_size` ranks: the one given, or the one that the configuration means.
+
+    Raises:
+        ConfigError: the configuration's does not divide the ranks, or is not the one given.
+        ValueError: `world_size` is no positive integer, or the one given has another number of ranks.
+
+    >>> mesh_of(ZeroOptimization(stage=3, mics_shard_size=4), 8).axes
+    (('node', 2), ('data', 4))
+    >>> mesh_of(ZeroOptimization(stage=3), 8).axes
+    (('data', 8),)
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(
+            f"world_size: must be a positive integer, got {world_size!r}; say how many ranks share the model, or leave it out"
+        )
+    if given is not None and given.size != world_size:
+        sizes = " × ".join(str(size) for _, size in given.axes)
+        raise ValueError(
+            f"mesh: its axes must hold all {world_size} ranks of the job, got {sizes} = {given.size} in {given}; give axes "
+            f"whose sizes multiply to {world_size}"
+        )
+    key, num_shards = _named(zero)
+    if num_shards is None:
+        return given or Mesh(((DATA, world_size),))
+    if num_shards > world_size:
+        raise ConfigError(
+            f"zero_optimization.{key}: must be at most the {world_size} ranks of the job, got {num_shards}; lower it, or "
+            f"start more ranks"
+        )
+    if world_size % num_shards:
+        sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        raise ConfigError(
+            f"zero_optimization.{key}: must divide the {world_size} ranks of the job, got {num_shards}; take one of {sizes}"
+        )
+    if given is None:
+        return Mesh(((NODE, world_size // num_shards), (DATA, num_shards)))
+    if given.axis_size(DATA) != num_shards:
+        raise ConfigError(
+            f"zero_optimization.{key}: must be the size of the axis {DATA!r} where a mesh of several axes is given, which is "
+            f"{given.axis_size(DATA)}, got {num_shards}; leave one of them out"
+        )
+    return given
+
+
+def _named(zero: ZeroOptimization) -> tuple[str, int | None]:
+    """The key that says along how many ranks the state is sharded, and its value where it has any use."""
+    if zero.zero_hpz_partition_size is not None and zero.stage == 3:
+        return "zero_hpz_partition_size", zero.zero_hpz_partition_size
+    return "mics_shard_size", zero.mics_shard_size if zero.stage else None
+
+
+def is_several(mesh: Mesh) -> bool:
+    """Whether there is more to it than the axis "data"."""
+    return mesh.axis_size(DATA) != mesh.size
+
+
+def told(mesh: Mesh) -> str:
+    """How many ranks there are, and how they stand.
+
+    >>> told(Mesh.of(node=2, data=4)), told(Mesh.of(data=4))
+    ('8 ranks, node 2 × data 4', '4 ranks')
+    """
+    axes = " × ".join(f"{name} {size}" for name, size in mesh.axes)
+    return f"{mesh.size} ranks" + (f", {axes}" if is_several(mesh) else "")
+
+
+def num_ranks(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """How many ranks there are along `axes`."""
+    return math.prod(map(mesh.axis_size, axes))

@@ -1,0 +1,308 @@
+"""What does a step send: which collective, how many bytes, along which axis, for which unit, and when?
+
+    print(fzero.trace_comm(step, state, batch))    # runs a step on a copy of the state, and tells what it sent
+    print(fzero.plan_comm(step, batch))            # the same from the step's graph, of ranks that need not be there
+
+`trace_comm` listens at the axes of a step: of processes, or of ranks in lockstep. A compiled step tells what its graph
+holds. Both ways give the same rows, but for what `Comm` names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Group
+from rich.table import Table
+from torch import Tensor
+
+from fzero.comms.collectives import Fake
+from fzero.plans.mesh_axes import told
+from fzero.resharding.place import copied
+from fzero.plans.plan import Plan
+from fzero.comms.records import PURPOSES, Phase, Purpose, Sent
+from fzero.simulation import LockstepRanks, VmapRanks
+from fzero.state import TrainState
+from fzero.step import TrainStep
+from fzero.common.text_tables import as_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class CommRow(NamedTuple):
+    """What one collective of a step sends of one flat buffer.
+
+    Attributes:
+        number: its place in the step, from 0.
+        collective: as it was called; an exchange of shards is an `all_to_all` in a graph on gloo.
+        axis: of the mesh; "everyone" is all ranks of a mesh of several axes.
+        unit: whose flat buffer it moves; "" for what is of no unit.
+        buffer: the key of that.
+        purpose: see `fzero.Label`.
+        phase: when it starts: in the forward, at the turn, in the backward or in the update.
+        num_elements: that this rank sends to all others together; in a wire those before they are coded.
+        nbytes: the same in bytes, as they travel.
+        is_joined: whether it shares its call with neighbouring rows (buckets of a compiled step).
+    """
+
+    number: int
+    collective: str
+    axis: str
+    unit: str
+    buffer: str
+    purpose: Purpose
+    phase: Phase
+    num_elements: int
+    nbytes: int
+    is_joined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Comm:
+    """What one rank sends in a step. `print(comm)` shows a table, `comm.save("comm.png")` a picture.
+
+    From real processes, ranks in lockstep, a compiled step and a plan the rows that move flat buffers (`gather`, `reduce`,
+    `join`) and the `norm` have the same purpose, axis, unit and bytes. What differs:
+
+    - the order, and the collective that a graph calls;
+    - `gather` of a unit of several flat buffers: a graph gathers in the backward those that it reads (and what is joined with
+      them), an eager step all;
+    - `told`: a rank tells the others four numbers in an eager step, and three in a graph;
+    - `buffers`: a graph makes all module buffers equal over the ranks, an eager step those that move;
+    - `negotiate`: of eager steps with that schedule;
+    - `files`: where state is in files, the ranks of a step tell each other whether theirs are whole; a graph has no files.
+
+    Attributes:
+        rows: in the order in which the collectives start.
+        title: what the table and the picture are called.
+    """
+
+    rows: tuple[CommRow, ...] = field(repr=False)
+    title: str = "one step"
+
+    @classmethod
+    def of(cls, sent: Iterable[Sent], plan: Plan, title: str) -> Comm:
+        """The report of what the collectives told, without those that send nothing."""
+        units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
+        found = [record for record in sent if record.num_elements]
+        rows = tuple(
+            CommRow(
+                number, record.collective, record.axis, units.get(label.buffer, ""), label.buffer, label.purpose,
+                label.phase, record.num_elements, record.nbytes, record.is_joined,
+            )
+            for number, record in enumerate(found)
+            for label in [record.label]
+        )  # fmt: skip
+        return cls(rows, title)
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def num_elements(self) -> int:
+        """All elements."""
+        return sum(row.num_elements for row in self.rows)
+
+    def by_unit(self) -> dict[str, int]:
+        """Bytes by unit; "" is of no unit."""
+        return self._by(lambda row: row.unit)
+
+    def by_axis(self) -> dict[str, int]:
+        """Bytes by axis."""
+        return self._by(lambda row: row.axis)
+
+    def by_collective(self) -> dict[str, int]:
+        """Bytes by collective."""
+        return self._by(lambda row: row.collective)
+
+    def by_purpose(self) -> dict[str, int]:
+        """Bytes by purpose."""
+        return self._by(lambda row: row.purpose)
+
+    def _by(self, key: Callable[[CommRow], str]) -> dict[str, int]:
+        nbytes: Counter[str] = Counter()
+        for row in self.rows:
+            nbytes[key(row)] += row.nbytes
+        return dict(nbytes)
+
+    def __rich__(self) -> Group:
+        return _report(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def draw(self) -> Figure:
+        """A picture: one lane for each axis, a bar for each row, in order, as high as its bytes. Needs matplotlib."""
+        figure: Figure = _draw(self)
+        return figure
+
+    def save(self, path: str | Path) -> None:
+        """Writes the picture, in the format that the name ends in; makes the folder."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self.draw().savefig(path, dpi=120)
+
+
+# --- where it comes from -----------------------------------------------------------------------------------------
+
+
+def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch: Any) -> Comm:
+    """What a step on this state and batch sends: runs one, on a copy.
+
+    State and step stay as they are. The copy of a state in files is in files as well, beside them, and goes when the step is
+    told. A step that has not run yet runs twice, for the first time the ranks agree on the order of the collectives: the second
+    is told. The model runs like in a step, and what it counts in Python goes on.
+
+    *Collective:* every rank, like a step; each gets its own report. Where some ranks alone call it, all end with a
+    `CollectiveError`: when the next step finds it, or a rank has waited as long as `fzero.join(timeout=…)` allows.
+    Of ranks in lockstep rank 0 is told, and of `simulate(by="vmap")`, where ranks send nothing, what one of as many ranks
+    would send (`plan_comm`).
+
+    Args:
+        step: of `make_train_step`, compiled or not, or of `simulate`.
+        state, batch: as for a step; an iterator loses its next micro-batches.
+
+    Raises:
+        ValueError: the step's axis is a `Fake` one, which `plan_comm` takes; and what a step raises.
+        StoreError, MemoryError: there is no room for the copy of a state in files; the state given is as it was.
+    """
+    if not isinstance(step, TrainStep | LockstepRanks):
+        raise ValueError(
+            f"trace_comm: step must be of make_train_step or of simulate, got {type(step).__name__}; pass what these give"
+        )
+    if isinstance(step, VmapRanks) and not step.is_in_lockstep:
+        step.check_state(state)
+        return plan_comm(step._step, step._batches(batch)[0])
+    if isinstance(step, TrainStep) and isinstance(step._ranks, Fake):
+        raise ValueError(
+            f"trace_comm: the step must be of ranks that are there, got one on {step._ranks}; use plan_comm(step, batch), or "
+            f"trace_comm(fzero.simulate(step), state, batch)"
+        )
+    log: list[Sent] = []
+    twin = step.observed(log.append)
+    # An iterator gives its micro-batches once.
+    taken = list(islice(batch, step.plan.num_micro_steps)) if isinstance(batch, Iterator) else None
+    for _ in range(1 if step.has_agreed else 2):
+        log.clear()
+        twin(copied(state, step), batch if taken is None else iter(taken))
+    return Comm.of(log, step.plan, _title(step.plan))
+
+
+def plan_comm(step: TrainStep, batch: Any) -> Comm:
+    """What a step on this batch sends with `compile="step"`, from its scheduled graphs; runs and sends nothing.
+
+    Args:
+        step: of `make_train_step`, on any axis, a `Fake` one too.
+        batch: one rank's samples; tensors may be on `meta`. An iterator loses its next micro-batches.
+
+    Raises:
+        ConfigError, CompileError, ValueError: what `TrainStep.trace` raises.
+    """
+    if not isinstance(step, TrainStep):
+        raise ValueError(
+            f"plan_comm: step must be of make_train_step, got {type(step).__name__}; pass the step that was simulated, or use "
+            f"trace_comm(step, state, batch)"
+        )
+    sent = [record for captured in step.trace(batch) for record in captured.scheduled().sent()]
+    return Comm.of(sent, step.plan, _title(step.plan))
+
+
+def _title(plan: Plan) -> str:
+    return f"what a rank sends in a step: ZeRO stage {plan.stage} on {told(plan.mesh)}"
+
+
+# --- the table ---------------------------------------------------------------------------------------------------
+
+
+def _report(comm: Comm) -> Group:
+    table = Table(title=comm.title, title_justify="left")
+    for column in ("", "when", "what for", "unit", "collective", "axis"):
+        table.add_column(column)
+    for column in ("elements", "bytes"):
+        table.add_column(column, justify="right")
+    for row in comm.rows:
+        name = f"{row.collective} (joined)" if row.is_joined else row.collective
+        table.add_row(
+            str(row.number), row.phase, PURPOSES[row.purpose], row.unit, name, row.axis, f"{row.num_elements:,}",
+            f"{row.nbytes:,}",
+        )  # fmt: skip
+    table.add_section()
+    for axis, nbytes in comm.by_axis().items():
+        num_elements = sum(row.num_elements for row in comm.rows if row.axis == axis)
+        table.add_row("", "", "all of it", "", "", axis, f"{num_elements:,}", f"{nbytes:,}")
+    return Group(table)
+
+
+# --- the picture -------------------------------------------------------------------------------------------------
+
+_COLORS: dict[str, str] = {
+    "gather": "tab:blue",
+    "reduce": "tab:orange",
+    "join": "tab:green",
+    "momentum": "tab:olive",
+    "buffers": "tab:purple",
+}
+_NUMBERS = "0.45"  # of a few numbers
+_PHASES = {"forward": "#f3f6fa", "turn": "#ffffff", "backward": "#fbf3ea", "update": "#eef6ee"}
+
+
+def _draw(comm: Comm) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    lanes = list(comm.by_axis()) or ["data"]
+    most = max((row.nbytes for row in comm.rows), default=1)
+    one, unit = _scale(most)
+    figure = Figure(figsize=(11, 1.1 + 1.3 * len(lanes)), layout="constrained")
+    panels = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)[:, 0]
+    stretches = list(_stretches(comm.rows))
+    for panel, axis in zip(panels, lanes):
+        for phase, start, stop in stretches:
+            panel.axvspan(start - 0.5, stop - 0.5, color=_PHASES.get(phase, "white"), zorder=0)
+        _draw_lane(panel, [row for row in comm.rows if row.axis == axis], most, len(comm.rows))
+        panel.set(xlim=(-0.5, max(len(comm.rows), 1) - 0.5), ylim=(0, 1.2 * most / one))
+        panel.set_yticks([0, most / one], ["0", f"{most / one:.3g} {unit}"], fontsize=8)
+        panel.set_ylabel(axis, fontsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    text = {"ha": "center", "va": "top", "fontsize": 8, "color": "0.4"}
+    for phase, start, stop in stretches:
+        if stop - start > 0.05 * len(comm.rows):
+            panels[0].text((start + stop - 1) / 2, 1.19 * most / one, phase, **text)
+    panels[0].set_title(comm.title, loc="left", fontsize=10, fontweight="bold")
+    panels[-1].set_xticks([])
+    panels[-1].set_xlabel(f"the {len(comm.rows)} collectives, in order", fontsize=8)
+    used = dict.fromkeys(row.purpose if row.purpose in _COLORS else "numbers" for row in comm.rows)
+    patches = [Patch(color=_COLORS.get(name, _NUMBERS), label=name) for name in used]
+    figure.legend(handles=patches, loc="outside lower center", ncols=max(len(patches), 1), frameon=False, fontsize=8)
+    return figure
+
+
+def _scale(most: int) -> tuple[float, str]:
+    """What a unit of bytes holds, and its name, for numbers up to `most`."""
+    return next((one, name) for one, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if most >= one)
+
+
+def _draw_lane(panel: Any, rows: Sequence[CommRow], most: int, num_rows: int) -> None:
+    """The bars of one axis, with their units where there is room."""
+    one, _ = _scale(most)
+    colors = [_COLORS.get(row.purpose, _NUMBERS) for row in rows]
+    panel.bar([row.number for row in rows], [row.nbytes / one for row in rows], width=0.86, color=colors)
+    for row in rows:
+        if row.unit and len(row.unit) < 12 and num_rows < 60 and row.nbytes > 0.4 * most:
+            text = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+            panel.text(row.number, row.nbytes / one / 2, row.unit, **text)
+
+
+def _stretches(rows: Sequence[CommRow]) -> Iterator[tuple[str, int, int]]:
+    """Neighbouring rows of one phase: its name and where it begins and ends."""
+    start = 0
+    for place, row in enumerate(rows):
+        if place + 1 == len(rows) or rows[place + 1].phase != row.phase:
+            yield row.phase, start, place + 1
+            start = place + 1

@@ -1,0 +1,354 @@
+"""What is this machine, and how fast is it? Versions and devices, and rates measured in a few seconds (`fzero env`).
+
+Each rate is the best of some repetitions: a ceiling, which other work on the machine only lowers. Gathers are measured
+between two processes of this machine, with the axis that jobs use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from fzero.comms import collectives
+from fzero.profiling.profiler import matrix_rate
+from fzero.graph.timeline import Machine
+
+PACKAGES = (
+    "fzero",
+    "torch",
+    "numpy",
+    "optree",
+    "einops",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "transformers",
+    "deepspeed",
+)
+PROGRAMS = ("ssh", "pdsh", "mpirun", "srun")
+NBYTES, DISK_NBYTES = 1 << 26, 1 << 28  # of a copy and a gather, and of a file
+SECONDS = 0.3  # for each rate
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What was measured, in bytes and floating point operations per second; None where there is nothing to measure."""
+
+    host_copy: float
+    """Bytes of host memory copied, each read and written once, with all threads."""
+    device_copy: float | None
+    """The same on the GPU."""
+    to_device: float | None
+    """From page-locked host memory to the GPU."""
+    gather: float | None
+    """Bytes that a rank receives from the other one in an all-gather of two; on gloo, or on NCCL between two GPUs."""
+    disk_write: float | None
+    """A file written and flushed to the disk."""
+    disk_read: float | None
+    """The file read again, past the page cache where the system lets it."""
+    flops_fp32: float
+    """A product of matrices in fp32, on the GPU if there is one; likewise in bf16."""
+    flops_bf16: float
+    latency: float | None = None
+    """Seconds of a collective of next to nothing, between the two."""
+    overlap: bool = True
+    """Whether something moves while ranks compute: not on a CPU all of whose cores compute."""
+
+    @property
+    def machine(self) -> Machine:
+        """What the planner computes with; where nothing was measured, its defaults."""
+        usual = Machine()
+        copy = self.device_copy or self.host_copy
+        disk = 2 / (1 / self.disk_read + 1 / self.disk_write) if self.disk_read and self.disk_write else usual.disk
+        return Machine(
+            flops=self.flops_bf16,
+            flops_fp32=self.flops_fp32,
+            memory=2 * copy,
+            network=self.gather or usual.network,
+            latency=usual.latency if self.latency is None else self.latency,
+            host=self.to_device or self.host_copy,
+            disk=disk,
+            processor=2 * self.host_copy,
+            overlap=self.overlap,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MachineReport:
+    """This machine, as `fzero env` prints it."""
+
+    versions: dict[str, str]
+    system: dict[str, str]
+    devices: tuple[str, ...]
+    backends: tuple[str, ...]
+    launchers: tuple[str, ...]
+    rates: Rates
+
+
+def best(work: Callable[[], object], *, seconds: float = SECONDS) -> float:
+    """The seconds of the fastest of many calls, after one that does not count."""
+    work()
+    found, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        began = time.perf_counter()
+        work()
+        found = min(found, time.perf_counter() - began)
+    return found
+
+
+def measure_rates(path: Path | str = ".", *, gather: bool = True, num_ranks: int = 1) -> Rates:
+    """Measures what this machine can do, in about five seconds.
+
+    Args:
+        path: a folder on the disk that is measured; it must have room for 256 MiB.
+        gather: whether two processes are started to measure the gather.
+        num_ranks: how many processes measure at once, as ranks of a job would share this machine; what one of them gets
+            counts, in the mean. More than one measure the gather between all of them, and the disk before.
+
+    Raises:
+        OSError: the folder cannot be written to.
+        RuntimeError: ranks could not be started.
+    """
+    write, read = disk_rates(Path(path))
+    if num_ranks > 1:
+        return replace(rates_of_ranks(num_ranks), disk_write=write, disk_read=read)
+    here = _rates_here(_device(1))
+    rate, latency = (gather_rate() if gather else None) or (None, None)
+    return replace(here, gather=rate, latency=latency, disk_write=write, disk_read=read)
+
+
+def _device(num_ranks: int) -> torch.device:
+    """Where so many ranks of this machine work: each on a GPU of its own, if there are as many."""
+    return torch.device("cuda" if torch.cuda.device_count() >= num_ranks else "cpu")
+
+
+def _rates_here(device: torch.device) -> Rates:
+    """Those of one process by itself, without the disk."""
+    has_gpu = device.type == "cuda"
+    host = torch.ones(NBYTES // 4)
+    target = torch.empty_like(host)
+    return Rates(
+        host_copy=NBYTES / best(lambda: target.copy_(host)),
+        device_copy=NBYTES / _on_gpu(host.cuda(), host.cuda()) if has_gpu else None,
+        to_device=NBYTES / _on_gpu(host.pin_memory(), host.cuda()) if has_gpu else None,
+        gather=None,
+        disk_write=None,
+        disk_read=None,
+        flops_fp32=matrix_rate(device, torch.float32),
+        flops_bf16=matrix_rate(device, torch.bfloat16),
+        overlap=has_gpu or torch.get_num_threads() < len(os.sched_getaffinity(0)),
+    )
+
+
+def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return best(copy)
+
+
+def disk_rates(folder: Path) -> tuple[float, float]:
+    """Bytes per second written and read, of one file that is removed again."""
+    block = os.urandom(1 << 22)  # which no file system packs
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".fzero-env-") as file:
+        began = time.perf_counter()
+        for _ in range(DISK_NBYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        written = time.perf_counter() - began
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        began = time.perf_counter()
+        with open(file.name, "rb", buffering=0) as again:
+            while again.read(len(block)):
+                pass
+        return DISK_NBYTES / written, DISK_NBYTES / (time.perf_counter() - began)
+
+
+def gather_rate() -> tuple[float, float] | None:
+    """Bytes per second that each of two ranks on this machine receives, and seconds of next to none; None where they fail."""
+    try:
+        (rate, latency), *_ = _run_ranks("gathering", 2)
+    except RuntimeError:
+        return None
+    return float(rate), float(latency)
+
+
+def rates_of_ranks(num_ranks: int) -> Rates:
+    """What one of several processes gets of this machine while the others measure, too; the mean of all.
+
+    Raises:
+        RuntimeError: they could not be started.
+    """
+    return mean_rates([Rates(**told) for told in _run_ranks("measuring", num_ranks)])
+
+
+def rates_of_rank(axis: collectives.Real, device: torch.device) -> Rates:
+    """What this rank gets while the others measure, too, without the disk; takes two seconds. *Collective.*"""
+    rate, latency = _gather_rate(axis, device)
+    busy = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size)) * torch.get_num_threads()
+    overlap = device.type == "cuda" or busy < len(os.sched_getaffinity(0))
+    return replace(_rates_here(device), gather=rate or None, latency=latency, overlap=overlap)
+
+
+def mean_rates(found: Sequence[Rates]) -> Rates:
+    """What one of several ranks gets, which measured at once."""
+
+    def mean(name: str) -> float | None:
+        numbers = [getattr(rates, name) for rates in found]
+        return None if None in numbers else sum(numbers) / len(numbers)
+
+    means: dict[str, Any] = {one.name: mean(one.name) for one in fields(Rates) if one.name != "overlap"}
+    return Rates(**means, overlap=all(rates.overlap for rates in found))
+
+
+def _run_ranks(function: str, num_ranks: int) -> list[Any]:
+    """What a function here tells on each of some ranks of this machine, which call it with a folder."""
+    with tempfile.TemporaryDirectory(prefix="fzero-env-") as folder:
+        code = f"from fzero import machine_report; machine_report.{function}({folder!r})"
+        command = [sys.executable, "-m", "fzero", "run", "--num_procs", str(num_ranks), "--no_python", sys.executable]
+        try:
+            subprocess.run([*command, "-c", code], check=True, capture_output=True, timeout=120)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            raise RuntimeError(
+                f"num_ranks: {num_ranks} processes of this machine must be able to join each other, and were not: {error}"
+            ) from error
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def gathering(folder: str) -> None:
+    """What the two ranks run. *Collective.*"""
+    device = _device(2)
+    axis = collectives.join(device)
+    (Path(folder) / f"{axis.rank}.json").write_text(json.dumps(_gather_rate(axis, device)))
+    collectives.shutdown()
+
+
+def measuring(folder: str) -> None:
+    """What each of several ranks runs: all measure the same at once. *Collective.*"""
+    device = _device(int(os.environ["LOCAL_WORLD_SIZE"]))
+    axis = collectives.join(device)
+    (Path(folder) / f"{axis.rank}.json").write_text(json.dumps(asdict(rates_of_rank(axis, device))))
+    collectives.shutdown()
+
+
+def _gather_rate(axis: collectives.Real, device: torch.device) -> tuple[float, float]:
+    """Bytes per second that this rank receives, and seconds of a collective of next to nothing. *Collective.*"""
+    seconds = []
+    for numel in (NBYTES // 8, 1):
+        shard = torch.ones(numel, device=device)
+        times = []
+        for _ in range(12):
+            collectives.stack(torch.zeros(1, device=device), axis)  # all begin together
+            began = time.perf_counter()
+            collectives.all_gather(shard, axis)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        seconds.append(min(times))
+    return (NBYTES // 8 * 4) * (axis.size - 1) / seconds[0], seconds[1]
+
+
+def rates_from(path: Path | str) -> Rates:
+    """The rates in a file that `fzero env --json` has written.
+
+    Raises:
+        ValueError: there are none.
+    """
+    try:
+        told = json.loads(Path(path).read_text("utf-8"))
+        return _checked(Rates(**told["rates"]))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--rates {path}: must be what `fzero env --json` printed, and is not ({type(error).__name__}: {error}); print it "
+            f"anew"
+        ) from None
+
+
+def _checked(rates: Rates) -> Rates:
+    for field in fields(Rates):
+        value, kind = getattr(rates, field.name), str(field.type)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+        fits = isinstance(value, bool) if kind == "bool" else is_number or (value is None and "None" in kind)
+        if not fits:
+            rule = "true or false" if kind == "bool" else "a positive number" + " or null" * ("None" in kind)
+            raise ValueError(f"{field.name} must be {rule}, got {value!r}")
+    return rates
+
+
+def machine_report(path: Path | str = ".", *, num_ranks: int = 1) -> MachineReport:
+    """All that `fzero env` tells of this machine; see `measure_rates`."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    system = {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, torch takes {torch.get_num_threads()} threads",
+        "memory": f"{memory / 2**30:.1f} GiB",
+        "disk": f"{shutil.disk_usage(path).free / 2**30:.1f} GiB free in {Path(path).resolve()}",
+        "CUDA": f"{torch.version.cuda}" if torch.version.cuda else "torch is built without",
+    }
+    return MachineReport(
+        versions=versions,
+        system=system,
+        devices=tuple(f"{one.name}, {one.total_memory / 2**30:.1f} GiB" for one in properties),
+        backends=collectives.backends(),
+        launchers=tuple(name for name in PROGRAMS if shutil.which(name)),
+        rates=measure_rates(path, num_ranks=num_ranks),
+    )
+
+
+NAMES = {
+    "host_copy": ("copy in host memory", "GB/s"),
+    "device_copy": ("copy on the device", "GB/s"),
+    "to_device": ("copy to the device", "GB/s"),
+    "gather": ("all-gather, two processes", "GB/s"),
+    "disk_write": ("write to disk", "GB/s"),
+    "disk_read": ("read from disk", "GB/s"),
+    "flops_fp32": ("matrix product, fp32", "Gflop/s"),
+    "flops_bf16": ("matrix product, bf16", "Gflop/s"),
+    "latency": ("collective of next to nothing", "μs"),
+    "overlap": ("communication beside compute", ""),
+}
+"""What the table calls each rate, and its unit: of 10^9, but for the latency."""
+
+
+def table(report: MachineReport) -> Table:
+    """The report for an issue."""
+    made = Table("what", "here", title="fzero env", title_justify="left")
+    for name, value in {**report.versions, **report.system}.items():
+        made.add_row(name, value)
+    made.add_row("devices", "\n".join(report.devices) or "none")
+    made.add_row("backends", ", ".join(report.backends))
+    made.add_row("launchers", ", ".join(report.launchers) or "none", end_section=True)
+    for name, rate in asdict(report.rates).items():
+        what, unit = NAMES[name]
+        made.add_row(what, "not measured" if rate is None else _told(rate, unit))
+    return made
+
+
+def _told(rate: float | bool, unit: str) -> str:
+    if isinstance(rate, bool):
+        return "yes" if rate else "no"
+    return f"{rate * 1e6:.0f} {unit}" if unit == "μs" else f"{rate / 1e9:.2f} {unit}"

@@ -1,0 +1,172 @@
+"""Where do the time and the work of a model go? Module by module, forward and backward, and what an update takes.
+
+    found = fzero.profile(model, batch)
+    print(found)                      # a tree
+    print(found.report(module_depth=1))
+
+1. One forward and backward counts floating point operations by module, with torch's formulas. (It warms up, too.)
+2. A few more are timed without counting (`fzero.profiling.module_timer`). On CUDA the host waits at each module, so that nothing
+   overlaps: times of modules add up to more than an undisturbed step takes, which is timed for itself.
+3. The optimizer's update runs on flat buffers of the model's size.
+
+The model is left as it was: its gradients, its buffers, and the random state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from fzero.common.arguments import check_loss_fn, check_model
+from fzero.config.files import changed
+from fzero.runtime.loss import LossFn, loss_of
+from fzero.profiling.module_timer import ModuleWatch
+from fzero.optim.fragments import Pieces
+from fzero.plans.plan import optimizers_of, plan
+from fzero.estimation.compare import keys_of, quietly
+from fzero.profiling.reports import Profile, fastest
+from sharding.views import torch_dtype
+
+OF_MANY_RANKS: dict[str, None] = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "elasticity")
+)
+"""Keys of the batch of a whole job, which one process alone may not be able to have."""
+
+
+def profile(
+    model: nn.Module, batch: Any, cfg: Any = None, *, loss_fn: LossFn | None = None, num_runs: int = 3
+) -> Profile:
+    """Parameters, operations and seconds of every module, forward and backward, and of the update.
+
+    Args:
+        model: with values, on the device of the batch. It runs as it is, in its own dtypes.
+        batch: one micro-batch.
+        cfg: whose optimizer is timed, what `Config.load` takes; None is AdamW.
+        loss_fn: see `make_train_step`.
+        num_runs: how often the model, and each module of it, is timed; the fastest run counts.
+
+    Raises:
+        ValueError: the model is on `meta`, has nothing to train, or gives no loss.
+    """
+    check_model(model)
+    check_loss_fn(loss_fn)
+    params = [param for param in model.parameters() if param.requires_grad]
+    if not params or any(param.is_meta for param in params):
+        raise ValueError(
+            "profile: needs a model with values and with parameters that are trained, got one "
+            + ("on 'meta'; use model.to_empty(device=...) and fill it" if params else "without; unfreeze some")
+        )
+    device = params[0].device
+
+    def run(clock: _Clock, watch: ModuleWatch | None) -> None:
+        with nullcontext() if watch is None else watch.forward():
+            loss, _ = loss_of(model, loss_fn, batch, reduces_by_sum=False)
+        clock.mark("forward")
+        with nullcontext() if watch is None else watch.backward():
+            torch.autograd.grad(loss, params, allow_unused=True)
+        clock.mark("backward")
+
+    with _left_as_it_was(model, device):
+        counted = _watched(run, device, model, counts=True)
+        plain = min((_plain(run, device) for _ in range(num_runs)), key=lambda clock: clock.total)
+        runs = [_watched(run, device, model, counts=False) for _ in range(num_runs)]
+    modules = tuple(map(fastest, counted.profiles(), *(watch.profiles() for watch in runs)))
+    update = _time_update(model, {} if cfg is None else cfg, device, num_runs)
+    return Profile(
+        modules, plain.seconds["forward"], plain.seconds["backward"], update, matrix_rate(device, params[0].dtype)
+    )
+
+
+def matrix_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, width: int = 1024) -> float:
+    """Floating point operations per second that a matrix product reaches on this device; the best of a few."""
+    device = torch.device(device)
+    width = width if device.type == "cpu" else 8 * width
+    a, b = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
+    seconds = []
+    for _ in range(4):
+        clock = _Clock(device)
+        a @ b
+        clock.mark("product")
+        seconds.append(clock.total)
+    return 2 * width**3 / min(seconds)
+
+
+# --- timing ------------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Seconds since it was made or marked last, by name; on CUDA the host waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self._last = self.now()
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def mark(self, name: str) -> None:
+        now = self.now()
+        self.seconds[name], self._last = now - self._last, now
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+Run = Callable[[_Clock, ModuleWatch | None], None]
+
+
+def _watched(run: Run, device: torch.device, model: nn.Module, *, counts: bool) -> ModuleWatch:
+    """One run in which each module is timed, or its operations are counted."""
+    clock = _Clock(device)
+    watch = ModuleWatch(model, clock.now, counts=counts)
+    run(clock, watch)
+    return watch
+
+
+def _plain(run: Run, device: torch.device) -> _Clock:
+    clock = _Clock(device)
+    run(clock, None)
+    return clock
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Module buffers and the random state come back."""
+    before = {name: x.detach().clone() for name, x in model.named_buffers()}
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, x in model.named_buffers():
+                x.copy_(before[name])
+
+
+def _time_update(model: nn.Module, cfg: Any, device: torch.device, num_runs: int) -> float:
+    """Seconds of the update of all flat buffers on one rank; the fastest of a few."""
+    alone = quietly(changed(keys_of(cfg), OF_MANY_RANKS) | {"zero_optimization": {"stage": 0}})
+    layout, optimizers = plan(model, alone), optimizers_of(alone)
+    updates = []
+    for buffer in layout.flat_buffers:
+        if buffer.trainable:
+            param = torch.zeros(buffer.padded_numel, dtype=torch_dtype(buffer.dtypes.master), device=device)
+            transform = optimizers[buffer.group].transform(pieces=Pieces(buffer.layout, ranks=(0,)), kind=buffer.way)
+            updates.append([transform, torch.zeros_like(param), param, transform.init(param)])
+    seconds = []
+    for _ in range(num_runs + 1):
+        clock = _Clock(device)
+        for update in updates:
+            transform, grad, param, state = update
+            _, update[2], update[3] = transform.update(grad, param, state)
+        clock.mark("update")
+        seconds.append(clock.total)
+    return min(seconds[1:])

@@ -1,0 +1,347 @@
+"""What does a profile tell, and how do it, the seconds of a step's parts, and a log of what is sent read as tables?"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from rich.console import Group
+from rich.table import Table
+
+from fzero.common.text_tables import as_text, print_report
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleProfile:
+    """One module with all inside it; seconds and operations of one forward and backward, all its calls together.
+
+    Attributes:
+        name: its full name; "" is the model.
+        kind: its class.
+        depth: of how many modules that are called it is a part; 0 is the model.
+        num_params: tied ones once.
+        forward_flops, backward_flops: floating point operations of matrix products, convolutions and attention.
+        forward, backward: seconds.
+        again_flops: of forwards that ran again in the backward (activation checkpointing).
+    """
+
+    name: str
+    kind: str
+    depth: int
+    num_params: int
+    forward_flops: int
+    backward_flops: int
+    forward: float
+    backward: float
+    again_flops: int = 0
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of the forward: two operations each."""
+        return self.forward_flops // 2
+
+    @property
+    def flops(self) -> int:
+        """Of forward and backward, without what ran again: those of the model, however it is trained."""
+        return self.forward_flops + self.backward_flops
+
+    @property
+    def rate(self) -> float:
+        """Operations per second, of forward and backward."""
+        seconds = self.forward + self.backward
+        return self.flops / seconds if seconds else 0.0
+
+
+def fastest(counted: ModuleProfile, *runs: ModuleProfile) -> ModuleProfile:
+    """The operations of one run, and the least seconds of others."""
+    return replace(counted, forward=min(r.forward for r in runs), backward=min(r.backward for r in runs))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A model, module by module. `print(profile)` shows a tree.
+
+    Attributes:
+        modules: that are called, parents before children; the first is the model.
+        forward, backward: seconds of one forward and backward that nothing disturbs.
+        update: seconds of the optimizer's update.
+        ceiling: floating point operations per second that a matrix product reaches here.
+        waited: seconds of these three in which the host waited for collectives, by what they are for.
+    """
+
+    modules: tuple[ModuleProfile, ...] = field(repr=False)
+    forward: float
+    backward: float
+    update: float
+    ceiling: float
+    waited: Mapping[str, float] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> ModuleProfile:
+        return next(module for module in self.modules if module.name == name)
+
+    @property
+    def model(self) -> ModuleProfile:
+        """The whole model."""
+        return self.modules[0]
+
+    @property
+    def seconds(self) -> float:
+        """Forward, backward and update."""
+        return self.forward + self.backward + self.update
+
+    def show(self, *, output_file: str | None = None, **how: Any) -> None:
+        """Prints the report, or writes it to a file: what the block `flops_profiler` asks for; `how` is as in `report`."""
+        shown = self.report(**how)
+        if output_file is None:
+            print_report(shown)
+        else:
+            Path(output_file).parent.mkdir(parents=True, exist_ok=True)
+            Path(output_file).write_text(as_text(shown) + "\n")
+
+    @property
+    def rate(self) -> float:
+        """Operations of the model per second of the whole step; forwards that run again count as none."""
+        return self.model.flops / self.seconds
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the ceiling that the step reaches (model FLOP/s utilisation)."""
+        return self.rate / self.ceiling
+
+    def report(self, *, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> Group:
+        """What `print` shows, in parts.
+
+        Args:
+            module_depth: of the deepest modules that are shown; -1 is all.
+            top_modules: how many of each depth are named as the largest.
+            detailed: whether the tree is shown.
+        """
+        return _report(self, module_depth=module_depth, top_modules=top_modules, detailed=detailed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        rows = []
+        for m in self.modules:
+            row = {name: getattr(m, name) for name in (*m.__slots__, "macs", "rate")}
+            rows.append(row)
+        whole = {name: getattr(self, name) for name in ("forward", "backward", "update", "ceiling", "utilisation")}
+        return whole | {"waited": dict(self.waited), "modules": rows}
+
+    def __rich__(self) -> Group:
+        return self.report()
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+# --- a profile as tables -----------------------------------------------------------------------------------------
+
+
+def _report(profile: Profile, *, module_depth: int, top_modules: int, detailed: bool) -> Group:
+    """The whole, the largest modules of each depth, and the tree; see `Profile.report`."""
+    deepest = max(module.depth for module in profile.modules) if module_depth < 0 else module_depth
+    parts: list[Table | str] = [_whole(profile), "", _largest(profile, deepest, top_modules)]
+    if detailed:
+        parts += ["", _tree(profile, deepest)]
+    return Group(*parts)
+
+
+def _whole(profile: Profile) -> Table:
+    table = Table(title=f"profile of {profile.model.kind}", title_justify="left", box=None, show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    model = profile.model
+    rows = {
+        "parameters": short(model.num_params),
+        "MACs of the forward": short(model.macs),
+        "FLOPs of the forward": short(model.forward_flops),
+        "FLOPs of the backward": short(model.backward_flops),
+        **({"FLOPs of forwards that ran again": short(model.again_flops)} if model.again_flops else {}),
+        "forward": milliseconds(profile.forward),
+        "backward": milliseconds(profile.backward),
+        "update": milliseconds(profile.update),
+        **{f"wait: {name}": milliseconds(seconds) for name, seconds in profile.waited.items()},
+        "FLOP/s of the forward": short(model.forward_flops / profile.forward),
+        "FLOP/s of forward and backward": short(model.flops / (profile.forward + profile.backward)),
+        "FLOP/s of the step": short(profile.rate),
+        "FLOP/s of a matrix product here": short(profile.ceiling),
+        "utilisation of that (MFU)": f"{profile.utilisation:.1%}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _largest(profile: Profile, deepest: int, count: int) -> Table:
+    table = Table(title="the largest of each depth", title_justify="left", box=None)
+    for name in ("depth", "by parameters", "by MACs", "by forward time", "by backward time"):
+        table.add_column(name)
+    for depth in range(1, deepest + 1):
+        found = [module for module in profile.modules if module.depth == depth]
+        cells = []
+        for name, show in (
+            ("num_params", short),
+            ("macs", short),
+            ("forward", milliseconds),
+            ("backward", milliseconds),
+        ):
+            by_class: defaultdict[str, float] = defaultdict(float)
+            for module in found:
+                by_class[module.kind] += getattr(module, name)
+            largest = sorted(by_class.items(), key=lambda item: -item[1])[:count]
+            cells.append(", ".join(f"{kind} {show(value)}" for kind, value in largest))
+        if found:
+            table.add_row(str(depth), *cells)
+    return table
+
+
+def _tree(profile: Profile, deepest: int) -> Table:
+    table = Table(title="module by module", title_justify="left", box=None)
+    table.add_column("module", no_wrap=True)
+    columns = ("parameters", "MACs", "FLOPs fwd", "FLOPs bwd", "fwd", "bwd", "of fwd", "FLOP/s")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    whole, around = profile.model.forward, [""]
+    for module in profile.modules:
+        around[module.depth + 1 :] = []
+        own = module.name.removeprefix(f"{around[-1]}.") or "model"
+        around.append(module.name)
+        if module.depth <= deepest:
+            table.add_row(f"{'  ' * module.depth}{own} ({module.kind})", *_cells(module, whole))
+    return table
+
+
+def _cells(module: ModuleProfile, whole: float) -> list[str]:
+    return [
+        short(module.num_params), short(module.macs), short(module.forward_flops), short(module.backward_flops),
+        milliseconds(module.forward), milliseconds(module.backward),
+        f"{module.forward / whole:.0%}" if whole else "", short(module.rate),
+    ]  # fmt: skip
+
+
+def short(number: float) -> str:
+    """A number in three digits and a letter.
+
+    >>> short(0), short(1234567), short(6.7e9), short(2e12)
+    ('0', '1.23 M', '6.7 G', '2 T')
+    """
+    for scale, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if number >= scale:
+            return f"{number / scale:.3g} {letter}"
+    return f"{number:.3g}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds, in three digits or more.
+
+    >>> milliseconds(0.0012345), milliseconds(1.2345)
+    ('1.23 ms', '1,234 ms')
+    """
+    number = seconds * 1e3
+    return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
+
+
+# --- what an engine prints ---------------------------------------------------------------------------------------
+
+
+def wall_clock_table(seconds: Mapping[str, float], *, step: int | None = None) -> Table:
+    """`wall_clock_breakdown`: the seconds of the parts of a step, and their share of the sum.
+
+    >>> from fzero.common.text_tables import as_text
+    >>> print(as_text(wall_clock_table({"forward": 0.1, "backward": 0.3})))  # doctest: +NORMALIZE_WHITESPACE
+    wall clock
+      part      ms    share
+      forward   100   25%
+      backward  300   75%
+      all       400   100%
+    """
+    title = "wall clock" if step is None else f"wall clock of step {step}"
+    table = Table(title=title, title_justify="left", box=None)
+    _add_columns(table, ("part", "ms", "share"))
+    total = sum(seconds.values())
+    for name, value in {**seconds, "all": total}.items():
+        table.add_row(name, f"{value * 1e3:.4g}", f"{value / total:.0%}" if total else "")
+    return table
+
+
+def _add_columns(table: Table, names: Sequence[str]) -> None:
+    """A column of words, and further ones of numbers."""
+    for place, name in enumerate(names):
+        table.add_column(name, justify="right" if place else "left", no_wrap=True)
+
+
+class MemoryRow(NamedTuple):
+    """Bytes after a part of a step: of the process in host memory; of tensors on a GPU, and the most of them in the part."""
+
+    part: str
+    host: int
+    device: int | None
+    most: int | None
+
+
+def memory_table(rows: Iterable[MemoryRow], *, step: int) -> Table:
+    """`memory_breakdown`: what a rank held after each part of a step."""
+    table = Table(title=f"memory of step {step}, GB", title_justify="left", box=None)
+    _add_columns(table, ("after", "on the device", "the most", "host"))
+    for row in rows:
+        table.add_row(row.part, *("" if n is None else f"{n / 1e9:.3f}" for n in (row.device, row.most, row.host)))
+    return table
+
+
+def waits_table(waited: Sequence[Mapping[str, float]]) -> Table:
+    """`comms_logger`: how long hosts waited for collectives, by what these are for; of several ranks the least and the most.
+
+    >>> from fzero.common.text_tables import as_text
+    >>> print(as_text(waits_table([{"gather": 0.1}, {"gather": 0.3, "join": 0.05}])))  # doctest: +NORMALIZE_WHITESPACE
+    waited for, ms
+      what    rank 0  least  most
+      gather     100    100   300
+      join         0      0    50
+    """
+    table = Table(title="waited for, ms", title_justify="left", box=None)
+    _add_columns(table, ("what", "rank 0", "least", "most") if len(waited) > 1 else ("what", ""))
+    for name in dict.fromkeys(name for of_rank in waited for name in of_rank):
+        found = [1e3 * of_rank.get(name, 0.0) for of_rank in waited]
+        shown = (found[0], min(found), max(found)) if len(found) > 1 else (found[0],)
+        table.add_row(name, *(f"{ms:.4g}" for ms in shown))
+    return table
+
+
+class SentRow(Protocol):
+    """What `fzero.Sent` and the rows of `fzero.Comm` tell of one collective."""
+
+    @property
+    def collective(self) -> str: ...
+
+    @property
+    def axis(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def comms_table(sent: Iterable[SentRow] | Mapping[tuple[str, str, int], int], *, only: Iterable[str] = ()) -> Table:
+    """`comms_logger`: what a rank sent, by collective, axis and size of a message.
+
+    Args:
+        sent: the rows of `fzero.trace_comm`, or what the `observe` of an axis was told; or how often each collective sent so
+            many bytes along an axis.
+        only: the collectives that are shown (`prof_ops`); none is all.
+    """
+    wanted = set(only)
+    if not isinstance(sent, Mapping):
+        sent = Counter((row.collective, row.axis, row.nbytes) for row in sent)
+    counts = {key: calls for key, calls in sent.items() if not wanted or key[0] in wanted}
+    table = Table("collective", "along", title="sent by this rank", title_justify="left", box=None)
+    for name in ("message, bytes", "calls", "bytes"):
+        table.add_column(name, justify="right")
+    for (collective, axis, nbytes), calls in sorted(counts.items()):
+        table.add_row(collective, axis, f"{nbytes:,}", f"{calls:,}", f"{calls * nbytes:,}")
+    table.add_row(
+        "all", "", "", f"{sum(counts.values()):,}", f"{math.fsum(n * c for (*_, n), c in counts.items()):,.0f}"
+    )
+    return table

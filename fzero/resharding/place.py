@@ -1,0 +1,88 @@
+"""How does a live state move between the device, host memory and files?
+
+    away = fzero.make_train_step(model, cfg, placements={"optimizer/*": Placement("nvme", path="/fast")})
+    state = fzero.place(state, away)    # and back: fzero.place(state, step)
+
+Nothing is sent, and no bit changes: two steps that differ in placements alone go on from each other's states. For another stage,
+number of ranks or layout there is `fzero.reshard`, which ends with this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from fzero.common.arguments import check_kind, check_no_inference
+from fzero.storage.file_tensor import Files
+from fzero.runtime.offload import QUANTITIES, agree, files_of
+from fzero.simulation import LockstepRanks, stacked, unstacked
+from fzero.state import TrainState
+from fzero.step import TrainStep
+
+
+def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState[Any]:
+    """The state with every tensor where `step` wants it, and the same bits.
+
+    What moves is a tensor at a time, in sub-groups where it goes to files or comes from them. What is there already is the same
+    tensor in both states; so go on with one of them. Files of the old state are removed when nothing holds it any more; until
+    then both are on the disk.
+
+    *Collective* if state goes to files or comes from them: every rank; sends a few bytes.
+
+    Args:
+        state: of a step with the same model, stage, ranks and dtypes.
+        step: with other placements.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype than in the step: `reshard` changes these.
+        StoreError, MemoryError: files cannot be made, read or written (on every rank); the state given is as it was.
+    """
+    fix = "pass place(state, step)"
+    check_kind("step", step, TrainStep | LockstepRanks, "a step", fix)
+    check_no_inference("place")
+    if isinstance(step, LockstepRanks):
+        ranks, states = step, unstacked(state, step.world_size)
+        placed: TrainState[Any] = stacked(ranks._run(lambda rank: place(states[rank], ranks.steps[rank])))
+        return placed
+    step._check_shapes(state)
+    old = files_of(state)
+    is_served = step._offload.is_served_by(old)
+    return _brought(state, step, old, old if is_served else step._offload.make_files(step._mesh.everyone))
+
+
+def copied(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState[Any]:
+    """The same state once more, for a step of its own: what lives in files, in files of its own, through the buffers of a stream.
+
+    *Collective* if state is in files: every rank. The files go with the copy.
+
+    Raises:
+        ValueError: the state is not one of this step.
+        StoreError, MemoryError: as `place`.
+    """
+    if isinstance(step, LockstepRanks):
+        ranks, states = step, unstacked(state, step.world_size)
+        found: TrainState[Any] = stacked(ranks._run(lambda rank: copied(states[rank], ranks.steps[rank])))
+        return found
+    step._check_state(state)
+    in_memory: TrainState[Any] = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+    return _brought(in_memory, step, files_of(state), step._offload.make_files(step._mesh.everyone))
+
+
+def _brought(state: TrainState[Any], step: TrainStep, old: Files | None, files: Files | None) -> TrainState[Any]:
+    """The state with every tensor where `step` wants it, in these files."""
+    parts: dict[str, Any] = {name: dict(getattr(state, name)) for name in QUANTITIES}
+    error: Exception | None = None
+    try:
+        for buffer in step.plan.flat_buffers:
+            held = {name: parts[name][buffer.key] for name in QUANTITIES if buffer.key in parts[name]}
+            for name, moved in step._offload.move(buffer, files, held).items():
+                parts[name][buffer.key] = moved
+    except Exception as raised:
+        error = raised
+    if old is not None or files is not None:
+        agree(files, step._mesh.everyone, error=error)
+    elif error is not None:
+        raise error
+    return state._replace(**parts)

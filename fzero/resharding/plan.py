@@ -1,0 +1,551 @@
+"""Which elements of a training state go where, when the stage, the number of ranks, the mesh or the layout changes?
+
+1. A state holds flat tensors: parameters, master and what the optimizer keeps, each cut by the layout of its flat buffer.
+2. Every flat tensor counts as W *pieces*, however many ranks hold each. Ranks stand in the order of the finest shards
+   that a mesh could have (`Plan.ranks`), so that what a rank holds are neighbours: its own piece, those of all ranks, or
+   those of the ranks with which it shares a shard.
+3. A new tensor is filled from the old ones that hold the same quantity of the same parameters: a *flow*. Its moves are
+   those of `sharding.plan_transfer`, piece to piece. They are made when they are asked for, and a process asks for its own.
+4. A process that holds what it needs copies it. What it lacks comes once, from the rank whose own piece it is in: so the
+   sending is spread evenly over all that hold the same.
+
+The plan is a value and holds integers and names only; `fzero.reshard` runs it. Shape letters: P padded = W·S, S elements
+of a piece, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import optree
+import torch
+
+from fzero.optim.matrix import AdafactorState
+from fzero.plans.mesh_axes import num_ranks, told
+from fzero.optim.fragments import grids_of
+from fzero.plans.plan import ALIGNMENT, BufferPlan, Plan
+from sharding import FlatLayout, Move, Sharded, TensorSpec, moves_between, moves_from, moves_to
+from sharding.dtypes import itemsize
+from sharding.transfer import merged
+from sharding.views import torch_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process' rank in the old job and in the new one; None where it has none."""
+
+    old: int | None
+    new: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensor:
+    """A flat tensor of a state, and what of it the ranks hold.
+
+    Attributes:
+        name: of the tensor.
+        layout: of W pieces.
+        dtype: of its elements.
+        num_shards: how many different parts of it the ranks hold, each W / `num_shards` neighbouring pieces.
+    """
+
+    name: str
+    layout: FlatLayout
+    dtype: str
+    num_shards: int
+
+    @property
+    def num_pieces(self) -> int:
+        """Of a shard; as many ranks hold it."""
+        return self.layout.world_size // self.num_shards
+
+    def start(self, piece: int) -> int:
+        """Where a piece starts in the shard that it is in."""
+        return piece % self.num_pieces * self.layout.partition.shard_numel
+
+    def holders(self, piece: int) -> range:
+        """The ranks that hold a piece, by their own ones."""
+        first = piece - piece % self.num_pieces
+        return range(first, first + self.num_pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What goes from one flat tensor of the old state to one of the new.
+
+    Attributes:
+        source, target: the two.
+        master: where parameters are made of a master that is divided further: a rank makes those that it has the master of.
+    """
+
+    source: FlatTensor
+    target: FlatTensor
+    master: FlatTensor | None = None
+
+    @property
+    def dtype(self) -> str:
+        """In which the elements travel: the narrower of the two."""
+        return min(self.source.dtype, self.target.dtype, key=itemsize)
+
+    def takes(self, holder: int, piece: int) -> bool:
+        """Whether a new rank that holds a piece gets it from the old ones."""
+        return self.master is None or holder not in self.master.holders(piece)
+
+    def taken(self, holder: int) -> Iterator[range]:
+        """The pieces that a new rank gets from the old ones, neighbours together."""
+        held = self.target.holders(holder)
+        made = range(held.stop, held.stop) if self.master is None else self.master.holders(holder)
+        yield from (pieces for pieces in (range(held.start, made.start), range(made.stop, held.stop)) if pieces)
+
+
+class Sources(NamedTuple):
+    """What a 0-d tensor of the new optimizer state is taken from.
+
+    Attributes:
+        names: of the old ones, which must be equal; where there is none it is that of a new state.
+        anew: the parameters beside them whose optimizer state begins anew: then the others must not have begun, either.
+    """
+
+    names: tuple[str, ...]
+    anew: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The flows that run together: those to one unit, or those to the module buffers and random states."""
+
+    name: str
+    flows: tuple[Flow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """How the state of one step becomes the state of another. `print(plan)` shows what each process sends.
+
+    Attributes:
+        title: from what to what.
+        places: the rank of every process in the old job and in the new one.
+        rounds: what moves, in order.
+        numbers: each 0-d tensor of the new optimizer state, with what it is taken from.
+        anew: the parameters whose optimizer state begins anew: frozen in the old step, and trained in the new one.
+        senders, receivers: the process of each old piece and of each new one.
+    """
+
+    title: str
+    places: tuple[Place, ...]
+    rounds: tuple[Round, ...] = field(repr=False)
+    numbers: dict[str, Sources] = field(repr=False)
+    anew: frozenset[str] = field(repr=False)
+    senders: tuple[int, ...] = field(repr=False)
+    receivers: tuple[int, ...] = field(repr=False)
+    _sends: dict[int, int] = field(init=False, repr=False, compare=False)
+    _receives: dict[int, int] = field(init=False, repr=False, compare=False)
+    _lacking: dict[tuple[range, range], tuple[int, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """The new ranks of a range whose processes are none of a range of old ones, as far as somebody asked."""
+
+    def __post_init__(self) -> None:
+        for pieces, attribute in ((self.senders, "_sends"), (self.receivers, "_receives")):
+            object.__setattr__(self, attribute, {process: piece for piece, process in enumerate(pieces)})
+
+    def moves(self, flow: Flow, process: int | None = None) -> Iterator[Move]:
+        """The moves of a flow between processes, whose starts and stops count elements of the tensors that these hold.
+
+        Those from a process to itself, which are copies, come first. Any two processes see their moves in the same order.
+        Nothing of it is kept. Those of a process take time for what it copies, sends and receives, not for all pieces.
+
+        Args:
+            process: only those that it takes part in, in the order of all; None is all.
+        """
+        processes = range(len(self.places)) if process is None else (process,)
+        copies = chain.from_iterable(self._copies(flow, own) for own in processes)
+        return merged(chain(copies, self._sent(flow) if process is None else self._sent_by_or_to(flow, process)))
+
+    def _copies(self, flow: Flow, process: int) -> Iterator[Move]:
+        """What a process has and needs."""
+        sent, received = self._sends.get(process), self._receives.get(process)
+        if sent is None or received is None:
+            return
+        held = flow.source.holders(sent)
+        for pieces in flow.taken(received):
+            place = flow.target.start(pieces.start)
+            for move in moves_between(flow.source.layout, flow.target.layout, held, pieces):
+                yield Move(process, move.source_start, move.source_stop, process, place + move.target_start)
+
+    def _sent(self, flow: Flow) -> Iterator[Move]:
+        """What goes from process to process, sorted by new pieces and the ranks that get them."""
+        old, new = flow.source.layout, flow.target.layout
+        for move in moves_to(old, new, range(new.world_size)):
+            yield from (self._sending(flow, move, target) for target in self._reached(flow, move))
+
+    def _sent_by_or_to(self, flow: Flow, process: int) -> Iterator[Move]:
+        """The same of one process, which sends from its own piece, and gets what it has not."""
+        old, new = flow.source.layout, flow.target.layout
+        sent, received = self._sends.get(process), self._receives.get(process)
+        found: list[tuple[Move, int]] = []
+        if sent is not None:
+            found += [(m, target) for m in moves_from(old, new, sent) for target in self._reached(flow, m)]
+        if received is not None:
+            held = range(0) if sent is None else flow.source.holders(sent)
+            for pieces in flow.taken(received):
+                found += [(move, received) for move in moves_to(old, new, pieces, without=held)]
+        found.sort(key=lambda pair: (pair[0].target_rank, pair[0].target_start, pair[1]))
+        return (self._sending(flow, move, target) for move, target in found)
+
+    def _reached(self, flow: Flow, move: Move) -> Iterator[int]:
+        """The new ranks that get what goes from one piece to another, and are on processes that have not got it."""
+        sources, targets = flow.source.holders(move.source_rank), flow.target.holders(move.target_rank)
+        if (sources, targets) not in self._lacking:
+            self._lacking[sources, targets] = tuple(
+                target for target in targets if self._sends.get(self.receivers[target], -1) not in sources
+            )
+        return (target for target in self._lacking[sources, targets] if flow.takes(target, move.target_rank))
+
+    def _sending(self, flow: Flow, move: Move, target: int) -> Move:
+        """A move between pieces, to one of the ranks that hold the new one."""
+        source_start = flow.source.start(move.source_rank) + move.source_start
+        target_start = flow.target.start(move.target_rank) + move.target_start
+        sender, receiver = self.senders[move.source_rank], self.receivers[target]
+        return Move(sender, source_start, source_start + move.numel, receiver, target_start)
+
+    @property
+    def sent_nbytes(self) -> tuple[int, ...]:
+        """The bytes that each process sends to others."""
+        return tuple(sent for sent, _, _ in self._traffic())
+
+    def _traffic(self) -> list[list[int]]:
+        """The bytes that each process sends, receives, and copies within itself."""
+        traffic = [[0, 0, 0] for _ in self.places]
+        for flow in (flow for round_ in self.rounds for flow in round_.flows):
+            for move in self.moves(flow):
+                if move.source_rank == move.target_rank:
+                    traffic[move.target_rank][2] += move.numel * itemsize(flow.target.dtype)
+                else:
+                    traffic[move.source_rank][0] += move.numel * itemsize(flow.dtype)
+                    traffic[move.target_rank][1] += move.numel * itemsize(flow.dtype)
+        return traffic
+
+    def __str__(self) -> str:
+        rows = [
+            f"{process:>7}  {_word(place.old):>8}  {_word(place.new):>8}" + "".join(f"  {n:>15,}" for n in nbytes)
+            for process, (place, nbytes) in enumerate(zip(self.places, self._traffic(), strict=True))
+        ]
+        head = f"process  old rank  new rank  {'bytes sent':>15}  {'received':>15}  {'copied':>15}"
+        return "\n".join([self.title, head, *rows])
+
+
+def plan_reshard(
+    old: Plan,
+    new: Plan,
+    *,
+    places: Sequence[Place] | None = None,
+    rng: Mapping[str, TensorSpec] | None = None,
+) -> ReshardPlan:
+    """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no tensor.
+
+    Stage, mesh, world size, units, order, parameter groups, wires, dtypes and what is frozen may differ, but no master or
+    optimizer state may become narrower. A master comes from the old master, or else from the parameters, which then are the
+    master. A parameter that is frozen in the old step alone brings its values; in the new step alone, it leaves the rest.
+
+    Args:
+        old, new: `step.plan` of two steps, or what `fzero.plan` gives: plans of one model.
+        places: who is who; None says that rank r of both jobs is the same process.
+        rng: what else each rank has for itself, `step.specs.rng`: a rank of the new job gets that of the same rank.
+
+    Raises:
+        ValueError: the models differ in a name or a shape, or in what the
+            optimizer keeps; something would become narrower; or a rank of either job has no process, or several.
+
+    >>> from fzero.plans.plan import plan
+    >>> model = torch.nn.Linear(8, 8)
+    >>> plans = [plan(model, {"zero_optimization": {"stage": stage}}, world_size=2) for stage in (0, 1)]
+    >>> plan_reshard(*plans).sent_nbytes  # every rank has all that it needs
+    (0, 0)
+    >>> print(plan_reshard(*reversed(plans)))
+    ZeRO stage 1 on 2 ranks -> stage 0 on 2 ranks
+    process  old rank  new rank       bytes sent         received           copied
+          0         0         0              512               64              800
+          1         1         1               64              512              352
+    """
+    for which, given in (("old", old), ("new", new)):
+        if not isinstance(given, Plan):
+            raise ValueError(
+                f"plan_reshard: {which} must be a plan, got {type(given).__name__}; pass {which}.plan of a step, or what "
+                f"fzero.plan gives"
+            )
+    _check_same("parameter", _shapes_of(old), _shapes_of(new))
+    _check_same("module buffer", *({n: spec.shape for n, spec in p.buffers.items()} for p in (old, new)))
+    if places is None:
+        numbers = range(max(old.world_size, new.world_size))
+        places = [Place(r if r < old.world_size else None, r if r < new.world_size else None) for r in numbers]
+    _check_present("old", [place.old for place in places], old.world_size)
+    _check_present("new", [place.new for place in places], new.world_size)
+    counted: dict[str, Sources] = {}
+    began: set[str] = set()
+    rounds = []
+    before = {name: kept for kept in (_Kept(old, b) for b in old.flat_buffers) for name in kept.buffer.layout.names}
+    for unit in new.units:
+        flows: list[Flow] = []
+        for buffer in unit.buffers:
+            target = _Kept(new, buffer)
+            shared: dict[str, list[str]] = {}
+            for name in buffer.layout.names:
+                shared.setdefault(before[name].buffer.key, []).append(name)
+            sources = [before[names[0]] for names in shared.values()]
+            for source, names in zip(sources, shared.values(), strict=True):
+                _check_same_kind(source, target, names)
+                flows += _flows_between(source, target, names)
+            known = [source for source in sources if source.buffer.trainable]
+            anew = [n for n in buffer.layout.names if buffer.trainable and not before[n].buffer.trainable]
+            began.update(anew)
+            for path, name in target.numbers.items():
+                counted[name] = Sources(tuple(source.numbers[path] for source in known), tuple(anew))
+        rounds.append(Round(unit.name, tuple(flows)))
+    own = {f"state.rng[{kind!r}]": spec for kind, spec in (rng or {}).items()} | kept_wires(old, new)
+    rest = [*_module_buffers(old, new), *(_own(name, spec, old, new) for name, spec in own.items())]
+    rounds.append(Round("module buffers and random states", tuple(rest)))
+    processes = range(len(places))
+    senders = {places[process].old: process for process in processes}
+    receivers = {places[process].new: process for process in processes}
+    return ReshardPlan(
+        f"ZeRO stage {old.stage} on {told(old.mesh)} -> stage {new.stage} on {told(new.mesh)}", tuple(places), tuple(rounds),
+        counted, frozenset(began), tuple(senders[rank] for rank in old.ranks), tuple(receivers[rank] for rank in new.ranks),
+    )  # fmt: skip
+
+
+# --- flows -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """One flat buffer, and what of it outlives a step: found once, when it is asked for."""
+
+    plan: Plan
+    buffer: BufferPlan
+
+    @cached_property
+    def leaves(self) -> dict[str, tuple[str, TensorSpec]]:
+        return optimizer_leaves(self.plan, self.buffer)
+
+    @cached_property
+    def tensors(self) -> dict[str, FlatTensor]:
+        return _tensors(self.plan, self.buffer, self.leaves)
+
+    @cached_property
+    def numbers(self) -> dict[str, str]:
+        return {path: name for path, (name, spec) in self.leaves.items() if spec.shape == ()}
+
+    def dtypes(self, names: Sequence[str]) -> dict[str, str]:
+        """What the optimizer keeps of some of the parameters."""
+        return {
+            path: spec.dtype
+            for path, (_, spec) in self.leaves.items()
+            if spec.shape == () or _has_entries(self.tensors[path], names)
+        }
+
+    @property
+    def kind(self) -> str:
+        return type(self.plan.optimizer[self.buffer.key]).__name__
+
+
+def _flows_between(source: _Kept, target: _Kept, shared: Sequence[str]) -> Iterator[Flow]:
+    """What goes from one flat buffer to another, of the parameters that both hold."""
+    for quantity, tensor in target.tensors.items():
+        if quantity not in ("params", "master") and not source.buffer.trainable:
+            continue  # it begins anew
+        master = target.tensors["master"] if quantity == "params" and target.buffer.has_master else None
+        if master is not None and master.num_shards == tensor.num_shards:
+            continue  # all made of the rank's own master
+        wanted = quantity_for(quantity, source.buffer.dtypes.param, target.buffer, has_master=source.buffer.has_master)
+        if _has_entries(tensor, shared):  # and so has the old one, of the same shapes
+            yield Flow(source.tensors[wanted], tensor, master)
+
+
+def _has_entries(tensor: FlatTensor, names: Iterable[str]) -> bool:
+    layout = tensor.layout
+    return any(start < stop for start, stop in (layout.bounds(name) for name in names if name in layout))
+
+
+def quantity_for(quantity: str, param_dtype: str, target: BufferPlan, *, has_master: bool) -> str:
+    """Which old quantity a new one is made of, from parameters of `param_dtype` that may have a master."""
+    if quantity not in ("params", "master"):
+        return quantity
+    if quantity == "params" and target.has_master and param_dtype == target.dtypes.param:
+        return "params"  # already rounded, and perhaps whole
+    return "master" if has_master else "params"
+
+
+def tensors_of(plan: Plan, buffer: BufferPlan) -> dict[str, FlatTensor]:
+    """The flat tensors of one buffer that outlive a step, by quantity. (Gradients do not.)"""
+    return _Kept(plan, buffer).tensors
+
+
+def _tensors(plan: Plan, buffer: BufferPlan, leaves: Mapping[str, tuple[str, TensorSpec]]) -> dict[str, FlatTensor]:
+    layout = buffer.layout
+    if (layout.world_size, layout.multiple_of) != (plan.world_size, ALIGNMENT):
+        layout = FlatLayout(layout.names, layout.shapes, plan.world_size, multiple_of=ALIGNMENT)
+    assert layout.partition.padded_numel == buffer.padded_numel
+
+    def tensor(name: str, entries: FlatLayout, spec: TensorSpec) -> FlatTensor:
+        axes = spec.spec.axes if isinstance(spec.spec, Sharded) else ()
+        return FlatTensor(name, entries, spec.dtype, num_ranks(plan.mesh, axes))
+
+    master = buffer.master
+    tensors = {"params": tensor(f"state.params[{buffer.key!r}]", layout, buffer.params)}
+    if buffer.has_master:
+        tensors["master"] = tensor(f"state.master[{buffer.key!r}]", layout, master)
+    for path, (name, spec) in leaves.items():
+        if spec.shape != ():
+            entries = layout if _is_by_element(spec, master) else _entries_layout(plan, buffer, path)
+            tensors[path] = tensor(name, entries, spec)
+    return tensors
+
+
+def numbers_of(plan: Plan, buffer: BufferPlan) -> dict[str, str]:
+    """The names of the 0-d tensors of the optimizer state, by path."""
+    return _Kept(plan, buffer).numbers
+
+
+def optimizer_leaves(plan: Plan, buffer: BufferPlan) -> dict[str, tuple[str, TensorSpec]]:
+    """The tensors of the optimizer state: their names in the whole state and specs, by path in their own."""
+    if not buffer.trainable:
+        return {}
+    accessors, specs, _ = optree.tree_flatten_with_accessor(plan.optimizer[buffer.key])
+    paths = [accessor.codify("") for accessor in accessors]
+    return {path: (f"state.optimizer[{buffer.key!r}]{path}", spec) for path, spec in zip(paths, specs, strict=True)}
+
+
+def _is_by_element(spec: TensorSpec, master: TensorSpec) -> bool:
+    """Whether a tensor of the optimizer state has an element for each of the master."""
+    # All but the dtype and the placement.
+    return (spec.shape, spec.spec, spec.multiple_of) == (master.shape, master.spec, master.multiple_of)
+
+
+def _entries_layout(plan: Plan, buffer: BufferPlan, path: str) -> FlatLayout:
+    """Where the entries of each parameter stand in Adafactor's means over rows and columns, which every rank has."""
+    if not isinstance(plan.optimizer[buffer.key], AdafactorState):
+        raise ValueError(
+            f"plan_reshard: the optimizer state of {buffer.key!r} must have tensors with an entry for each element, or one "
+            f"number, and state{path} has shape {optimizer_leaves(plan, buffer)[path][1].shape}; start the new step from the "
+            f"weights, init(old.gather(state))"
+        )
+    grids = {buffer.layout.names[index]: grid for index, grid in grids_of(buffer.layout).items()}
+    lengths = {name: grid.rows if path == ".row_var" else grid.columns for name, grid in grids.items()}
+    shapes = tuple((grid.matrices, lengths[name]) for name, grid in grids.items())
+    return FlatLayout(tuple(grids), shapes, plan.world_size)
+
+
+def buffers_of(plan: Plan) -> dict[str, FlatTensor]:
+    """The module's own buffers, which every rank has."""
+    layouts = {name: FlatLayout((name,), (spec.shape,), plan.world_size) for name, spec in plan.buffers.items()}
+    return {
+        name: FlatTensor(f"state.buffers[{name!r}]", layouts[name], spec.dtype, 1)
+        for name, spec in plan.buffers.items()
+    }
+
+
+def _module_buffers(old: Plan, new: Plan) -> Iterator[Flow]:
+    before = buffers_of(old)
+    for name, tensor in buffers_of(new).items():
+        yield Flow(before[name], tensor)
+
+
+def wires_of(plan: Plan) -> dict[str, tuple[TensorSpec, str]]:
+    """What the wires of reductions remember, by its name in the whole state: the spec, and what is sent by whom through what.
+
+    Where the latter is the same in another step, whatever its stage, a rank may go on with what it remembers.
+    """
+    found: dict[str, tuple[TensorSpec, str]] = {}
+    wires = plan.wires  # made anew for each that asks
+    for buffer in plan.flat_buffers:
+        for axis, specs in wires.get(buffer.key, {}).items():
+            told = repr((plan.mesh.axes, buffer.layout, plan.wiring.reduce[axis].name))
+            accessors, leaves, _ = optree.tree_flatten_with_accessor(specs)
+            for accessor, spec in zip(accessors, leaves, strict=True):
+                found[accessor.codify(f"state.wires[{buffer.key!r}][{axis!r}]")] = spec, f"{told} {spec}"
+    return found
+
+
+def kept_wires(old: Plan, new: Plan) -> dict[str, TensorSpec]:
+    """The tensors that the wires of reductions remember and keep, by their names in the whole state. Others start anew."""
+    before = wires_of(old)
+    return {name: spec for name, (spec, told) in wires_of(new).items() if before.get(name, ("", ""))[1] == told}
+
+
+def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
+    """What each rank has for itself: one piece of all of them, of which the ranks that stay keep theirs."""
+
+    def tensor(plan: Plan) -> FlatTensor:
+        names = tuple(f"rank {rank}" for rank in plan.ranks)
+        layout = FlatLayout(names, (spec.shape,) * plan.world_size, plan.world_size)
+        return FlatTensor(name, layout, spec.dtype, plan.world_size)
+
+    return Flow(tensor(old), tensor(new))
+
+
+# --- checks ------------------------------------------------------------------------------------------------------
+
+
+def _shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
+    return {
+        name: shape
+        for buffer in plan.flat_buffers
+        for name, shape in zip(buffer.layout.names, buffer.layout.shapes, strict=True)
+    }
+
+
+def _check_same(what: str, old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
+    differing = [name for name in (*old, *(n for n in new if n not in old)) if old.get(name) != new.get(name)]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"plan_reshard: both steps must be of one model, and {what} {name!r} has shape {old.get(name, 'none')} in the old "
+            f"one and {new.get(name, 'none')} in the new ({len(differing)} such names: {', '.join(differing[:4])}); make both "
+            f"steps from the same model"
+        )
+
+
+def _check_same_kind(old: _Kept, new: _Kept, shared: Sequence[str]) -> None:
+    """Raises unless the one buffer's state has all that the other's needs of the parameters that both hold."""
+    source, target = old.buffer, new.buffer
+    name = shared[0]
+    if not (source.trainable and target.trainable):
+        return  # weights alone
+    kinds = old.kind, new.kind
+    kept = old.dtypes(shared), new.dtypes(shared)
+    if kinds[0] != kinds[1] or kept[0].keys() != kept[1].keys():
+        theirs = [f"{kind}({', '.join(path[1:] for path in paths)})" for kind, paths in zip(kinds, kept, strict=True)]
+        raise ValueError(
+            f"plan_reshard: the optimizer of parameter {name!r} must keep the same in both steps, and keeps {theirs[0]} in the "
+            f"old and {theirs[1]} in the new; start the new step from the weights, init(old.gather(state))"
+        )
+    dtypes = {"master": (source.dtypes.master, target.dtypes.master)}
+    dtypes |= {f"state{path}": (kept[0][path], dtype) for path, dtype in kept[1].items()}
+    for what, (before, after) in dtypes.items():
+        if torch.promote_types(torch_dtype(before), torch_dtype(after)) != torch_dtype(after):
+            raise ValueError(
+                f"plan_reshard: {what} of parameter {name!r} must not become narrower, and is {before} in the old step and "
+                f"{after} in the new; give the new step the same master and optimizer dtypes"
+            )
+
+
+def kept_of(plan: Plan, buffer: BufferPlan, names: Sequence[str]) -> dict[str, str]:
+    """What the optimizer keeps of some parameters of a buffer, numbers included: the dtypes, by path."""
+    return _Kept(plan, buffer).dtypes(names)
+
+
+def _check_present(job: str, ranks: Sequence[int | None], world_size: int) -> None:
+    if sorted(rank for rank in ranks if rank is not None) != list(range(world_size)):
+        raise ValueError(
+            f"reshard: each of the {world_size} ranks of the {job} job must be one process, and the processes are ranks "
+            f"{list(ranks)}; call it once on every process, outside of the {job} job with a step on Fake('data', {world_size})"
+        )
+
+
+def _word(rank: int | None) -> str:
+    return "-" if rank is None else str(rank)

@@ -1,0 +1,514 @@
+"""How does a training state move to another stage, number of ranks, mesh or layout between two steps?
+
+    state = fzero.reshard(state, old, new)    # old and new are steps of one model
+
+The plan (`fzero.resharding.plan`) says which elements go where. Two executors run it: `reshard` on real processes, where each
+holds its own part and sends what others lack, and `reshard_all` on the states of all ranks in one process. Neither
+gathers anything that the new step does not hold whole; what moves at a time is one unit.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.comms import collectives
+from fzero.common.arguments import check_kind
+from fzero.comms.collectives import Fake, Real
+from fzero.runtime.eager import own_shard
+from fzero.storage.file_store import StoreError
+from fzero.storage.file_tensor import Files, handles_of, in_memory, kept
+from fzero.optim.loss_scale import LossScale
+from fzero.runtime.offload import QUANTITIES, agree, files_of
+from fzero.resharding.place import place as put
+from fzero.plans.placements import SUB_GROUP
+from fzero.plans.plan import Own
+from fzero.runtime.step_spec import MismatchError
+from fzero.resharding.plan import Place, ReshardPlan, Round, Sources, kept_wires, plan_reshard
+from fzero.comms.records import Label
+from fzero.simulation import LockstepRanks, stacked, unstacked
+from fzero.storage.shard_io import Leaf
+from fzero.state import TrainState
+from fzero.step import TrainStep
+from fzero.runtime.trainability import listed
+from sharding import Sharded
+from sharding.views import torch_dtype
+
+Numbers = dict[str, float | int]
+"""The 0-d tensors of a state, by name: the same on every rank, so they travel as values."""
+
+
+AnyStep = TrainStep | LockstepRanks
+_FIX = "pass the step that made the state"
+
+
+def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor] | None:
+    """The state of `new` that continues where `state`, one of `old`, stands: this process' part.
+
+    Parameters, master, optimizer state, counters, loss scale and module buffers go over bit by bit; where the new dtypes
+    are others, parameters are the master's, rounded. A rank keeps its random state, a further one starts as in `init`. The
+    gradients are zeros: a step collects them anew. The loss scale stays where both steps scale dynamically, else it is the
+    new step's first. What the wires of reductions remember stays where the same ranks send the same flat buffers through the
+    same wires, whatever the stage, and starts anew otherwise, which a warning tells. The state given is left as it is.
+    A parameter that was frozen and is trained brings its values, and its optimizer state begins as in `init`; of one that was
+    trained and is frozen the values stay, and the rest goes.
+    Where the two steps place state differently, it ends where `new` wants it: what goes to files is written as it arrives, and
+    what comes from files is read as it is sent, so that neither is ever in memory as a whole.
+
+    *Collective:* every process of the default group, whichever of the two jobs it is in. Sends `plan_reshard(…).sent_nbytes`,
+    unit by unit, each in one message for every pair of processes, dtype and kind (shards, or what all hold), and the 0-d
+    tensors once. Besides the two states a process holds what it sends and receives of one unit.
+
+    Args:
+        state: this process' part; None where it is not in the old job.
+        old: the step that `state` is of. Outside of its job, one on `Fake("data", W)`.
+        new: the step to continue with, of the same model. Outside of its job, one on `Fake("data", W)`. Simulated steps
+            (`simulate`) have simulated states, and send nothing.
+
+    Returns:
+        This process' part; None where it is not in the new job.
+
+    Raises:
+        MismatchError: the processes have different steps (told on all of them).
+        ValueError: the state is not one of `old`, the models or optimizers differ, or a rank is missing (told on all).
+        StoreError, MemoryError: files cannot be made, read or written (told on all); the state given is as it was.
+        CollectiveError: another process died or did not come.
+    """
+    _check_steps(old, new, TrainStep | LockstepRanks)
+    if isinstance(old, LockstepRanks) or isinstance(new, LockstepRanks):
+        return _reshard_simulated(state, old, new)
+    axis = collectives.job()
+    for step in (new, old):
+        if isinstance(step._ranks, Real) and step._ranks.observe is not None:
+            axis = replace(axis, observe=step._ranks.observe)
+    mine = tuple(_tell(state, old, new))
+    everyone = [_Told(*told) for told in collectives.exchange(mine, axis, label=Label("compare"))]
+    _check_told(everyone)
+    _warn_of_wires(old, new)
+    places = [Place(told.old, told.new) for told in everyone]
+    plan = plan_reshard(old.plan, new.plan, places=places, rng=_rng_specs(old, new))
+    numbers = next(told.numbers for told in everyone if told.numbers is not None)
+    place = places[axis.rank]
+    chosen = chosen_numbers(plan.numbers, numbers)
+    files = _make_files(new, axis) if new._offload.has_files else None
+    made = None
+    if place.new is not None:
+        made = blank(new, place.new, chosen, keeps_scale=_keep_scale(old, new), files=files)
+    sources = {} if state is None else by_name(state)
+    targets = {} if made is None else by_name(made)
+    for round_ in plan.rounds:
+        _run(round_, plan, sources, targets, axis, new.device)
+    if made is not None and place.new is not None:
+        narrow(made, new, place.new)
+        begin_anew(made, new, place.new, plan.anew)
+        rescale(made, numbers)
+    if old._offload.has_files or files is not None or new._offload.has_files:
+        read = next((x.files.cause for x in handles_of(state)), None)
+        agree(files, axis, error=read)
+    return None if made is None else put(made, new)
+
+
+def _make_files(new: TrainStep, axis: Real) -> Files | None:
+    """The files of this process' part of the new state. *Collective:* every process, whichever job it is in."""
+    files, error = None, None
+    if isinstance(new._ranks, Real):
+        try:
+            files = new._offload.make_files(new._mesh.everyone)
+        except (StoreError, MemoryError) as raised:
+            error = raised
+    agree(files, axis, error=error)
+    return files
+
+
+def _reshard_simulated(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor]:
+    if not isinstance(old, LockstepRanks) or not isinstance(new, LockstepRanks):
+        raise ValueError(
+            f"reshard: both steps must be simulated or neither, got {type(old).__name__} and {type(new).__name__}; simulate "
+            f"the other step, too"
+        )
+    if state is None:
+        raise ValueError(
+            "reshard: the state of simulated steps must be that of all ranks, got None; pass what the old step gave"
+        )
+    made: TrainState[Tensor] = stacked(reshard_all(unstacked(state, old.world_size), old.steps[0], new.steps[0]))
+    return put(made, new) if new.steps[0]._offload.has_files else made
+
+
+def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: TrainStep) -> list[TrainState[Tensor]]:
+    """`reshard` in one process: of the states of all ranks of `old` the states of all ranks of `new`. Sends nothing.
+
+    The new states are on the device, wherever `new` wants them; `fzero.place` brings them there.
+
+    Args:
+        states: in rank order.
+        old, new: steps of one model; both may be on a `Fake` axis.
+
+    Raises:
+        ValueError: there is not one state of `old` for each rank, or the models or optimizers differ.
+    """
+    _check_steps(old, new, TrainStep)
+    check_kind("states", states, Sequence, "a list of states", "pass those of all ranks, in rank order")
+    if len(states) != old.world_size:
+        raise ValueError(
+            f"reshard_all: needs the states of all {old.world_size} ranks of the old step in rank order, got {len(states)}; "
+            f"pass them all"
+        )
+    _check_devices(old, new)
+    _warn_of_wires(old, new)
+    for state in states:
+        old._check_shapes(state, fix=_FIX)
+    plan = plan_reshard(old.plan, new.plan, rng=_rng_specs(old, new))
+    numbers = chosen_numbers(plan.numbers, numbers_of(states[0]))
+    made = [blank(new, rank, numbers, keeps_scale=_keep_scale(old, new)) for rank in range(new.world_size)]
+    sources, targets = [by_name(state) for state in states], [by_name(state) for state in made]
+    for flow in (flow for round_ in plan.rounds for flow in round_.flows):
+        for move in plan.moves(flow):
+            source = sources[move.source_rank][flow.source.name][move.source_start : move.source_stop]
+            targets[move.target_rank][flow.target.name][move.target_start : move.target_stop].copy_(source)
+    for rank, state in enumerate(made):
+        narrow(state, new, rank)
+        begin_anew(state, new, rank, plan.anew)
+        rescale(state, numbers)
+    return made
+
+
+# --- the executor on real processes ------------------------------------------------------------------------------
+
+
+class _Message(NamedTuple):
+    """What one process sends another in a round, of tensors of which the new ranks hold `num_shards` different parts.
+
+    They are separate, so that what goes to several processes is packed once, and not once for each.
+    """
+
+    process: int
+    dtype: str
+    num_shards: int
+
+
+class _Span(NamedTuple):
+    """Elements [start, stop) of a flat tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+    def read(self, tensors: Mapping[str, Leaf]) -> Tensor:
+        """The elements; zeros where a file fails, which breaks its state and is told when all have come (`agree`)."""
+        x = tensors[self.name]
+        if isinstance(x, Tensor):
+            return x[self.start : self.stop]
+        found = kept(x, lambda: x[self.start : self.stop])
+        return torch.zeros(self.stop - self.start, dtype=x.dtype) if found is None else found
+
+    def write(self, tensors: Mapping[str, Leaf], values: Tensor) -> None:
+        """Puts elements there. Fails as `read` does."""
+        x = tensors[self.name]
+        if isinstance(x, Tensor):
+            x[self.start : self.stop].copy_(values)
+        else:
+            kept(x, lambda: x.part(slice(self.start, self.stop)).copy_(values))
+
+
+def _run(
+    round_: Round,
+    plan: ReshardPlan,
+    sources: Mapping[str, Leaf],
+    targets: Mapping[str, Leaf],
+    axis: Real,
+    device: torch.device,
+) -> None:
+    """Copies what stays in this process, and exchanges the rest of one round, from `device` to `device`."""
+    sent: dict[_Message, list[_Span]] = {}
+    received: dict[_Message, list[_Span]] = {}
+    for flow in round_.flows:
+        for move in plan.moves(flow, axis.rank):
+            source = _Span(flow.source.name, move.source_start, move.source_stop)
+            target = _Span(flow.target.name, move.target_start, move.target_stop)
+            if move.source_rank == move.target_rank:
+                target.write(targets, source.read(sources))
+            elif move.source_rank == axis.rank:
+                message = _Message(move.target_rank, flow.dtype, flow.target.num_shards)
+                sent.setdefault(message, []).append(source)
+            else:
+                message = _Message(move.source_rank, flow.dtype, flow.target.num_shards)
+                received.setdefault(message, []).append(target)
+    packed: dict[tuple[str, tuple[_Span, ...]], Tensor] = {}
+    outgoing, incoming = [], []
+    for message, spans in sent.items():
+        key = message.dtype, tuple(spans)
+        if key not in packed:
+            pieces = [span.read(sources).to(device, torch_dtype(message.dtype)) for span in spans]
+            packed[key] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        outgoing.append((message.process, packed[key]))
+    for message, spans in received.items():
+        numel = sum(span.stop - span.start for span in spans)
+        incoming.append((message.process, torch.empty(numel, dtype=torch_dtype(message.dtype), device=device)))
+    collectives.swap(incoming, outgoing, axis, label=Label("reshard", round_.name))
+    for (_, pieces_of_all), spans in zip(incoming, received.values(), strict=True):
+        pieces_by_span = torch.split(pieces_of_all, [span.stop - span.start for span in spans])
+        for span, piece in zip(spans, pieces_by_span, strict=True):
+            span.write(targets, piece)
+
+
+# --- states ------------------------------------------------------------------------------------------------------
+
+
+def by_name(state: TrainState[Any]) -> dict[str, Any]:
+    """The tensors of a state as flat views, by the names that the plan uses; those in files are read where they are cut."""
+    accessors, tensors, _ = optree.tree_flatten_with_accessor(state)
+    named = zip(accessors, tensors, strict=True)
+    return {accessor.codify("state"): x.reshape(-1) if isinstance(x, Tensor) else x for accessor, x in named}
+
+
+def numbers_of(state: TrainState[Tensor]) -> Numbers:
+    """The 0-d tensors of a state that the step made; a module's own buffers move as tensors."""
+    parts = state._replace(params={}, master={}, grads={}, buffers={}, rng={}, wires={})
+    accessors, tensors, _ = optree.tree_flatten_with_accessor(parts)
+    named = zip(accessors, tensors, strict=True)
+    return {accessor.codify("state"): x.item() for accessor, x in named if x.ndim == 0}
+
+
+def chosen_numbers(sources_of: Mapping[str, Sources], numbers: Numbers) -> Numbers:
+    """The 0-d tensors of the new state, for what there are old ones; those of the optimizer from equal ones."""
+    chosen = {name: number for name, number in numbers.items() if not name.startswith("state.optimizer")}
+    for name, (sources, anew) in sources_of.items():
+        found = {repr(numbers[source]): source for source in sources}  # a NaN is equal to itself only in words
+        if anew and any(numbers[source] for source in sources):
+            source = next(source for source in sources if numbers[source])
+            raise ValueError(
+                f"reshard: {name} must come from equal numbers, and {source} is {numbers[source]} while the optimizer state of "
+                f"{listed(anew)} begins anew; make the new step with after=, the step or the checkpoint that the state is of, "
+                f"which gives these flat buffers of their own"
+            )
+        if len(found) > 1:
+            told = ", ".join(f"{source} is {number}" for number, source in found.items())
+            raise ValueError(
+                f"reshard: {name} must come from equal numbers, and {told}; keep apart in the new step what is apart in the old "
+                f"one (units, parameter groups; after=, the step or the checkpoint that the state is of)"
+            )
+        if sources:
+            chosen[name] = numbers[sources[0]]
+    return chosen
+
+
+def _keep_scale(old: TrainStep, new: TrainStep) -> bool:
+    return new._scaling.dynamic and old._scaling.dynamic
+
+
+def blank(
+    new: TrainStep, rank: int, numbers: Numbers, *, keeps_scale: bool, files: Files | None = None
+) -> TrainState[Tensor]:
+    """A state of `new` for one rank with the numbers given, its own random state, and flat tensors yet to be filled.
+
+    Padding is zero, in the optimizer state what `init` makes it.
+
+    Args:
+        files: of the new state; without them all of it is on the device, wherever `new` wants it.
+    """
+
+    def zeros(specs: Any) -> Any:
+        return optree.tree_map(
+            lambda spec: torch.zeros(spec.local_shape(new.plan.mesh), dtype=torch_dtype(spec.dtype), device=new.device),
+            specs,
+        )
+
+    specs = new.specs
+    if files is None:
+        params, master = zeros(specs.params), zeros(specs.master)
+        parts = {"params": params, "master": master, "grads": zeros(specs.grads)}
+        parts["optimizer"] = first_optimizer(new, rank, params, master)
+    else:
+        parts = {part: {} for part in QUANTITIES}
+        for buffer in new.plan.flat_buffers:
+            param = zeros(buffer.params)
+            own = zeros(buffer.master) if buffer.trainable or buffer.has_master else param
+            first = new._offload.init(buffer, files, param, own, partial(new._updater.transform_of, buffer))
+            for part, tensors in first.items():
+                parts[part][buffer.key] = tensors
+    loss_scale = new._scaling.init(new.device)
+    if keeps_scale:
+        values = (numbers[f"state.loss_scale.{field}"] for field in LossScale._fields)
+        loss_scale = LossScale(*(x.fill_(value) for x, value in zip(loss_scale, values, strict=True)))
+    step = torch.zeros((), dtype=torch.int64, device=new.device if new._cfg.skips_overflow else "cpu")
+    state: TrainState[Tensor] = TrainState(
+        step=step.fill_(numbers["state.step"]),
+        **parts,
+        buffers=zeros(specs.buffers),
+        loss_scale=loss_scale,
+        rng=new._first_state.rng(rank),
+        wires=new._first_state.wires(),
+    )
+    for name, x in by_name(state).items():
+        if name.startswith("state.optimizer") and name in numbers:
+            x.fill_(numbers[name])
+    return state
+
+
+def first_optimizer(
+    new: TrainStep, rank: int, params: Mapping[str, Leaf], master: Mapping[str, Leaf], files: Files | None = None
+) -> dict[str, Any]:
+    """The optimizer state of a rank as `init` makes it, for parameters and masters that there are.
+
+    Args:
+        files: of the state, if it has some.
+    """
+    optimizer = {}
+    for buffer in new.plan.flat_buffers:
+        if buffer.trainable:
+            param = params[buffer.key]
+            is_cut = isinstance(buffer.row.optimizer, Sharded)
+            share = own_shard(param, buffer, new.plan.shard_of(rank)) if is_cut else param
+            values, make = in_memory(master.get(buffer.key, share)), partial(new._updater.transform_of, buffer)
+            if files is None:
+                optimizer[buffer.key] = make().init(values)
+            else:
+                values = values.to(new.device)
+                whole = in_memory(param).to(new.device) if new._offload.joins(buffer) else values
+                optimizer[buffer.key] = new._offload.init(buffer, files, whole, values, make)["optimizer"]
+    return optimizer
+
+
+def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collection[str]) -> None:
+    """Makes the optimizer state of some parameters what `init` makes of their present values.
+
+    The state of `blank` was made of zeros. A transform of a user's own may start from the values; what the configuration names
+    does not.
+    """
+    for buffer in new.plan.flat_buffers:
+        begins = [name for name in buffer.layout.names if name in names]
+        if not begins or not buffer.trainable or not isinstance(new._updater.optimizers[buffer.group], Own):
+            continue
+        param, shard = state.params[buffer.key], new.plan.shard_of(rank)
+        is_cut = isinstance(buffer.row.optimizer, Sharded)
+        share = own_shard(param, buffer, shard) if is_cut else param
+        values = in_memory(state.master.get(buffer.key, share)).to(new.device)
+        fresh = optree.tree_leaves(new._updater.transform_of(buffer).init(values))
+        leaves, specs = (
+            optree.tree_leaves(state.optimizer[buffer.key]),
+            optree.tree_leaves(new.plan.optimizer[buffer.key]),
+        )
+        first, stop = (
+            (shard * buffer.shard_numel, (shard + 1) * buffer.shard_numel) if is_cut else (0, buffer.padded_numel)
+        )
+        spans = [
+            (max(start, first) - first, min(end, stop) - first) for start, end in map(buffer.layout.bounds, begins)
+        ]
+        for leaf, value, spec in zip(leaves, fresh, specs, strict=True):
+            for start, end in spans if buffer.is_long(spec) else ():
+                if start < end:
+                    _Span("leaf", start, end).write({"leaf": leaf}, value[start:end])
+
+
+def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:
+    """Writes what a rank holds of the masters into its parameters, in their dtype.
+
+    A file that fails breaks its state, which is told by `agree`.
+    """
+    for buffer in new.plan.flat_buffers:
+        if buffer.has_master:
+            master, param = state.master[buffer.key], state.params[buffer.key]
+            share = param if param.shape == master.shape else own_shard(param, buffer, new.plan.shard_of(rank))
+            tensors, numel = {"master": master, "params": share}, master.numel()
+            for start in range(0, numel, SUB_GROUP):
+                span = slice(start, min(start + SUB_GROUP, numel))
+                values = _Span("master", span.start, span.stop).read(tensors)
+                _Span("params", span.start, span.stop).write(tensors, values)
+
+
+def rescale(state: TrainState[Tensor], numbers: Numbers) -> None:
+    """Makes what the wires remember that of a loss with the new scale."""
+    ratio = state.loss_scale.scale / numbers["state.loss_scale.scale"]
+    for x in optree.tree_leaves(state.wires):
+        if x.is_floating_point():
+            x.mul_(ratio)
+
+
+# --- checks ------------------------------------------------------------------------------------------------------
+
+
+class _Told(NamedTuple):
+    """What every process tells the others."""
+
+    old: int | None
+    new: int | None
+    steps: int
+    """A checksum of the two steps' plans."""
+    numbers: Numbers | None
+    """Of old rank 0."""
+    problem: str | None
+
+
+def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _Told:
+    """Finds what is wrong on this process alone, and does not raise it, for the others would wait."""
+    old_rank, new_rank = (None if isinstance(step._ranks, Fake) else step._ranks.rank for step in (old, new))
+    plans = [(p.stage, p.mesh, p.flat_buffers, p.optimizer, p.buffers, str(p.wiring)) for p in (old.plan, new.plan)]
+    numbers, problem = None, None
+    try:
+        _check_devices(old, new)
+        if (state is None) != (old_rank is None):
+            raise ValueError(
+                f"state: must be this process' part where old is bound to ranks that are there, and None where it is on a Fake "
+                f"axis, got {'None' if state is None else 'a state'} with {old._ranks}; pass the step that goes with it"
+            )
+        if state is not None:
+            old._check_shapes(state, fix=_FIX)
+            files_of(state)
+            numbers = numbers_of(state) if old_rank == 0 else None
+    except (ValueError, StoreError) as error:
+        problem = str(error)
+    return _Told(old_rank, new_rank, zlib.crc32(repr(plans).encode()), numbers, problem)
+
+
+def _check_told(everyone: Sequence[_Told]) -> None:
+    """Raises on every process what is wrong on any."""
+    problems = [f"on process {process}: {told.problem}" for process, told in enumerate(everyone) if told.problem]
+    if problems:
+        raise ValueError(f"reshard: {problems[0]}")
+    differing = [process for process, told in enumerate(everyone) if told.steps != everyone[0].steps]
+    if differing:
+        raise MismatchError(
+            f"reshard: old and new must be the same two steps on every process, and those of processes {differing} have other "
+            f"plans than those of process 0; make them from the same model and configurations"
+        )
+
+
+def _check_steps(old: object, new: object, kinds: Any) -> None:
+    for which, step in (("old", old), ("new", new)):
+        if not isinstance(step, kinds):
+            raise ValueError(
+                f"reshard: {which} must be a step, of make_train_step{' or of simulate' * (kinds != TrainStep)}, got "
+                f"{type(step).__name__}; pass the one that {'made the state' if which == 'old' else 'goes on with it'}"
+            )
+
+
+def _check_devices(old: TrainStep, new: TrainStep) -> None:
+    if old.device.type != new.device.type:
+        raise ValueError(
+            f"reshard: both steps must be on one kind of device, got {old.device} and {new.device}; move the model of one"
+        )
+
+
+def _warn_of_wires(old: TrainStep, new: TrainStep) -> None:
+    if (
+        old.plan.wires
+        and new.plan.wires
+        and len(kept_wires(old.plan, new.plan)) < len(optree.tree_leaves(new.plan.wires))
+    ):
+        warnings.warn(
+            f"reshard: what reductions lost so far is forgotten where ranks, flat buffers or wires change: from "
+            f"{old.plan.wiring} on {old.world_size} ranks to {new.plan.wiring} on {new.world_size}",
+            stacklevel=3,
+        )
+
+
+def _rng_specs(old: TrainStep, new: TrainStep) -> dict[str, Any]:
+    return {kind: spec for kind, spec in new.specs.rng.items() if kind in old.specs.rng}

@@ -1,0 +1,287 @@
+"""Activation checkpointing: which modules keep only their inputs for the backward, and run again in it?
+
+1. `Checkpointing` names the modules: every n-th block of the model, or those that a function picks.
+2. While the model is bound, the `forward` of each goes through `torch.utils.checkpoint` (the kind that is not
+   reentrant). So its graph is the one that it has without, and so are its numbers.
+3. A `_Call` is one call of such a module. It runs as it was called the first time, and on what it kept of the arguments
+   afterwards: the same containers, the same random state, the module buffers as they were.
+
+The second run asks for parameters in the backward as the first did in the forward, so that it enters the unit there:
+its gather is the one that the saved tensors would have asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as run_checkpointed
+
+from fzero.runtime.module_binding import replaced_forwards
+
+Choice = int | Callable[[str, nn.Module], bool]
+"""n for every n-th unit that is one module, the first included; or a function of a module and its name."""
+
+
+class Moves(NamedTuple):
+    """How an input is put away until the module runs again, and how it is brought back."""
+
+    away: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
+
+
+def host_moves(device: torch.device) -> Moves | None:
+    """To pinned host memory and back to `device`; None on the CPU, where inputs are in host memory already."""
+    if device.type == "cpu":
+        return None
+
+    def away(x: Tensor) -> Tensor:
+        # Both copies run on the stream of the compute, so that neither needs an event of its own.
+        return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+
+    return Moves(away, lambda x: x.to(device, non_blocking=True))
+
+
+def choose_modules(
+    model: nn.Module, choice: Choice | None, *, blocks: Sequence[str], field: str = "checkpoint"
+) -> tuple[str, ...]:
+    """The names of the modules to checkpoint.
+
+    Args:
+        model: any module.
+        choice: see `Choice`; a function sees the modules inside `model` that have a forward, and the outermost ones
+            that it is true of count. None is none.
+        blocks: names of the units that are one module.
+        field: who chose, for the messages.
+
+    Raises:
+        ValueError: a choice that is neither, or that finds no module.
+
+    >>> stack = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    >>> choose_modules(stack, 2, blocks=["0", "1", "2"])
+    ('0', '2')
+    >>> choose_modules(stack, lambda name, module: name == "1", blocks=[])
+    ('1',)
+    """
+    if choice is None:
+        return ()
+    modules = {name: module for name, module in model.named_modules() if name and _has_forward(module)}
+    if callable(choice):
+        chosen: list[str] = []
+        for name, module in modules.items():  # named_modules tells a parent before its children
+            if not any(name.startswith(f"{outer}.") for outer in chosen) and choice(name, module):
+                chosen.append(name)
+        if not chosen:
+            raise ValueError(
+                f"{field}: its function must be true of a module of {type(model).__name__} and is true of none; names look "
+                f"like {', '.join(list(modules)[:4])}"
+            )
+        return tuple(chosen)
+    if isinstance(choice, bool) or not isinstance(choice, int) or choice < 1:
+        raise ValueError(
+            f"{field}: must be a positive integer (n for every n-th unit) or a function of name and module, got {choice!r}; "
+            f"pass 1 for every unit, or leave it out for none"
+        )
+    named = [name for name in blocks if name in modules]
+    if not named:
+        raise ValueError(
+            f"{field}: needs units that are one module, got {choice} where {type(model).__name__} has no repeated blocks; "
+            f"name modules in units=, or pass a function of name and module"
+        )
+    return tuple(named[::choice])
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Not a ModuleList, a ParameterList and the like, which are never called."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointing:
+    """Which modules of a model are checkpointed, and where their inputs wait.
+
+    Attributes:
+        names: of the modules.
+        moves: where inputs that need a gradient wait; None keeps them where they are. The others (a mask, a table of
+            positions) are mostly the same for all blocks, and stay.
+    """
+
+    names: tuple[str, ...] = ()
+    moves: Moves | None = None
+
+    @contextmanager
+    def applied(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device,
+        recomputing: Callable[[], AbstractContextManager[None]],
+        aliases: Mapping[str, str],
+        moving: frozenset[str] | None,
+    ) -> Iterator[None]:
+        """Inside, the modules are checkpointed where a gradient is recorded; afterwards `model` is as it was found.
+
+        Args:
+            model: bound already, so that its buffers are the state's.
+            device: whose random state is kept for the second run, beside the CPU's.
+            recomputing: around each second run.
+            aliases: the further names of tied buffers.
+            moving: names of the buffers that a forward changes; None while that is not known.
+        """
+        anchor = torch.empty(0, device=device)
+
+        def replaced(name: str, module: nn.Module) -> Callable[..., Any]:
+            slots = [
+                _Slot(part, key, aliases.get(full, full))
+                for prefix, part in module.named_modules(prefix=name)
+                for key, own in part._buffers.items()
+                if own is not None
+                for full in [f"{prefix}.{key}"]
+            ]
+            return checkpointed(Site(name, module.forward, slots, moving, self.moves, recomputing, anchor))
+
+        with replaced_forwards(model, self.names, replaced):
+            yield
+
+
+class _Slot(NamedTuple):
+    """Where a module keeps one of its buffers, and the buffer's full name."""
+
+    module: nn.Module
+    key: str
+    name: str
+
+    @property
+    def buffers(self) -> dict[str, Any]:
+        """The mapping of now: a module that is bound again for the backward has another one."""
+        return self.module._buffers
+
+
+class Site(NamedTuple):
+    """One checkpointed module, while the model is bound."""
+
+    name: str
+    forward: Callable[..., Any]
+    slots: list[_Slot]
+    moving: frozenset[str] | None
+    moves: Moves | None
+    recomputing: Callable[[], AbstractContextManager[None]]
+    anchor: Tensor
+
+
+def checkpointed(site: Site) -> Callable[..., Any]:
+    """The forward of a module that keeps only its inputs for the backward, and runs again in it."""
+
+    @functools.wraps(site.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # A transform of torch.func ends before the backward, and what it wraps is not there any more to run again.
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return site.forward(*args, **kwargs)
+        args = tuple(_without_cache(arg, site.name) for arg in args)
+        kwargs = {key: _without_cache(arg, site.name) for key, arg in kwargs.items()}
+        call = _Call(site, args, kwargs)
+        # The anchor tells torch the device whose random state matters, also when no argument is there. Tensors are
+        # handed over one by one: torch saves them as autograd does, and sees when they are changed in place.
+        return run_checkpointed(call, site.anchor, *call.tensors, use_reentrant=False)
+
+    return forward
+
+
+def _without_cache(arg: Any, module: str) -> Any:
+    """None for an empty cache of keys and values, which is for generation: a second run would append to it again."""
+    if not (callable(getattr(arg, "get_seq_length", None)) and callable(getattr(arg, "update", None))):
+        return arg
+    if arg.get_seq_length():
+        raise ValueError(
+            f"checkpoint: module {module!r} must be given no {type(arg).__name__} that holds something, for running again "
+            f"would append to it again, got {arg.get_seq_length()} positions; pass use_cache=False"
+        )
+    return None
+
+
+class _Call:
+    """One call of a checkpointed module: the first run takes the arguments as they are, later ones what was kept of them.
+
+    Containers are rebuilt for each later run, so that a module may change those it is given.
+    """
+
+    __slots__ = ("_away", "_buffers", "_first", "_leaves", "_places", "_site", "_treespec", "tensors")
+
+    def __init__(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._site = site
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._leaves, self._treespec = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+        self._away: dict[int, Tensor] = {}
+        self._places: list[int] = []
+        self.tensors: list[Tensor] = []
+        for place, leaf in enumerate(self._leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            self._leaves[place] = None
+            if site.moves is not None and leaf.requires_grad:
+                self._away[place] = site.moves.away(leaf.detach()).requires_grad_()
+            else:
+                self._places.append(place)
+                self.tensors.append(leaf)
+        self._buffers = [_Found.of(slot, site.moving) for slot in site.slots]
+
+    def __call__(self, anchor: Tensor, *tensors: Tensor) -> Any:
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+            self.tensors = []  # torch has them
+            return self._site.forward(*args, **kwargs)
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        for place, tensor in self._away.items():
+            assert self._site.moves is not None
+            # The move is recorded, so that what comes back is no leaf: a leaf could not be changed in place.
+            leaves[place] = self._site.moves.back(tensor)
+        args, kwargs = optree.tree_unflatten(self._treespec, leaves)
+        with self._site.recomputing(), _buffers_as_found(self._buffers):
+            return self._site.forward(*args, **kwargs)
+
+
+class _Found(NamedTuple):
+    """A module buffer as a call found it: a copy if the forward changes it, otherwise itself with its version."""
+
+    slot: _Slot
+    value: Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, slot: _Slot, moving: frozenset[str] | None) -> _Found:
+        value = slot.buffers[slot.key]
+        if value is not None and (moving is None or slot.name in moving):
+            return cls(slot, value.detach().clone().requires_grad_(value.requires_grad), None)
+        return cls(slot, value, None if value is None else value._version)
+
+    def again(self) -> Tensor:
+        """For a further run, which may change it."""
+        if self.version is None:
+            return self.value if self.value is None else self.value.clone()
+        if self.value._version != self.version:
+            raise ValueError(
+                f"buffer {self.slot.name!r}: changed for the first time after the first step, so that its module, which is "
+                f"checkpointed, cannot run again from the value it had; change it once in the first forward"
+            )
+        return self.value
+
+
+@contextmanager
+def _buffers_as_found(found: Sequence[_Found]) -> Iterator[None]:
+    """Inside, the buffers are what they were, and what becomes of them is forgotten: the first run has changed them."""
+    now = [slot.buffers[slot.key] for slot, _, _ in found]
+    try:
+        for buffer in found:
+            buffer.slot.buffers[buffer.slot.key] = buffer.again()
+        yield
+    finally:
+        for buffer, value in zip(found, now, strict=True):
+            buffer.slot.buffers[buffer.slot.key] = value

@@ -1,0 +1,209 @@
+"""What does a new state hold, and where do its first values come from? A model's weights, a state dict, or nothing but a seed.
+
+Values arrive unit by unit, so that a model built on `meta`, larger than a rank's memory, is never whole anywhere. A
+module on `meta` is filled by its own `reset_parameters` (or a function of the user's) under a seed made of the run's
+seed and the module's name: the numbers depend neither on the world size nor on the order of units.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.comms import collectives
+from fzero.comms.mesh import BoundMesh
+from fzero.comms.collectives import Bound
+from fzero.storage.file_tensor import Files
+from fzero.runtime.offload import Offload, agree
+from fzero.plans.plan import BufferPlan, Plan
+from fzero.runtime.step_spec import Recipe
+from fzero.comms.records import Label
+from fzero.state import TrainState
+from fzero.runtime.update import Updater
+from sharding import Sharded, TensorSpec
+from sharding.views import flatten, take_shard, torch_dtype
+
+InitFn = Callable[[nn.Module], object]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstState:
+    """The state that a step begins with, on one rank."""
+
+    recipe: Recipe
+    plan: Plan
+    offload: Offload
+    updater: Updater
+    rank: int
+    device: torch.device
+
+    def make(self, mesh: BoundMesh, params: Mapping[str, Tensor] | None, init_fn: InitFn | None) -> TrainState[Tensor]:
+        """A new state. *Collective:* every rank; rank 0's values are used.
+
+        Args:
+            params, init_fn: as `given` and `init_fn` of `values`.
+        """
+        cfg, everyone = self.recipe.cfg, mesh.everyone
+        if params is not None:
+            _check_names(self.recipe.model, params)
+        files = self.offload.make_files(everyone)
+        state: dict[str, dict[str, Any]] = {"params": {}, "master": {}, "grads": {}, "optimizer": {}}
+        for unit in self.plan.units:
+            names = [name for buffer in unit.buffers for name in buffer.layout.names]
+            values = self.values(names, params, init_fn)
+            for buffer in unit.buffers:
+                for part, tensors in self._buffer(buffer, values, files, everyone).items():
+                    state[part][buffer.key] = tensors
+            del values  # before the next unit's are made
+        found = self.values(list(self.plan.buffers), params, init_fn)
+        buffers = {
+            name: _from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), everyone, name)
+            for name, spec in self.plan.buffers.items()
+        }
+        if files is not None:
+            agree(files, everyone)
+        num_updates = torch.zeros((), dtype=torch.int64, device=self.device if cfg.skips_overflow else "cpu")
+        loss_scale = cfg.loss_scaling().init(self.device)
+        return TrainState(
+            step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=self.rng(everyone.rank),
+            wires=self.wires(),
+        )  # fmt: skip
+
+    def _buffer(
+        self, buffer: BufferPlan, values: Mapping[str, Tensor], files: Files | None, everyone: Bound
+    ) -> dict[str, Any]:
+        """What this rank holds of one flat buffer, from the whole values of its parameters."""
+        dtype = torch_dtype(buffer.dtypes.master)
+        flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
+        flat_P = _from_rank_0(flat_P, everyone, buffer.key)
+        param = self.cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
+        updated = self.cut(flat_P, buffer.master) if buffer.trainable or buffer.has_master else param
+        make = functools.partial(self.updater.transform_of, buffer)
+        return self.offload.init(buffer, files, param, updated, make)
+
+    def cut(self, flat_P: Tensor, spec: TensorSpec) -> Tensor:
+        """What this rank holds of a flat buffer."""
+        if isinstance(spec.spec, Sharded):
+            mesh = self.plan.mesh
+            return take_shard(flat_P, spec.partition(mesh), mesh.shard_of(self.rank, spec.spec)).clone()
+        return flat_P
+
+    def values(
+        self, names: Iterable[str], given: Mapping[str, Tensor] | None, init_fn: InitFn | None
+    ) -> dict[str, Tensor]:
+        """The first values of the parameters and buffers `names`, whole, on the device, in the dtype in which they are given.
+
+        Args:
+            given: a state dict that has them all, under a first or a further name; None takes the model's present values,
+                and initialises those on `meta`.
+            init_fn: called with a module whose own tensors are to be filled, instead of its `reset_parameters`.
+
+        Raises:
+            ValueError: a tensor is missing, has another shape, or cannot be initialised; the message names it.
+        """
+        values: dict[str, Tensor] = {}
+        initialised: dict[str, dict[str, Tensor]] = {}  # by module
+        for name in names:
+            prefix, _, key = name.rpartition(".")
+            module = self.recipe.model.get_submodule(prefix)
+            own = module._parameters[key] if key in module._parameters else module._buffers[key]
+            assert own is not None, name
+            found = None if given is None else _lookup(given, name, self.plan.aliases)
+            if found is not None:
+                if found.shape != own.shape:
+                    raise ValueError(
+                        f"params: {name!r} must have the model's shape {tuple(own.shape)}, got {tuple(found.shape)}; "
+                        f"pass the state dict of the same model"
+                    )
+                values[name] = found.detach().to(self.device)
+            elif given is not None and key in module._parameters:
+                raise ValueError(f"params: {name!r} is missing; pass a state dict with every parameter of the model")
+            elif own.device.type != "meta":
+                values[name] = own.detach().to(self.device)
+            else:
+                if prefix not in initialised:
+                    initialised[prefix] = _initialise(module, prefix, init_fn, self.recipe.seed, self.device)
+                values[name] = initialised[prefix][name]
+        return values
+
+    def wires(self) -> dict[str, dict[str, Any]]:
+        """What the wires of reductions remember."""
+        found: dict[str, dict[str, Any]] = {}
+        planned = self.plan.wires
+        for buffer in self.plan.flat_buffers:
+            dtype, summands = torch_dtype(buffer.dtypes.reduce), self.plan.summands(buffer)
+            for axis in planned.get(buffer.key, {}):
+                like = torch.zeros(summands[axis], dtype=dtype, device=self.device)
+                found.setdefault(buffer.key, {})[axis] = self.plan.wiring.reduce[axis].init(like)
+        return found
+
+    def rng(self, rank: int) -> dict[str, Tensor]:
+        """The random state of a rank, by device type."""
+        seed = (self.recipe.seed * 1_000_003 + rank) % 2**63
+        kinds = ("cpu", "cuda") if self.device.type == "cuda" else ("cpu",)
+        return {kind: torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds}
+
+
+def _from_rank_0(value: Tensor, everyone: Bound, name: str) -> Tensor:
+    return collectives.broadcast(value, everyone, label=Label("init", name))
+
+
+def _check_names(model: nn.Module, given: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for a name in the state dict `given` that the model does not have."""
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ValueError(
+            f"params: {unknown[0]!r} is not a parameter or buffer of {type(model).__name__} ({len(unknown)} such names); "
+            f"pass the state dict of the same model"
+        )
+
+
+def _lookup(given: Mapping[str, Tensor], name: str, aliases: Mapping[str, str]) -> Tensor | None:
+    names = [name, *(alias for alias, owner in aliases.items() if owner == name)]
+    return next((given[n] for n in names if n in given), None)
+
+
+def _initialise(
+    module: nn.Module, prefix: str, init_fn: InitFn | None, seed: int, device: torch.device
+) -> dict[str, Tensor]:
+    """The module's own tensors, made real, filled under their own seed, and given back; the module stays on `meta`."""
+    where = f"module {prefix or '(root)'!r} ({type(module).__name__})"
+    fill = getattr(module, "reset_parameters", None) if init_fn is None else functools.partial(init_fn, module)
+    if fill is None:
+        raise ValueError(
+            f"init: {where} is on meta and has no reset_parameters; pass init_fn=, or build it with values"
+        )
+    parameters, buffers = module._parameters, module._buffers
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), torch.no_grad():
+        torch.manual_seed(zlib.crc32(f"{seed}/{prefix}".encode()))
+        module.__dict__["_parameters"] = {
+            key: None if own is None else nn.Parameter(_blank(own, device), requires_grad=own.requires_grad)
+            for key, own in parameters.items()
+        }
+        module.__dict__["_buffers"] = {key: None if b is None else _blank(b, device) for key, b in buffers.items()}
+        try:
+            fill()
+            filled = {**module._parameters, **module._buffers}
+        finally:
+            module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers
+    dot = f"{prefix}." if prefix else ""
+    values = {dot + key: tensor.detach() for key, tensor in filled.items() if tensor is not None}
+    for name, tensor in values.items():
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise ValueError(f"init: {where} leaves {name!r} without values; pass an init_fn= that fills it")
+    return values
+
+
+def _blank(meta: Tensor, device: torch.device) -> Tensor:
+    """Memory of the same shape, full of NaN where it can be, so that what nobody fills is found."""
+    real = torch.empty_like(meta, device=device, requires_grad=False)
+    return real.fill_(float("nan")) if real.is_floating_point() else real.zero_()

@@ -1,0 +1,206 @@
+"""What does a step measure? The loss of a batch, the mean of what all ranks tell, and what the gradients still need.
+
+Pure functions of tensors, shared by the eager and the compiled step, so that both do the same arithmetic. What `check_*`
+reads makes the host wait and raises; nothing else does.
+
+Shape letters: W ranks, F shards, M rows (of ranks and micro-steps), N elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.optim.transforms import is_traced
+
+LossFn = Callable[[nn.Module, Any], Any]
+
+
+def loss_of(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Any,
+    *,
+    reduces_by_sum: bool,
+    autocast: torch.dtype | None = None,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight.
+
+    Args:
+        model: what computes it.
+        loss_fn: see `make_train_step`; None takes the model's output.
+        batch: what the model is called with.
+        reduces_by_sum: whether gradients are to be added up over ranks, which goes with no weight.
+        autocast: the dtype of `torch.autocast` on `device`, None for none.
+
+    Raises:
+        ValueError: the loss is no scalar that depends on a trainable parameter, or the weight is no number from 0 on.
+    """
+    if autocast is not None:
+        with torch.autocast(device, dtype=autocast):
+            return loss_of(model, loss_fn, batch, reduces_by_sum=reduces_by_sum)
+    weight = None
+    if loss_fn is not None:
+        loss: Any = loss_fn(model, batch)
+        source = "loss_fn"
+        if isinstance(loss, tuple) and len(loss) == 2:
+            if reduces_by_sum:
+                raise ValueError(
+                    f"gradient_allreduce_op: must be 'mean' when {source} gives a sum and its weight, got 'sum'; the "
+                    f"gradient of a weighted mean is divided by all weights"
+                )
+            loss, told = loss
+            make: Any = partial(torch.full, ()) if isinstance(told, int | float) else torch.as_tensor
+            weight = make(told, device=loss.device if isinstance(loss, Tensor) else None).detach()
+            check_weight(weight, source)
+    else:
+        source = f"{type(model).__name__}'s output"
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        elif isinstance(batch, tuple | list):
+            output = model(*batch)
+        else:
+            output = model(batch)
+        loss = output
+        if not isinstance(output, Tensor):
+            loss = getattr(output, "loss", None)
+            if loss is None and isinstance(output, Mapping):
+                loss = output.get("loss")
+            if loss is None and isinstance(output, tuple | list) and output:
+                loss = output[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
+        raise ValueError(
+            f"loss: {source} must be a scalar tensor, or have a scalar as .loss or first item, got {got}; "
+            f"pass loss_fn=lambda model, batch: ... that returns a scalar"
+        )
+    # Under torch.vmap a tensor does not tell.
+    if torch.is_grad_enabled() and not (loss.requires_grad or torch._C._are_functorch_transforms_active()):
+        raise ValueError(
+            f"loss: {source} must depend on a trainable parameter and does not; unfreeze one, or drop no_grad"
+        )
+    return loss.reshape(()), None if weight is None else weight.reshape(())
+
+
+def check_weight(weight: Tensor, source: str) -> None:
+    """Raises ValueError unless the weight is one number, not negative. Reads it on the CPU, outside of a graph."""
+    is_known = weight.device.type == "cpu" and not is_traced()
+    if weight.numel() != 1 or (is_known and not weight >= 0):
+        raise ValueError(
+            f"loss: {source} must give a weight that is one number, not negative, beside the sum, got "
+            f"{weight.tolist() if is_known else tuple(weight.shape)}; give the number of what was summed, tokens say"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """The rules by which losses and gradients of all ranks and micro-steps become a mean.
+
+    Args:
+        world_size: ranks W.
+        predivide: what gradients are divided by before they are added up over the ranks.
+        is_mean: whether the gradient is the mean over the ranks, not the sum.
+        clip: the largest gradient norm; 0 does not clip.
+        is_inf: whether that is the norm of the largest element.
+        scales_loss: whether the loss is multiplied by a scale.
+    """
+
+    world_size: int
+    predivide: float
+    is_mean: bool
+    clip: float
+    is_inf: bool
+    scales_loss: bool
+
+    def multiple(self, weight: Tensor | None, scale: Tensor) -> Tensor:
+        """How many times as large as the gradient meant the collected one is (0-d float64)."""
+        multiple = torch.full((), self._over(weight) / self.predivide, dtype=torch.float64, device=scale.device)
+        multiple = multiple if weight is None else multiple * weight
+        return multiple * scale if self.scales_loss else multiple
+
+    def factor(self, norm: Tensor, multiple: Tensor, overflow: Tensor, weight: Tensor | None) -> Tensor | None:
+        """What the collected gradients are still to be multiplied by; None is 1."""
+        if not self.clip and weight is None and not self.scales_loss and self._over(weight) == self.predivide:
+            return None
+        factor = (self.clip / (norm + 1e-6)).clamp(max=1.0) / multiple if self.clip else 1 / multiple
+        return torch.where(overflow, torch.ones_like(factor), factor)  # the gradients stay for `first_overflow`
+
+    def _over(self, weight: Tensor | None) -> int:
+        return self.world_size if self.is_mean and weight is None else 1
+
+    def norm_part(self, shards: Iterable[Tensor], device: torch.device) -> Tensor:
+        """One shard's part of the norm (0-d float64): from the same numbers in the same order in all stages."""
+        return self.joined(map(self.of_shard, shards), device)
+
+    def of_shard(self, grad_S: Tensor) -> Tensor:
+        """What one flat shard of gradients adds to a part of the norm (0-d float64)."""
+        if self.is_inf:
+            return grad_S.abs().max().double()
+        norm: Tensor = torch.linalg.vector_norm(grad_S, dtype=torch.promote_types(grad_S.dtype, torch.float32))
+        return norm.double().square()
+
+    def joined(self, measured: Iterable[Tensor], device: torch.device) -> Tensor:
+        """A part of the norm, of what its shards add to it."""
+        part = torch.zeros((), dtype=torch.float64, device=device)
+        for number in measured:
+            part = torch.maximum(part, number) if self.is_inf else part + number
+        return part
+
+    def norm(self, parts_F: Tensor) -> Tensor:
+        """The global norm of what was collected, from the parts of all shards."""
+        return parts_F.max() if self.is_inf else (mean_in_rank_order(parts_F) * len(parts_F)).sqrt()
+
+
+def row_of(loss: Tensor, weight: Tensor | None, *numbers: float) -> Tensor:
+    """What a rank tells the others of a loss (0-d float64 each): itself, its weight or -1, and the numbers."""
+    # A fill does not wait for the device, as a copy of a number does.
+    fill = partial(torch.full, (), dtype=torch.float64, device=loss.device)
+    rest = [fill(-1.0) if weight is None else weight.to(loss.device), *map(fill, numbers)]
+    return torch.stack([x.double() for x in (loss.detach(), *rest)])
+
+
+def mean_of(rows_M2: Tensor, *, is_sum: bool) -> tuple[Tensor, Tensor | None]:
+    """The mean of losses with their weights, and the sum of the weights if the losses are sums."""
+    mean, weight = mean_in_rank_order(rows_M2).unbind()
+    return (mean / weight, weight * rows_M2.shape[0]) if is_sum else (mean, None)
+
+
+def is_agreed(rows_M2: Tensor, *, is_sum: bool) -> Tensor:
+    """Whether all losses are sums with weights, or none is (0-d bool)."""
+    return ((rows_M2[:, 1] >= 0) == is_sum).all()
+
+
+def check_rows(rows_M2: Tensor, *, is_sum: bool) -> None:
+    """Raises ValueError when some losses are sums and others means, or no loss weighs anything."""
+    agreed = is_agreed(rows_M2, is_sum=is_sum)
+    message = "loss_fn: must give a mean always or a (sum, weight) always, got both; give the same on all ranks"
+    if rows_M2.device.type != "cpu":
+        torch._assert_async(agreed, message)
+    elif not agreed:
+        raise ValueError(message)
+    elif is_sum and (rows_M2[:, 1] == 0).all():
+        raise ValueError(
+            "loss_fn: its weights must not all be 0 in a step, and were, on every rank; leave out such a batch"
+        )
+
+
+def agreed_buffers(rows_WN: Tensor) -> Tensor:
+    """The module buffers of all ranks become one (N,): the mean of floating ones, else rank 0's."""
+    if not rows_WN.dtype.is_floating_point:
+        return rows_WN[0]
+    # What is equal stays so to the last bit.
+    return torch.where((rows_WN == rows_WN[0]).all(dim=0), rows_WN[0], mean_in_rank_order(rows_WN))
+
+
+def mean_in_rank_order(rows: Tensor) -> Tensor:
+    """The mean of the rows, added up one after the other."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total * (1 / rows.shape[0])

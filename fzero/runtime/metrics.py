@@ -1,0 +1,203 @@
+"""What did a step come to on all ranks: which loss and gradient norm, and may it update with them?
+
+`fzero.runtime.loss` has the rules; here they meet the ranks. What is not finite is told by the parameter's name where the host may
+wait for that, on the CPU; elsewhere a device-side assertion ends the process. Shape letters: A micro-steps, W ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.comms.mesh import BoundMesh
+from fzero.comms.collectives import Bound, CollectiveError
+from fzero.runtime.eager import own_shard
+from fzero.optim.loss_scale import LossScaling
+from fzero.runtime.loss import Measure, check_rows, mean_of
+from fzero.runtime.offload import Offload
+from fzero.plans.plan import Plan
+from fzero.runtime.step_spec import MismatchError, check_same
+from fzero.comms.records import Label
+from fzero.storage.shard_io import Scratch, Stage
+from fzero.state import Metrics, TrainState
+
+if TYPE_CHECKING:
+    from fzero.graph.capture import Outcome
+
+Named = Callable[[], dict[str, dict[str, str]]]
+"""Values as text, by subject and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundMeasure:
+    """The rules of a step, on one rank.
+
+    Attributes:
+        skips_overflow: whether a step with an overflow is skipped; if not, it raises.
+        model: whose parameters are named.
+    """
+
+    plan: Plan
+    mesh: BoundMesh
+    offload: Offload
+    scratch: Scratch
+    measure: Measure
+    scaling: LossScaling
+    skips_overflow: bool
+    model: nn.Module
+
+    def metrics(
+        self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool, rate: float, stage: Stage
+    ) -> tuple[Metrics, Tensor | None]:
+        """The metrics, and the factor that the gradients still need, None for 1. *Collective* where they are sharded.
+
+        Args:
+            losses: of every micro-step and rank, with their weights (A, W, 2).
+            state: holds the gradients.
+            is_sum: whether each loss is a sum, to be divided by the sum of the weights.
+            rate: the learning rate.
+            stage: that of the backward, which may know what a gradient adds to the norm.
+        """
+        check_rows(losses.flatten(0, 1), is_sum=is_sum)
+        mean_loss, weight = mean_of(losses.flatten(0, 1), is_sum=is_sum)
+        multiple = self.measure.multiple(weight, state.loss_scale.scale)
+        norm = self._norm(state, stage) / multiple
+        overflow = ~(norm + mean_loss).isfinite()
+        if self.skips_overflow:
+            self._check_loss_scale(state, overflow)
+        elif overflow.device.type != "cpu":
+            torch._assert_async((mean_loss + norm).isfinite(), "fzero: the loss or the gradient norm is not finite")
+        elif not math.isfinite(mean_loss) or not math.isfinite(norm):
+            raise FloatingPointError(self._what_is_not_finite(losses, state, norm))
+        lr = torch.full((), rate, device=self.offload.device)  # a fill does not wait for the device
+        factor = self.measure.factor(norm, multiple, overflow, weight)
+        scale = state.loss_scale.scale.clone()
+        return Metrics(mean_loss.float(), norm.float(), lr, overflow, scale), factor
+
+    def _norm(self, state: TrainState[Any], stage: Stage) -> Tensor:
+        """The global norm of what was collected (0-d float64): from the same numbers in the same order in all stages."""
+        mesh = self.mesh
+        held = [shard for shard in range(mesh.num_shards) if self.plan.stage == 0 or shard == mesh.shard]
+        cut = [b for b in self.plan.flat_buffers if b.trainable and b.shard_numel]
+
+        def numbers(shard: int) -> Iterator[Tensor]:
+            homes = [(f"{b.key}/grads", own_shard(state.grads[b.key], b, shard)) for b in cut]
+            known = [stage.known(*named) for named in homes]
+            unknown = [named for named, number in zip(homes, known, strict=True) if number is None]
+            rest = map(self.measure.of_shard, stage.each(unknown))
+            return (next(rest) if number is None else number for number in known)
+
+        parts = [self.measure.joined(numbers(shard), self.offload.device) for shard in held]
+        if len(held) < mesh.num_shards:
+            return self.measure.norm(mesh.stack(parts[0], label=Label("norm", phase="update")))
+        return self.measure.norm(torch.stack(parts))
+
+    def first_overflow(self, state: TrainState[Tensor]) -> str | None:
+        """The first parameter whose gradient is not finite; see `TrainStep.first_overflow`. *Collective.*"""
+        order = {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
+        first, mesh = len(order), self.mesh
+        trained = [buffer for buffer in self.plan.flat_buffers if buffer.trainable]
+        shards = ((b.key, own_shard(state.grads[b.key], b, mesh.shard)) for b in trained)
+        for buffer, grad_S in zip(trained, self.offload.stage(self.scratch).each(shards), strict=True):
+            for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
+                if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
+                    first = order[name]
+        found = int(mesh.stack(torch.tensor(first, device=self.offload.device), label=Label("overflow")).min())
+        return dict(zip(order.values(), order, strict=True)).get(found)
+
+    def check_outcome(self, outcome: Outcome, state: TrainState[Tensor], hyper: Named, *, is_sum: bool) -> None:
+        """Raises on every rank what a graph found; `hyper` as in `check_alike`."""
+        if outcome.ok.device.type != "cpu":
+            torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
+        elif not outcome.ok:
+            check_alike(outcome.told[..., 2:].flatten(0, 1), self.mesh.everyone, hyper)
+            check_rows(outcome.told[..., :2].flatten(0, 1), is_sum=is_sum)
+            if self.skips_overflow:
+                self._check_loss_scale(state, outcome.overflow)
+            raise FloatingPointError(self._what_is_not_finite(outcome.told[..., :2], state, outcome.norm))
+
+    def _check_loss_scale(self, state: TrainState[Tensor], overflow: Tensor) -> None:
+        """Raises on every rank when the loss scale would have to shrink below its minimum."""
+        exhausted = self.scaling.is_exhausted(state.loss_scale, overflow)
+        if exhausted.device.type != "cpu":
+            torch._assert_async(~exhausted, "fzero: an overflow with the loss scale at its minimum")
+        elif exhausted:
+            raise FloatingPointError(
+                f"fp16.min_loss_scale: the gradient overflows with the loss scale at its minimum "
+                f"{state.loss_scale.scale.item():g}, first in {self.first_overflow(state)!r}; the state was not updated: "
+                f"look at this batch, lower the learning rate, or use bf16"
+            )
+
+    def _what_is_not_finite(self, losses: Tensor, state: TrainState[Tensor], norm: Tensor) -> str:
+        by_rank = losses[..., 0].mean(dim=0).tolist()
+        ranks = [rank for rank, value in enumerate(by_rank) if not math.isfinite(value)]
+        mean = losses[..., 0].mean().item()
+        what = f"loss is not finite on ranks {ranks}" if ranks else f"loss is {mean:.6g}, its gradient is not finite"
+        name = self.first_overflow(state)
+        return (
+            f"step {int(state.step)}: {what} (losses {by_rank}, gradient norm {norm.item():.6g}"
+            + (f", first parameter {name!r}" if name else "")
+            + "); the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
+        )
+
+
+def check_alike(numbers_M2: Tensor, everyone: Bound, hyper: Named) -> None:
+    """Raises on every rank when the ranks' passes, by number, are not the same, or the hyper-parameters, by checksum.
+
+    On the CPU alone, where reading is free: elsewhere `assert_alike` and a graph do it.
+
+    Args:
+        numbers_M2: the number of the pass and the checksum, of every rank at least once.
+        everyone: the ranks.
+        hyper: this rank's hyper-parameters as text, by subject and name.
+
+    Raises:
+        CollectiveError: the ranks are in different steps.
+        MismatchError: their hyper-parameters differ.
+    """
+    if numbers_M2.device.type != "cpu" or (numbers_M2 == numbers_M2[0]).all():
+        return
+    check_passes(numbers_M2[:, 0])
+    check_same(
+        everyone, hyper(),
+        fix="compute it from what is the same on all ranks (metrics.loss is the mean over them), or on rank 0 for all",
+    )  # fmt: skip
+    raise MismatchError(
+        "hyper-parameters: must be the same on all ranks, and differ; compute them from the same numbers"
+    )
+
+
+def assert_alike(told_AWN: Tensor) -> None:
+    """`check_alike` where the host must not wait for the device, of all backwards of a step."""
+    numbers = told_AWN[..., 3:]
+    torch._assert_async(
+        (numbers == numbers[:, :1]).all(), "fzero: the ranks are in different steps, or have other learning rates"
+    )
+
+
+@lru_cache(maxsize=16)
+def mark_of(names: frozenset[str]) -> float:
+    """A number in [0, 1) that tells sets of parameters apart, to be added to the number of a pass; 0 for none."""
+    return zlib.crc32(" ".join(sorted(names)).encode()) / 2**32 if names else 0.0
+
+
+def check_passes(numbers_W: Tensor) -> None:
+    """Raises on every rank when the ranks' passes, by number, are not the same; elsewhere than on the CPU it does not look."""
+    if numbers_W.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
+        if (numbers_W.floor() == numbers_W[0].floor()).all():
+            raise CollectiveError(
+                "requires_grad: must be the same on all ranks for each parameter, and differs; freeze and unfreeze on every "
+                "rank, before the same forward"
+            )
+        raise CollectiveError(
+            f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes, since an error was "
+            f"raised at different places on different ranks, or some alone called what all must call (trace_comm, "
+            f"evaluate); end the job, and start it again from what was saved"
+        )

@@ -1,0 +1,292 @@
+"""How does a module compute with tensors that it does not own? It is bound to them while it runs.
+
+Inside `bound(...)` every access to a parameter, in any module and from anywhere in its code, asks a function for the
+tensor by the parameter's full name. That is the moment in which a unit is gathered: no hook has to guess which
+parameters a forward will touch. Afterwards the module is as it was. So it is with random numbers (`random_state`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, takewhile
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+from fzero.runtime import own_params
+from fzero.runtime.own_params import Fetch, check_no_hooks, late, wrong_kind
+
+
+class _Parameters(dict[str, Any]):
+    """A module's `_parameters` whose values come from `fetch`, unless the model puts another value in their place."""
+
+    def __init__(self, own: dict[str, Any], names: dict[str, str], fetch: Fetch) -> None:
+        super().__init__(own)
+        self.names, self.fetch = names, fetch
+        self.put: set[str] = set()
+        """The keys under which the model has put something of its own."""
+
+    def __getitem__(self, key: str) -> Any:
+        name = self.names.get(key)
+        return super().__getitem__(key) if name is None else self.fetch(name)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        # `torch.func.functional_call` inside the model's own code swaps parameters like this, and puts back what it found:
+        # a tensor of `fetch`, which is not to be used any more when its unit is gathered anew.
+        name = getattr(value, "fzero_name", None)
+        if name is not None:
+            self.names[key] = name
+            self.put.discard(key)
+        else:
+            self.names.pop(key, None)
+            self.put.add(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        self.names.pop(key, None)
+        self.put.discard(key)
+        super().__delitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401 - it would call itself
+
+    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        return ((key, self[key]) for key in self)
+
+    def values(self) -> Iterator[Any]:  # type: ignore[override]
+        return (self[key] for key in self)
+
+
+def is_bound(model: nn.Module) -> bool:
+    """Whether the model runs on other tensors than its own, inside `bound`."""
+    return isinstance(model._parameters, _Parameters)
+
+
+@contextmanager
+def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict[str, Tensor]) -> Iterator[None]:
+    """Runs `model` on the tensors of `fetch` and `buffers`; afterwards it is as it was found, also after an error.
+
+    Args:
+        model: the module; the tensors that it owns are neither read nor written.
+        aliases: the further names of tied parameters and buffers, with the name that `fetch` and `buffers` know.
+        fetch: the tensor of a parameter, by its full name.
+        buffers: the module's buffers by full name. In-place changes reach these tensors; a buffer that the model
+            assigns anew takes the old one's place in the mapping.
+    """
+    modules = list(model.named_modules())
+    found = [(module, module._parameters, module._buffers) for _, module in modules]
+    recurrent = [module for _, module in modules if isinstance(module, nn.RNNBase)]
+    flat_weights = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
+    hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module in recurrent]
+    homes: list[tuple[dict[str, Tensor | None], str, str, Tensor]] = []
+    names_of: dict[int, str] = {}  # by the identity of the module's own parameter
+    own_by_id: dict[int, nn.Parameter] = {}
+    listers: list[nn.Module] = []
+    lister, parents = _lister(names_of, set(aliases.values()), fetch), _parents_of_ties(aliases)
+    leave = None
+    try:
+        for prefix, module in modules:
+            dot = f"{prefix}." if prefix else ""
+            names = {}
+            for key, own in module._parameters.items():
+                if own is not None:
+                    name = names_of[id(own)] = names[key] = aliases.get(dot + key, dot + key)
+                    own_by_id[id(own)] = own
+                    if type(own) is nn.Parameter:  # else another rank in lockstep has it bound
+                        check_no_hooks(name, own)
+            module.__dict__["_parameters"] = _Parameters(module._parameters, names, fetch)
+            if prefix in parents and type(module).named_parameters is nn.Module.named_parameters:
+                module.__dict__["named_parameters"] = MethodType(lister, module)
+                listers.append(module)
+            module.__dict__["_buffers"] = dict(module._buffers)
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    name = aliases.get(dot + key, dot + key)
+                    if name not in buffers:
+                        raise late("buffer", name)
+                    module._buffers[key] = buffers[name]
+                    homes.append((module._buffers, key, name, buffers[name]))
+        leave = own_params.enter(own_by_id, names_of, fetch)
+        yield
+        for (prefix, module), (_, _, own_buffers) in zip(modules, found, strict=True):
+            _check_slots(module, prefix, own_buffers)
+        for slots, key, name, before in homes:
+            _check_same_kind(name, before, slots.get(key))
+    finally:
+        if leave is not None:
+            leave()
+        for slots, key, name, before in homes:
+            now = slots.get(key)
+            if now is not None and now is not before:
+                buffers[name] = now.detach().clone()  # it may be part of the batch, or hold a graph
+        for module in listers:
+            del module.__dict__["named_parameters"]
+        for module, own_parameters, own_buffers in found:
+            module.__dict__["_parameters"], module.__dict__["_buffers"] = own_parameters, own_buffers
+        for hook in hooks:
+            hook.remove()
+        for module, own_weights, own_refs in flat_weights:
+            module._flat_weights, module._flat_weight_refs = own_weights, own_refs
+
+
+def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any]) -> None:
+    """Raises ValueError where a forward has left a parameter or a buffer that the state does not have: it would be lost."""
+    dot, parameters = f"{prefix}." if prefix else "", module._parameters
+    assert isinstance(parameters, _Parameters)
+    for key in parameters.put:
+        if dict.get(parameters, key) is not None:
+            raise late("parameter", dot + key)
+    if len(module._buffers) > len(own_buffers):
+        for key, buffer in module._buffers.items():
+            if key not in own_buffers and buffer is not None:
+                raise late("buffer", dot + key)
+
+
+def _check_same_kind(name: str, before: Tensor, now: Tensor | None) -> None:
+    """Raises ValueError where a forward has put something of another shape or dtype in a buffer's place."""
+    if now is not None and now is not before and (now.shape, now.dtype) != (before.shape, before.dtype):
+        raise wrong_kind(name, before, now)
+
+
+@contextmanager
+def random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Runs on the random state `rng`, and leaves the process' own as it was; the mapping given is the state after."""
+    after: dict[str, Tensor] = {}
+    own = {"cpu": torch.get_rng_state()}
+    torch.set_rng_state(rng["cpu"].clone())  # torch reads a view of other memory wrongly
+    if "cuda" in rng:
+        own["cuda"] = torch.cuda.get_rng_state(device)
+        torch.cuda.set_rng_state(rng["cuda"], device)
+    try:
+        yield after
+        after["cpu"] = torch.get_rng_state()
+        if "cuda" in rng:
+            after["cuda"] = torch.cuda.get_rng_state(device)
+    finally:
+        torch.set_rng_state(own["cpu"])
+        if "cuda" in rng:
+            torch.cuda.set_rng_state(own["cuda"], device)
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards modules have the attributes that they had, also in lists, sets and dicts of their own.
+
+    For a run on tensors without memory: a table that the model makes once would be one of them.
+    """
+    owned = [(vars(module), dict(vars(module))) for module in model.modules()]
+    held = [(value, value.copy()) for _, own in owned for value in own.values() if type(value) in _CONTAINERS]
+    try:
+        yield
+    finally:
+        for now, before in (*held, *owned):
+            now.clear()
+            now.extend(before) if isinstance(now, list) else now.update(before)
+
+
+_CONTAINERS = (list, set, dict, OrderedDict, defaultdict)
+
+
+@contextmanager
+def beneath_modes(num_modes: int) -> Iterator[None]:
+    """Inside, of the active modes of `torch.utils._python_dispatch` the first `num_modes` only are.
+
+    A mode that a model enters sees the model's operations. The gather of its parameters is none of them, nor is it there
+    again when the region of the mode is run again.
+    """
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - num_modes)]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+@contextmanager
+def replaced_forwards(
+    model: nn.Module, names: Sequence[str], replace: Callable[[str, nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside, the `forward` of each named module is what `replace` makes of it; afterwards `model` is as it was found.
+
+    A module that has several of the names is asked for once.
+    """
+    found: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for name in names:
+            module = model.get_submodule(name)
+            if not any(module is other for other, _ in found):
+                forward = replace(name, module)
+                found.append((module, own_forward(module)))
+                module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, own in found:
+            module.__dict__.pop("forward", None)
+            module.__dict__.update(own)
+
+
+def own_forward(module: nn.Module) -> dict[str, Any]:
+    """The module's `forward` where it has one besides its class'."""
+    return {key: module.__dict__[key] for key in ("forward",) if key in module.__dict__}
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy for `torch.compile`, whose cache belongs to the code: that of a method is shared by all objects of its class."""
+    if isinstance(function, MethodType):
+        return MethodType(with_own_code(function.__func__), function.__self__)
+    assert isinstance(function, FunctionType)
+    code, name = function.__code__.replace(), function.__name__
+    copy = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _parents_of_ties(aliases: dict[str, str]) -> set[str]:
+    """The root, and the names of the modules that hold two ends of a tie."""
+    parents = {""}
+    for alias, owner in aliases.items():
+        steps = takewhile(lambda pair: pair[0] == pair[1], zip(alias.split("."), owner.split(".")))
+        parents |= set(accumulate((step for step, _ in steps), "{}.{}".format))
+    return parents
+
+
+def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[..., Any]:
+    """The method `named_parameters` of a bound module, which tells parameters apart by what the module owns.
+
+    Not by what is fetched: a tied parameter whose unit is entered anew is another tensor, and would be listed twice.
+    Nor does a list of what came before keep all that was gathered alive.
+    """
+
+    def named_parameters(
+        self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        again: dict[str, Tensor] = {}
+        seen: set[str] = set()
+        for key, own in self._named_members(
+            lambda member: dict.items(member._parameters), prefix, recurse, remove_duplicate
+        ):
+            name = names_of.get(id(own))
+            if name is None:  # the model put it there
+                yield key, own
+                continue
+            if remove_duplicate and name in seen:  # `model.to("meta")` gives the ends of a tie parameters of their own
+                continue
+            seen.add(name)
+            value = again[name] if name in again else fetch(name)
+            if name in tied:
+                again[name] = value
+            yield key, value
+
+    return named_parameters
+
+
+def _fill_flat_weights(module: nn.RNNBase, inputs: Any) -> None:
+    """Recurrent modules keep a list of their weights beside `_parameters`, and hand that list to the kernel."""
+    module._flat_weights = [
+        getattr(module, name) if hasattr(module, name) else None for name in module._flat_weights_names
+    ]

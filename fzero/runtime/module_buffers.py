@@ -1,0 +1,64 @@
+"""Which of the module's buffers does a step change, and how do they become the same on all ranks?
+
+A forward writes into a buffer, or puts another tensor in its place. The ranks agree once on which ones steps change. These are
+averaged in every step, so that BatchNorm's running statistics see the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fzero.comms import collectives
+from fzero.comms.collectives import Bound
+from fzero.runtime.loss import agreed_buffers
+from fzero.comms.records import Label
+
+
+def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]]) -> set[str]:
+    """The names of buffers that are another tensor than before, or another version of it."""
+    return {n for n, (tensor, version) in before.items() if buffers[n] is not tensor or tensor._version != version}
+
+
+def make_equal(
+    buffers: Mapping[str, Tensor], moved: set[str], moving: frozenset[str] | None, everyone: Bound, *, has_news: bool
+) -> frozenset[str]:
+    """Makes buffers that steps change equal on all ranks, in place: floating ones are averaged, others rank 0's.
+
+    *Collective:* every rank.
+
+    Args:
+        buffers: all of them, as they are after the forwards of this step.
+        moved: the names of those that changed on this rank.
+        moving: of those that steps change, as far as the ranks have agreed on it; None is not yet.
+        has_news: whether any rank saw another one change, so that they agree anew.
+
+    Returns:
+        The names of those that steps change.
+
+    Raises:
+        ValueError: a buffer changed too late to be agreed on.
+    """
+    if everyone.size == 1 or not buffers:
+        return (moving or frozenset()) | moved
+    if moving is None or has_news:
+        told = collectives.exchange(moved, everyone, label=Label("agree", phase="update"))
+        moving = (moving or frozenset()).union(*told)
+    unexpected = moved - moving
+    if unexpected:
+        raise ValueError(
+            f"buffer {min(unexpected)!r}: changed for the first time after the first step (on the CPU: in the backward), so "
+            f"that the ranks did not agree to average it; change it once in the first forward"
+        )
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for name, buffer in buffers.items():
+        if name in moving:
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for alike in by_dtype.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in alike])
+        agreed = agreed_buffers(collectives.stack(flat, everyone, label=Label("buffers", phase="update")))
+        for buffer, values in zip(alike, torch.split(agreed, [buffer.numel() for buffer in alike]), strict=True):
+            buffer.copy_(values.view(buffer.shape))
+    return moving

@@ -1,0 +1,608 @@
+"""What does a step do about tensors of its state that live off the device?
+
+`Offload` is what a plan's placements come to on one rank's device. It makes the tensors of a flat buffer where they shall live,
+updates them there, and moves them elsewhere; each as one stream over sub-groups (`fzero.storage.stream`), whose tensors come from where
+they are: files, host memory, or where the update runs. Parameters, which a pass asks for as whole shards, and gradients, which it
+gives, come and go through a `Stage` (`fzero.storage.shard_io`). Where the model is on the CPU, host memory is the device's, and nothing
+moves. A buffer whose master and optimizer state live elsewhere is updated on the CPU (`stream_buffers.updates_on_host`).
+
+If one rank's files fail, no rank may go on: before updated parameters are joined, every rank tells whether its files are whole
+(`agree`), and where one's are not, all of them raise, and none of their states can be used any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.comms import collectives
+from fzero.comms.mesh import BoundMesh
+from fzero.comms.collectives import Bound, Pending
+from fzero.runtime.eager import own_shard
+from fzero.storage.file_store import FileSpec, StoreError
+from fzero.storage.file_tensor import FilePlan, Files, FileTensor, handles_of, renewed
+from fzero.storage.movers import ByName, DeviceMover, Resident
+from fzero.plans.plan import BufferPlan, Plan
+from fzero.common.profiler_ranges import ranged
+from fzero.comms.records import Label
+from fzero.storage.shard_io import MOST_LEAVING, Leaf, Scratch, Stage
+from fzero.state import TrainState
+from fzero.storage.stream import Mover, Streamed, SubGroup, cut, init_streamed, stream_update, update_streamed
+from fzero.storage.buffer_sizes import updates_on_host
+from fzero.optim.transforms import Transform
+from sharding.specs import Placement, TensorSpec
+from sharding.views import torch_dtype
+
+Place = Literal["here", "host", "nvme"]
+"""As the device sees it: its own memory, the host's, where that is another, or a file."""
+
+QUANTITIES = ("params", "grads", "master", "optimizer")
+"""The parts of a state that are kept by flat buffer."""
+
+_OF_BUFFERS = tuple(f"state.{quantity}" for quantity in QUANTITIES)
+
+Parts = dict[str, Any]
+"""What a state holds of one flat buffer: `params`, `grads`, `master` and `optimizer`, as far as there is any."""
+
+
+class Home(NamedTuple):
+    """Where a flat tensor of one rank's state lives, and as what."""
+
+    placement: Placement
+    dtype: str
+    numel: int
+
+
+class Leaves(NamedTuple):
+    """The flat tensors that a rank holds of a buffer, by name."""
+
+    updated: str
+    """The master, or the rank's share of the parameters where there is none."""
+    longs: tuple[str, ...]
+    """Of the optimizer's state."""
+    param: str
+    """The same as `updated` where there is no master."""
+    grad: str
+    """Empty where nothing is trained."""
+    numel: int
+    """Elements that the rank updates."""
+    homes: Mapping[str, Home]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What an update reads and writes."""
+        return (self.updated, *self.longs)
+
+
+Join = Callable[[Tensor, Tensor], Pending]
+"""Starts to fill the second tensor with what the ranks have updated of it, of which this one's is the first."""
+
+
+class Update(NamedTuple):
+    """One flat buffer to be updated."""
+
+    buffer: BufferPlan
+    grad: Leaf
+    """This rank's (S)."""
+    master: Leaf
+    """What is updated: a shard of the parameters if there is no master."""
+    state: Any
+    transform_at: Callable[..., Transform]
+    """Of elements [start, stop), and as the third what takes the new parameters, where these live elsewhere."""
+    param: Leaf
+    """This rank's share of what the model computes with; where it is joined elsewhere (`joins`), all that it holds."""
+    join: Join
+
+
+class Offload:
+    """What the placements of a plan come to where the model is on `device`."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.device, self._streaming = device, plan.streaming
+        self._leaves = {b.key: _leaves_of(plan, b) for b in plan.flat_buffers}
+        self._shapes = {(b.padded_numel,) for b in plan.flat_buffers}
+        self._files: FilePlan = {
+            name: (home.placement.path, FileSpec(home.numel, home.dtype))
+            for leaves in self._leaves.values()
+            for name, home in leaves.homes.items()
+            if home.placement.path is not None
+        }
+        self._away = {
+            key for key, leaves in self._leaves.items() if not all(self._is_here(leaves, name) for name in leaves.homes)
+        }
+        trained = [b for b in plan.flat_buffers if b.trainable]
+        self._wholes = {b.key for b in trained if not b.elementwise or self.joins(b)}
+        self._on_host = {b.key for b in trained if updates_on_host(b, plan)}
+        cut_ = [self._leaves[b.key] for b in trained if b.key not in self._wholes]
+        self._most = max((sum(n in self._files for n in (*of.names, of.grad)) for of in cut_), default=0)
+        self._further = max((of.param != of.updated and of.param in self._files for of in cut_), default=False)
+        self._ahead = plan.streaming.ahead(self._most)
+        alive, spare = 1 + sum(self._ahead.values()), plan.streaming.num_pooled(self._most, self._further)
+        spare -= alive * (self._most + self._further)
+        early = max((sum(name in self._files for name in of.names) for of in cut_), default=0)
+        self._num_early = alive + spare // max(early, 1) if plan.streaming.read_ahead else 0
+        longest = max((of.numel for of in self._leaves.values()), default=0)
+        self.sub_group_numel = plan.streaming.sub_group(longest, (spec.dtype for _, spec in self._files.values()))
+        self._staged_nbytes = self._staged(plan)
+
+    def _staged(self, plan: Plan) -> int:
+        """About the bytes of whole shards that are on their way between files and a pass at once."""
+        params = [sum(self._nbytes(self._leaves[b.key].param) for b in unit.buffers) for unit in plan.units]
+        grads = [self._nbytes(leaves.grad) for leaves in self._leaves.values()]
+        wholes = [sum(map(self._nbytes, self._leaves[key].homes)) for key in self._wholes]
+        return 2 * max([*params, *wholes]) + MOST_LEAVING * max([*grads, *map(self._longest, self._wholes)])
+
+    def _longest(self, key: str) -> int:
+        return max(map(self._nbytes, self._leaves[key].homes))
+
+    def _nbytes(self, name: str) -> int:
+        return self._files[name][1].nbytes if name in self._files else 0
+
+    @property
+    def has_files(self) -> bool:
+        """Whether something lives in files."""
+        return bool(self._files)
+
+    @property
+    def passes_use_files(self) -> bool:
+        """Whether a forward or backward reads or writes files."""
+        return any(name in self._files for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
+
+    def stage(
+        self, scratch: Scratch, measure: Callable[[Tensor], Tensor] | None = None, *, in_memory: bool = False
+    ) -> Stage:
+        """What brings shards to one pass, and takes gradients from it, of which it may `measure` each."""
+        return Stage(self.device, scratch, self._streaming.num_staged, measure=measure, in_memory=in_memory)
+
+    def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
+        """Starts to read what the next update asks for first, but for gradients: as many sub-groups as have room.
+
+        For a backward, beside which it comes. Errors are kept for `agree`.
+
+        Args:
+            still: the keys of flat buffers that the update leaves as they are.
+        """
+        files, rest = next((handle.files for handle in handles_of(state)), None), self._num_early
+        if files is None or files.cause is not None:  # which this rank alone may know
+            return
+        for key, leaves in self._leaves.items():
+            is_cut = leaves.grad and key not in self._wholes and key not in still
+            names = [name for name in leaves.names if name in self._files and is_cut]
+            for group in cut(names, leaves.numel, self.sub_group_numel)[:rest] if names else ():
+                for name in names:
+                    files.ahead(name, group.start, group.stop)
+                rest -= 1
+
+    def kind(self, placement: Placement) -> Place:
+        """Where a tensor is."""
+        if placement.kind == "device":
+            return "here"
+        return "here" if placement.kind == "host" and self.device.type == "cpu" else placement.kind
+
+    def _is_here(self, leaves: Leaves, name: str) -> bool:
+        return self._is_at("here", leaves, name)
+
+    def _is_at(self, place: Place, leaves: Leaves, name: str) -> bool:
+        return self.kind(leaves.homes[name].placement) == place
+
+    def is_away(self, buffer: BufferPlan) -> bool:
+        """Whether a part of what an update of this buffer reads or writes lives elsewhere."""
+        return buffer.key in self._away
+
+    def joins(self, buffer: BufferPlan) -> bool:
+        """Whether updated parameters are joined in a shard that lives elsewhere."""
+        leaves = self._leaves[buffer.key]
+        return buffer.joins_shards and not self._is_here(leaves, leaves.param)
+
+    def runs_on(self, buffer: BufferPlan) -> torch.device:
+        """Where the buffer is updated."""
+        return self._device_of(self._runs_at(buffer))
+
+    def _runs_at(self, buffer: BufferPlan) -> Place:
+        return self.kind(Placement("host")) if buffer.key in self._on_host else "here"
+
+    def _device_of(self, place: Place) -> torch.device:
+        return self.device if place == "here" else torch.device("cpu")
+
+    # --- making, updating, moving --------------------------------------------------------------------------------
+
+    def make_files(self, everyone: Bound) -> Files | None:
+        """The files of a new state, for this rank; None if nothing lives in files.
+
+        *Collective* where something does: every rank.
+
+        Raises:
+            StoreError, MemoryError: told on every rank, when those of one cannot be made.
+        """
+        if not self._files:
+            return None
+        files, error = None, None
+        try:
+            files = Files(
+                self._files, self._streaming, sub_group_numel=self.sub_group_numel, most=self._most,
+                further=self._further, staged_nbytes=self._staged_nbytes, rank=everyone.rank,
+            )  # fmt: skip
+        except Exception as raised:
+            error = raised
+        try:
+            agree(files, everyone, error=error)
+        except Exception:
+            if files is not None:
+                files.close()
+            raise
+        return files
+
+    def is_served_by(self, files: Files | None) -> bool:
+        """Whether a state with these files (None: without any) has in files just what this plan wants there, and room to move."""
+        if files is None:
+            return not self._files
+        return self._files == files.plan and self._has_room(files)
+
+    def _has_room(self, files: Files) -> bool:
+        return files.has_room(
+            self._streaming, sub_group_numel=self.sub_group_numel, most=self._most, further=self._further
+        )
+
+    def init(
+        self, buffer: BufferPlan, files: Files | None, param: Tensor, values_S: Tensor, make: Callable[[], Transform]
+    ) -> Parts:
+        """A new state's part of one flat buffer, each tensor where it shall live; gradients are zeros.
+
+        Args:
+            param: what the model computes with, on the device.
+            values_S: what this rank updates of it, or the master (of a frozen one, too), on the device.
+            make: the transform, of a buffer that is trained.
+        """
+        leaves = self._leaves[buffer.key]
+        if not buffer.trainable:
+            return self.move(buffer, files, {"params": param, "master": values_S})
+        if self.is_away(buffer) and buffer.key in self._wholes:
+            home = leaves.homes[leaves.grad]
+            zeros_S = torch.zeros(home.numel, dtype=torch_dtype(home.dtype), device=self.device)
+            whole = {"params": param, "master": values_S, "grads": zeros_S, "optimizer": make().init(values_S)}
+            return self.move(buffer, files, whole)
+        made = self._empty(leaves, files)
+        if not self.is_away(buffer):
+            found: dict[str, Leaf] = {leaves.updated: values_S}
+            state = make().init(values_S)
+        else:
+            found = {leaves.updated: values_S, **made}
+            state = make().init(values_S.new_empty(0, device=self.runs_on(buffer)))
+            self._init_streamed(buffer, files, found, values_S, state, make())
+            state = _with_long(state, leaves, found)
+        grads_S = made.get(leaves.grad)
+        if grads_S is None:
+            home = leaves.homes[leaves.grad]
+            grads_S = torch.zeros(home.numel, dtype=torch_dtype(home.dtype), device=self.device)
+        parts = {"params": made.get(leaves.param, param), "grads": grads_S, "optimizer": state}
+        return parts | ({"master": found[leaves.updated]} if buffer.has_master else {})
+
+    def _init_streamed(
+        self, buffer: BufferPlan, files: Files | None, found: Mapping[str, Leaf], values_S: Tensor, state: Any,
+        transform: Transform,
+    ) -> None:  # fmt: skip
+        """Writes first values to where they live. Errors are kept for `agree` where there are files."""
+        if files is not None and files.cause is not None:
+            return
+        streamed = self._streamed(buffer, lambda *_: transform, found, state)
+        mover = self._mover([(buffer, found)])
+        self._stream(
+            files,
+            lambda: init_streamed(
+                [streamed], lambda _, a, b: values_S[a:b], mover, sub_group_numel=self.sub_group_numel, **self._ahead
+            ),
+        )
+
+    def _streamed(
+        self, buffer: BufferPlan, transform_at: Callable[..., Transform], tensors: Mapping[str, Leaf], state: Any
+    ) -> Streamed:
+        leaves = self._leaves[buffer.key]
+        out = leaves.param if leaves.param != leaves.updated and leaves.param in tensors else None
+        return Streamed(leaves.names, leaves.numel, transform_at, None, state, out=out, grad=leaves.grad)
+
+    def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+        """Raises unless each tensor of a state lives where its spec says, and those in files are good.
+
+        Raises:
+            ValueError: one is not, or their buffers do not fit this step's streams.
+            StoreError: the state is stale, or its files are broken.
+        """
+        for name, leaf, spec in zip(names, leaves, specs, strict=True):
+            in_file = isinstance(leaf, FileTensor)
+            if in_file != (spec.placement.kind == "nvme"):
+                raise ValueError(
+                    f"{name}: must live on {spec.placement.kind!r} in this step, got {leaf!r}; bring the state there with "
+                    f"fzero.place(state, step)"
+                    if in_file
+                    else f"{name}: must live in a file in this step, got a tensor in memory; bring the state there with "
+                    f"fzero.place(state, step)"
+                )
+            if in_file:
+                leaf.check()
+            elif name.startswith(_OF_BUFFERS) and spec.shape in self._shapes:
+                expected = self._device_of("host" if self.kind(spec.placement) == "host" else "here")
+                if leaf.device.type != expected.type:
+                    raise ValueError(
+                        f"{name}: must be on {expected} in this step, got a tensor on {leaf.device}; bring the state there with "
+                        f"fzero.place(state, step)"
+                    )
+        files = next((leaf.files for leaf in leaves if isinstance(leaf, FileTensor)), None)
+        if files is not None and not self._has_room(files):
+            raise ValueError(
+                "state: its files must have the checksums of this step, and no smaller or fewer buffers than it needs, and are "
+                "of a step with other streaming (sub_group_size, buffer_count, checksums, pipeline_read, pipeline_write); bring "
+                "the state there with fzero.place(state, step)"
+            )
+
+    def step(
+        self,
+        state: TrainState[Any],
+        updates: Sequence[Update],
+        mesh: BoundMesh,
+        skip: Tensor | None,
+        *,
+        scratch: Scratch,
+    ) -> TrainState[Any]:
+        """The state after these updates; where files are updated, with handles of the next generation.
+
+        What is elementwise is one stream. The other buffers come before it, one after the other: those of an optimizer that looks
+        at whole parameters, and those whose updated shards are joined elsewhere.
+
+        *Collective* where there are files, or such buffers: every rank. An overflow (`skip`) writes no file.
+
+        Raises:
+            StoreError: on every rank, when files of one failed; the state cannot be used any more.
+        """
+        handles = handles_of(state)
+        for handle in handles:
+            handle.check_age()
+        files = handles[0].files if handles else None  # a failure that this rank alone knows is for `agree`
+        if files is not None and skip is not None and bool(skip):
+            files.rest()  # of what was read ahead
+            agree(files, mesh.everyone)
+            return state
+        try:
+            self._update_wholes(
+                [update for update in updates if update.buffer.key in self._wholes], mesh.shard, scratch
+            )
+        except BaseException as error:
+            if files is not None:
+                files.tell(error)
+            raise
+        self._update([update for update in updates if update.buffer.key not in self._wholes], files)
+        if files is None:
+            return state
+        agree(files, mesh.everyone)
+        files.generation += 1
+        return state._replace(**{name: renewed(getattr(state, name)) for name in QUANTITIES})
+
+    def _update_wholes(self, updates: Sequence[Update], shard: int, scratch: Scratch) -> None:
+        """Updates buffers one after the other, while the next one's tensors are on their way and the last one's are put back.
+
+        What fails of files raises nothing here. A rank goes on with zeros, for others wait for its part of the sums.
+        """
+        stage, rest = Stage(self.device, scratch), deque(updates)
+        while rest:
+            update = rest.popleft()
+            buffer, leaves, homes = update.buffer, self._leaves[update.buffer.key], self._tensors(update)
+            here = {
+                name: stage.fresh(x) if self._is_made(buffer, name) else stage.bring(name, x)
+                for name, x in homes.items()
+            }
+            for name, x in self._tensors(rest[0]).items() if rest else ():
+                if not self._is_made(rest[0].buffer, name):
+                    stage.ahead(name, x)
+            param, grad = here[leaves.param], here[leaves.grad]
+            share = own_shard(param, buffer, shard) if self.joins(buffer) else param
+            transform = update.transform_at(0, leaves.numel, share if buffer.has_master else None)
+            updated = here[leaves.updated] if buffer.has_master else share
+            with ranged("update", buffer.key):
+                transform.update(grad, updated, _with_long(update.state, leaves, here))
+            if self.joins(buffer):
+                update.join(share, param).wait()
+            del param, grad, share, updated, transform  # so that memory for files is taken back
+            for name in [name for name in here if here[name] is not homes[name]]:
+                if name != leaves.grad:
+                    stage.put(name, homes[name], here[name], adds=False)
+                scratch.give(here.pop(name))
+        stage.settle()
+
+    def _is_made(self, buffer: BufferPlan, name: str) -> bool:
+        """Whether nobody asks for the old numbers of a tensor of this buffer: of parameters that are made of a master."""
+        return buffer.has_master and name == self._leaves[buffer.key].param
+
+    def _tensors(self, update: Update) -> dict[str, Leaf]:
+        """What the update of a buffer reads and writes, where it lives."""
+        leaves = self._leaves[update.buffer.key]
+        found = dict(zip(leaves.names, (update.master, *_long(update.state, leaves)), strict=True))
+        return {leaves.param: update.param, leaves.grad: update.grad} | found
+
+    def _update(self, updates: Sequence[Update], files: Files | None) -> None:
+        """Updates buffers where their tensors live. Errors are kept for `agree` where there are files."""
+        if files is not None and files.cause is not None:
+            return
+        streamed, tensors = [], []
+        for update in updates:
+            tensors.append((update.buffer, self._tensors(update)))
+            streamed.append(self._streamed(update.buffer, update.transform_at, tensors[-1][1], update.state))
+        mover = self._mover(tensors)
+        self._stream(
+            files,
+            lambda: update_streamed(streamed, mover, sub_group_numel=self.sub_group_numel, **self._ahead),
+        )
+
+    def move(self, buffer: BufferPlan, files: Files | None, parts: Parts) -> Parts:
+        """A state's part of one flat buffer, brought to where this plan says; what is there stays itself."""
+        leaves = self._leaves[buffer.key]
+        moved = {"params": self._moved(parts["params"], leaves.param, leaves, files)}
+        if buffer.has_master:
+            moved["master"] = self._moved(parts["master"], leaves.updated, leaves, files)
+        if not buffer.trainable:
+            return moved
+        moved["grads"] = self._moved(parts["grads"], leaves.grad, leaves, files)
+        state = parts["optimizer"]
+        longs = dict(zip(leaves.longs, _long(state, leaves), strict=True))
+        made = {name: self._moved(x, name, leaves, files) for name, x in longs.items()}
+        accessors, tensors, treespec = optree.tree_flatten_with_accessor(state)
+        short = [
+            x if _is_long(a, leaves) else x.to(self.runs_on(buffer)) for a, x in zip(accessors, tensors, strict=True)
+        ]
+        return moved | {"optimizer": _with_long(treespec.unflatten(short), leaves, made)}
+
+    def _moved(self, x: Leaf, name: str, leaves: Leaves, files: Files | None) -> Leaf:
+        if isinstance(x, FileTensor) and x.files is files:
+            return x
+        kind = self.kind(leaves.homes[name].placement)
+        if kind != "nvme":
+            value = x[:] if isinstance(x, FileTensor) else x
+            if kind == "here":
+                return value.to(self.device)
+            pinned = self._is_pinned(leaves, name)
+            stays = x is value and value.device.type == "cpu" and value.is_pinned() == pinned
+            return x if stays else _host(value, pinned=pinned)
+        assert files is not None
+
+        def copy(group: SubGroup, tensors: list[Tensor]) -> None:
+            tensors[0].copy_(x[group.start : group.stop])
+
+        groups = cut((name,), files.plan[name][1].numel, self.sub_group_numel, made=(name,))
+        if files.cause is None:
+            self._stream(files, lambda: stream_update(copy, files.mover(name), groups, **self._ahead))
+        return files.handle(name)
+
+    def _stream(self, files: Files | None, run: Callable[[], None]) -> None:
+        """Runs a stream. Where files are part of it, an error breaks them and waits for `agree`; else it is raised."""
+        try:
+            run()
+        except Exception as error:
+            if files is None:
+                raise
+            files.fail(error)
+
+    def _empty(self, leaves: Leaves, files: Files | None) -> dict[str, Leaf]:
+        """Of a buffer with a tensor elsewhere: the tensors that live there, and those of the optimizer's state and the gradient
+        that do not."""
+        tensors: dict[str, Leaf] = {}
+        if all(self._is_here(leaves, name) for name in leaves.homes):
+            return tensors
+        for name, home in leaves.homes.items():
+            kind = self.kind(home.placement)
+            if kind == "nvme":
+                assert files is not None
+                tensors[name] = files.handle(name)
+            elif kind == "host" or name in (*leaves.longs, leaves.grad):
+                device = self.device if kind == "here" else torch.device("cpu")
+                like = torch.empty(home.numel, dtype=torch_dtype(home.dtype), device=device)
+                tensors[name] = _host(like, pinned=self._is_pinned(leaves, name)) if kind == "host" else like
+        return tensors
+
+    def _is_pinned(self, leaves: Leaves, name: str) -> bool:
+        """Whether a tensor's pages are locked: PyTorch takes up to twice the bytes for that, so only if it crosses in a step."""
+        crosses = name in (leaves.param, leaves.grad) or leaves.updated not in self._on_host
+        return leaves.homes[name].placement.pinned and crosses
+
+    def _mover(self, tensors: Sequence[tuple[BufferPlan, Mapping[str, Leaf]]]) -> Mover:
+        """What brings each tensor to where its buffer is updated."""
+        mover_of: dict[str, Mover] = {}
+        there: dict[str, Tensor] = {}
+        to: dict[Place, dict[str, Tensor]] = {"here": {}, "host": {}}
+        for buffer, of_buffer in tensors:
+            place, leaves = self._runs_at(buffer), self._leaves[buffer.key]
+            for name, x in of_buffer.items():
+                if isinstance(x, FileTensor):
+                    mover_of[name] = x.files.mover(name)
+                else:
+                    (there if self._is_at(place, leaves, name) else to[place])[name] = x
+        mover_of |= dict.fromkeys(there, Resident(there))
+        for place, moved in to.items():
+            if moved:
+                mover_of |= dict.fromkeys(moved, DeviceMover(moved, self._device_of(place)))
+        return ByName(mover_of)
+
+
+def agree(files: Files | None, everyone: Bound, *, error: BaseException | None = None) -> None:
+    """Raises on every rank, when the files of one have failed; nobody's can be used then.
+
+    *Collective:* every rank of a job with state in files; sends a few bytes.
+
+    Args:
+        error: what failed here besides these files.
+
+    Raises:
+        StoreError, MemoryError: what failed on this rank, or that something did on another.
+    """
+    cause = error or (files.cause if files is not None else None)
+    told = collectives.exchange(None if cause is None else str(cause) or repr(cause), everyone, label=Label("files"))
+    failed = [rank for rank, message in enumerate(told) if message is not None]
+    if not failed:
+        return
+    if cause is None:
+        cause = StoreError(
+            f"rank {failed[0]}: its state in files cannot be used any more, and so no rank's can: {told[failed[0]]}"
+        )
+    if files is not None:
+        files.tell(cause)
+    try:
+        raise cause
+    finally:
+        del cause, error  # of which this frame is a part
+
+
+def files_of(tree: Any) -> Files | None:
+    """The files of a state, after a look whether they are good; None if there are none."""
+    handles = handles_of(tree)
+    for handle in handles:
+        handle.check()
+    return handles[0].files if handles else None
+
+
+# --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _leaves_of(plan: Plan, buffer: BufferPlan) -> Leaves:
+    updated = param = buffer.key
+    params = buffer.params
+    shard_of_params = Home(params.placement, params.dtype, params.local_shape(plan.mesh)[0])
+    numel = buffer.master.local_shape(plan.mesh)[0]
+    homes = {updated: shard_of_params}
+    if buffer.has_master:
+        param = f"{buffer.key}/params"
+        homes = {updated: Home(buffer.placement, buffer.dtypes.master, numel), param: shard_of_params}
+    if not buffer.trainable:
+        return Leaves(updated, (), param, "", 0, homes)
+    accessors, specs, _ = optree.tree_flatten_with_accessor(plan.optimizer[buffer.key])
+    longs = []
+    for accessor, spec in zip(accessors, specs, strict=True):
+        if buffer.is_long(spec):
+            longs.append(f"{buffer.key}/{accessor.codify('state')}")
+            homes[longs[-1]] = Home(spec.placement, spec.dtype, numel)
+    grads, grad = buffer.grads, f"{buffer.key}/grads"
+    homes[grad] = Home(grads.placement, grads.dtype, grads.local_shape(plan.mesh)[0])
+    return Leaves(updated, tuple(longs), param, grad, numel, homes)
+
+
+def _is_long(accessor: Any, leaves: Leaves) -> bool:
+    return f"{leaves.updated}/{accessor.codify('state')}" in leaves.longs
+
+
+def _long(state: Any, leaves: Leaves) -> list[Leaf]:
+    """The tensors of a state that are as long as the parameter."""
+    accessors, tensors, _ = optree.tree_flatten_with_accessor(state)
+    return [x for accessor, x in zip(accessors, tensors, strict=True) if _is_long(accessor, leaves)]
+
+
+def _with_long(state: Any, leaves: Leaves, tensors: Mapping[str, Leaf]) -> Any:
+    """The state with these in place of its long tensors."""
+    accessors, found, treespec = optree.tree_flatten_with_accessor(state)
+    names = [f"{leaves.updated}/{accessor.codify('state')}" for accessor in accessors]
+    return treespec.unflatten([tensors.get(name, x) for name, x in zip(names, found, strict=True)])
+
+
+def _host(x: Tensor, *, pinned: bool) -> Tensor:
+    """A copy in host memory."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned and torch.cuda.is_available()).copy_(x)

@@ -1,0 +1,330 @@
+"""What is a train step made from, whoever its ranks are?
+
+A `Recipe` holds what `make_train_step` is given, but for the ranks. `TrainStep(recipe, axis)` binds it to one rank of an
+axis: of a job, of a simulation or of none. What depends on the model and the configuration alone is worked out here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fzero.comms import collectives
+from fzero.optim import lr_schedules
+from fzero.common.arguments import check_callable, check_kind, check_loss_fn, check_model, check_whole
+from fzero.runtime.activation_checkpointing import Checkpointing, Choice, choose_modules, host_moves
+from fzero.comms.collectives import Bound, Real
+from fzero.config.config import Config, ConfigError
+from fzero.config.optimizers import Optimizer
+from fzero.optim.lr_schedules import Schedule
+from fzero.runtime.loss import LossFn, Measure
+from fzero.plans.orders import GivenOrder
+from fzero.runtime.own_params import check_tensors
+from fzero.plans.placements import GivenPlacements
+from fzero.plans.plan import Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
+from fzero.comms.records import Label
+from fzero.plans.comm_hooks import GivenWire
+from sharding import Mesh
+
+
+class MismatchError(ValueError):
+    """The ranks of one job were given different models, configurations or hyper-parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The arguments of `make_train_step`, which says what they mean, checked; and where a model on `meta` goes."""
+
+    model: nn.Module
+    cfg: Config
+    loss_fn: LossFn | None = None
+    units: Sequence[str] | None = None
+    param_groups: Sequence[ParamGroup] = ()
+    transform: OwnTransform | None = None
+    gather_wire: GivenWire = None
+    reduce_wire: GivenWire = None
+    placements: GivenPlacements = None
+    order: GivenOrder = None
+    donate: bool = True
+    lr_schedule: Schedule | None = None
+    schedule: Literal["learned", "negotiated"] = "learned"
+    checkpoint: Choice | None = None
+    compile: Literal["step", "block"] | None = None
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    check_params: Literal["first", "always"] = "first"
+    seed: int = 0
+    home: torch.device | None = None
+    """Of a model on `meta`; None is the accelerator, if there is one."""
+    trained: frozenset[str] | None = None
+    """The names of the parameters that are trained; None is those that require gradients, which then must stay so."""
+    starts: Mapping[str, int] = field(default_factory=dict)
+    """When the optimizer state of each parameter began (`fzero.plans.plan.starts_of`)."""
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        check_loss_fn(self.loss_fn)
+        check_whole("seed", self.seed, 0)
+        check_kind("donate", self.donate, bool, "True or False", "pass one of these")
+        check_callable("lr_schedule", self.lr_schedule, "a function of the number of updates so far", optional=True)
+        _check_choice("schedule", self.schedule, ("learned", "negotiated"))
+        _check_choice("compile", self.compile, (None, "step", "block"))
+        _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))
+        _check_choice("check_params", self.check_params, ("first", "always"))
+        check_tensors(self.model)
+        _check_not_compiled(self.model)
+        _check_schedule(self.lr_schedule)
+
+    def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
+        """How so many ranks share the model state; `mesh` is how they stand, None as the configuration says."""
+        return plan(
+            self.model, self.cfg, world_size=world_size, mesh=mesh, units=self.units, param_groups=self.param_groups,
+            transform=self.transform, gather_wire=self.gather_wire, reduce_wire=self.reduce_wire,
+            placements=self.placements, trained=self.trained, starts=self.starts, order=self.order,
+        )  # fmt: skip
+
+    def check_placements(self, the_plan: Plan) -> None:
+        """Raises a ConfigError where a step cannot do what the placements of its plan ask for."""
+        kinds = {"nvme"} if self.device.type == "cpu" else {"nvme", "host"}  # on the CPU, host memory is the device's
+        away = {name: p.kind for name, p in the_plan.placements.items() if p.kind in kinds}
+        if not away:
+            return
+        name = next((name for name in away if name.startswith("params/")), None)
+        if self.compile == "step" and name is not None:
+            raise ConfigError(
+                f"compile: must be None or 'block' where parameters come from other memory, for a graph reads all of them as it "
+                f"begins, got 'step' with {name} on {away[name]!r}; drop it, or leave parameters on the device (offload_param)"
+            )
+        name = next(iter(away))
+        if not self.donate and "nvme" in away.values():
+            raise ConfigError(
+                f"donate: must be True where state is in files, of which there is one generation, got False with {name} on "
+                f"'nvme'; drop it, or leave the state in memory"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is; for a model on `meta`, the accelerator if there is one."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        devices = {tensor.device for tensor in tensors} - {torch.device("meta")}
+        if len(devices) > 1:
+            raise ValueError(
+                f"model: must be on one device, found {sorted(map(str, devices))}; move it with model.to(...)"
+            )
+        if devices:
+            return devices.pop()
+        if self.home is not None:
+            return self.home
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer | Own]:
+        """Of each parameter group."""
+        return optimizers_of(self.cfg, self.param_groups, self.transform)
+
+    @property
+    def rates(self) -> list[Schedule]:
+        """The learning rate of each parameter group, as a function of the number of updates so far."""
+        cfg, optimizers = self.cfg, self.optimizers
+        rate = self.lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else None)
+        if rate is not None and any(isinstance(group, Own) and group.is_fixed for group in optimizers):
+            raise ConfigError(
+                "transform: must be a function of the learning rate where a schedule moves that, got a Transform; pass "
+                "lambda lr: ..."
+            )
+        return [_rate_of(group.lr, cfg.optimizer.lr, rate) for group in optimizers]
+
+    @property
+    def group_names(self) -> list[str]:
+        """What each parameter group is called in messages, in the order of `rates`."""
+        rest = "all that no other group takes" if self.param_groups else "all parameters"
+        patterns = [group["params"] for group in self.param_groups]
+        told = [repr(match) if isinstance(match, str) else "chosen by a function" for match in patterns]
+        return [f"group {index} ({name})" for index, name in enumerate([rest, *told])]
+
+    @property
+    def momentum(self) -> Schedule | None:
+        """The first beta as a function of the number of updates so far, where the scheduler moves it."""
+        cfg = self.cfg
+        momentum = cfg.scheduler.momentum() if cfg.scheduler and not self.lr_schedule else None
+        has_betas = hasattr(cfg.optimizer.params, "betas") and not any(isinstance(g, Own) for g in self.optimizers)
+        if momentum is not None and not has_betas:
+            warnings.warn(
+                f"scheduler.params.cycle_momentum: {'a transform' if self.transform else cfg.optimizer.type} has no betas, so "
+                f"that only the learning rate cycles (as in DeepSpeed); set it to false",
+                stacklevel=5,
+            )
+            return None
+        return momentum
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """The modules that run again in the backward."""
+        field, choice, block = "checkpoint", self.checkpoint, self.cfg.activation_checkpointing
+        if choice is None:
+            field, choice = "activation_checkpointing.every", block.every
+        names = choose_modules(self.model, choice, blocks=blocks_of(self.model, self.units), field=field)
+        return Checkpointing(names, host_moves(self.device) if block.cpu_checkpointing else None)
+
+    @property
+    def blocks_to_compile(self) -> list[str]:
+        """The units that are one module each."""
+        names = blocks_of(self.model, self.units)
+        if not names:
+            raise ValueError(
+                f"compile: 'block' needs units that are one module, and {type(self.model).__name__} has no repeated blocks; "
+                f"name modules in units=, or pass compile='step'"
+            )
+        return names
+
+    def measures(self, world_size: int) -> Measure:
+        """How losses and gradients of so many ranks become numbers."""
+        cfg, is_mean = self.cfg, self.cfg.gradient_allreduce_op == "mean"
+        predivide = None if cfg.prescale_gradients else cfg.gradient_predivide_factor
+        return Measure(
+            world_size=world_size,
+            predivide=predivide or (world_size if is_mean else 1),
+            is_mean=is_mean,
+            clip=cfg.gradient_clipping,
+            is_inf=cfg.gradient_norm_type == "inf",
+            scales_loss=cfg.scales_loss,
+        )
+
+    @property
+    def statistics(self) -> set[str]:
+        """The names of buffers that are statistics of what came.
+
+        They may rest in the first step (a module in evaluation mode) and move later, which no version tells.
+        """
+        return {
+            f"{name}.{buffer}".removeprefix(".")
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase)
+            for buffer, _ in module.named_buffers(recurse=False)
+        }
+
+    @property
+    def stored_names(self) -> dict[str, str]:
+        """The keys of the model's state dict, each with the name under which its tensor is stored.
+
+        They differ for tied tensors, and where a module's hook writes keys of its own (a checkpoint wrapper hides itself).
+        """
+        names = {id(tensor): name for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())}
+        tensors = self.model.state_dict(keep_vars=True)
+        return {key: names[id(tensor)] for key, tensor in tensors.items() if id(tensor) in names}
+
+    def fingerprint(self, the_plan: Plan) -> dict[str, dict[str, str]]:
+        """What must be the same on all ranks, by subject and name."""
+        return {
+            "configuration": _dotted(self.cfg.model_dump()),
+            "parameters": {
+                n: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+                for n, p in self.model.named_parameters()
+            },
+            "buffers": {n: f"{tuple(b.shape)} {b.dtype}" for n, b in self.model.named_buffers()},
+            "units": {unit.name: str(unit.numel) for unit in the_plan.units},
+            "flat buffers": {b.key: ", ".join(b.layout.names) for b in the_plan.flat_buffers},
+            "arguments": {
+                "mesh": str(the_plan.mesh),
+                "schedule": self.schedule,
+                "optimizers": str(self.optimizers),
+                "checkpoint": ", ".join(self.checkpointing.names),
+                "compile": f"{self.compile} with {self.compile_backend}",
+                "wires": str(the_plan.wiring),
+                "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.kind != "device"),
+            },
+            "torch": {"version": str(torch.__version__)},
+        }
+
+
+def bind(mesh: Mesh | None, device: torch.device) -> Real:
+    """The ranks of this job, which stand in a mesh. *Collective:* every rank; joins them where nobody did."""
+    axis = collectives.join(device)
+    collectives.meet("fzero.make_train_step", axis)
+    collectives.check_backend(device)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"model: must be on this rank's own device cuda:{torch.cuda.current_device()}, got {device}; call "
+            f"torch.cuda.set_device(LOCAL_RANK) before model.cuda()"
+        )
+    return replace(axis, mesh=mesh)
+
+
+def check_same(
+    axis: Bound,
+    mine: dict[str, dict[str, str]],
+    *,
+    fix: str = "start every rank with the same model and configuration",
+) -> None:
+    """Raises on every rank when values, by subject and name, differ between ranks: their models and configurations, say.
+
+    *Collective:* every rank.
+    """
+    everyone = collectives.exchange(mine, axis, label=Label("compare"))
+    for rank, theirs in enumerate(everyone):
+        for subject, first in everyone[0].items():
+            if list(theirs[subject].items()) != list(first.items()):
+                names = [*first, *(name for name in theirs[subject] if name not in first)]
+                differing = [name for name in names if theirs[subject].get(name) != first.get(name)]
+                name = differing[0] if differing else "the order"
+                raise MismatchError(
+                    f"{subject}: must be the same on all ranks, but {name!r} is {first.get(name)!r} on rank 0 and "
+                    f"{theirs[subject].get(name)!r} on rank {rank}; {fix}"
+                )
+
+
+def _check_choice(field: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        choices = " or ".join(map(repr, known))
+        raise ValueError(f"{field}: must be {choices}, got {value!r}; pass one of these")
+
+
+def _check_not_compiled(model: nn.Module) -> None:
+    """Raises where a module compiles itself: torch.compile would trace the gathers of its parameters, and drop them."""
+    for name, module in model.named_modules():
+        forwards = (vars(module).get("forward"), type(module).forward)
+        is_decorated = any(hasattr(forward, "_torchdynamo_orig_callable") for forward in forwards)
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None or is_decorated:
+            raise ValueError(
+                f"model: must not be compiled by torch.compile before the step is made, got {name or 'the model'!r} compiled; "
+                f"pass the module itself (model._orig_mod is what torch.compile was given), and compile='block' or 'step'"
+            )
+
+
+def _check_schedule(schedule: Schedule | None) -> None:
+    first = 0.0 if schedule is None else schedule(0)
+    if not isinstance(first, int | float) or not 0 <= first < math.inf:
+        raise ValueError(
+            f"lr_schedule: must give a number that is not negative for every number of updates, got {first!r} for 0"
+        )
+
+
+def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
+    """The learning rate of a parameter group, whose own is `lr` where the configuration's is `base`."""
+    if schedule is None:
+        return lr_schedules.constant(lr)
+    if lr == base:
+        return schedule
+    if base == 0:
+        raise ConfigError(
+            f"optimizer.params.lr: must not be 0 when a parameter group has another lr ({lr}) and a schedule moves both, "
+            f"got 0; the group's is scaled by the ratio, so give the lr that the schedule starts from"
+        )
+    return lambda n: schedule(n) * (lr / base)
+
+
+def _dotted(block: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """The values of nested mappings, as text, by dotted name."""
+    values: dict[str, str] = {}
+    for key, value in block.items():
+        name = f"{prefix}{key}"
+        values |= _dotted(value, f"{name}.") if isinstance(value, Mapping) else {name: str(value)}
+    return values

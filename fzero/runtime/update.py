@@ -1,0 +1,328 @@
+"""What does an update do to a state? It changes this rank's share of each flat buffer, and joins what every rank holds whole.
+
+The transform of a flat buffer is that of its parameter group, for the learning rate and momentum of this update, and in the
+buffer's dtypes (`fzero.optim.mixed_precision.widened`). Neighbours that are alike are updated in one call. What lives elsewhere streams
+through its update (`fzero.runtime.offload`). A captured step has the update in its graph, and reads what changes about it from `Knobs`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import groupby
+from typing import Any, NamedTuple, Self, SupportsFloat, TypeVar, cast
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.comms.mesh import BoundMesh
+from fzero.comms.collectives import Pending
+from fzero.config.config import ConfigError
+from fzero.config.optimizers import Optimizer, TorchOptimizer
+from fzero.runtime.eager import own_shard
+from fzero.optim.loss_scale import LossScale
+from fzero.optim.lr_schedules import Schedule, constant
+from fzero.runtime.offload import Offload, Update
+from fzero.optim.fragments import Pieces
+from fzero.plans.plan import BufferPlan, Own, Plan
+from fzero.optim.mixed_precision import NUM_SALTS, salts_of, stochastic, widened
+from fzero.common.profiler_ranges import ranged
+from fzero.comms.records import Label
+from fzero.storage.shard_io import Scratch
+from fzero.state import Metrics, TrainState
+from fzero.optim.transforms import Transform, unless
+from sharding import Sharded
+from sharding.views import torch_dtype
+
+T = TypeVar("T")
+
+MOST_TOGETHER = 1 << 24
+"""Elements that one call updates of several flat buffers; those of the next call are updated while these are joined."""
+
+
+class Knobs(NamedTuple):
+    """What changes about the update of a captured step: tensors, to be written before each."""
+
+    lr: list[Tensor]
+    """Of each parameter group."""
+    beta: Tensor | None
+    salts: Tensor
+
+
+class Hyper(NamedTuple):
+    """The numbers of one update that every rank works out by itself, and that must be the same on all."""
+
+    num_updates: int
+    """Made before this one."""
+    rates: tuple[float, ...]
+    """The learning rate of each parameter group."""
+    momentum: float | None
+    """The first beta, where a schedule moves it."""
+    optimizers: tuple[str, ...]
+    """Of each parameter group, where they are others than those that the step was made with."""
+
+    def named(self, groups: Sequence[str]) -> dict[str, dict[str, str]]:
+        """The numbers as text, by subject and name, to be compared with those of other ranks."""
+        return {
+            "number of updates so far": {"state.step": str(self.num_updates)},
+            f"learning rate after {self.num_updates} updates": dict(zip(groups, map(str, self.rates), strict=True)),
+            "momentum": {"betas": str(self.momentum)},
+            "hyper-parameters": dict(zip(groups, self.optimizers, strict=False)),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Updater:
+    """The updates of a step, on one rank.
+
+    Attributes:
+        mesh: the ranks; None where none are there, so that nothing is updated.
+        shard: which of the finest shards this rank holds.
+        optimizers, rates: of each parameter group; a rate is a function of the number of updates so far.
+        momentum: the first beta likewise, where a schedule moves it.
+        skips_overflow: whether an overflow leaves everything as it was.
+        scales_loss: whether the loss is multiplied by a scale.
+        places: where each flat buffer begins among all elements, if they are rounded stochastically.
+    """
+
+    plan: Plan
+    mesh: BoundMesh | None
+    shard: int
+    offload: Offload
+    scratch: Scratch
+    optimizers: Sequence[Optimizer | Own]
+    rates: Sequence[Schedule]
+    momentum: Schedule | None
+    skips_overflow: bool
+    scales_loss: bool
+    places: dict[str, int] | None
+    _changed: tuple[str, ...] = ()
+    """The optimizers, where they are others than those that the step was made with."""
+    _made: dict[tuple[int, str], tuple[Any, Transform]] = field(default_factory=dict)
+    """The transforms made last, with their rate and momentum."""
+
+    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | Own] | None) -> Self:
+        """The same with other learning rates, and other optimizers unless these are None."""
+        twin = replace(self, rates=list(map(constant, rates)), momentum=None)
+        if optimizers is None:
+            return twin
+        return replace(twin, optimizers=list(optimizers), _made={}, _changed=tuple(map(repr, optimizers)))
+
+    def hyper(self, num_updates: int) -> Hyper:
+        """The numbers of the update that comes after so many others.
+
+        Raises:
+            ValueError: a learning rate is no finite number.
+        """
+        rates = [rate(num_updates) for rate in self.rates]
+        if not all(isinstance(rate, SupportsFloat) and math.isfinite(rate) for rate in rates):
+            raise ValueError(
+                f"learning rate: must be a finite number for every parameter group and update, got {rates} after {num_updates} "
+                f"updates; mend the schedule (lr_schedule), or what is written into param_groups"
+            )
+        momentum = None if self.momentum is None else float(self.momentum(num_updates))
+        return Hyper(num_updates, tuple(map(float, rates)), momentum, self._changed)
+
+    def update(
+        self,
+        state: TrainState[Tensor],
+        factor: Tensor | None,
+        overflow: Tensor,
+        *,
+        hyper: Hyper,
+        still: Collection[str] = (),
+    ) -> TrainState[Tensor]:
+        """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares.
+
+        Args:
+            still: the keys of flat buffers that stay as they are, with their masters and optimizer state.
+        """
+        skip, mesh = overflow if self.skips_overflow else None, self._ranks
+
+        @cache  # the host waits for a copy from the device, and needs one
+        def numbers_on(device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+            return None if skip is None else skip.to(device), None if factor is None else factor.to(device)
+
+        here: list[Update] = []
+        away: list[Update] = []
+        for buffer in self.plan.flat_buffers:
+            if not buffer.trainable or buffer.key in still:
+                continue
+            share, grad = state.params[buffer.key], state.grads[buffer.key]
+            if isinstance(buffer.row.optimizer, Sharded):
+                share = share if self.offload.joins(buffer) else own_shard(share, buffer, mesh.shard)
+                grad = own_shard(grad, buffer, mesh.shard)
+            master = state.master.get(buffer.key, share)
+            numbers = numbers_on(self.offload.runs_on(buffer))
+            at = self._transforms_of(buffer, hyper, *numbers, share if buffer.has_master else None)
+            axes, label = mesh.axes[len(mesh.axes_of(buffer.row.params)) :], Label("join", buffer.key, "update")
+            join = partial(mesh.start_all_gather, axes=axes, label=label)
+            update = Update(buffer, grad, master, state.optimizer[buffer.key], at, share, join)
+            (away if self.offload.is_away(buffer) else here).append(update)
+        params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
+        for alike in self._alike(here):
+            transform = alike[0].transform_at(0, alike[0].grad.numel())
+            grads, masters, states = zip(*((x.grad, x.master, x.state) for x in alike), strict=True)
+            news = transform.update_each(grads, masters, states)
+            optimizer |= {x.buffer.key: new for x, new in zip(alike, news, strict=True)}
+            pending += _start_joins(alike, params)
+        state = state._replace(optimizer=optimizer)
+        if away:
+            state = self.offload.step(state, away, mesh, skip, scratch=self.scratch)
+            pending += _start_joins(away, params)
+        for joined in pending:
+            joined.wait()
+        return state
+
+    def next_state(
+        self, state: TrainState[Tensor], metrics: Metrics, loss_scale: LossScale[Tensor], buffers: dict[str, Tensor],
+        rng: dict[str, Tensor], wires: dict[str, dict[str, Any]],
+    ) -> TrainState[Tensor]:  # fmt: skip
+        """The state after an update, which an overflow skipped."""
+        num_updates = state.step.add_(1)  # of a state that is taken
+        if self.skips_overflow:
+            num_updates.sub_(metrics.overflow.to(num_updates.dtype))
+            buffers = _chosen(metrics.overflow, state.buffers, buffers)
+            if self.offload.device.type == "cpu":  # elsewhere the host would have to wait for the overflow
+                rng = _chosen(metrics.overflow, state.rng, rng)
+            wires = _chosen(metrics.overflow, state.wires, wires)
+        if self.scales_loss:  # what was lost is of a scaled loss
+            ratio = loss_scale.scale / state.loss_scale.scale
+            wires = optree.tree_map(lambda x: _times_each(x, ratio) if x.is_floating_point() else x, wires)
+        return state._replace(step=num_updates, buffers=buffers, loss_scale=loss_scale, rng=rng, wires=wires)
+
+    def _alike(self, updates: Sequence[Update]) -> Iterator[list[Update]]:
+        """Neighbours whose updates may be one call, up to `MOST_TOGETHER` elements: elementwise, by the same transform, of
+        parameters that are their own master."""
+
+        def kind_of(update: Update) -> object:
+            buffer = update.buffer
+            is_plain = self.optimizers[buffer.group].is_elementwise(buffer.way) and not buffer.has_master
+            return (buffer.group, buffer.way, buffer.dtypes) if is_plain and self.places is None else buffer.key
+
+        for _, neighbours in groupby(updates, kind_of):
+            alike, numel = list[Update](), 0
+            for update in neighbours:
+                if alike and numel + update.grad.numel() > MOST_TOGETHER:
+                    yield alike
+                    alike, numel = [], 0
+                alike.append(update)
+                numel += update.grad.numel()
+            yield alike
+
+    def _transforms_of(
+        self, buffer: BufferPlan, hyper: Hyper, skip: Tensor | None, factor: Tensor | None, out: Any
+    ) -> Callable[..., Transform]:
+        """The transform of elements [start, stop) of what this rank updates of a flat buffer; as the third
+        what takes the new parameters, if not that part of `out`."""
+
+        def at(start: int, stop: int, part: Tensor | None = None) -> Transform:
+            if part is None and isinstance(out, Tensor):
+                part = out[start:stop]
+            return self.transform_of(buffer, hyper, start=start, skip=skip, factor=factor, out=part)
+
+        return at
+
+    def transform_of(
+        self, buffer: BufferPlan, hyper: Hyper | None = None, *, start: int = 0, skip: Tensor | None = None, **how: Any
+    ) -> Transform:
+        """The transform of a flat buffer, from element `start` of what this rank updates on, with the numbers of an update,
+        None for the first; `how` is for `widened`."""
+        optimizer, way = self.optimizers[buffer.group], (buffer.group, buffer.way)
+        hyper = self.hyper(0) if hyper is None else hyper
+        lr, momentum = hyper.rates[buffer.group], hyper.momentum
+        is_cut = isinstance(buffer.row.optimizer, Sharded)
+        if not optimizer.is_elementwise(buffer.way):
+            pieces = Pieces.whole(buffer.layout)
+            if is_cut:
+                pieces = Pieces(buffer.layout, (self.shard,), stack=self._stack, join=self._join)
+            transform = optimizer.transform(lr=lr, momentum=momentum, pieces=pieces, kind=buffer.way)
+            how["tile"] = None
+        elif self._made.get(way, (None,))[0] == (lr, momentum):
+            transform = self._made[way][1]
+        else:
+            transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.way)
+            self._made[way] = (lr, momentum), transform
+        if skip is not None:
+            transform = unless(skip, transform)
+        if self.places is not None:
+            own = self.shard * buffer.shard_numel if is_cut else 0
+            how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + own + start)
+        return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
+
+    @property
+    def _ranks(self) -> BoundMesh:
+        assert self.mesh is not None, "a step on a Fake axis updates nothing"
+        return self.mesh
+
+    def _stack(self, partial: Tensor) -> Tensor:
+        return self._ranks.stack(partial[0], label=Label("optimizer", phase="update"))
+
+    def _join(self, shard_S: Tensor) -> Tensor:
+        return self._ranks.all_gather(shard_S, self._ranks.axes, label=Label("momentum", phase="update"))
+
+    # --- in a graph ----------------------------------------------------------------------------------------------
+
+    def knobs(self, device: torch.device) -> Knobs:
+        """What a graph of this step reads, not yet turned."""
+        masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
+        dtype = torch.float64 if torch.float64 in masters else torch.float32
+        return Knobs(
+            [torch.zeros((), dtype=dtype, device=device) for _ in self.rates],
+            torch.full((), 0.9, dtype=dtype, device=device) if self.momentum else None,
+            torch.zeros(NUM_SALTS, dtype=torch.int64, device=device),
+        )
+
+    def turn(self, knobs: Knobs, hyper: Hyper) -> None:
+        """Writes what the graph reads about an update."""
+        for lr, rate in zip(knobs.lr, hyper.rates, strict=True):
+            lr.fill_(rate)
+        if knobs.beta is not None and hyper.momentum is not None:
+            knobs.beta.fill_(hyper.momentum)
+        if self.places is not None:
+            knobs.salts.copy_(torch.tensor(salts_of(hyper.num_updates, NUM_SALTS)))
+
+    def transforms_by(self, knobs: Knobs) -> dict[str, Transform]:
+        """The transforms of all flat buffers that are trained, in a graph that reads the knobs.
+
+        Raises:
+            ConfigError: an optimizer cannot be captured.
+        """
+        transforms = {}
+        for buffer in self.plan.flat_buffers:
+            optimizer = self.optimizers[buffer.group]
+            if buffer.trainable and (isinstance(optimizer, TorchOptimizer) or not optimizer.is_elementwise(buffer.way)):
+                raise ConfigError(
+                    f"optimizer.type: must be elementwise and of fzero's own (AdamW, Adam, SGD, Adagrad, Lion) where the "
+                    f"whole step is one graph, got {getattr(optimizer, 'type', optimizer)!r}; pass compile='block'"
+                )
+            if buffer.trainable:
+                transforms[buffer.key] = optimizer.transform(
+                    lr=knobs.lr[buffer.group], momentum=knobs.beta, kind=buffer.way
+                )
+        return transforms
+
+
+def _times_each(x: Tensor, factor: Tensor) -> Tensor:
+    """A tensor times a number; of simulated ranks each with its own."""
+    return x * factor.to(x.dtype).reshape(factor.shape + (1,) * (x.dim() - factor.dim()))
+
+
+def _chosen(skip: Tensor, before: dict[str, T], after: dict[str, T]) -> dict[str, T]:
+    """The tensors of one of two trees."""
+    chosen: dict[str, T] = optree.tree_map(lambda old, new: torch.where(skip, old, new), before, after)
+    return chosen
+
+
+def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:
+    """Of the buffers that every rank holds whole, and has updated a share of."""
+    started = []
+    for update in updates:
+        key, share = update.buffer.key, cast(Tensor, update.param)  # a file's is no share
+        if share is not params[key]:
+            with ranged("join", key):
+                started.append(update.join(share, params[key]))
+    return started

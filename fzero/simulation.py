@@ -1,0 +1,424 @@
+"""All ranks of a job in one process: what would so many ranks compute and send?
+
+A simulated state has the structure of a rank's, and every tensor a leading dimension of ranks; so has a batch.
+
+- *As a dimension* (`fzero.stacked`): the functions of a compiled step, run once by `torch.vmap` over the ranks, captured or
+  not. The numbers are those of as many processes, to rounding: a batched product rounds otherwise.
+- *In lockstep* every rank is a step of its own with a copy of the model (its tensors shared), and they run in turn. Any
+  model works, and the bits are those of as many processes.
+
+Shape letters: W ranks (the leading dimension), P padded elements of a flat buffer = W·S, S elements of a shard.
+"""
+
+from __future__ import annotations
+
+import copy
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fzero.comms.collectives import CollectiveError, Fake, Lockstep
+from fzero.config.config import ConfigError
+from fzero.storage.file_tensor import FileTensor, FileTensors
+from fzero.graph.schedule import CompileError
+from fzero.runtime.init_state import InitFn
+from fzero.comms.lockstep import Hub, StuckError
+from fzero.plans.mesh_axes import check_mesh
+from fzero.runtime.own_params import Origin
+from fzero.plans.plan import Plan
+from fzero.runtime.step_spec import Recipe
+from fzero.comms.records import Sent
+from fzero.comms.stacked import RandomByRank, Stacked, VmapError
+from fzero.state import Metrics, TrainState, is_donated, taken
+from fzero.step import TrainStep
+from fzero.runtime.update import Knobs
+from sharding import Mesh, TensorSpec
+
+if TYPE_CHECKING:
+    from fzero.graph.capture import CompiledStep
+
+T = TypeVar("T")
+BackendName = Literal["inductor", "aot_eager"]
+
+
+def stacked(trees: Sequence[Any]) -> Any:
+    """One tree of stacked tensors from the ranks' trees, in rank order."""
+
+    def one(*xs: Any) -> Any:
+        if isinstance(xs[0], FileTensor):
+            return FileTensors(xs)
+        return torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0]
+
+    return optree.tree_map(one, *trees, none_is_leaf=True)
+
+
+def unstacked(tree: Any, world_size: int) -> list[Any]:
+    """The ranks' trees from a tree of stacked tensors. They share its memory; what is no tensor is every rank's."""
+    mark = tree.step if isinstance(tree, TrainState) and is_donated(tree) else None  # which each rank's step finds
+    for x in optree.tree_leaves(tree):
+        if x is not mark and isinstance(x, Tensor | FileTensors) and (not x.ndim or x.shape[0] != world_size):
+            raise ValueError(
+                f"simulate: every tensor must have a leading dimension of {world_size} ranks, got shape {tuple(x.shape)}; "
+                f"give each rank its part, for example rearrange(x, '(rank b) ... -> rank b ...', rank={world_size})"
+            )
+
+    def of_rank(x: Any, rank: int) -> Any:
+        if x is mark:
+            return x
+        if isinstance(x, FileTensors):
+            return x[rank]
+        return x[rank].data if isinstance(x, Tensor) else x
+
+    tree = dict(tree) if isinstance(tree, Mapping) else tree  # whose leaves a tree walk finds
+    return [optree.tree_map(partial(of_rank, rank=rank), tree, none_is_leaf=True) for rank in range(world_size)]
+
+
+class LockstepRanks:
+    """A train step whose ranks run in turn in this process; made by `simulate`.
+
+    Attributes:
+        steps: of each rank.
+        plan, specs: of every rank.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world_size: int,
+        observe: Callable[[int, Sent], None] | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self._recipe = recipe = replace(recipe, home=torch.device("cpu"))
+        if recipe.device.type != "cpu":
+            raise ValueError(f"simulate: ranks in lockstep must be on the CPU, got a model on {recipe.device}; move it")
+        self._hub, self.world_size = Hub(world_size), world_size
+        self._origin = Origin(recipe.model)
+
+        def make(rank: int) -> TrainStep:
+            own = replace(recipe, model=_twin(recipe.model), compile=None)
+            watch = None if observe is None else lambda sent: observe(rank, sent)
+            return TrainStep(own, Lockstep("data", world_size, rank, self._hub, watch, mesh))
+
+        self.steps = self._hub.run(make)
+
+    @property
+    def plan(self) -> Plan:
+        return self.steps[0].plan
+
+    @property
+    def specs(self) -> TrainState[TensorSpec]:
+        return self.steps[0].specs
+
+    def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> TrainState[Tensor]:
+        """A new state of all ranks; arguments as for `TrainStep.init`."""
+        self._origin.look(given=params is not None)
+        state: TrainState[Tensor] = stacked(self._run(lambda rank: self.steps[rank].init(params, init_fn=init_fn)))
+        return state
+
+    def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
+        """One step of all ranks.
+
+        Args:
+            state: stacked; donated, unless the step was made with `donate=False`.
+            batch: of all ranks, each tensor with a leading dimension of ranks; or an iterator of micro-batches like that.
+        """
+        self._origin.leave()
+        states, batches = unstacked(state, self.world_size), self._batches(batch)
+        try:
+            results = self._run(lambda rank: self.steps[rank](states[rank], batches[rank]))
+            return _restacked(state, [new for new, _ in results]), results[0][1]
+        finally:
+            if any(map(is_donated, states)) and not is_donated(state):
+                taken(state)
+
+    def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
+        """The mean loss over ranks, as `TrainStep.evaluate`."""
+        states, batches = unstacked(state, self.world_size), self._batches(batch)
+        return self._run(lambda rank: self.steps[rank].evaluate(states[rank], batches[rank]))[0]
+
+    def gather(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
+        """The full state dict, as `TrainStep.gather`."""
+        states = unstacked(state, self.world_size)
+        return self._run(lambda rank: self.steps[rank].gather(states[rank], to="rank0"))[0]
+
+    def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
+        """The weights by flat buffer, stacked, as `TrainStep.weights`."""
+        states = unstacked(state, self.world_size)
+        self._run(lambda rank: self.steps[rank].weights(states[rank]))  # which checks them
+        return {b.key: state.master.get(b.key, state.params[b.key]) for b in self.plan.flat_buffers}
+
+    def with_weights(self, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
+        """The state with other weights, as `TrainStep.with_weights`; `state` and `weights` are stacked."""
+        states, of_ranks = unstacked(state, self.world_size), unstacked(weights, self.world_size)
+        return _restacked(state, self._run(lambda rank: self.steps[rank].with_weights(states[rank], of_ranks[rank])))
+
+    def save_16bit_model(self, state: TrainState[Tensor], out: str | Path, **how: Any) -> None:
+        """The weights as safetensors files, as `TrainStep.save_16bit_model`."""
+        states = unstacked(state, self.world_size)
+        self._run(lambda rank: self.steps[rank].save_16bit_model(states[rank], out, **how))
+
+    def first_overflow(self, state: TrainState[Tensor]) -> str | None:
+        """The first parameter whose gradient is not finite, as `TrainStep.first_overflow`."""
+        states = unstacked(state, self.world_size)
+        return self._run(lambda rank: self.steps[rank].first_overflow(states[rank]))[0]
+
+    def observed(self, observe: Callable[[Sent], None]) -> Self:
+        """The same ranks, of which rank 0 tells `observe`, too, what it sends."""
+        twin = copy.copy(self)
+        twin.steps = [
+            step.observed(observe if rank == 0 else lambda sent: None) for rank, step in enumerate(self.steps)
+        ]
+        return twin
+
+    @property
+    def has_agreed(self) -> bool:
+        """As `TrainStep.has_agreed`."""
+        return self.steps[0].has_agreed
+
+    def _batches(self, batch: Any) -> list[Any]:
+        if not isinstance(batch, Iterator):
+            return unstacked(batch, self.world_size)
+        by_step = [unstacked(b, self.world_size) for b in islice(batch, self.plan.num_micro_steps)]
+        return [iter(of_rank) for of_rank in zip(*by_step)] or [iter(()) for _ in self.steps]
+
+    def _run(self, function: Callable[[int], T]) -> list[T]:
+        try:
+            return self._hub.run(function)
+        except StuckError as error:
+            raise CollectiveError(f"simulate: {error}") from error
+
+
+class VmapRanks(LockstepRanks):
+    """A train step whose ranks are a dimension; made by `simulate`.
+
+    What is done once (`init`, `gather`) or seldom (`evaluate`, the name of what overflowed) is done in lockstep.
+
+    Args:
+        compile: the backend that captures the step; None captures nothing.
+        way: `"vmap"`, or `"either"`: the ranks run in lockstep from the step on that `torch.vmap` cannot make.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world_size: int,
+        compile: BackendName | None = None,
+        *,
+        mesh: Mesh | None = None,
+        way: Literal["vmap", "either"] = "vmap",
+    ) -> None:
+        super().__init__(recipe, world_size, mesh=mesh)
+        if self.steps[0]._offload.has_files:
+            raise ConfigError(
+                f"by: must be 'lockstep' where state is in files, got 'vmap' with "
+                f"{next(n for n, p in self.plan.placements.items() if p.kind == 'nvme')} there; pass by='lockstep'"
+            )
+        self._way: Literal["vmap", "either", "lockstep"] = way
+        self._backend = compile
+        self._stacked = Stacked(self.plan.mesh, self.plan.axes)
+        self._step, self._made, self._knobs = self._make(compile)
+
+    @property
+    def is_in_lockstep(self) -> bool:
+        """Whether the ranks run in lockstep by now."""
+        return self._way == "lockstep"
+
+    def check_state(self, state: TrainState[Tensor]) -> None:
+        """Raises unless that is a state of all ranks."""
+        self.steps[0]._check_state(unstacked(state, self.world_size)[0])  # the other rows have its shapes
+
+    def _make(self, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, Knobs]:
+        own = replace(self._recipe, model=_twin(self._recipe.model), compile=None)
+        step = TrainStep(own, Fake("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
+        return step, *step._one_graph(compile, self._stacked)
+
+    def _look(self, state: TrainState[Tensor], batch: Any) -> None:
+        """Raises VmapError for a model whose backward a capture would not see, after one forward of a model of its own."""
+        step, made, _ = self._make(None)
+        self._stacked.random = RandomByRank(state.rng["cpu"])
+        with _functions() as found, torch.no_grad(), _quietly():
+            buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+            made.forward(state.params, buffers, step._batches.cast(batch))
+        if found:
+            raise VmapError(
+                f"{found[0]} is a torch.autograd.Function, whose backward a capture under torch.vmap ignores; pass compile=None"
+            )
+
+    def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
+        if self.is_in_lockstep:
+            return super().__call__(state, batch)
+        split = [list(rank._batches.split(own)) for rank, own in zip(self.steps, self._batches(batch), strict=True)]
+        self.check_state(state)
+        self._origin.leave()
+        micro_batches = [stacked(own) for own in zip(*split)]
+        kept = optree.tree_leaves((state.params, state.master, state.optimizer))
+        versions = [x._version for x in kept]
+        try:
+            with _own_random_state():
+                if self._backend is not None and not self._made.backend.num_captured:
+                    self._look(state, micro_batches[0])
+                return self._step_of_all(state, micro_batches)
+        except (RuntimeError, VmapError, CompileError) as error:
+            if isinstance(error, CollectiveError) or [x._version for x in kept] != versions:
+                if not is_donated(state):
+                    taken(state)
+                raise  # what has begun to be updated must not be updated again
+            told = f"simulate: torch.vmap cannot run this step for all ranks at once: {_first_line(error)}"
+            if self._way == "vmap":
+                raise VmapError(f"{told}; by='lockstep' runs any model, and tells what else is wrong") from error
+        # An iterator has given its micro-batches already. What fails in lockstep too is not vmap's fault, and is raised as it is.
+        result = super().__call__(state, iter(micro_batches))
+        warnings.warn(f"{told}; the ranks run in lockstep, which takes longer", stacklevel=2)
+        self._way = "lockstep"
+        return result
+
+    def _step_of_all(self, state: TrainState[Tensor], micro_batches: list[Any]) -> tuple[TrainState[Tensor], Metrics]:
+        step = self._step
+        state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
+        buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+        wires = optree.tree_map(torch.clone, state.wires)
+        step._updater.turn(self._knobs, step._updater.hyper(int(state.step[0])))
+        numbers = torch.zeros(self.world_size, 2, dtype=torch.float64)  # there is one pass, of one step
+        self._stacked.random = drawn = RandomByRank(state.rng["cpu"]) if self._backend is None else None
+        with _quietly():
+            batches = [step._batches.cast(b) for b in micro_batches]
+            outcome_W, is_sum = self._made(state, buffers, wires, batches, numbers)
+        outcome = optree.tree_map(lambda x: x[0], outcome_W)
+        if not outcome.ok:
+            states = unstacked(state, self.world_size)
+            self._run(
+                lambda rank: self.steps[rank]._bound_measure.check_outcome(outcome, states[rank], dict, is_sum=is_sum)
+            )
+        rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
+        scale = state.loss_scale.scale[0].clone()
+        metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
+        return step._updater.next_state(taken(state), metrics, outcome_W.loss_scale, buffers, rng, wires), metrics
+
+
+def simulate(
+    step: TrainStep,
+    world_size: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    by: Literal["vmap", "lockstep"] | None = None,
+    compile: BackendName | None = None,
+) -> LockstepRanks:
+    """The same step on `world_size` ranks, all of them in this process.
+
+    Args:
+        step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.Fake("data", W)` it checks batch sizes
+            for as many. It is not changed.
+        world_size: number of ranks W; None takes those of `mesh`, or the step's own.
+        mesh: how they stand along several axes; None takes the step's own where it has as many ranks.
+        by: `"vmap"` runs all ranks at once: fast, to rounding; raises for what `torch.vmap` cannot do. `"lockstep"` runs them
+            in turn: any model, the bits of as many processes. None takes vmap where that can be and lockstep elsewhere,
+            which a warning tells.
+        compile: captures the step of all ranks with `"inductor"` or `"aot_eager"`; not for models that draw random numbers.
+
+    Returns:
+        A step on stacked tensors, with `init`, `gather`, `evaluate`, `plan` and `specs`. Its metrics are those of every
+        rank.
+    """
+    check_mesh(mesh)
+    if not isinstance(step, TrainStep):
+        raise ValueError(f"simulate: step must be of make_train_step, got {type(step).__name__}; pass that")
+    if world_size is None:
+        world_size = step.world_size if mesh is None else mesh.size
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(
+            f"simulate: world_size must be a positive integer, got {world_size!r}; say how many ranks are meant"
+        )
+    if mesh is None and step.world_size == world_size:
+        mesh = step.plan.mesh
+    if by not in (None, "vmap", "lockstep"):
+        raise ValueError(f"simulate: by must be 'vmap', 'lockstep' or None, got {by!r}; pass one of these")
+    if compile not in (None, "inductor", "aot_eager"):
+        raise ValueError(
+            f"simulate: compile must be 'inductor', 'aot_eager' or None, got {compile!r}; pass one of these"
+        )
+    if by == "lockstep":
+        if compile is not None:
+            raise ValueError(f"simulate: compile must be None in lockstep, got {compile!r}; pass by='vmap'")
+        return LockstepRanks(step.recipe, world_size, mesh=mesh)
+    try:
+        return VmapRanks(step.recipe, world_size, compile, mesh=mesh, way=by or "either")
+    except ConfigError as error:  # of what no graph can hold
+        if by == "vmap":
+            raise
+        warnings.warn(f"simulate: {error}; the ranks run in lockstep, which takes longer", stacklevel=2)
+        return LockstepRanks(step.recipe, world_size, mesh=mesh)
+
+
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """Leaves the process' random state as it was."""
+    before = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what torch.vmap tells where it loops over the ranks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        yield
+
+
+@contextmanager
+def _functions() -> Iterator[list[str]]:
+    """The names of the autograd Functions that are applied inside, but for the collectives."""
+    found: list[str] = []
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def spy(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ != Stacked.__module__:
+            found.append(cls.__name__)
+        return apply.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(spy)  # type: ignore[assignment]
+    try:
+        yield found
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+def _first_line(error: BaseException) -> str:
+    return textwrap.shorten(str(error).partition("\n")[0], 300)
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy of the modules, with the same parameters and buffers."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    try:
+        return copy.deepcopy(model, shared)
+    except Exception as error:
+        raise ValueError(
+            f"simulate: {type(model).__name__} must be one that can be copied, for every rank has its own, got {error!r}; "
+            f"give it a __deepcopy__, or keep what cannot be copied outside of it"
+        ) from error
+
+
+def _restacked(state: TrainState[Tensor], states: Sequence[TrainState[Tensor]]) -> TrainState[Tensor]:
+    """The ranks' states stacked, without a copy of what was written in the memory of `state`."""
+
+    def one(old_W: Tensor | FileTensors, *new: Any) -> Any:
+        if isinstance(old_W, FileTensors):
+            return FileTensors(new)
+        is_same = all(x.data_ptr() == old.data_ptr() and x.shape == old.shape for x, old in zip(new, old_W))
+        return old_W if is_same else torch.stack(new)
+
+    restacked: TrainState[Tensor] = optree.tree_map(one, state, *states)
+    return restacked

@@ -1,0 +1,366 @@
+"""What stands in a state for a tensor that lives in a file?
+
+A `FileTensor` is a small frozen value, a leaf of the state: which file, of which shape and dtype, and of which *generation*. A
+step updates files where they are. So it gives a state with handles of the next generation, and those of the state that it was
+given are *stale*: whoever reads one is told so. Handles keep their files alive: when the last one goes, the files do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.storage import ownership as claims
+from fzero.storage.file_store import FileSpec, FileStore, StoreError, bare
+from fzero.storage.host_memory import bytes_of, check_host_memory
+from fzero.storage.movers import FileMover, Part
+from fzero.plans.placements import Streaming
+from sharding.dtypes import itemsize
+from sharding.views import dtype_name, torch_dtype
+
+T = TypeVar("T")
+
+FilePlan = Mapping[str, tuple[str, FileSpec]]
+"""The files of one rank's state: the folder of each, and what it holds, by name."""
+
+
+class Files:
+    """The files of one rank's state, what moves them, and their generation.
+
+    Args:
+        files: what there is.
+        streaming: how it moves.
+        sub_group_numel: elements of a sub-group.
+        most: most tensors in files of one sub-group, as `Streaming.num_buffers` counts them.
+        further: most others of one.
+        staged_nbytes: what shards take at once that are whole in memory on their way.
+        rank: of this process.
+
+    Raises:
+        StoreError, MemoryError: the files cannot be made, or there is no room for the buffers; nothing is left.
+    """
+
+    def __init__(
+        self,
+        files: FilePlan,
+        streaming: Streaming,
+        *,
+        sub_group_numel: int,
+        most: int,
+        further: int = 0,
+        staged_nbytes: int = 0,
+        rank: int,
+    ) -> None:
+        self.plan, self.generation = files, 0
+        self._cause: BaseException | None = None
+        self._movers: dict[str, FileMover] = {}
+        self._room = _room(streaming, sub_group_numel, most, further)
+        by_path: dict[str, dict[str, FileSpec]] = {}
+        for name, (path, spec) in files.items():
+            by_path.setdefault(path, {})[name] = spec
+        stores: list[FileStore] = []
+        try:
+            for path, specs in by_path.items():
+                stores.append(
+                    FileStore(
+                        path, specs, rank=rank, state=_free(path, rank), num_threads=streaming.num_threads,
+                        block_nbytes=streaming.block_nbytes, checksums=streaming.checksums, leftover=streaming.leftover,
+                    )
+                )  # fmt: skip
+                nbytes = sub_group_numel * max(itemsize(spec.dtype) for spec in specs.values())
+                self._movers[path] = FileMover(stores[-1], num_buffers=self._room.num_buffers, buffer_nbytes=nbytes)
+            check_host_memory(staged_nbytes, f"shards of {staged_nbytes:,} bytes on their way between files and a step")
+        except BaseException:
+            for store in stores:
+                store.close()
+            raise
+
+    def has_room(self, streaming: Streaming, *, sub_group_numel: int, most: int, further: int) -> bool:
+        """Whether what another step streams, with arguments like those of this, may move through the buffers of these files."""
+        asked = _room(streaming, sub_group_numel, most, further)
+        is_large = all(have >= need for have, need in zip(self._room, asked, strict=True))
+        return is_large and self._room.checksums == asked.checksums
+
+    def close(self) -> None:
+        """Removes the files."""
+        for mover in self._movers.values():
+            mover.store.close()
+
+    def mover(self, name: str) -> FileMover:
+        """What moves the file of that name."""
+        return self._movers[self.plan[name][0]]
+
+    def handle(self, name: str) -> FileTensor:
+        """The tensor in the file of that name, as it is now."""
+        spec = self.plan[name][1]
+        return FileTensor(self, name, (spec.numel,), torch_dtype(spec.dtype), self.generation)
+
+    def check(self) -> None:
+        """Raises a StoreError if what the files hold is no state to go on with."""
+        for mover in self._movers.values():
+            mover.store.check()
+
+    @property
+    def cause(self) -> BaseException | None:
+        """Why these files cannot be used any more, to be raised; None while they are whole. Also if nobody has waited for it."""
+        if self._cause is not None:
+            return bare(self._cause) if isinstance(self._cause, StoreError) else self._cause
+        return next((x.store.cause for x in self._movers.values() if x.store.cause is not None), None)
+
+    def rest(self) -> None:
+        """Waits until nothing moves. What fails is a `cause`, and raises nothing here."""
+        for mover in self._movers.values():
+            mover.store.rest()
+
+    def fail(self, cause: BaseException) -> None:
+        """Nothing of this can be used any more. The first cause counts; one not of files stays itself until `tell`."""
+        self._cause = self._cause or (bare(cause) if isinstance(cause, StoreError) else cause)
+        for mover in self._movers.values():
+            mover.fail(cause)
+
+    def tell(self, cause: BaseException) -> None:
+        """As `fail`, of what is raised now: from now on it is only what the cause says."""
+        self._cause = bare(self._cause or cause)
+        self.fail(cause)
+
+    def ahead(self, name: str, start: int, stop: int) -> None:
+        """Starts to read what a sub-group has of a tensor, where there is room for it; an error breaks the files."""
+        mover = self.mover(name)
+        try:
+            mover.ahead(Part(name, start, stop))
+        except StoreError as error:
+            self.fail(error)
+
+    def start_read(self, name: str, flat: Tensor) -> Callable[[], object]:
+        """Starts to fill a tensor of `host_buffers.paged` with a whole file; returns what waits for the end, and raises."""
+        return self.mover(name).store.read(name, 0, flat.numel(), bytes_of(flat))
+
+    def start_write(self, name: str, flat: Tensor) -> Callable[[], object]:
+        """Starts to write such a tensor, which must not change until the end. The error of `start_read`."""
+        mover = self.mover(name)
+        mover.forget(Part(name, 0, flat.numel()))
+        return mover.store.write(name, 0, flat.numel(), bytes_of(flat))
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a file, any of them, in new memory on the CPU."""
+        out = torch.empty(max(stop - start, 0), dtype=torch_dtype(self.plan[name][1].dtype))
+        with self._pieces(name, start, stop) as pieces:
+            for begin, end, buffer in pieces:
+                found = self.mover(name).store.read(name, begin, end, buffer)()
+                first, last = max(begin, start), min(end, stop)
+                out[first - start : last - start].copy_(found[first - begin : last - begin])
+        return out
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Writes elements from `start` on, any of them, and returns when they are in the file; others stay."""
+        store, stop = self.mover(name).store, start + values.numel()
+        self.mover(name).forget(Part(name, start, stop))
+        with self._pieces(name, start, stop) as pieces:
+            for begin, end, buffer in pieces:
+                first, last = max(begin, start), min(end, stop)
+                is_whole = (first, last) == (begin, end)
+                found = store.view(name, begin, end, buffer) if is_whole else store.read(name, begin, end, buffer)()
+                found[first - begin : last - begin].copy_(values[first - start : last - start])
+                store.write(name, begin, end, buffer)()
+
+    @contextmanager
+    def _pieces(self, name: str, start: int, stop: int) -> Iterator[Iterator[tuple[int, int, Tensor]]]:
+        """The stretches that files move around elements [start, stop), and a buffer for one after the other."""
+        mover, spec = self.mover(name), self.plan[name][1]
+        unit = mover.store.grain // itemsize(spec.dtype)
+        step = mover.pool.nbytes // mover.store.grain * unit
+        begin, end = start // unit * unit, min(-(-stop // unit) * unit, spec.numel)
+        buffer = mover.take()
+        try:
+            yield ((at, min(at + step, end), buffer) for at in range(begin, end if stop > start else begin, step))
+        finally:
+            mover.pool.give_back(buffer)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileTensor:
+    """A flat tensor of one rank's state that lives in a file.
+
+    `handle[start:stop]` and `handle[:]` read elements into a tensor on the CPU.
+
+    Attributes:
+        files: all files of this state.
+        name: which of them.
+        shape, dtype: of the tensor.
+        generation: how often the files had been updated when this handle was made.
+    """
+
+    files: Files
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    generation: int
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def path(self) -> Path:
+        """The folder of the file."""
+        return self.files.mover(self.name).store.folder
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * self.dtype.itemsize
+
+    def numel(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, elements: slice) -> Tensor:
+        return self.part(elements)[:]
+
+    def part(self, elements: slice) -> FilePart:
+        """Some of the elements, which are not read yet."""
+        start, stop, _ = elements.indices(self.shape[0])
+        return FilePart(self, start, max(start, stop))
+
+    def check(self) -> None:
+        """Raises a StoreError unless the file holds this tensor: nothing has updated it, and nothing failed."""
+        self.files.check()
+        self.check_age()
+
+    def check_age(self) -> None:
+        """Raises a StoreError, on every rank alike, if a step has updated the files since."""
+        if self.generation != self.files.generation:
+            raise StoreError(
+                f"{self.name}: this state is stale, for a step took it and updated the files of {self.path} (generation "
+                f"{self.generation} of {self.files.generation}); go on with the state that the step gave"
+            )
+
+    def __repr__(self) -> str:
+        return f"FileTensor({self.name!r}, {dtype_name(self.dtype)}, {self.shape[0]:,} elements in {self.path})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self.name}: lives in a file of {self.path} and is neither copied nor pickled; bring the state into memory with "
+            f"fzero.place(state, step) and a step without offload"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """Elements [start, stop) of a tensor in a file: `part[a:b]` reads some of them, `copy_` writes them all."""
+
+    tensor: FileTensor
+    start: int
+    stop: int
+
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def files(self) -> Files:
+        return self.tensor.files
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def part(self, elements: slice) -> FilePart:
+        """Some of these elements."""
+        start, stop, _ = elements.indices(self.stop - self.start)
+        return FilePart(self.tensor, self.start + start, self.start + max(start, stop))
+
+    def __getitem__(self, elements: slice) -> Tensor:
+        self.tensor.check()
+        start, stop, _ = elements.indices(self.stop - self.start)
+        return self.tensor.files.read(self.tensor.name, self.start + start, self.start + stop)
+
+    def copy_(self, values: Tensor) -> None:
+        """Writes into the file: for whoever makes a state, and for nobody afterwards. Raises as `FileTensor.check` does."""
+        self.tensor.check()
+        self.tensor.files.write(self.tensor.name, self.start, values)
+
+
+def part_of(x: Tensor | FileTensor, start: int, stop: int) -> Any:
+    """Elements [start, stop) of a flat tensor: a view, or what reads and writes them in the file. Both have `copy_` and `[:]`."""
+    return x.part(slice(start, stop)) if isinstance(x, FileTensor) else x[start:stop]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileTensors:
+    """The handles of all ranks of a simulation, in rank order: where other tensors have a leading dimension of ranks."""
+
+    of_ranks: tuple[FileTensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of_ranks[0].dtype
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.of_ranks), *self.of_ranks[0].shape)
+
+    def __getitem__(self, rank: int) -> FileTensor:
+        return self.of_ranks[rank]
+
+
+def in_memory(tree: Any) -> Any:
+    """The tree with tensors on the CPU in place of handles: a copy of what the files hold now. Others stay as they are."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, FileTensors):
+            return torch.stack([handle[:] for handle in x.of_ranks])
+        return x[:] if isinstance(x, FileTensor | FilePart) else x
+
+    return optree.tree_map(one, tree)
+
+
+def kept(x: FileTensor | FilePart, work: Callable[[], T]) -> T | None:
+    """What the work gives; None where a file fails, which breaks the state that `x` is of and is raised by `fzero.runtime.offload.agree`.
+
+    So a rank whose files fail goes on to where all ranks are told.
+    """
+    try:
+        return work()
+    except StoreError as error:
+        x.files.fail(error)
+        return None
+
+
+def handles_of(tree: Any) -> list[FileTensor]:
+    """The handles among the leaves."""
+    return [x for x in optree.tree_leaves(tree) if isinstance(x, FileTensor)]
+
+
+def renewed(tree: Any) -> Any:
+    """The tree with handles of what the files hold now."""
+    return optree.tree_map(
+        lambda x: replace(x, generation=x.files.generation) if isinstance(x, FileTensor) else x, tree
+    )
+
+
+class _Room(NamedTuple):
+    """The buffers of files, and whether their blocks have checksums, which bounds where sub-groups may begin."""
+
+    num_buffers: int
+    sub_group_numel: int
+    checksums: bool
+
+
+def _room(streaming: Streaming, sub_group_numel: int, most: int, further: int) -> _Room:
+    alone = 1 + sum(streaming.ahead(most).values())  # of one tensor that moves by itself
+    return _Room(max(streaming.num_pooled(most, further), alone), sub_group_numel, streaming.checksums)
+
+
+def _free(path: str, rank: int) -> int:
+    """The number of a further state: the first of which this process has no folder there already."""
+    return next(number for number in count() if not claims.is_mine(claims.folder_of(path, rank, number)))

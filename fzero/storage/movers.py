@@ -1,0 +1,318 @@
+"""Between which memories does a stream of sub-groups move: files and the host, or the host and a device?
+
+`FileMover`: the state lives in a `FileStore`, and the update runs on the CPU, in buffers of a pool that is made once.
+`DeviceMover`: it lives in host memory, and the update runs on a device; or it lives on a device, and the update runs on the CPU.
+With CUDA copies in and copies out have streams of their own, so that they run beside each other and beside the update; pin the
+host tensors, for others are copied while the host waits. `Resident`: it is where the update runs. `ByName`: each tensor has a
+mover of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.storage.file_store import FileStore
+from fzero.storage.host_memory import Pool
+from fzero.common.profiler_ranges import ranged
+from fzero.storage.stream import Mover, SubGroup
+
+
+class Part(NamedTuple):
+    """Elements [start, stop) of the tensor of that name."""
+
+    name: str
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        """In a trace."""
+        return f"{self.name} {self.start}:{self.stop}"
+
+
+class FileMover:
+    """Moves sub-groups between files and the buffers of a pool.
+
+    Args:
+        store: where the tensors live.
+        num_buffers: one for each tensor of each sub-group that is here at once: for Adam beside its parameter, with one sub-group
+            read ahead and one written behind, 3 · 3.
+        buffer_nbytes: at least those of one tensor of a sub-group.
+
+    Raises:
+        MemoryError: the buffers do not fit in the host's memory; tells what is needed and what is there.
+    """
+
+    def __init__(self, store: FileStore, *, num_buffers: int, buffer_nbytes: int) -> None:
+        self.store = store
+        # Room for the padding behind the last elements.
+        self.pool = Pool(num_buffers, -(-buffer_nbytes // store.grain) * store.grain)
+        self._here: dict[SubGroup, list[Tensor]] = {}
+        self._coming: dict[Part, tuple[Tensor, Callable[[], Tensor]]] = {}
+
+    def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
+        """See `Mover`."""
+        self.store.check()
+        needed = num_alive * max((len(group.names) for group in sub_groups), default=0)
+        num_free = self.pool.num_free + len(self._coming)
+        if needed > num_free:
+            raise ValueError(
+                f"FileMover: {num_alive} sub-groups at once need {needed} buffers, and {num_free} of "
+                f"{self.pool.num} are free; pass num_buffers={needed}, or less read_ahead and write_behind"
+            )
+        for group in sub_groups:
+            nbytes = max((self.store.nbytes(name, group.start, group.stop) for name in group.names), default=0)
+            if nbytes > self.pool.nbytes:
+                raise ValueError(
+                    f"FileMover: {group.numel} elements of {group.names} need buffers of {nbytes} bytes, and they have "
+                    f"{self.pool.nbytes}; pass buffer_nbytes={nbytes}, or a smaller sub_group_numel"
+                )
+
+    def ahead(self, part: Part) -> None:
+        """Starts to read what a sub-group has of one tensor before that is fetched, if there is a buffer for it."""
+        if part not in self._coming and self.pool.num_free:
+            buffer = self.pool.take()
+            try:
+                with ranged("ahead", part):
+                    wait = self.store.read(part.name, part.start, part.stop, buffer)
+            except BaseException:
+                self.pool.give_back(buffer)
+                raise
+            self._coming[part] = buffer, wait
+
+    def forget(self, part: Part) -> None:
+        """Drops what was read ahead of elements that are written now."""
+        for read in [x for x in self._coming if x.name == part.name and x.start < part.stop and part.start < x.stop]:
+            self.pool.give_back(self._come(read))
+
+    def take(self) -> Tensor:
+        """A buffer: a free one, or that of what was read ahead last."""
+        return self.pool.take() if self.pool.num_free or not self._coming else self._come(next(reversed(self._coming)))
+
+    def _come(self, part: Part) -> Tensor:
+        """The buffer of what was read ahead, when nothing moves in it any more."""
+        buffer, wait = self._coming.pop(part)
+        wait()
+        return buffer
+
+    def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
+        """See `Mover`."""
+        buffers, waits = [], []
+        for name in sub_group.names:
+            part = Part(name, sub_group.start, sub_group.stop)
+            if part in self._coming and name not in sub_group.made:
+                buffer, wait = self._coming.pop(part)
+            else:
+                buffer = self.take()
+                wait = partial(self.store.view, *part, buffer)
+                if name not in sub_group.made:
+                    wait = self.store.read(*part, buffer)
+            buffers.append(buffer)
+            waits.append(wait)
+        self._here[sub_group] = buffers
+        return lambda: [wait() for wait in waits]
+
+    def put(self, sub_group: SubGroup) -> Callable[[], object]:
+        """See `Mover`."""
+        buffers = self._here.pop(sub_group)
+        for name in sub_group.names:
+            if name not in sub_group.kept:
+                self.forget(Part(name, sub_group.start, sub_group.stop))
+        waits = [
+            None if name in sub_group.kept else self.store.write(name, sub_group.start, sub_group.stop, buffer)
+            for name, buffer in zip(sub_group.names, buffers, strict=True)
+        ]
+
+        def finish() -> None:
+            for wait, buffer in zip(waits, buffers, strict=True):
+                if wait is not None:
+                    wait()
+                self.pool.give_back(buffer)
+
+        return finish
+
+    def fence(self) -> None:
+        """See `Mover`."""
+        self.store.fence()
+
+    def fail(self, cause: BaseException) -> None:
+        """See `Mover`."""
+        self.store.fail(cause)
+
+
+class DeviceMover:
+    """Moves sub-groups of flat tensors between host memory and a device.
+
+    Args:
+        tensors: flat, by name; on the CPU (pinned, if copies are to overlap), or all of them on one device.
+        device: where the update runs: the device, or the CPU.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device | str) -> None:
+        self.tensors, self.device = tensors, torch.device(device)
+        places = (self.device, *(x.device for x in tensors.values()))
+        self._card = next((place for place in places if place.type == "cuda"), None)
+        make: Callable[..., Any] = torch.cuda.Stream
+        self._copies_in, self._copies_out = (make(self._card) if self._card else None for _ in range(2))
+        self._here: dict[SubGroup, list[Tensor]] = {}
+        self._cause: BaseException | None = None
+
+    def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
+        """See `Mover`: memory of the device is not a pool of fixed length."""
+        self._check()
+
+    def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
+        """See `Mover`."""
+        self._check()
+        is_on_cpu = self.device.type == "cpu"
+        if self._copies_in and is_on_cpu:
+            self._copies_in.wait_stream(torch.cuda.current_stream(self._card))  # which made what is copied
+        copies = []
+        with _on(self._copies_in):
+            for name in sub_group.names:
+                part = self._part(name, sub_group)
+                # PyTorch keeps pinned memory for the next sub-group, and gives it when the last copy from it has ended.
+                copy = torch.empty_like(part, device=self.device, pin_memory=is_on_cpu and self._card is not None)
+                copies.append(copy if name in sub_group.made else copy.copy_(part, non_blocking=True))
+            is_here = self._copies_in.record_event() if self._copies_in else None
+        self._here[sub_group] = copies
+
+        def finish() -> list[Tensor]:
+            if is_here is not None and is_on_cpu:
+                is_here.synchronize()
+            elif is_here is not None:
+                computing = torch.cuda.current_stream(self._card)
+                computing.wait_event(is_here)
+                for x in copies:
+                    x.record_stream(computing)
+            return copies
+
+        return finish
+
+    def put(self, sub_group: SubGroup) -> Callable[[], object]:
+        """See `Mover`."""
+        self._check()
+        copies = self._here.pop(sub_group)
+        if self._copies_out is not None:
+            self._copies_out.wait_stream(torch.cuda.current_stream(self._card))
+        with _on(self._copies_out):
+            for name, x in zip(sub_group.names, copies, strict=True):
+                if name not in sub_group.kept:
+                    self._part(name, sub_group).copy_(x, non_blocking=True)
+                if self._copies_out is not None and x.is_cuda:
+                    x.record_stream(self._copies_out)
+            is_out = self._copies_out.record_event() if self._copies_out else None
+        return is_out.synchronize if is_out is not None else lambda: None
+
+    def fence(self) -> None:
+        """See `Mover`."""
+        if self._copies_out is not None:
+            self._copies_out.synchronize()
+        self._check()
+
+    def fail(self, cause: BaseException) -> None:
+        """See `Mover`."""
+        self._cause = self._cause or cause
+        for stream in (self._copies_in, self._copies_out):
+            if stream is not None:
+                stream.synchronize()
+
+    def _part(self, name: str, group: SubGroup) -> Tensor:
+        return self.tensors[name][group.start : group.stop]
+
+    def _check(self) -> None:
+        if self._cause is not None:
+            raise RuntimeError(
+                f"DeviceMover: part of the state was updated and part was not, since: {self._cause}; go on from a checkpoint"
+            ) from self._cause
+
+
+class Resident:
+    """Gives sub-groups as views of tensors that are where the update runs.
+
+    Args:
+        tensors: flat, by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
+        """See `Mover`."""
+
+    def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
+        """See `Mover`."""
+        return lambda: [self.tensors[name][sub_group.start : sub_group.stop] for name in sub_group.names]
+
+    def put(self, sub_group: SubGroup) -> Callable[[], object]:
+        """See `Mover`: what was changed is there."""
+        return lambda: None
+
+    def fence(self) -> None:
+        """See `Mover`."""
+
+    def fail(self, cause: BaseException) -> None:
+        """See `Mover`: memory stays as it is, part old and part new."""
+
+
+class ByName:
+    """Moves each tensor of a sub-group with the mover that has it.
+
+    Args:
+        mover_of: of each name.
+    """
+
+    def __init__(self, mover_of: Mapping[str, Mover]) -> None:
+        self._mover_of = mover_of
+        self._movers = list({id(mover): mover for mover in mover_of.values()}.values())
+
+    def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
+        """See `Mover`."""
+        parts = [self._parts(group) for group in sub_groups]
+        for mover in self._movers:
+            mover.check([part for of_group in parts for owner, part in of_group if owner is mover], num_alive)
+
+    def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
+        """See `Mover`."""
+        waits = [(part.names, mover.fetch(part)) for mover, part in self._parts(sub_group)]
+
+        def finish() -> list[Tensor]:
+            found = {name: x for names, wait in waits for name, x in zip(names, wait(), strict=True)}
+            return [found[name] for name in sub_group.names]
+
+        return finish
+
+    def put(self, sub_group: SubGroup) -> Callable[[], object]:
+        """See `Mover`."""
+        waits = [mover.put(part) for mover, part in self._parts(sub_group)]
+        return lambda: [wait() for wait in waits]
+
+    def fence(self) -> None:
+        """See `Mover`."""
+        for mover in self._movers:
+            mover.fence()
+
+    def fail(self, cause: BaseException) -> None:
+        """See `Mover`."""
+        for mover in self._movers:
+            mover.fail(cause)
+
+    def _parts(self, group: SubGroup) -> list[tuple[Mover, SubGroup]]:
+        """What each mover has of a sub-group."""
+        parts = []
+        for mover in self._movers:
+            names = tuple(name for name in group.names if self._mover_of[name] is mover)
+            if names:
+                made, kept = (tuple(n for n in of if n in names) for of in (group.made, group.kept))
+                parts.append((mover, SubGroup(names, group.start, group.stop, made, kept)))
+        return parts
+
+
+def _on(stream: Any) -> Any:
+    """The block runs on that stream, if there is one."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -1,0 +1,152 @@
+"""Does an optimizer transform, an order of parameters or a collective keep the laws that every ZeRO stage relies on?
+
+For the tests of your own: hypothesis tries random layouts, world sizes and numbers, and a law that does not hold is told with
+the smallest example found and what to mend.
+
+    def test_my_optimizer_works_in_every_stage() -> None:
+        check_transform(lambda lr: my_optimizer(lr, beta=0.9), compile="step")
+
+Laws are tried in order (`fzero.testing.transform_laws`, `fzero.testing.order_laws`, `fzero.testing.collective_laws`), and the first that
+is broken is raised. `TrainingMachine` tries whole jobs: it trains, overflows, and changes stage, ranks and layout in any order,
+beside a plain process. Needs the extra `fzero[testing]`.
+
+    class MyMachine(TrainingMachine):
+        transform = staticmethod(lambda lr: my_optimizer(lr, beta=0.9))
+
+    TestMyOptimizer = MyMachine.TestCase
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import sharding.testing  # noqa: F401 - first of all: it names the extra where hypothesis is not installed
+from fzero.common.arguments import check_callable, check_kind, check_whole
+from fzero.testing.laws import try_law
+from fzero.testing.collective_laws import COLLECTIVE_LAWS, Declared
+from fzero.testing.order_laws import ORDER_LAWS
+from fzero.testing.transform_laws import capture_laws, rate_law, transform_laws
+from fzero.plans.orders import OrderFunction, in_two_numbers
+from fzero.testing.reference_trainer import Job
+from fzero.plans.plan import OwnTransform
+from fzero.testing.training_machine import TrainingMachine
+from fzero.optim.transforms import LONG_RUN, Transform
+from fzero.comms.comm_hooks import Wire
+
+__all__ = ["Job", "TrainingMachine", "check_collective", "check_order", "check_transform"]
+
+
+def check_transform(
+    transform: OwnTransform,
+    *,
+    name: str = "transform",
+    compile: Literal["step", "block"] | None = None,
+    lr: float = 0.1,
+    max_examples: int = 25,
+    num_updates: int = LONG_RUN,
+) -> None:
+    """Raises if a transform breaks a law that every ZeRO stage, precision and placement relies on, as far as can be seen.
+
+    A check runs the transform; it does not prove anything of what it has not run. Tried are, for each law, `max_examples` drawn
+    examples (up to 4 updates of some hundred elements on up to 5 ranks, in fp32 and fp64, from the first update on or from
+    around the 500th, 1000th, 2048th or 10,000th by the state's own count), a run of `num_updates` updates and, where numbers
+    of elements may matter, 131,072 elements. So an update that does something else every k steps (Shampoo, SOAP, Sophia) is
+    seen where k is at most `num_updates`, or divides one of these counts and the state has it as a 0-d tensor. Unseen stays
+    what depends on numbers that are rare, on more elements or later steps than these, or on a device other than the CPU.
+
+    Args:
+        transform: a `Transform`, or a function of the learning rate that makes one.
+        name: what messages call it.
+        compile: as in `make_train_step`. A step that is compiled as a whole asks more of a transform: it must not read the
+            values of tensors, and take its learning rate as one.
+        lr: the learning rate that such a function is given.
+        max_examples: how many drawn examples of each law are tried.
+        num_updates: of the longest run. Give at least twice the period of what your transform does every so often.
+
+    Raises:
+        AssertionError: a law is broken; names it, the example, the smallest that was found, and what to mend.
+        ValueError: `transform` is neither, or `num_updates` is less than 1.
+
+    >>> from fzero import adamw
+    >>> check_transform(adamw, max_examples=2)
+    >>> clipped = Transform(lambda param: (), lambda g, p, s: (g, p - g / (1 + g.norm()), s), lambda spec: ())
+    >>> check_transform(clipped)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    AssertionError: transform: the update of a shard must be the shard of the update, bit for bit. Found that ...
+    """
+    if not isinstance(transform, Transform) and not callable(transform):
+        raise ValueError(
+            f"{name}: must be a Transform or a function of the learning rate that makes one, got {transform!r}; "
+            f"see fzero.Transform"
+        )
+    check_whole("max_examples", max_examples, 1)
+    if compile not in (None, "step", "block"):
+        raise ValueError(f"compile: must be None or 'step' or 'block', got {compile!r}; pass one of these")
+    check_whole("num_updates", num_updates, 1)
+    make: Callable[[], Transform] = (lambda: transform) if isinstance(transform, Transform) else lambda: transform(lr)
+    for law in (*transform_laws(num_updates), *(capture_laws(num_updates) if compile == "step" else ())):
+        try_law(law, make, name, max_examples)
+    if compile == "step" and not isinstance(transform, Transform):
+        try_law(rate_law(num_updates), transform, name, max_examples)
+
+
+def check_order(order: OrderFunction, *, name: str = "order", max_examples: int = 100) -> None:
+    """Raises unless a function gives orders that a flat buffer may follow on every rank, as `order=` of `make_train_step`.
+
+    Args:
+        order: (how many parameters, on how many ranks) -> their `Order`; or of the first number alone. A second argument
+            that has a default keeps it, unless it is called `world_size`.
+        name: what messages call it.
+        max_examples: how many pairs of numbers are tried for each law.
+
+    Raises:
+        AssertionError: a law is broken; names it, the smallest example found, and what to mend.
+
+    >>> from sharding import declaration, round_robin
+    >>> check_order(round_robin)
+    >>> check_order(declaration)
+    >>> check_order(lambda length, world_size: round_robin(max(length, 1), world_size))
+    Traceback (most recent call last):
+    ...
+    AssertionError: order: it must be a permutation of the parameters. Found that it orders 1 of 0 parameters. Smallest \
+example: OrderExample(length=0, world_size=1). Name every index from 0 to length - 1 once
+    """
+    check_callable("order", order, "a function of the number of parameters, and of ranks")
+    check_whole("max_examples", max_examples, 1)
+    for law in ORDER_LAWS:
+        try_law(law, in_two_numbers(order), name, max_examples)
+
+
+def check_collective(wire: Wire, *, max_error: float = 0.0, name: str = "collective", max_examples: int = 25) -> None:
+    """Raises unless a wire's gather and reduce-scatter can take the place of the exact ones.
+
+    Both run on 1 to 4 ranks of this process, some rounds one after the other. A rank that would wait for ever is told.
+
+    Args:
+        wire: as those of `fzero.comms.comm_hooks`.
+        max_error: how far an element may be off, in any round: of `gather`, as a share of the largest element; of
+            `reduce_scatter`, of the sum of every rank's largest.
+        name: what messages call it.
+        max_examples: how many examples of each law are tried.
+
+    Raises:
+        AssertionError: a law is broken; names it, the smallest example found, and what to mend.
+
+    >>> from fzero import coded, ended, exact, quantize
+    >>> check_collective(exact(), max_examples=2)
+    >>> check_collective(coded(quantize(8)), max_error=1 / 127, max_examples=2)
+    >>> def averaged(full_P, axis, state, *, after=None, **_):
+    ...     if after is not None:
+    ...         after.wait()
+    ...     return ended(exact().reduce_scatter(full_P, axis, state)[0] / axis.size, state)
+    >>> check_collective(exact()._replace(start_reduce_scatter=averaged))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    AssertionError: collective: reduce_scatter must give this rank's shard of the sum over ranks, ... Add up, do not average; ...
+    """
+    check_kind("wire", wire, Wire, "a fzero.Wire", "pass fzero.coded(codec), say, for a codec")
+    check_whole("max_examples", max_examples, 1)
+    for law in COLLECTIVE_LAWS:
+        try_law(law, Declared(wire, max_error), name, max_examples)

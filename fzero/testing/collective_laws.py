@@ -1,0 +1,410 @@
+"""Which laws must a wire keep (`fzero.comms.comm_hooks`), so that its gather and its reduce-scatter may take the place of the exact ones?
+
+Both run on all ranks of a job in lockstep (`fzero.comms.lockstep`), some rounds one after the other, each with the state that the
+one before gave. That the two are adjoint, to the error declared, follows from what each must give.
+Shape letters: W ranks, S elements of a shard, P = W·S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fzero.comms.collectives import REDUCE, CollectiveError, Lockstep, Pending
+from fzero.testing.laws import Law
+from fzero.comms.lockstep import Hub, StuckError
+from fzero.comms.records import Sent
+from fzero.optim.transforms import leaf_names, same_bits
+from fzero.comms.comm_hooks import Wire
+from sharding.views import torch_dtype
+
+GUARD = 4
+"""Elements of other tensors before and after what a collective is given, in the same memory."""
+LARGE = 512
+"""Elements of a shard from which on more may not be sent than the exact collectives do: what a code book, a scale or a header
+takes beside the numbers is little then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Some rounds of a gather and a reduce-scatter of random whole numbers, which all differ in a round.
+
+    >>> Rounds(world_size=2, shard_numel=1, dtype="float32", num_rounds=1, seed=0).shards[0].shape
+    torch.Size([2, 1])
+    """
+
+    world_size: int
+    shard_numel: int
+    dtype: str
+    num_rounds: int
+    seed: int
+
+    @property
+    def shards(self) -> Tensor:
+        """What each rank gathers in each round (num_rounds, W, S)."""
+        return self._numbers(self.seed).view(self.num_rounds, self.world_size, self.shard_numel)
+
+    @property
+    def fulls(self) -> Tensor:
+        """What each rank adds in each round (num_rounds, W, P)."""
+        by_rank = [self._numbers(self.seed + 1 + rank) for rank in range(self.world_size)]
+        return torch.stack(by_rank, dim=1)
+
+    def _numbers(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        numel = self.world_size * self.shard_numel
+        rounds = [torch.randperm(numel, generator=generator) + 1 for _ in range(self.num_rounds)]
+        sign = 1 - 2 * torch.randint(0, 2, (self.num_rounds, numel), generator=generator)
+        return (torch.stack(rounds) * sign).to(torch_dtype(self.dtype))
+
+
+def rounds(min_numel: int = 0, max_numel: int = 9) -> st.SearchStrategy[Rounds]:
+    """Rounds on 1 to 4 ranks, with shards of no elements among them and of odd numbers of elements."""
+    return st.builds(
+        Rounds,
+        world_size=st.integers(1, 4),
+        shard_numel=st.integers(min_numel, max_numel),
+        dtype=st.sampled_from(["float32", "float64"]),
+        num_rounds=st.integers(1, 3),
+        seed=st.integers(0, 999),
+    )
+
+
+class _Counter(Hub):
+    """Counts the bytes of the tensors that every rank sends."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.sent_nbytes = [0] * size
+
+    def send(self, source: int, target: int, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.sent_nbytes[source] += value.numel() * value.element_size()
+        super().send(source, target, value)
+
+    @property
+    def num_left(self) -> int:
+        """Messages that nobody received."""
+        return len(self._mail)
+
+
+class _Given(NamedTuple):
+    """A tensor with the memory around it."""
+
+    x: Tensor
+    memory: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> _Given:
+        memory = torch.full((values.numel() + 2 * GUARD,), 7.0, dtype=values.dtype)
+        memory[GUARD : GUARD + values.numel()] = values
+        return cls(memory[GUARD : GUARD + values.numel()], memory, memory.clone())
+
+    @property
+    def is_unchanged(self) -> bool:
+        return torch.equal(self.memory, self.before)
+
+
+class _Round(NamedTuple):
+    """What a round gave on one rank."""
+
+    full: Any
+    gather_state: Any
+    sum: Any
+    reduce_state: Any
+    is_unchanged: tuple[bool, bool]
+    """What gather and reduce_scatter were given."""
+
+
+class _Run(NamedTuple):
+    """What the rounds gave: by rank, and by round."""
+
+    first_states: list[tuple[Any, Any]]
+    """Of gather and of reduce_scatter."""
+    rounds: list[list[_Round]]
+    sent: list[list[Sent]]
+    sent_nbytes: list[int]
+    num_left: int
+
+
+class Declared(NamedTuple):
+    """A wire with the error that it may make."""
+
+    wire: Wire
+    max_error: float
+
+
+def _run(declared: Declared, example: Rounds, *, is_late: bool = False) -> _Run:
+    wire, hub = declared.wire, _Counter(example.world_size)
+    sent: list[list[Sent]] = [[] for _ in range(example.world_size)]
+    shards, fulls = example.shards, example.fulls
+    first: list[tuple[Any, Any]] = [(None, None)] * example.world_size
+
+    def on_rank(rank: int) -> list[_Round]:
+        axis = Lockstep("data", example.world_size, rank, hub, sent[rank].append)
+        of_gather, of_reduce = wire.init(shards[0, rank].clone()), wire.init(fulls[0, rank].clone())
+        first[rank] = _copy((of_gather, of_reduce))
+        found = []
+        for index in range(example.num_rounds):
+            shard, full = _Given.of(shards[index, rank]), _Given.of(fulls[index, rank])
+            gathered, of_gather = wire.gather(shard.x, axis, of_gather)
+            added, of_reduce = _reduce(wire, full.x, axis, of_reduce, is_late=is_late)
+            full_P, gather_state, sum_S, reduce_state = _copy((gathered, of_gather, added, of_reduce))
+            is_unchanged = shard.is_unchanged, full.is_unchanged
+            found.append(_Round(full_P, gather_state, sum_S, reduce_state, is_unchanged))
+        return found
+
+    by_rank = hub.run(on_rank)
+    return _Run(first, by_rank, sent, hub.sent_nbytes, hub.num_left)
+
+
+def _reduce(wire: Wire, full_P: Tensor, axis: Lockstep, state: Any, *, is_late: bool) -> tuple[Tensor, Any]:
+    """A reduction as a step makes it: at once, or of what an earlier collective has still to write."""
+    if not is_late:
+        return wire.reduce_scatter(full_P, axis, state)
+    written = torch.full_like(full_P, torch.nan)
+    after = Pending(REDUCE, (), lambda: written.copy_(full_P))
+    out_S = full_P.new_empty(full_P.numel() // axis.size)
+    return wire.start_reduce_scatter(written, axis, state, out_S=out_S, after=after).wait()
+
+
+def _copy(tree: Any) -> Any:
+    return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree, none_is_leaf=True)
+
+
+# --- faults ------------------------------------------------------------------------------------------------------
+
+
+def _does_not_end(declared: Declared, example: Rounds) -> str | None:
+    try:
+        run = _run(declared, example)
+    except (StuckError, CollectiveError) as error:
+        cause = error if isinstance(error, StuckError) else error.__cause__
+        if isinstance(cause, StuckError):
+            return str(cause)
+        raise
+    return f"{run.num_left} messages are never received" if run.num_left else None
+
+
+def _writes(declared: Declared, example: Rounds) -> str | None:
+    run = _run(declared, example)
+    for rank, rounds in enumerate(run.rounds):
+        for round_ in rounds:
+            for name, is_unchanged in zip(("gather", "reduce_scatter"), round_.is_unchanged, strict=True):
+                if not is_unchanged:
+                    return f"{name} writes to what it is given on rank {rank}, or around it"
+    return None
+
+
+def _has_another_form(declared: Declared, example: Rounds) -> str | None:
+    dtype, numel = torch_dtype(example.dtype), example.shard_numel
+    for rank, rounds in enumerate(_run(declared, example).rounds):
+        for round_ in rounds:
+            forms = (("gather", round_.full, numel * example.world_size), ("reduce_scatter", round_.sum, numel))
+            for name, found, expected in forms:
+                if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != ((expected,), dtype):
+                    told = (tuple(found.shape), found.dtype) if isinstance(found, Tensor) else found
+                    return f"{name} gives {told} on rank {rank}, where ({expected},) and {dtype} is meant"
+    return None
+
+
+def _ranks_disagree(declared: Declared, example: Rounds) -> str | None:
+    by_rank = _run(declared, example).rounds
+    for rank, rounds in enumerate(by_rank):
+        for first, round_ in zip(by_rank[0], rounds, strict=True):
+            if not same_bits(first.full, round_.full):
+                return f"rank 0 gathers {first.full.tolist()} and rank {rank} {round_.full.tolist()}"
+    return None
+
+
+def _gathers_otherwise(declared: Declared, example: Rounds) -> str | None:
+    for index, round_ in enumerate(_run(declared, example).rounds[0]):
+        expected = example.shards[index].reshape(-1)
+        fault = _is_far(round_.full, expected, declared.max_error * _largest(expected))
+        if fault:
+            return f"gather {fault}"
+    return None
+
+
+def _adds_otherwise(declared: Declared, example: Rounds) -> str | None:
+    run = _run(declared, example)
+    for rank, rounds in enumerate(run.rounds):
+        for index, round_ in enumerate(rounds):
+            parts = example.fulls[index]
+            expected = parts.sum(0).view(example.world_size, example.shard_numel)[rank]
+            fault = _is_far(round_.sum, expected, declared.max_error * sum(map(_largest, parts)))
+            if fault:
+                return f"reduce_scatter on rank {rank} {fault}"
+    return None
+
+
+def _loses_otherwise(declared: Declared, example: Rounds) -> str | None:
+    """Only the first round: a state may change what is sent afterwards."""
+    lossy, run = declared.wire.lossy, _run(declared, example)
+    for rank, rounds in enumerate(run.rounds):
+        expected = torch.cat([lossy(shard_S) for shard_S in example.shards[0]])
+        fault = _is_far(rounds[0].full, expected, 0.0)
+        if fault:
+            return f"gather {fault}"
+        parts = [lossy(full_P.view(example.world_size, example.shard_numel))[rank] for full_P in example.fulls[0]]
+        rounding = 2.0**-20 * sum(map(_largest, parts))
+        fault = _is_far(rounds[0].sum, torch.stack(parts).double().sum(0), rounding)
+        if fault:
+            return f"reduce_scatter on rank {rank} {fault}"
+    return None
+
+
+def _state_changes_form(declared: Declared, example: Rounds) -> str | None:
+    run = _run(declared, example)
+    for rank, rounds in enumerate(run.rounds):
+        for round_ in rounds:
+            states = (round_.gather_state, round_.reduce_state)
+            for name, first, state in zip(("gather", "reduce_scatter"), run.first_states[rank], states, strict=True):
+                if _form(state) != _form(first):
+                    return f"on rank {rank} init gives {_form(first)} and {name} {_form(state)}"
+    return None
+
+
+def _form(state: Any) -> list[tuple[str, Any]]:
+    leaves = optree.tree_leaves(state)
+    told = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
+    return list(zip(leaf_names(state), told, strict=True))
+
+
+def _differs_again(declared: Declared, example: Rounds) -> str | None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first = _run(declared, example)
+        torch.manual_seed(1)  # so that a random number that is drawn shows
+        second = _run(declared, example)
+    for rank, (rounds, again) in enumerate(zip(first.rounds, second.rounds, strict=True)):
+        for one, other in zip(rounds, again, strict=True):
+            for x, y in zip(optree.tree_leaves(one), optree.tree_leaves(other), strict=True):
+                if isinstance(x, Tensor) and not same_bits(x, y):
+                    return f"two runs give {x.tolist()} and {y.tolist()} on rank {rank}"
+    return None
+
+
+def _sends_more(declared: Declared, example: Rounds) -> str | None:
+    run = _run(declared, example)
+    itemsize = torch_dtype(example.dtype).itemsize
+    exact = 2 * (example.world_size - 1) * example.shard_numel * itemsize * example.num_rounds
+    for rank, (sent, nbytes) in enumerate(zip(run.sent, run.sent_nbytes, strict=True)):
+        told = sum(one.nbytes for one in sent)
+        if told != nbytes:
+            return f"rank {rank} sends {nbytes} bytes and tells axis.observe of {told}"
+        if nbytes > exact and example.shard_numel >= LARGE:
+            return f"rank {rank} sends {nbytes} bytes, the exact collectives {exact}"
+    return None
+
+
+def _plans_otherwise(declared: Declared, example: Rounds) -> str | None:
+    itemsize, numel = torch_dtype(example.dtype).itemsize, example.shard_numel
+    planned = 2 * (example.world_size - 1) * declared.wire.nbytes(numel, itemsize) * example.num_rounds
+    sent = {sum(one.nbytes for one in of_rank) for of_rank in _run(declared, example).sent}
+    return f"ranks send {sorted(sent)} bytes and nbytes tells of {planned}" if numel and sent != {planned} else None
+
+
+def _reads_early(declared: Declared, example: Rounds) -> str | None:
+    at_once, late = _run(declared, example), _run(declared, example, is_late=True)
+    for rank, rounds_ in enumerate(zip(at_once.rounds, late.rounds, strict=True)):
+        for one, other in zip(*rounds_, strict=True):
+            if not same_bits(one.sum, other.sum):
+                return f"reduce_scatter on rank {rank} gives {other.sum.tolist()} for {one.sum.tolist()}"
+    return None
+
+
+def _is_far(found: Tensor, expected: Tensor, bound: float) -> str | None:
+    if torch.equal(found, expected):
+        return None
+    gap = _largest(found.double() - expected.double())
+    if gap <= bound:  # false where the gap is NaN
+        return None
+    return f"gives {found.tolist()} for {expected.tolist()}: {gap:g} apart, where {bound:g} is declared"
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+FindFault = Callable[[Declared, Rounds], str | None]
+
+COLLECTIVE_LAWS: tuple[Law[Declared, Rounds], ...] = tuple(
+    Law(sentence, fix, examples, find_fault)
+    for sentence, fix, examples, find_fault in (
+        (
+            "no rank may wait for what nobody sends, and what is sent must be received",
+            "Let every rank call the same collectives in the same order, whatever its data",
+            rounds(),
+            _does_not_end,
+        ),
+        ("tensors that it is given must stay as they are", "Write to a copy, or to a new tensor", rounds(), _writes),
+        (
+            "gather makes P elements of S and reduce_scatter S of P, in the dtype that it was given",
+            "Cut off what you padded, and cast back",
+            rounds(),
+            _has_another_form,
+        ),
+        (
+            "every rank must gather the same full tensor, bit for bit",
+            "Treat this rank's own shard as those of others: pass it through the same code",
+            rounds(),
+            _ranks_disagree,
+        ),
+        (
+            "gather must join the shards of all ranks in rank order, each element to max_error of the largest",
+            "Put shard r at [r·S, (r+1)·S), or declare the error",
+            rounds(),
+            _gathers_otherwise,
+        ),
+        (
+            "reduce_scatter must give this rank's shard of the sum over ranks, to max_error of the ranks' largest elements",
+            "Add up, do not average; or declare the error",
+            rounds(),
+            _adds_otherwise,
+        ),
+        (
+            "in the first round exactly that must arrive which lossy tells of",
+            "Let lossy be what every rank decodes of what is sent",
+            rounds(),
+            _loses_otherwise,
+        ),
+        (
+            "the state must keep its structure, shapes and dtypes",
+            "Let init make every tensor that will be there",
+            rounds(),
+            _state_changes_form,
+        ),
+        (
+            "equal inputs and states must give equal bits",
+            "Remember nothing but the state; keep the state of a random generator in it",
+            rounds(),
+            _differs_again,
+        ),
+        (
+            "it must tell axis.observe of what it sends, and send no more than the exact collectives",
+            "Send through fzero.comms.collectives, which tells; send fewer bits",
+            rounds() | rounds(LARGE, LARGE + 9),
+            _sends_more,
+        ),
+        (
+            "each function must send nbytes to every other rank",
+            "Let nbytes be the bytes of one encoded shard",
+            rounds(),
+            _plans_otherwise,
+        ),
+        (
+            "start_reduce_scatter must read its summand when `after` has ended",
+            "Wait for `after` before you read, or pass it on",
+            rounds(),
+            _reads_early,
+        ),
+    )
+)

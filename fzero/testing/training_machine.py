@@ -1,0 +1,543 @@
+"""Does training go on as one plain process would, whatever is done to it between two steps, and in any order?
+
+A state machine of hypothesis holds a job (all ranks of it in this process, with the bits of as many processes) and beside it
+the oracle, `fzero.testing.reference_trainer`. A *rule* does one thing to both, and after each rule all *invariants* are checked. hypothesis draws
+the model, the job and the rules, and shows the shortest run that breaks a law.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from torch import Tensor, nn
+
+from fzero.checkpoint.save_load import load, save
+from fzero.storage.file_tensor import FileTensors, in_memory
+from fzero.resharding.place import place
+from fzero.testing.reference_trainer import (
+    Job,
+    Numbers,
+    PlainLossScale,
+    PlainOptimizer,
+    PlainOutcome,
+    PlainTraining,
+    optimizer_of_torch,
+    optimizer_of_transform,
+)
+from fzero.plans.plan import BufferPlan, OwnTransform
+from fzero.resharding.reshard import reshard
+from fzero.simulation import LockstepRanks, simulate
+from fzero.state import Metrics, TrainState
+from fzero.step import make_train_step
+from fzero.optim.transforms import Transform, leaf_names, same_bits
+from sharding import Partial, Replicated, Sharded, TensorSpec
+from sharding.testing import models
+from sharding.views import torch_dtype, unflatten
+
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""Where checkpoints are written: a disk that is waited for each time takes longer than all the rest."""
+
+NUM_RULES = 8
+"""Most rules of one run."""
+
+
+class Optimizer(NamedTuple):
+    """An optimizer of a job, and the plain one that must do the same.
+
+    Rates and eps are such that no weight moves further than the gradient does: rounding must not be amplified.
+    """
+
+    config: dict[str, Any]
+    plain: PlainOptimizer
+
+
+def _adam(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, eps=0.1, weight_decay=0.1, fused=True)
+
+
+OPTIMIZERS = {
+    "sgd": Optimizer(
+        {"type": "SGD", "params": {"lr": 0.05}},
+        optimizer_of_torch(lambda params: torch.optim.SGD(params, lr=0.05), {}),
+    ),
+    "momentum": Optimizer(
+        {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}},
+        optimizer_of_torch(
+            lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
+            {"state.momentum": "momentum_buffer"},
+        ),
+    ),
+    "adamw": Optimizer(
+        {"type": "AdamW", "params": {"lr": 0.01, "eps": 0.1, "weight_decay": 0.1}},
+        optimizer_of_torch(_adam, {"state.step": "step", "state.exp_avg": "exp_avg", "state.exp_avg_sq": "exp_avg_sq"}),
+    ),
+}
+
+jobs = st.builds(
+    Job,
+    stage=st.integers(0, 3),
+    world_size=st.integers(1, 4),
+    precision=st.sampled_from(("float32", "bfloat16", "float16")),
+    num_micro_steps=st.integers(1, 3),
+    micro_batch=st.integers(1, 2),
+    clip=st.sampled_from((0.0, 0.5, 100.0)),
+    units=st.sampled_from((None, ("blocks",), ("inlet", "outlet"))),
+    threshold=st.sampled_from((0, 5)),
+    order=st.sampled_from(("declaration", "round robin")),
+    memory=st.sampled_from(("donated", "kept")),
+    initial_scale_power=st.integers(0, 18),
+    window=st.integers(1, 3),
+    hysteresis=st.integers(1, 2),
+    consecutive=st.booleans(),
+)
+"""Jobs on a few ranks."""
+
+seeds = st.integers(0, 2**16)
+steps = st.lists(seeds, max_size=2)
+"""What a rule trains on when it has done its own: hypothesis leaves rules out of a run, and so would leave out training."""
+
+
+class TrainingMachine(RuleBasedStateMachine):
+    """Trains, overflows, changes stage, world size, placement, layout, precision and batch, and begins anew, in any order.
+
+        class TestTraining(TrainingMachine.TestCase): ...            # of pytest or unittest
+
+        class MyMachine(TrainingMachine):
+            transform = staticmethod(lambda lr: my_optimizer(lr))
+
+    `MyMachine.TestCase.settings` says how many runs there are: those of hypothesis' profile when the class is made.
+
+    A further capability joins as a further rule: a method that gives `self.state` and, with `self.step_of(job)`, `self.step`
+    and `self.job` other values, leaves the numbers as they are, and may end with `self.train(then)` on some `steps`. Where it
+    changes numbers it does so to `self.plain`, too.
+
+    Attributes:
+        transform: in place of the optimizers here: see `make_train_step`. It must be elementwise.
+        lr: the learning rate that it is given.
+        compares: `"numbers"` compares to rounding what a step computes, in fp32 to 2⁻¹⁸ of the gradient's norm: a sum of BLAS
+            may depend on where a matrix is. `"bits"` asks for the same bits, but where gradients are clipped or parameters
+            tied: for models of so few elements that a sum has one order, and transforms that make much of little (a sign).
+        job, model, step, state: what is being trained; the state is stacked (`fzero.simulate`), and in memory when
+            a rule begins.
+        held: the state in memory, wherever it is.
+        plain: the oracle.
+    """
+
+    transform: OwnTransform | None = None
+    folder: tempfile.TemporaryDirectory[str] | None = None  # of the files of this run
+    lr: float = 0.05
+    compares: Literal["bits", "numbers"] = "numbers"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        limit_rules(cls)
+
+    # --- what a subclass may replace -----------------------------------------------------------------------------
+
+    def models(self) -> st.SearchStrategy[nn.Module]:
+        """Models without module buffers that return their loss, a mean over samples."""
+        return models()
+
+    def jobs(self) -> st.SearchStrategy[Job]:
+        """What a step is made from; units that a model does not have are left out."""
+        return jobs
+
+    def make_batch(self, num_samples: int, seed: int) -> Any:
+        """A batch of `self.model`: tensors with a leading dimension of samples."""
+        generator = torch.Generator().manual_seed(seed)
+        features: Any = self.model.features
+        return torch.randn(num_samples, features, generator=generator)
+
+    def teardown(self) -> None:
+        """Ends a run: its files go."""
+        self.state: Any = None
+        if self.folder is not None:
+            self.folder.cleanup()
+
+    # --- rules ---------------------------------------------------------------------------------------------------
+
+    @initialize(
+        model=st.runner().flatmap(lambda machine: machine.models()),
+        job=st.runner().flatmap(lambda machine: machine.jobs()),
+        optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+        then=steps,
+    )
+    def start(self, model: nn.Module, job: Job, optimizer: str, then: list[int]) -> None:
+        self.model, self.optimizer = model, self._optimizer(optimizer)
+        self.job = self._fitting(job)
+        self.step = self.step_of(self.job)
+        self.state = self.step.init()
+        self.plain = PlainTraining(model, self.job, self.optimizer.plain, self.compares)
+        self.train(then)
+
+    @rule(seeds=st.lists(seeds, min_size=1, max_size=3))
+    def train(self, seeds: list[int]) -> None:
+        """Steps on batches of these seeds, with all laws after each."""
+        for seed in seeds:
+            self._step(self._batch(seed))
+            self.every_law_holds()
+
+    @rule(seed=seeds, rank=st.integers(0, 3), value=st.sampled_from((float("nan"), float("inf"), 1e30)), then=steps)
+    def overflow(self, seed: int, rank: int, value: float, then: list[int]) -> None:
+        """A sample of one rank is out of bounds."""
+        batch_W = self._batch(seed)
+        for x_W in optree.tree_leaves(batch_W):
+            if x_W.is_floating_point():
+                x_W[rank % self.job.world_size, -1] = value
+        self._step(batch_W)
+        self.train(then)
+
+    @rule(seed=seeds, then=steps)
+    def evaluate(self, seed: int, then: list[int]) -> None:
+        batch_W, before = self._batch(seed), copied(self.state)
+        found, expected = self.step.evaluate(self.state, batch_W).item(), self.plain.evaluate(self.job, batch_W)
+        is_near = near(found, expected, max(self.plain.rounding(), 1e-5))
+        tell("evaluate gives the mean loss", None if is_near else f"{found}, not {expected}")
+        tell("evaluate leaves the state as it was", changed(before, self.state))
+        self.train(then)
+
+    @rule(stage=st.integers(0, 3), then=steps)
+    def change_stage(self, stage: int, then: list[int]) -> None:
+        self.move(replace(self.job, stage=stage))
+        self.train(then)
+
+    @rule(world_size=st.integers(1, 4), then=steps)
+    def change_world_size(self, world_size: int, then: list[int]) -> None:
+        self.move(replace(self.job, world_size=world_size))
+        self.train(then)
+
+    @rule(placement=st.sampled_from(("host", "nvme", "parameters too")), stage=st.integers(0, 3), then=steps)
+    def train_elsewhere(
+        self, placement: Literal["host", "nvme", "parameters too"], stage: int, then: list[int]
+    ) -> None:
+        """The state moves to host memory or files (in stage 3 with the parameters, or without), trains there, changes its stage
+        on the way back, and goes on."""
+        self._place(placement)
+        self.train(then)
+        self.every_law_holds()
+        self.move(replace(self.job, stage=stage, placement="host"))
+        self._place("device")
+
+    @rule(other=st.runner().flatmap(lambda machine: machine.jobs()), then=steps)
+    def change_all(self, other: Job, then: list[int]) -> None:
+        """All but the precision at once: also the layout, the batch, and how gradients are clipped."""
+        kept = ("precision", "initial_scale_power", "window", "hysteresis", "consecutive")
+        self.move(replace(other, **{field: getattr(self.job, field) for field in kept}))
+        self.train(then)
+
+    @rule(other=st.runner().flatmap(lambda machine: machine.jobs()), then=steps)
+    def change_precision(self, other: Job, then: list[int]) -> None:
+        """The loss scale stays where it is dynamic before and after."""
+        old = self.job.scaling
+        self.move(replace(self.job, precision=other.precision))
+        self.plain.compute_in(self.job.precision)
+        if not (old.dynamic and self.job.scaling.dynamic):
+            self.plain.loss_scale = PlainLossScale(self.job.scaling)
+        self.train(then)
+
+    @rule(other=st.runner().flatmap(lambda machine: machine.jobs()), then=steps)
+    def save_and_load(self, other: Job, then: list[int]) -> None:
+        """On other ranks, in another stage, layout and precision; the loss scale stays where it is dynamic before and after."""
+        kept = ("initial_scale_power", "window", "hysteresis", "consecutive")
+        job = self._fitting(replace(other, **{field: getattr(self.job, field) for field in kept}))
+        old, step, before = self.job, self.step_of(job), copied(self.state)
+        with TemporaryDirectory(dir=MEMORY) as folder:
+            save(self.state, folder, step=self.step)
+            tell("saving leaves the state as it was", changed(before, self.state))
+            state = load(folder, step=step).state
+        self.job, self.step, self.state = job, step, state
+        self.plain.compute_in(job.precision)
+        if not (old.scaling.dynamic and job.scaling.dynamic):
+            self.plain.loss_scale = PlainLossScale(job.scaling)
+        self.train(then)
+
+    @rule(then=steps)
+    def gather_and_init_again(self, then: list[int]) -> None:
+        """The weights stay, all else begins anew."""
+        self.state = self.step.init(self.step.gather(self.state))
+        self.plain.begin(self.job.scaling)
+        self.train(then)
+
+    # --- laws, which hold after every rule -----------------------------------------------------------------------
+
+    @invariant()
+    def every_law_holds(self) -> None:
+        self.every_tensor_is_as_the_specs_say()
+        self.all_ranks_agree_on_what_they_all_hold()
+        self.padding_is_zero()
+        self.the_numbers_are_those_of_a_plain_process()
+        self.gather_gives_what_the_ranks_hold()
+        self.counts_and_loss_scale_are_those_of_a_plain_process()
+
+    def every_tensor_is_as_the_specs_say(self) -> None:
+        def fault(spec: TensorSpec, x_W: Tensor) -> str | None:
+            expected = (self.job.world_size, *spec.local_shape(self.job.world_size)), torch_dtype(spec.dtype)
+            found = tuple(x_W.shape), x_W.dtype
+            return f"is {found} and its spec says {expected}" if found != expected else None
+
+        tell("every tensor is as the specs say", *self._faults(fault))
+        specs = optree.tree_leaves(self.step.specs)
+        for spec, x in zip(specs, optree.tree_leaves(self.state), strict=True):
+            told = f"{spec} is {x!r}" if isinstance(x, FileTensors) != (spec.placement.kind == "nvme") else None
+            tell("every tensor lives where the specs say", told)
+
+    def all_ranks_agree_on_what_they_all_hold(self) -> None:
+        def fault(spec: TensorSpec, x_W: Tensor) -> str | None:
+            if not isinstance(spec.spec, Replicated):
+                return None
+            different = [rank for rank in range(len(x_W)) if not same_bits(x_W[rank], x_W[0])]
+            return f"of rank {different[0]} is another than that of rank 0" if different else None
+
+        tell("all ranks agree on what they all hold", *self._faults(fault))
+
+    def padding_is_zero(self) -> None:
+        for name, buffer, spec, x_W in self._flat_tensors():
+            if not isinstance(spec.spec, Partial):
+                padding = whole(x_W, spec)[buffer.layout.numel :]
+                tell("padding is zero", f"{name} ends in {padding.tolist()[:4]}…" if padding.any() else None)
+
+    def the_numbers_are_those_of_a_plain_process(self) -> None:
+        self._compare(rounding=0.0, norm=0.0)
+
+    def gather_gives_what_the_ranks_hold(self) -> None:
+        full, held = self.step.gather(self.state), self.weights()
+        for key, name in self.step.steps[0].recipe.stored_names.items():
+            fault = None if torch.equal(full[key], held[name].to(full[key].dtype)) else f"{key} is another"
+            tell("gather gives what the ranks hold, by the model's own names", fault)
+
+    def counts_and_loss_scale_are_those_of_a_plain_process(self) -> None:
+        scale, plain = self.state.loss_scale, self.plain.loss_scale
+        found = [int(self.state.step[0]), *(x[0].item() for x in scale)]
+        expected = [self.plain.num_updates, plain.scale, plain.left, plain.num_good]
+        if not plain.rules.dynamic:
+            found, expected = found[:2], expected[:2]
+        told = f"(updates, scale, hysteresis, good steps) are {found}, not {expected}"
+        tell("an overflow makes no update, and the loss scale is DeepSpeed's", told if found != expected else None)
+
+    # --- what rules are made of ----------------------------------------------------------------------------------
+
+    def step_of(self, job: Job) -> LockstepRanks:
+        """The step of a job."""
+        cfg = job.config | {"optimizer": self.optimizer.config}
+        if job.placement != "device":
+            device = "cpu" if job.placement == "host" else "nvme"
+            self.folder = self.folder or tempfile.TemporaryDirectory(prefix="fzero-machine-")
+            where = {"device": device, "nvme_path": self.folder.name}
+            cfg["zero_optimization"]["offload_optimizer"] = where
+            if job.placement == "parameters too" and job.stage == 3:
+                cfg["zero_optimization"]["offload_param"] = where | {"max_in_cpu": 0}
+        step = make_train_step(
+            self.model, cfg, units=job.units, transform=type(self).transform, donate=job.memory == "donated"
+        )
+        return simulate(step, job.world_size, by="lockstep")
+
+    def move(self, job: Job) -> None:
+        """Goes on with another job."""
+        job = self._fitting(job)
+        old, new = self.step, self.step_of(job)
+        state = reshard(self.state, old, new)
+        assert state is not None
+        self.job, self.step, self.state = job, new, state
+
+    def _place(self, placement: Literal["device", "host", "nvme", "parameters too"]) -> None:
+        self.job = self._fitting(replace(self.job, placement=placement))
+        self.step, before = self.step_of(self.job), copied(self.state)
+        self.state = place(self.state, self.step)
+        tell("a state that moves stays as it was", changed(before, self.state))
+
+    @property
+    def held(self) -> TrainState[Tensor]:
+        """The state in memory, wherever it lives."""
+        found: TrainState[Tensor] = in_memory(self.state)
+        return found
+
+    def weights(self) -> Numbers:
+        """What is updated of every parameter, or what the model computes with where it is frozen."""
+        found: Numbers = {}
+        state = self.held
+        specs = self.step.specs
+        for buffer in self.step.plan.flat_buffers:
+            part = "master" if buffer.has_master else "params"
+            flat_W, spec = getattr(state, part)[buffer.key], getattr(specs, part)[buffer.key]
+            found |= unflatten(whole(flat_W, spec), buffer.layout)
+        return found
+
+    def optimizer_state(self) -> dict[str, Numbers]:
+        """The optimizer's tensors of every trained parameter."""
+        found: dict[str, Numbers] = {}
+        state = self.held
+        for buffer in self.step.plan.flat_buffers:
+            if not buffer.trainable:
+                continue
+            tree, specs = state.optimizer[buffer.key], self.step.specs.optimizer[buffer.key]
+            for leaf, x_W, spec in zip(leaf_names(tree), optree.tree_leaves(tree), optree.tree_leaves(specs)):
+                is_flat = spec.shape == (buffer.padded_numel,)
+                views = unflatten(whole(x_W, spec), buffer.layout) if is_flat else {}
+                for name in buffer.layout.names:
+                    found.setdefault(name, {})[leaf] = views.get(name, x_W[0])
+        return found
+
+    def _optimizer(self, name: str) -> Optimizer:
+        transform = type(self).transform
+        if transform is None:
+            return OPTIMIZERS[name]
+        make: Callable[[], Transform]
+        make = (lambda: transform) if isinstance(transform, Transform) else lambda: transform(self.lr)
+        return Optimizer({"type": "SGD", "params": {"lr": self.lr}}, optimizer_of_transform(make))
+
+    def _fitting(self, job: Job) -> Job:
+        names = [name for name, _ in self.model.named_parameters()]
+        units = tuple(unit for unit in job.units or () if any(name.startswith(f"{unit}.") for name in names))
+        # In fp16 a sum of two parts of a gradient may overflow, and the sum of their shares not.
+        is_tied = len(names) < sum(1 for _ in self.model.named_parameters(remove_duplicate=False))
+        precision = "bfloat16" if is_tied and job.precision == "float16" else job.precision
+        # There is one generation of files.
+        in_files = job.placement in ("nvme", "parameters too")
+        placement = "host" if job.memory == "kept" and in_files else job.placement
+        return replace(job, units=units or None, precision=precision, placement=placement)
+
+    def _batch(self, seed: int) -> Any:
+        batch = self.make_batch(self.job.world_size * self.job.num_samples, seed)
+        return optree.tree_map(lambda x: x.unflatten(0, (self.job.world_size, self.job.num_samples)), batch)
+
+    def _step(self, batch_W: Any) -> None:
+        """One step of the job and of the oracle."""
+        given, before = self.state, copied(self.state)
+        expected = self.plain.step(self.job, batch_W)
+        metrics: Metrics | None = None
+        try:
+            self.state, metrics = self.step(given, batch_W)
+        except FloatingPointError as error:
+            told = f"{error}, but {expected}" if expected.end != "error" else None
+            tell("a step ends as that of a plain process", told)
+            tell("a step that raises leaves the state as it was", changed(before, given, but=("grads",)))
+        if metrics is not None:
+            end = "skip" if metrics.overflow else "update"
+            told = f"{end} with {metrics}, but {expected}" if expected.end != end else None
+            tell("a step ends as that of a plain process", told)
+            self._check_metrics(metrics, expected)
+        if expected.end == "skip":
+            tell("a skipped step changes nothing", changed(before, self.state, but=("grads", "loss_scale")))
+        if self.job.memory == "kept":
+            tell("a step that donates nothing leaves the state as it was", changed(before, given))
+        if expected.end == "update" and expected.rounding:
+            # Compared before the oracle takes these numbers, so that the rounding of two steps does not add up.
+            self._compare(rounding=expected.rounding, norm=expected.norm)
+            self.plain.take(self.weights(), self.optimizer_state())
+
+    def _check_metrics(self, metrics: Metrics, expected: PlainOutcome) -> None:
+        pairs = {"loss": (metrics.loss, expected.loss), "loss_scale": (metrics.loss_scale, expected.scale)}
+        if expected.end == "update":
+            pairs["grad_norm"] = (metrics.grad_norm, expected.norm)
+        for name, (found, value) in pairs.items():
+            is_near = near(found.item(), value, max(expected.rounding, 1e-5))
+            tell("metrics are those of a plain process", None if is_near else f"{name} is {found.item()}, not {value}")
+
+    def _compare(self, *, rounding: float, norm: float) -> None:
+        """Raises unless weights and optimizer state are the oracle's: to a share of the gradient's norm, 0 for the bits."""
+        sentence = "the numbers are those of a plain process"
+        weights, state = self.weights(), self.optimizer_state()
+        for name, expected in self.plain.weights.items():
+            tell(sentence, differs(weights[name], expected, rounding, norm, f"weight {name!r}"))
+        for name in self.plain.trained:
+            for leaf, expected in self.plain.state[name].items():
+                found = state[name][leaf]
+                like = expected[: found.numel()].view(found.shape) if expected.ndim else expected
+                tell(sentence, differs(found, like, rounding, norm, f"{leaf} of {name!r}"))
+
+    def _faults(self, fault: Callable[[TensorSpec, Tensor], str | None]) -> Iterator[str | None]:
+        """What is wrong with tensors of the state, but for the random generators, which are each rank's own."""
+        specs, state = (tree._replace(rng={}) for tree in (self.step.specs, self.held))
+        tell("the state is as the specs say", None if _names(specs) == _names(state) else f"it has {_names(state)}")
+        for name, spec, x_W in zip(_names(specs), optree.tree_leaves(specs), optree.tree_leaves(state)):
+            found = fault(spec, x_W)
+            yield f"{name} {found}" if found else None
+
+    def _flat_tensors(self) -> Iterator[tuple[str, BufferPlan, TensorSpec, Tensor]]:
+        specs, state = self.step.specs, self.held
+        for buffer in self.step.plan.flat_buffers:
+            for part in ("params", "master", "grads", "optimizer"):
+                if buffer.key in getattr(specs, part):
+                    tree, of_tree = getattr(state, part)[buffer.key], getattr(specs, part)[buffer.key]
+                    for x_W, spec in zip(optree.tree_leaves(tree), optree.tree_leaves(of_tree), strict=True):
+                        if spec.shape == (buffer.padded_numel,):
+                            yield f"{part} of {buffer.key!r}", buffer, spec, x_W
+
+
+def limit_rules(machine: type[TrainingMachine]) -> None:
+    """Gives the tests of a machine short runs: many of them find more than a few long ones."""
+    machine.TestCase.settings = settings(
+        stateful_step_count=NUM_RULES, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+limit_rules(TrainingMachine)
+
+
+# --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def tell(sentence: str, *faults: str | None) -> None:
+    """Raises with the law and the first fault, if there is one."""
+    for fault in faults:
+        if fault:
+            raise AssertionError(f"{sentence}. Found that {fault}")
+
+
+def whole(x_W: Tensor, spec: TensorSpec) -> Tensor:
+    """A flat tensor (P,) of what all ranks hold of it."""
+    return x_W.reshape(-1) if isinstance(spec.spec, Sharded) else x_W[0]
+
+
+def copied(state: TrainState[Tensor]) -> TrainState[Tensor]:
+    copy: TrainState[Tensor] = optree.tree_map(torch.clone, in_memory(state))
+    return copy
+
+
+def changed(before: TrainState[Tensor], after: TrainState[Tensor], *, but: tuple[str, ...] = ()) -> str | None:
+    """The first tensor that has other bits, those of some fields left out."""
+    nothing: dict[str, Any] = {field: {} for field in but}
+    before, after = in_memory(before)._replace(**nothing), in_memory(after)._replace(**nothing)
+    for name, x, y in zip(_names(before), optree.tree_leaves(before), optree.tree_leaves(after), strict=True):
+        if not same_bits(x, y):
+            return f"{name} changed"
+    return None
+
+
+def near(found: float, expected: float, rounding: float = 1e-5) -> bool:
+    if expected != expected:
+        return found != found
+    return found == expected or abs(found - expected) <= rounding * max(abs(found), abs(expected))
+
+
+def differs(found: Tensor, expected: Tensor, rounding: float, norm: float, name: str) -> str | None:
+    """What is different about a tensor.
+
+    Args:
+        rounding: by which share of the gradient's norm elements may differ, and a little of their own; 0 for equal bits.
+        norm: of the gradient.
+    """
+    if found.shape != expected.shape:
+        return f"{name} has shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+    found, expected = found.double(), expected.double()
+    if torch.equal(found, expected):
+        return None
+    gap = (found - expected).abs().max().item()
+    allowed = rounding * max(norm, norm**2) + (2.0**-18 * expected.abs().max().item() if rounding else 0.0)
+    if gap <= allowed:
+        return None
+    return f"{name} is {found.tolist()}, not {expected.tolist()}: {gap:.3g} apart where {allowed:.3g} is rounding"
+
+
+def _names(state: TrainState[Any]) -> list[str]:
+    return [accessor.codify("state") for accessor in optree.tree_accessors(state)]

@@ -1,0 +1,515 @@
+"""Which laws must an optimizer transform keep, so that every ZeRO stage, precision and placement can use it?
+
+The examples are updates of one flat buffer, cut into shards as fzero cuts them. A fault is told in words: what differs, from
+what, and in which tensor. Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fzero.testing.laws import Law
+from fzero.plans.plan import ALIGNMENT
+from fzero.optim.mixed_precision import widened
+from fzero.optim.transforms import (
+    LATE_STARTS,
+    LONG_RUN,
+    Transform,
+    at_count,
+    counts_of,
+    find_cut,
+    leaf_names,
+    same_bits,
+    started,
+    unless,
+)
+from sharding import FlatLayout, TensorSpec
+from sharding.testing import layouts, overflow_patterns, shapes, tensor_specs, world_sizes
+from sharding.views import dtype_name, torch_dtype
+
+GUARD = 8 * ALIGNMENT
+"""Elements of other tensors before and after a shard, in the same memory."""
+
+# --- examples ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """Some updates of one flat buffer: random numbers of quite different sizes, zeros in the padding.
+
+    >>> layout = FlatLayout(("w",), ((3,),), world_size=2, multiple_of=32)
+    >>> updates = Updates(layout, "float32", num_updates=4, seed=0)
+    >>> updates.param.shape, updates.grads.shape, updates.param[3:].any().item()
+    (torch.Size([64]), torch.Size([4, 64]), False)
+    """
+
+    layout: FlatLayout
+    dtype: str
+    num_updates: int
+    seed: int
+    start: int = 0
+    """The updates that came before, by the state's own counts (`fzero.optim.transforms.started`)."""
+
+    @property
+    def param(self) -> Tensor:
+        """The parameter before the first update (P,)."""
+        return self._random(1, self.seed)[0]
+
+    @property
+    def grads(self) -> Tensor:
+        """The gradient of each update (num_updates, P)."""
+        return self._random(self.num_updates, self.seed + 1) * torch.logspace(-3, 2, self.numel).to(
+            torch_dtype(self.dtype)
+        )
+
+    @property
+    def numel(self) -> int:
+        """P."""
+        return self.layout.partition.padded_numel
+
+    def _random(self, num_rows: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(num_rows, self.numel, generator=generator)
+        rows[:, self.layout.numel :] = 0
+        return rows.to(torch_dtype(self.dtype))
+
+
+def updates(min_parameters: int = 0, max_parameters: int = 4) -> st.SearchStrategy[Updates]:
+    """Updates of buffers on a few ranks: empty ones too, and such that some ranks hold padding only."""
+    parameters = shapes() | st.tuples(st.integers(ALIGNMENT + 1, 6 * ALIGNMENT))  # these are on several ranks
+    aligned = layouts(max_parameters, 5, min_parameters=min_parameters, parameters=parameters).map(
+        lambda layout: replace(layout, multiple_of=ALIGNMENT)
+    )
+    return st.builds(
+        Updates,
+        aligned,
+        st.sampled_from(["float32", "float64"]),
+        num_updates=st.integers(1, 4),
+        seed=st.integers(0, 999),
+        start=st.sampled_from((0, *LATE_STARTS)),
+    )
+
+
+def several_updates() -> st.SearchStrategy[list[Updates]]:
+    """Updates of several buffers of one dtype, not all of which are updated equally often."""
+    return st.lists(updates(), min_size=1, max_size=4).map(lambda them: [replace(x, dtype=them[0].dtype) for x in them])
+
+
+class Skips(NamedTuple):
+    """Updates between which others are skipped."""
+
+    updates: Updates
+    overflows: tuple[tuple[bool, ...], ...]
+    """Of each step: on which rank a gradient is not finite."""
+
+
+class Cut(NamedTuple):
+    """A parameter's spec, and the ranks that it is for."""
+
+    spec: TensorSpec
+    world_size: int
+
+
+Make = Callable[[], Transform]
+"""Makes one more instance of the transform."""
+
+
+def _run(transform: Transform, param: Tensor, grads: Sequence[Tensor] | Tensor, start: int) -> Any:
+    """Parameter and state after the updates; works on copies."""
+    param = param.clone()
+    state = started(transform, param, start)
+    for grad in grads:
+        _, param, state = transform.update(grad.clone(), param, state)
+    return param, state
+
+
+def _copy(tree: Any) -> Any:
+    return optree.tree_map(torch.clone, tree)
+
+
+def _differs(found: Any, expected: Any) -> str | None:
+    """The first tensor of (parameter, state) that is not the expected one bit for bit."""
+    names = ["the parameter", *leaf_names(expected[1])]
+    for name, x, y in zip(names, optree.tree_leaves(found), optree.tree_leaves(expected), strict=True):
+        if not same_bits(x, y):
+            return name
+    return None
+
+
+# --- faults ------------------------------------------------------------------------------------------------------
+
+
+def _misplaced(make: Make, cut: Cut) -> str | None:
+    """Whether `place` tells of every tensor that `init` makes, and of no other, the right thing."""
+    spec, world_size = cut
+    param = torch.ones(spec.local_shape(world_size), dtype=torch_dtype(spec.dtype))
+    transform = make()
+    leaves, structure = optree.tree_flatten(transform.init(param), none_is_leaf=True)
+    specs, placed = optree.tree_flatten(transform.place(spec), none_is_leaf=True)
+    if structure != placed:
+        return f"init makes {structure} and place tells of {placed}"
+    names = [accessor.codify("state") for accessor in structure.accessors()]
+    for name, leaf, told in zip(names, leaves, specs, strict=True):
+        if leaf is None and told is None:
+            continue
+        if not isinstance(leaf, Tensor) or not isinstance(told, TensorSpec):
+            return f"{name} is a {type(leaf).__name__} and its spec a {type(told).__name__}"
+        made = tuple(leaf.shape), dtype_name(leaf.dtype)
+        if made != (told.local_shape(world_size), told.dtype):
+            return f"init makes {name} with shape and dtype {made} and place tells of {told}"
+        if told.placement != spec.placement:
+            return f"place puts {name} on {told.placement} and its parameter is on {spec.placement}"
+    return None
+
+
+def _fails(make: Make, example: Updates) -> str | None:
+    """Whether an update raises, which is told by whoever calls this."""
+    _run(make(), example.param, example.grads, example.start)
+    return None
+
+
+def _changed_kind(make: Make, example: Updates) -> str | None:
+    """Whether an update gives back another structure, shape or dtype than it was given."""
+    transform, param = make(), example.param
+    state = started(transform, param, example.start)
+    for grad in example.grads:
+        before = (grad, param, state)
+        kinds, structure = (
+            [(tuple(x.shape), x.dtype) for x in optree.tree_leaves(before)],
+            optree.tree_structure(before),
+        )
+        names = ["the gradient", "the parameter", *leaf_names(state)]
+        after = transform.update(grad.clone(), param, state)
+        if optree.tree_structure(tuple(after)) != structure:
+            return f"an update of {structure} gives {optree.tree_structure(tuple(after))}"
+        for name, x, kind in zip(names, optree.tree_leaves(tuple(after)), kinds, strict=True):
+            if not isinstance(x, Tensor) or (tuple(x.shape), x.dtype) != kind:
+                return f"{name} is {kind} before an update and {x!r:.100} after it"
+        _, param, state = after
+    return None
+
+
+def _aliased(make: Make, example: Updates) -> str | None:
+    """Whether two tensors that live on between updates share memory."""
+    transform, param = make(), example.param
+    state = transform.init(param)
+    for index, grad in enumerate([None, *example.grads]):
+        if grad is not None:
+            _, param, state = transform.update(grad.clone(), param, state)
+        named = zip(["the parameter", *leaf_names(state)], [param, *optree.tree_leaves(state)], strict=True)
+        for (first, x), (second, y) in combinations(named, 2):
+            if max(x.data_ptr(), y.data_ptr()) < min(x.data_ptr() + x.nbytes, y.data_ptr() + y.nbytes):
+                return f"{first} and {second} share memory after {f'update {index}' if index else 'init'}"
+    return None
+
+
+def _trespasses(make: Make, example: Updates) -> str | None:
+    """Whether something is written besides the three arguments of an update; a shard is a view into more memory."""
+    transform = make()
+
+    def guarded(x: Tensor) -> tuple[Tensor, Tensor]:
+        memory = torch.full((x.numel() + 2 * GUARD,), 7, dtype=x.dtype)
+        shard = memory[GUARD : GUARD + x.numel()]
+        shard.copy_(x)
+        return memory, shard
+
+    memories = []
+    memory, param = guarded(example.param)
+    memories.append(("the parameter", memory))
+    state = started(transform, param, example.start)
+    if not same_bits(param, example.param):
+        return "init writes to the parameter"
+    for grad in example.grads:
+        memory, shard = guarded(grad)
+        memories.append(("the gradient", memory))
+        _, param, state = transform.update(shard, param, state)
+    for name, memory in memories:
+        if (memory[:GUARD] != 7).any() or (memory[-GUARD:] != 7).any():
+            return f"an update writes to the memory around {name}"
+    return None
+
+
+def _remembers(make: Make, example: Updates) -> str | None:
+    """Whether the same updates give something else when they are made again."""
+    expected = _run(make(), example.param, example.grads, example.start)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(example.seed + 1)
+        before = torch.get_rng_state()
+        differs = _differs(_run(make(), example.param, example.grads, example.start), expected)
+        if not torch.equal(before, torch.get_rng_state()):
+            return "it draws random numbers of torch's generator"
+    return f"the same updates, made twice, differ in {differs}" if differs else None
+
+
+def _is_disturbed(make: Make, example: Updates) -> str | None:
+    """Whether updates go another way when others come between them, or when their tensors are copies."""
+    expected = _run(make(), example.param, example.grads, example.start)
+    transform, other = make(), make()
+    others = Updates(example.layout, example.dtype, example.num_updates, example.seed + 2)
+    extra = torch.ones(ALIGNMENT, dtype=torch_dtype(example.dtype))
+    param, state = example.param, started(transform, example.param, example.start)
+    for grad in example.grads:  # each with tensors at another place in memory, as after a checkpoint
+        param, state = _copy((param, state))
+        _, param, state = transform.update(grad.clone(), param, state)
+    if differs := _differs((param, state), expected):
+        return f"updates go another way in {differs} when a copy of the state goes on"
+    param, other_param = example.param, torch.cat([others.param, extra])
+    state, other_state = started(transform, param, example.start), other.init(other_param)
+    for grad, other_grad in zip(example.grads, others.grads, strict=True):
+        _, param, state = transform.update(grad.clone(), param, state)
+        _, other_param, other_state = other.update(torch.cat([other_grad, extra]), other_param, other_state)
+    if differs := _differs((param, state), expected):
+        return f"updates go another way in {differs} when those of another flat buffer come between them"
+    return None
+
+
+def _sees_others(make: Make, example: Updates) -> str | None:
+    """Whether the shards of the ranks, updated one by one, are not those of the whole."""
+    bounds = [example.layout.partition.bounds(rank) for rank in range(example.layout.world_size)]
+    differs = find_cut(make(), example.param, example.grads, bounds, start=example.start)
+    return (
+        f"the shards of {len(bounds)} ranks, updated one by one, differ from the whole in {differs}"
+        if differs
+        else None
+    )
+
+
+def _is_not_skipped(make: Make, example: Skips) -> str | None:
+    """Whether a skipped update leaves a trace."""
+    (of, overflows), transform = example, make()
+    expected = _run(transform, of.param, of.grads, of.start)
+    skips = [any(row) for row in overflows]
+    param, state, good = of.param, started(transform, of.param, of.start), iter(of.grads)
+    for skip in [*skips, *[False] * of.num_updates]:
+        grad = torch.full_like(param, float("nan")) if skip else next(good, None)
+        if grad is None:
+            break
+        kept = _copy((param, state))
+        _, param, state = unless(torch.tensor(skip), transform).update(grad.clone(), param, state)
+        if skip and (differs := _differs((param, state), kept)):
+            return f"a skipped update changes {differs}"
+    differs = _differs((param, state), expected)
+    return f"after skipped updates {differs} is another than without them" if differs else None
+
+
+def _is_not_widened(make: Make, example: Updates) -> str | None:
+    """Whether fzero's call for 16 bits is not the update in 32 bits, rounded at the end."""
+    transform, factor = make(), torch.tensor(0.25)
+    param, grads = example.param.float(), example.grads.bfloat16()
+    expected = _run(transform, param, grads.float() * factor, example.start)
+    tiled = max(ALIGNMENT, example.numel // (8 * ALIGNMENT) * ALIGNMENT)
+    counts = counts_of(transform)
+    for tile in (None, tiled):
+        own, out = param.clone(), param.bfloat16()
+        how = widened(unless(torch.tensor(False), transform), state_dtype="float32", factor=factor, out=out, tile=tile)
+        state = at_count(how.init(own), counts, example.start) if example.start else how.init(own)
+        for grad in grads:
+            _, own, state = how.update(grad.clone(), own, state)
+        tiles = "" if tile is None else f", in tiles of {tile} elements,"
+        if differs := _differs((own, state), expected):
+            return f"bf16 gradients of an fp32 master{tiles} make another {differs} than the same ones in fp32"
+        assert torch.equal(out, own.bfloat16())
+    narrow = []
+    for tile in (None, tiled):
+        how = widened(transform, state_dtype="bfloat16", tile=tile)
+        narrow.append(_run(how, param.bfloat16(), grads, example.start))
+    differs = _differs(*narrow)
+    return f"all in bf16, tiles of {tiled} elements give another {differs} than one" if differs else None
+
+
+def _several_differ(make: Make, example: list[Updates]) -> str | None:
+    """Whether one call for several buffers does something else than their updates one by one."""
+    transform, last = make(), max(of.num_updates for of in example)
+    if not transform.has_several:
+        return None
+    side_by_side = torch.cat([of.param for of in example])
+    params = torch.split(side_by_side, [of.numel for of in example])
+    states = [started(transform, param, of.start) for of, param in zip(example, params, strict=True)]
+    for to_go in range(last, 0, -1):  # all end together, so that one may begin when others have been updated before
+        now = [index for index, of in enumerate(example) if of.num_updates >= to_go]
+        grads = [example[index].grads[-to_go] for index in now]
+        news = transform.update_each(grads, [params[index] for index in now], [states[index] for index in now])
+        if len(news) != len(now):
+            return f"one call for {len(now)} buffers gives {len(news)} states"
+        for index, new in zip(now, news, strict=True):
+            states[index] = new
+    for index, of in enumerate(example):
+        if differs := _differs((params[index], states[index]), _run(transform, of.param, of.grads, of.start)):
+            return f"buffer {index} of {len(example)}, updated in one call with the others, differs in {differs}"
+    return None
+
+
+class _Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers which operators gave the value of a tensor to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(word in str(operator) for word in ("_local_scalar_dense", "is_nonzero", "nonzero", "equal.default")):
+            self.operators.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+def _reads(make: Make, example: Updates) -> str | None:
+    """Whether an update depends on a value that the host reads."""
+    with _Reading() as reading:
+        _run(make(), example.param, example.grads, start=0)  # finding the counts of a state reads values, too
+    return f"the host reads a value by {reading.operators[0]}" if reading.operators else None
+
+
+def _freezes_rate(make: Callable[[Any], Transform], example: Updates) -> str | None:
+    """Whether a learning rate in a tensor is read before the update, or written to."""
+    rate = torch.tensor(0.5, dtype=torch_dtype(example.dtype))
+    later, expected = make(rate), make(torch.full_like(rate, 0.25))
+    rate.fill_(0.25)
+    differs = _differs(
+        *(_run(transform, example.param, example.grads, example.start) for transform in (later, expected))
+    )
+    if rate.item() != 0.25:
+        return "an update writes to the learning rate"
+    return f"a learning rate that changes after the transform is made does not change {differs}" if differs else None
+
+
+# --- the table ---------------------------------------------------------------------------------------------------
+
+EMPTY = st.builds(
+    Updates,
+    st.builds(lambda world_size: FlatLayout((), (), world_size, multiple_of=ALIGNMENT), world_sizes(3)),
+    st.sampled_from(["float32", "float64"]),
+    num_updates=st.integers(1, 2),
+    seed=st.just(0),
+)
+
+
+def _long(num_updates: int) -> Updates:
+    """The run on two ranks that is always tried: what an update does every so many steps shows in it."""
+    return Updates(FlatLayout(("p",), ((2 * ALIGNMENT,),), 2, multiple_of=ALIGNMENT), "float32", num_updates, seed=0)
+
+
+LARGE = Updates(FlatLayout(("p",), ((1 << 17,),), 2, multiple_of=ALIGNMENT), "float32", num_updates=2, seed=0)
+"""The buffer that is always tried: what an update does from so many elements on shows in it."""
+
+
+def transform_laws(num_updates: int = LONG_RUN) -> tuple[Law[Make, Any], ...]:
+    """The laws in the order in which they are tried: the first ones say most clearly what is wrong.
+
+    Args:
+        num_updates: of the run that is always tried.
+    """
+    long, large = _long(num_updates), LARGE
+    late = tuple(replace(long, num_updates=4, start=start) for start in LATE_STARTS)
+    return (
+        Law(
+            "place must describe exactly what init makes",
+            "Give each tensor of the state the spec that it needs: dataclasses.replace(param_spec, ...) keeps what is the same, "
+            "and fzero.optim.transforms.step_spec(param_spec) is that of a count",
+            st.builds(Cut, tensor_specs(dtypes=("float32", "float64", "bfloat16")), world_sizes()),
+            _misplaced,
+        ),
+        Law(
+            "an update must work on no elements, for a shard may be empty",
+            "Skip what needs an element where param.numel() is 0",
+            EMPTY,
+            _fails,
+        ),
+        Law(
+            "an update must keep structure, shapes and dtypes",
+            "Return gradient, parameter and state as they came; a state is one NamedTuple of tensors, made in init",
+            updates(),
+            _changed_kind,
+            (long,),
+        ),
+        Law(
+            "no two tensors of parameter and state may share memory, for each is written in place",
+            "Clone one of them",
+            updates(min_parameters=1),
+            _aliased,
+            (long,),
+        ),
+        Law(
+            "an update may write to its three arguments only, and init to nothing",
+            "Work on the tensors that are given and not on their storage; clone what init keeps",
+            updates(),
+            _trespasses,
+            (large,),
+        ),
+        Law(
+            "equal updates must be equal bit for bit",
+            "Keep what an update remembers in the state, as tensors, and draw no random numbers",
+            updates(min_parameters=1),
+            _remembers,
+            (long,),
+        ),
+        Law(
+            "the state must be all that an update remembers",
+            "Keep what an update remembers in the state: nothing in a closure, nothing by id() or data_ptr()",
+            updates(min_parameters=1),
+            _is_disturbed,
+            (long,),
+        ),
+        Law(
+            "the update of a shard must be the shard of the update, bit for bit",
+            "Let each element go its own way; a transform that needs norms or sums over others takes `pieces` (fzero.Pieces)",
+            updates(),
+            _sees_others,
+            (long, *late, large),
+        ),
+        Law(
+            "a skipped update must leave everything as it was, bit for bit",
+            "Let update_unless(skip, ...) advance nothing where skip is true and be update where it is not, or leave it out",
+            st.builds(Skips, updates(min_parameters=1), overflow_patterns(max_steps=4, max_world_size=3)),
+            _is_not_skipped,
+            (Skips(long, ((True,), (False,))), Skips(large, ((True,),))),
+        ),
+        Law(
+            "an update of 16-bit numbers must be that of the same numbers in fp32, rounded at the end",
+            "Let nothing depend on how many elements are updated at a time, nor on memory that an earlier update had",
+            updates(min_parameters=1),
+            _is_not_widened,
+            (large,),
+        ),
+        Law(
+            "one call for several buffers must be their updates one by one, bit for bit",
+            "Let `several` write each parameter in place and give every buffer's own state, empty ones' too, or leave it out",
+            several_updates(),
+            _several_differ,
+            ([long, replace(long, num_updates=3)], [large, replace(long, num_updates=1)]),
+        ),
+    )
+
+
+def capture_laws(num_updates: int = LONG_RUN) -> tuple[Law[Make, Any], ...]:
+    """What a step that is compiled as a whole asks besides."""
+    long = _long(num_updates)
+    return (
+        Law(
+            "an update must not read the values of tensors, for a captured step has none",
+            "Choose with torch.where; no if or float() of a tensor, no .item()",
+            updates(),
+            _reads,
+            (long,),
+        ),
+    )
+
+
+def rate_law(num_updates: int = LONG_RUN) -> Law[Callable[[Any], Transform], Updates]:
+    """What a step that is compiled as a whole asks of a function of the learning rate."""
+    long = _long(num_updates)
+    return Law(
+        "a learning rate in a 0-d tensor must be data, for a captured step has no other",
+        "Compute with the tensor itself, inside update: no float(lr), no lr.item(), nothing derived from it outside",
+        updates(min_parameters=1),
+        _freezes_rate,
+        (long,),
+    )

@@ -1,0 +1,324 @@
+"""Which configuration of a script is the fastest on this machine? `fzero tune [flags] script.py --config c.json …`.
+
+The script runs once to plan every candidate (`fzero.tuning.probe`), those that do not fit are left out, and of the others some are
+measured (`fzero.tuning.runs`), in the order of `fzero.tuning.search`. All of that is in `results_dir`: the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from fzero import ConfigError
+from fzero.launch import cli as launch
+from fzero.cli.plan_profile import nbytes as bytes_of
+from fzero.cli.plan_profile import positive, told
+from fzero.config.autotuning import ABOUT_MODELS, Autotuning, autotuning
+from fzero.config.files import changed, read
+from fzero.estimation.fit_search import Choice
+from fzero.estimation.compare import Keys
+from fzero.tuning.probe import Request
+from fzero.tuning.report import Row, Tuned
+from fzero.tuning.runs import Result, Results, Runs, Script, mapped
+from fzero.tuning.space import STAGES, Candidate, Kind
+from fzero.tuning.search import Point, Strategy, next_trial
+
+TUNE = """the fastest configuration of a script on this machine. All stages, micro-batch sizes and checkpointing are planned with
+the script's model and batch; those that fit are run for a few steps, the most promising first, until nothing better is to be
+expected. Flags of fzero run may stand before the script. What else may be said stands in the block "autotuning" of the
+configuration."""
+
+EXAMPLES = """examples:
+  fzero tune --num_procs 2 train.py --config c.json
+  fzero tune --memory 40GB --time_limit 120 --num_gpus 8 train.py --deepspeed_config ds_config.json --steps 100
+  fzero run --autotuning run --num_procs 2 train.py --config c.json       # tunes, then trains with the best
+
+The script must take its configuration from a file, named after --config, --deepspeed_config or --deepspeed, and run longer than
+the steps that are timed. It is started anew for each run: let it write to a folder of its own."""
+
+
+def flags() -> argparse.ArgumentParser:
+    """The flags of `fzero tune` alone, which stand before the script, among those of the launcher."""
+    made = argparse.ArgumentParser(prog="fzero tune", add_help=False, allow_abbrev=False)
+    made.add_argument("--memory", type=bytes_of, metavar="BYTES", help="that a rank may take (default: what there is)")
+    made.add_argument(
+        "--time_limit", type=positive, default=300.0, metavar="S", help="seconds of one run (default 300)"
+    )
+    made.add_argument("--stages", type=_stages, default=STAGES, metavar="0,1,…", help="that are tried (default all)")
+    made.add_argument("--offload", choices=("host", "nvme"), help="try this, too; otherwise only where nothing fits")
+    made.add_argument("--nvme", metavar="PATH", help="a folder on a local disk, for --offload nvme")
+    made.add_argument("--out", metavar="FILE", help="the best configuration (default: best.json in results_dir)")
+    made.add_argument("--overwrite", action="store_true", help="measure everything again")
+    made.add_argument("--json", action="store_true", help="print JSON, for machines")
+    return made
+
+
+def _stages(word: str) -> tuple[int, ...]:
+    if not all(part in ("0", "1", "2", "3") for part in word.split(",")):
+        raise argparse.ArgumentTypeError(f"must be stages from 0 to 3, as 1,2,3, got {word!r}")
+    return tuple(sorted({int(part) for part in word.split(",")}))
+
+
+def tune(arguments: list[str], *, then_run: bool = False) -> int:
+    """`fzero tune`, and `fzero run --autotuning`; with `then_run` the script is started with the best."""
+    own, both = flags(), launch.parser()
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help(own))
+        return 0 if arguments else 2
+    for action in own._actions:
+        both._add_action(action)
+    both.prog, both.usage = "fzero tune", "fzero tune [flags] [flags of fzero run] script.py [args of the script …]"
+    given = both.parse_args(arguments)
+    before = arguments[: len(arguments) - len(given.args) - 1]
+    _, launcher = own.parse_known_args([word for word in before if word != "--"])
+    found: list[Tuned] = []
+
+    def made() -> tuple[RenderableType, dict[str, Any]]:
+        if given.offload == "nvme" and not given.nvme:
+            raise ConfigError("--offload nvme: needs --nvme PATH, a folder on a local disk; give it")
+        tuned = Tuning.of(given, Script.of(launcher, given.script, given.args)).run()
+        found.append(tuned)
+        return tuned, tuned.as_dict()
+
+    try:
+        code = told(made, given.json)
+    except KeyboardInterrupt:
+        print("fzero: stopped; the same command goes on with what was measured", file=sys.stderr)
+        return 130
+    if code or found[0].best is None:
+        return code or 1
+    if then_run:
+        return launch.main(shlex.split(found[0].use)[1:])
+    return 0
+
+
+def run(arguments: list[str]) -> int:
+    """`fzero run`; with `--autotuning` the configuration is tuned before."""
+    given = launch.parser().parse_args(arguments)
+    if given.autotuning is None:
+        return launch.main(arguments)
+    head = arguments[: len(arguments) - len(given.args) - 1]
+    chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chosen.add_argument("--autotuning")
+    _, rest = chosen.parse_known_args(head)
+    return tune([*rest, given.script, *given.args], then_run=given.autotuning == "run")
+
+
+def _help(own: argparse.ArgumentParser) -> str:
+    own.usage = "fzero tune [flags] [flags of fzero run] script.py [args of the script …]"
+    own.description, own.epilog = TUNE, EXAMPLES
+    own.formatter_class = argparse.RawDescriptionHelpFormatter
+    return own.format_help()
+
+
+# --- the search --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What was asked for.
+
+    Attributes:
+        script: what is tuned.
+        keys: its configuration, as in the file.
+        settings: the block `autotuning`.
+        request: what ranks are asked for, without the mode.
+        time_limit: seconds of one run.
+        out: the file of the best configuration.
+        overwrite: whether results are dropped.
+    """
+
+    script: Script
+    keys: Keys
+    settings: Autotuning
+    request: Request
+    time_limit: float
+    out: Path
+    overwrite: bool
+
+    @classmethod
+    def of(cls, given: argparse.Namespace, script: Script) -> Tuning:
+        """From the command line and the configuration."""
+        keys = read(script.config)
+        settings = autotuning(keys)
+        kinds: tuple[Kind, ...] = ("device",) if given.offload is None else ("device", given.offload)
+        request = Request(
+            "measure", "", memory=given.memory, start=settings.start_profile_step, end=settings.end_profile_step,
+            stages=given.stages, offload=kinds, nvme_path=given.nvme,
+        )  # fmt: skip
+        out = Path(given.out) if given.out else Path(settings.results_dir) / "best.json"
+        return cls(script, keys, settings, request, given.time_limit, out, given.overwrite or settings.overwrite)
+
+    def run(self) -> Tuned:
+        """Plans, measures, and writes what is best.
+
+        Raises:
+            ConfigError: the script cannot be run with its configuration, or nothing fits.
+            OSError: a folder cannot be written to.
+        """
+        self._check_out()
+        runs = Runs(self.script, Path(self.settings.exps_dir), self.settings.arg_mappings, self.time_limit)
+        results = Results(Path(self.settings.results_dir), overwrite=self.overwrite)
+        with _shown() as show:
+            tuned = self._described(runs, results, show)
+            tuned = self._search(tuned, runs, results, show)
+        return self._written(tuned)
+
+    def _check_out(self) -> None:
+        """Before the runs, which take long, that the best configuration can be written; leaves no file."""
+        try:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            was_there = self.out.exists()
+            self.out.open("a").close()
+            if not was_there:
+                self.out.unlink()
+        except OSError as error:
+            is_default = self.out == Path(self.settings.results_dir) / "best.json"
+            name = "autotuning.results_dir" if is_default else "--out"
+            raise ConfigError(f"{name}: cannot write {str(self.out)!r}, {error.strerror}; name another") from None
+
+    def _described(self, runs: Runs, results: Results, show: _Show) -> Tuned:
+        for mode in ("describe", "describe without a batch"):
+            request = replace(self.request, mode=mode, keys=dict(self.keys))  # type: ignore[arg-type]
+            if (known := results.described(runs.key(self.keys, request))) is not None:
+                with suppress(KeyError, TypeError):  # of a plan that another version wrote
+                    return self._planned(known)
+            show("planning all candidates", 0, 1)
+            found, error = runs.describe(self.keys, request)
+            if found is not None:
+                results.add(found)
+                return self._planned(found)
+            if not error.startswith(("out of memory", "no result")):  # it may begin and not get as far as a batch
+                break
+        raise ConfigError(
+            f"{self.script.path}: cannot be planned, for it {error}; run it alone first: "
+            f"fzero {shlex.join(self.script.words(self.script.config))} (its output is in {runs.folder})"
+        )
+
+    def _planned(self, described: dict[str, Any]) -> Tuned:
+        limit = self.request.memory or described["memory"]
+        rows = []
+        for one in described["candidates"]:
+            candidate = Candidate(**one["candidate"] | {"choice": Choice(**one["candidate"]["choice"])})
+            nbytes = one["nbytes"].get("device", 0)
+            nbytes += one["nbytes"].get("host", 0) if described["device"] == "cpu" else 0
+            why = one["refused"]
+            if not why and not one["fits"]:
+                why = f"does not fit: {nbytes / 1e9:.3g} GB of {limit / 1e9:.3g}"
+            rows.append(Row(candidate, nbytes, one["seconds"], one["flops"], why))
+        notes = [described["note"]] if described["note"] else []
+        if rows[0].candidate.micro is None:
+            notes.append(
+                "micro-batches are as they are: the configuration names no batch size, or elasticity chooses it"
+            )
+        elif "train_batch_size" not in self.keys:
+            notes.append("the batch of a step differs with the micro-batch: give train_batch_size to keep it")
+        block = self.keys.get("autotuning") or {}
+        notes += [f"autotuning.{name}: has nothing to do here" for name in ABOUT_MODELS if name in block]
+        return Tuned(tuple(rows), self.settings.metric, described["world_size"], limit, tuple(notes))
+
+    def _search(self, tuned: Tuned, runs: Runs, results: Results, show: _Show) -> Tuned:
+        rows = list(tuned.rows)
+        possible = [n for n, row in enumerate(rows) if not row.refused]
+        if not possible:
+            least = min(rows, key=lambda row: (not row.nbytes, row.nbytes))
+            raise ConfigError(
+                f"nothing fits: {least.candidate.name}: {least.refused}; give more --memory, ranks, or --nvme PATH"
+            )
+        points = [self._point(tuned, rows[n]) for n in possible]
+        strategy, short = self._strategy(len(possible)), frozenset[int]()
+        costs: dict[int, float | None] = {}
+        while (index := next_trial(points, costs, strategy, out_of_memory=short)) is not None:
+            row = rows[possible[index]]
+            known = results.find(runs.key(row.candidate.keys, self.request), self.time_limit)
+            if known is None:
+                show(f"run {len(costs) + 1}: {row.candidate.name}", len(costs), min(strategy.num_trials, len(possible)))
+            result = known or self._measured(row.candidate, tuned.memory, runs, results)
+            row = replace(row, result=result, trial=len(costs), is_known=known is not None)
+            rows[possible[index]] = row
+            costs[index] = tuned.cost(row)
+            short |= {index} if result.out_of_memory else set()
+        return replace(tuned, rows=tuple(rows))
+
+    def _strategy(self, num_candidates: int) -> Strategy:
+        settings = self.settings
+        most = settings.tuner_num_trials
+        if most is None:
+            most = max(5, num_candidates // 3) if settings.tuner_type == "model_based" else 50
+        return Strategy(settings.tuner_type, most, settings.tuner_early_stopping)
+
+    def _point(self, tuned: Tuned, row: Row) -> Point:
+        return Point(row.candidate.features, max(tuned.cost_of(row, row.predicted), 1e-12), row.nbytes)
+
+    def _measured(self, candidate: Candidate, memory: float, runs: Runs, results: Results) -> Result:
+        result = runs.measure(candidate.name, candidate.keys, self.request, memory=memory)
+        results.add(result.as_dict())
+        return result
+
+    def _written(self, tuned: Tuned) -> Tuned:
+        """Writes the best configuration and the picture; the command that uses it."""
+        best = tuned.best
+        if best is None:
+            return replace(tuned, notes=(*tuned.notes, "every run failed: nothing is best"))
+        sizes = sorted({row.candidate.micro or 0 for row in tuned.rows})
+        if len(sizes) > 1 and best.candidate.micro == sizes[-1]:
+            told = "the best micro-batch is the largest tried: raise autotuning.num_tuning_micro_batch_sizes for larger ones"
+            tuned = replace(tuned, notes=(*tuned.notes, told))
+        keys = changed(best.candidate.keys, {"autotuning": None})
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(json.dumps(keys, indent=2) + "\n")
+        picture = Path(self.settings.results_dir) / "tuning.png"
+        out = self.out.resolve() if Path(self.script.config).is_absolute() else self.out  # as it was given
+        words = self.script.words(str(out), mapped(keys, self.settings.arg_mappings))
+        tuned = replace(tuned, use=f"fzero {shlex.join(words)}")
+        try:
+            tuned.draw().savefig(picture, dpi=120)
+        except ImportError:
+            return replace(tuned, notes=(*tuned.notes, "no picture: matplotlib is not installed"))
+        return replace(tuned, notes=(*tuned.notes, f"picture: {picture}"))
+
+
+# --- progress ----------------------------------------------------------------------------------------------------
+
+
+class _Show(Protocol):
+    def __call__(self, what: str, done: int, most: int) -> None: ...
+
+
+@contextmanager
+def _shown() -> Any:
+    """Tells on stderr what runs, and how long what is left may take; a line of its own where that is no terminal."""
+    console = Console(stderr=True, highlight=False)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(20),
+        TextColumn("{task.fields[left]}"),
+        TimeElapsedColumn(),
+    )
+    began = time.monotonic()
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=1, left="")
+
+        num_ended = -1  # runs, of which each is shown when it begins; known results take no time
+
+        def show(what: str, done: int, most: int) -> None:
+            nonlocal num_ended
+            num_ended += 1
+            pace = (time.monotonic() - began) / max(1, num_ended)
+            left = f"at most {pace * (most - done):.0f} s left" if num_ended and done else ""
+            progress.update(task, description=what, completed=done, total=most, left=left)
+            if not console.is_terminal:
+                console.print(f"fzero: {what}" + (f", {left}" if left else ""), soft_wrap=True, markup=False)
+
+        yield show

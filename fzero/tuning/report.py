@@ -1,0 +1,252 @@
+"""What has `fzero tune` found? A table of all candidates, a picture, and the line that uses the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Group
+from rich.table import Table
+
+from fzero.common.text_tables import as_text, scale_of, shown
+from fzero.tuning.runs import Result
+from fzero.tuning.space import Candidate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Metric = Literal["throughput", "latency", "flops"]
+UNITS = {"throughput": "samples/s", "latency": "s/step", "flops": "Gflop/s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One candidate: what was planned, and what was measured if it was.
+
+    Attributes:
+        candidate: which.
+        nbytes: of one rank, as planned.
+        predicted: seconds of a step, as planned.
+        flops: operations of a step on one rank, without those that checkpointing repeats; 0 where they are not counted.
+        refused: why it is not possible or does not fit; such a one is not measured.
+        result: of its run.
+        trial: how many were measured before it; None of one that was not.
+        is_known: whether the result was there from before.
+    """
+
+    candidate: Candidate
+    nbytes: int = 0
+    predicted: float = 0.0
+    flops: int = 0
+    refused: str = ""
+    result: Result | None = None
+    trial: int | None = None
+    is_known: bool = False
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, measured."""
+        return self.result.seconds if self.result else None
+
+    def samples(self, world_size: int) -> int:
+        """Of all ranks in a step; 1 where it is not known."""
+        planned = (self.candidate.micro or 0) * self.candidate.num_micro_steps * world_size
+        return planned or (self.result.samples if self.result else 0) or 1
+
+    def score(self, seconds: float, metric: Metric, world_size: int) -> float:
+        """The metric, in its unit."""
+        if metric == "latency":
+            return seconds
+        if metric == "flops":
+            return self.flops * world_size / seconds / 1e9
+        return self.samples(world_size) / seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """All candidates. `print(tuned)` shows the table.
+
+    Attributes:
+        rows: in the order of the search space; the first is the configuration that the script was given.
+        metric: what was to be best.
+        world_size: number of ranks.
+        memory: bytes that a rank may take.
+        notes: what is to be known besides.
+        use: the command that uses the best configuration.
+    """
+
+    rows: tuple[Row, ...]
+    metric: Metric
+    world_size: int
+    memory: float
+    notes: tuple[str, ...] = ()
+    use: str = field(default="", repr=False)
+
+    def cost(self, row: Row) -> float | None:
+        """What the search makes small."""
+        return None if row.seconds is None else self.cost_of(row, row.seconds)
+
+    def cost_of(self, row: Row, seconds: float) -> float:
+        """The same for so many seconds of a step."""
+        return seconds if self.metric == "latency" else seconds / row.samples(self.world_size)
+
+    @property
+    def best(self) -> Row | None:
+        """The best that was measured."""
+        measured = [row for row in self.rows if row.seconds is not None]
+        return min(measured, key=lambda row: self.cost(row) or 0.0, default=None)
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as good the best is as the configuration that was given."""
+        best, given = self.best, self.rows[0]
+        if best is None or given.seconds is None:
+            return None
+        return (self.cost(given) or 0.0) / (self.cost(best) or 1.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "metric": self.metric,
+            "world_size": self.world_size,
+            "memory": self.memory,
+            "candidates": [self._row_as_dict(row) for row in self.rows],
+            "best": None if self.best is None else self.best.candidate.name,
+            "gain": self.gain,
+            "config": None if self.best is None else self.best.candidate.keys,
+            "use": self.use,
+            "notes": list(self.notes),
+        }
+
+    def _row_as_dict(self, row: Row) -> dict[str, Any]:
+        result = row.result
+        return {
+            "name": row.candidate.name,
+            "given": row.candidate.is_given,
+            "planned": {"nbytes": row.nbytes, "seconds": row.predicted},
+            "seconds": row.seconds,
+            "score": None if row.seconds is None else row.score(row.seconds, self.metric, self.world_size),
+            "nbytes": result.nbytes if result and row.seconds else None,
+            "trial": row.trial,
+            "reason": row.refused or (result.error if result else ""),
+        }
+
+    def __rich__(self) -> Group:
+        return _report(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def draw(self) -> Figure:
+        """The candidates with what was measured, and the best one over the trials."""
+        return _draw(self)
+
+
+# --- the table ---------------------------------------------------------------------------------------------------
+
+
+def _report(tuned: Tuned) -> Group:
+    scale, unit = scale_of(max((row.nbytes for row in tuned.rows), default=1) or 1)
+    title = f"{tuned.metric} on {tuned.world_size} ranks, {shown(tuned.memory, scale)} {unit} each"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    table.add_column("candidate", min_width=24)
+    heads = ("run", f"planned, {unit}", "s/step", f"took, {unit}", "s/step", UNITS[tuned.metric])
+    for name in heads:
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    table.add_column("")
+    for row in _ordered(tuned):
+        table.add_row(*_cells(tuned, row, scale))
+    lines = list(tuned.notes)
+    if tuned.best is not None:
+        lines.append(_conclusion(tuned))
+    if tuned.use:
+        lines += ["", tuned.use]
+    return Group(table, "", *lines)
+
+
+def _cells(tuned: Tuned, row: Row, scale: float) -> list[str]:
+    best, result = tuned.best, row.result
+    is_best = best is not None and row.candidate.name == best.candidate.name
+    measured = ["", "", ""]
+    if row.seconds is not None and result is not None:
+        score = row.score(row.seconds, tuned.metric, tuned.world_size)
+        measured = [shown(result.nbytes, scale), f"{row.seconds:.3g}", f"{score:.4g}"]
+    why = row.refused or (result.error if result else "") or ("as given" if row.candidate.is_given else "")
+    return [
+        "→" if is_best else "",
+        row.candidate.name,
+        "" if row.trial is None else str(row.trial + 1),
+        shown(row.nbytes, scale) if row.nbytes else "",
+        f"{row.predicted:.3g}" if row.predicted else "",
+        *measured,
+        why.replace("[", r"\["),
+    ]
+
+
+def _ordered(tuned: Tuned) -> list[Row]:
+    """Measured ones, the best first; those that failed; those that were not tried, by the plan; those that cannot be."""
+
+    def place(row: Row) -> tuple[int, float]:
+        cost = tuned.cost(row)
+        if cost is not None:
+            return 0, cost
+        if row.refused:
+            return 3, row.nbytes
+        return (1, row.trial or 0) if row.result else (2, tuned.cost_of(row, row.predicted))
+
+    return sorted(tuned.rows, key=place)
+
+
+def _conclusion(tuned: Tuned) -> str:
+    best, num_runs = tuned.best, sum(row.trial is not None for row in tuned.rows)
+    assert best is not None
+    told = f"{num_runs} of {len(tuned.rows)} candidates were run; the best is {best.candidate.name}"
+    if best.candidate.is_given:
+        return f"{told}, the configuration as it is"
+    return told if tuned.gain is None else f"{told}, {tuned.gain:.2f} times as good as the configuration as it is"
+
+
+# --- the picture -------------------------------------------------------------------------------------------------
+
+
+def _draw(tuned: Tuned) -> Figure:
+    from matplotlib.figure import Figure
+
+    rows = _ordered(tuned)[::-1]
+    figure = Figure(figsize=(12, 2 + 0.22 * len(rows)), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    scores = [r.score(r.seconds, tuned.metric, tuned.world_size) if r.seconds else 0.0 for r in rows]
+    left.barh(range(len(rows)), scores, color=["C2" if row is tuned.best else "C0" for row in rows])
+    for y, (row, score) in enumerate(zip(rows, scores)):
+        left.text(score, y, f" {_mark(row)}", va="center", fontsize="x-small", color="0.3")
+    left.set_yticks(range(len(rows)), [row.candidate.name for row in rows], fontsize="x-small")
+    left.set(xlabel=UNITS[tuned.metric], title="candidates: measured, failed, not tried, pruned", xmargin=0.2)
+    trials = sorted((row for row in rows if row.trial is not None), key=lambda row: row.trial or 0)
+    _draw_trials(right, tuned, trials)
+    return figure
+
+
+def _mark(row: Row) -> str:
+    if row.refused:
+        return f"pruned: {row.refused}"[:60]
+    if row.result and row.result.error:
+        return f"run {(row.trial or 0) + 1}: {row.result.error}"[:60]
+    return "" if row.trial is None else f"run {row.trial + 1}"
+
+
+def _draw_trials(axes: Any, tuned: Tuned, trials: Sequence[Row]) -> None:
+    good = [row for row in trials if row.seconds is not None]
+    xs = [(row.trial or 0) + 1 for row in good]
+    ys = [row.score(row.seconds or 1.0, tuned.metric, tuned.world_size) for row in good]
+    better = min if tuned.metric == "latency" else max
+    axes.plot(xs, ys, "o", label="measured")
+    axes.step(xs, [better(ys[: n + 1]) for n in range(len(ys))], where="post", color="C2", label="best so far")
+    failed = [(row.trial or 0) + 1 for row in trials if row.seconds is None]
+    axes.plot(failed, [0.0] * len(failed), "x", color="C3", label="failed")
+    if tuned.rows[0].seconds is not None:
+        given = tuned.rows[0].score(tuned.rows[0].seconds, tuned.metric, tuned.world_size)
+        axes.axhline(given, color="0.5", linestyle="--", label="as given")
+    axes.set(xlabel="run", ylabel=UNITS[tuned.metric], ylim=(0, None), title="in the order of runs")
+    axes.legend(fontsize="small")

@@ -1,0 +1,221 @@
+"""Which configurations does `fzero tune` consider, and what does the plan say of each?
+
+    candidates(keys, Autotuning(), world_size=2)      # the configuration as it is, then all others
+    Planner(model, keys, …).planned(candidate)        # bytes, seconds, or why it is not possible
+
+They differ in stage, micro-batch, activation checkpointing and, if asked, in bucket size and placement. The model and the
+batch are those of the script, so all of this runs in one of its ranks (`fzero.tuning.probe`); results go to the command as JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Any, Literal
+
+from torch import nn
+
+from fzero.config.config import ConfigError
+from fzero.config.autotuning import Autotuning
+from fzero.config.files import changed
+from fzero.estimation.fit_search import Choice, Rung, Search
+from fzero.estimation.ledger import Device
+from fzero.estimation.compare import Keys, quietly
+from fzero.graph.timeline import Machine
+
+Kind = Literal["device", "host", "nvme"]
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One configuration that may be measured.
+
+    Attributes:
+        choice: stage, placements, checkpointing and bucket size.
+        micro, num_micro_steps: samples of a rank in a micro-step, None where the configuration names no batch; and how many
+            of these a step has.
+        keys: the configuration, as in a file.
+        is_given: whether it is the one that the script was given.
+    """
+
+    choice: Choice
+    micro: int | None
+    num_micro_steps: int
+    keys: Keys
+    is_given: bool = False
+
+    @property
+    def name(self) -> str:
+        """What distinguishes it, in words."""
+        choice = self.choice
+        words = [
+            f"stage {choice.stage}",
+            "" if self.micro is None else f"micro-batch {self.micro}",
+            f"× {self.num_micro_steps}" if self.num_micro_steps > 1 else "",
+            "+ checkpointing" * choice.checkpoints,
+            f"+ optimizer on {choice.optimizer}" * (choice.optimizer != "device"),
+            f"+ parameters on {choice.params}" * (choice.params != "device"),
+            "+ small bucket" * choice.small,
+        ]
+        return " ".join(filter(None, words))
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        """Numbers for the search (`fzero.tuning.search.Point`)."""
+        choice = self.choice
+        parts = [choice.stage >= stage for stage in (1, 2, 3)]
+        parts += [choice.checkpoints, choice.small]
+        parts += [getattr(choice, name) == kind for name in ("optimizer", "params") for kind in ("host", "nvme")]
+        return (*(float(part) - 0.5 for part in parts), math.log2(self.micro or 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What the plan says of a candidate: bytes of one rank by memory, and seconds of a step; or why it is not possible."""
+
+    candidate: Candidate
+    nbytes: dict[str, int]
+    seconds: float
+    flops: int = 0
+    refused: str = ""
+
+
+def candidates(
+    keys: Keys,
+    settings: Autotuning,
+    world_size: int,
+    *,
+    stages: Sequence[int] = STAGES,
+    offload: Sequence[Kind] = ("device",),
+    nvme_path: str | None = None,
+    checkpoints: bool = True,
+) -> list[Candidate]:
+    """The given configuration, then all others.
+
+    Args:
+        keys: the given configuration, as in a file.
+        settings: bounds of the batch, and whether bucket sizes are tried.
+        world_size: number of ranks W.
+        stages: that are tried.
+        offload: the memories that may hold optimizer state and parameters.
+        nvme_path: the folder of files.
+        checkpoints: whether checkpointing is tried; False leaves it as it is.
+
+    Raises:
+        ConfigError: the configuration is wrong in itself.
+    """
+    given = _given(keys, world_size)
+    every = quietly(keys).activation_checkpointing.every
+    sizes = list(micro_batches(keys, settings, world_size))
+    with_or_without = [False, True] if checkpoints else [given.choice.checkpoints]
+    buckets = [False] if settings.fast else [False, True]
+    found = [given]
+    for stage, (micro, steps), has, opt, params, small in product(
+        stages, sizes, with_or_without, offload, offload, buckets
+    ):
+        choice = Choice(stage, opt, params, has, small, given.choice.inputs)
+        is_possible = (params == "device" or (stage == 3 and opt != "device")) and (opt == "device" or stage > 0)
+        if is_possible and (choice, micro, steps) != (given.choice, given.micro, given.num_micro_steps):
+            changes = {**choice.keys(nvme_path, every), **batch_keys(keys, micro, steps)}
+            changes.setdefault("activation_checkpointing", {"every": None})
+            found.append(Candidate(choice, micro, steps, changed(keys, changes)))
+    return found
+
+
+def _given(keys: Keys, world_size: int) -> Candidate:
+    cfg = quietly(keys)
+    _, micro, steps = cfg.batch_sizes(world_size)
+    return Candidate(Choice.of(cfg), micro, steps, keys, is_given=True)
+
+
+def micro_batches(keys: Keys, settings: Autotuning, world_size: int) -> Iterator[tuple[int | None, int]]:
+    """Micro-batch sizes, each with its micro-steps, the smallest first; the given one alone where no other can be.
+
+    >>> list(micro_batches({"train_batch_size": 24}, Autotuning(), 2))
+    [(4, 3), (6, 2), (12, 1)]
+    >>> list(micro_batches({"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}, Autotuning(), 2))
+    [(4, 2), (8, 2), (16, 2)]
+    """
+    cfg = quietly(keys)
+    _, micro, steps = cfg.batch_sizes(world_size)
+    if micro is None or cfg.elasticity.enabled:
+        yield micro, steps
+        return
+    keeps = cfg.train_batch_size is not None
+    total = micro * steps
+    if keeps:
+        sizes = [size for size in range(1, total + 1) if total % size == 0]
+    else:
+        sizes = sorted({int(micro * 2.0**power) for power in range(-10, 11) if micro * 2.0**power >= 1})
+    least, most = settings.min_train_batch_size or 0, settings.max_train_batch_size or math.inf
+    allowed = [
+        size
+        for size in sizes
+        if settings.min_train_micro_batch_size_per_gpu <= size <= settings.max_train_micro_batch_size_per_gpu
+        and (keeps or least <= size * steps * world_size <= most)
+    ]
+    nearest = sorted(allowed, key=lambda size: (abs(math.log(size / micro)), -size))
+    for size in sorted(nearest[: settings.num_tuning_micro_batch_sizes]):
+        yield size, total // size if keeps else steps
+
+
+def batch_keys(keys: Keys, micro: int | None, steps: int) -> dict[str, Any]:
+    """The keys that ask for this batch; none where none is named."""
+    if micro is None or quietly(keys).elasticity.enabled:
+        return {}
+    return {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+
+
+class Planner:
+    """Plans candidates of one model, with the script's batch in all sizes that are needed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        keys: Keys,
+        world_size: int,
+        machine: Machine,
+        *,
+        device: Device,
+        sample: Callable[[int | None], Any] | None,
+        nvme_path: str | None = None,
+    ) -> None:
+        """`device` is where the model is; `sample` makes a batch of so many samples on one rank, None of as many as there
+        were; without it activations are not counted."""
+
+        def search(micro: int | None, steps: int) -> Search:
+            batch = sample(micro) if sample else None
+            batched = changed(keys, batch_keys(keys, micro, steps))
+            return Search(model, batched, world_size, machine, nvme_path, batch, device)
+
+        self._search = cache(search)
+        self._has_batch = sample is not None
+
+    def planned(self, candidate: Candidate) -> Planned:
+        """Its plan; what the model or the configuration does not allow is told in `refused`."""
+        try:
+            search = self._search(candidate.micro, candidate.num_micro_steps)
+            rung = search.rung("", candidate.choice)
+            reason = "" if rung else next(reversed(search.refused), "not possible")
+        except (ConfigError, ValueError) as error:
+            rung, reason = None, str(error).splitlines()[0]
+        if rung is None:
+            return Planned(candidate, {}, 0.0, refused=reason)
+        flops = search.activations.of(checkpoints=False).flops if search.activations else 0
+        nbytes = {"device": rung.device_nbytes} | {kind: rung.column.nbytes(kind) for kind in ("host", "nvme")}
+        return Planned(_with_its_limit(candidate, rung), nbytes, rung.seconds, flops * candidate.num_micro_steps)
+
+
+def _with_its_limit(candidate: Candidate, rung: Rung) -> Candidate:
+    """The candidate, with the limit of gathered parameters that the plan had to raise, if it had to."""
+    limit = (rung.column.keys.get("zero_optimization") or {}).get("stage3_max_live_parameters")
+    before = quietly(candidate.keys).zero_optimization.stage3_max_live_parameters
+    if candidate.is_given or not rung.column.note or limit in (None, before):
+        return candidate
+    return replace(
+        candidate, keys=changed(candidate.keys, {"zero_optimization": {"stage3_max_live_parameters": limit}})
+    )
