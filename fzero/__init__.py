@@ -7,49 +7,49 @@ for batch in loader:
     state, metrics = step(state, batch)
 """
 
-from fzero.checkpoint.save_load import Loaded, Saving, load, save, start_save
+from fzero.checkpoint.deepspeed.export import export_deepspeed
+from fzero.checkpoint.deepspeed.load import convert_deepspeed, import_deepspeed
 from fzero.checkpoint.folders import CheckpointError
-from fzero.profiling.chrome_trace import save_trace
+from fzero.checkpoint.save_load import Loaded, Saving, load, save, start_save
+from fzero.checkpoint.weights import export, load_weights
+from fzero.common.text_tables import print_report
 from fzero.comms.codecs import Codec, cast, quantize
 from fzero.comms.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
-from fzero.profiling.comm_trace import Comm, CommRow, plan_comm, trace_comm
+from fzero.comms.comm_hooks import Sending, Wire, coded, ended, error_feedback, exact, restarted
+from fzero.comms.records import Label, Sent
+from fzero.comms.rendezvous import Launched, launched
+from fzero.comms.stacked import VmapError
 from fzero.config.config import Config, ConfigError, ConfigWarning
-from fzero.checkpoint.deepspeed.load import convert_deepspeed, import_deepspeed
-from fzero.checkpoint.deepspeed.export import export_deepspeed
 from fzero.config.elastic_batch import ElasticBatch, elastic_batch, elastic_batch_of_nodes
 from fzero.engine.engine import Engine
-from fzero.storage.file_store import StoreError
-from fzero.storage.file_tensor import FileTensor
+from fzero.engine.initialize import initialize
+from fzero.estimation.compare import Column, Comparison, compare_plans
 from fzero.estimation.fit import Fit, fit
 from fzero.graph.schedule import CompileError
-from fzero.engine.initialize import initialize
-from fzero.comms.rendezvous import Launched, launched
-from fzero.optim.loss_scale import LossScale, LossScaling
-from fzero.profiling.machine import Rates, measure_rates
-from fzero.optim.matrix import adafactor, lamb, muon
-from fzero.optim.fragments import Pieces
-from fzero.resharding.place import place
-from fzero.plans.plan import Plan, plan
-from fzero.estimation.compare import Column, Comparison, compare_plans
-from fzero.optim.mixed_precision import Precision, widened
-from fzero.profiling.reports import ModuleProfile, Profile, comms_table, wall_clock_table
-from fzero.profiling.profiler import profile
-from fzero.runtime.step_spec import MismatchError
-from fzero.resharding.reshard import reshard, reshard_all
-from fzero.resharding.plan import Place, ReshardPlan, plan_reshard
-from fzero.plans.unit_scheduler import Event, ScheduleError
-from fzero.comms.records import Label, Sent
-from fzero.simulation import LockstepRanks, VmapRanks, simulate, stacked, unstacked
-from fzero.comms.stacked import VmapError
-from fzero.state import Metrics, TrainState
-from fzero.step import Round, TrainStep, make_train_step
-from fzero.common.text_tables import print_report
 from fzero.graph.timeline import Machine, Timeline
+from fzero.optim.fragments import Pieces
+from fzero.optim.loss_scale import LossScale, LossScaling
+from fzero.optim.matrix import adafactor, lamb, muon
+from fzero.optim.mixed_precision import Precision, widened
 from fzero.optim.torch_optim import torch_optimizer
 from fzero.optim.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
+from fzero.plans.plan import Plan, plan
+from fzero.plans.unit_scheduler import Event, ScheduleError
+from fzero.profiling.chrome_trace import save_trace
+from fzero.profiling.comm_trace import Comm, CommRow, plan_comm, trace_comm
+from fzero.profiling.machine import Rates, measure_rates
+from fzero.profiling.profiler import profile
+from fzero.profiling.reports import ModuleProfile, Profile, comms_table, wall_clock_table
+from fzero.resharding.place import place
+from fzero.resharding.plan import Place, ReshardPlan, plan_reshard
+from fzero.resharding.reshard import reshard, reshard_all
+from fzero.runtime.step_spec import MismatchError
+from fzero.simulation import LockstepRanks, VmapRanks, simulate, stacked, unstacked
+from fzero.state import Metrics, TrainState
+from fzero.step import Round, TrainStep, make_train_step
+from fzero.storage.file_store import StoreError
+from fzero.storage.file_tensor import FileTensor
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
-from fzero.checkpoint.weights import export, load_weights
-from fzero.comms.comm_hooks import Sending, Wire, coded, ended, error_feedback, exact, restarted
 from sharding import Placement
 
 __all__ = [

@@ -13,10 +13,10 @@ from typing import Any
 from rich.table import Table
 
 from fzero import Config, ConfigWarning, convert_deepspeed, export, export_deepspeed
-from fzero.profiling import machine as machine_report
 from fzero.cli.plan_profile import count, nbytes, parser_of, plan_model, profile_model, told
 from fzero.config.conflicts import values
 from fzero.config.table import reference, table
+from fzero.profiling import machine as machine_report
 from fzero.tuning.cli import run, tune
 
 HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes

@@ -28,20 +28,20 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms.collectives import CollectiveError, Fake, Lockstep
-from fzero.config.config import ConfigError
-from fzero.storage.file_tensor import FileTensor, FileTensors
-from fzero.graph.schedule import CompileError
-from fzero.runtime.init_state import InitFn
 from fzero.comms.lockstep import Hub, StuckError
-from fzero.plans.mesh_axes import check_mesh
-from fzero.runtime.own_params import Origin
-from fzero.plans.plan import Plan
-from fzero.runtime.step_spec import Recipe
 from fzero.comms.records import Sent
 from fzero.comms.stacked import RandomByRank, Stacked, VmapError
+from fzero.config.config import ConfigError
+from fzero.graph.schedule import CompileError
+from fzero.plans.mesh_axes import check_mesh
+from fzero.plans.plan import Plan
+from fzero.runtime.init_state import InitFn
+from fzero.runtime.own_params import Origin
+from fzero.runtime.step_spec import Recipe
+from fzero.runtime.update import Knobs
 from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.step import TrainStep
-from fzero.runtime.update import Knobs
+from fzero.storage.file_tensor import FileTensor, FileTensors
 from sharding import Mesh, TensorSpec
 
 if TYPE_CHECKING:

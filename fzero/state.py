@@ -40,8 +40,8 @@ class TrainState(NamedTuple, Generic[Leaf]):
     rng: dict[str, Leaf]
     """The state of the random generators by device type; every rank has its own."""
     wires: dict[str, dict[str, Any]]
-    """What the wires of reductions remember (`fzero.comms.comm_hooks`: what was lost so far), by flat buffer and mesh axis, for what is
-    added up along it; every rank has its own. Empty where no wire remembers anything."""
+    """What the wires of reductions remember (`fzero.comms.comm_hooks`: what was lost so far), by flat buffer and mesh axis,
+    for what is added up along it; every rank has its own. Empty where no wire remembers anything."""
 
 
 def taken(state: TrainState[Tensor]) -> TrainState[Tensor]:

@@ -27,50 +27,50 @@ import torch
 from torch import Tensor, nn
 
 from fzero.checkpoint import folders as checkpoint_files
-from fzero.comms import collectives
-from fzero.common.arguments import check_callable, check_kind, check_no_inference, check_path, check_trains, shown
-from fzero.runtime.batches import Batches, without_memory
-from fzero.runtime.module_binding import bound, is_bound, random_state
-from fzero.runtime.metrics import BoundMeasure, assert_alike, check_alike, check_passes, mark_of
-from fzero.comms.mesh import BoundMesh
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import Stored, stored_starts
-from fzero.runtime.activation_checkpointing import Choice
+from fzero.checkpoint.safetensors import Export, exported_dtype
+from fzero.common.arguments import check_callable, check_kind, check_no_inference, check_path, check_trains, shown
+from fzero.common.profiler_ranges import ranged
+from fzero.comms import collectives
 from fzero.comms.collectives import Bound, Fake, Lockstep, Real
+from fzero.comms.mesh import BoundMesh
+from fzero.comms.records import Label, Sent
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer
-from fzero.runtime.eager import Pass
-from fzero.storage.file_tensor import FileTensor, handles_of
-from fzero.runtime.init_state import FirstState, InitFn
+from fzero.graph.timeline import Machine, Timeline, joined, make_timeline
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.lr_schedules import Schedule
-from fzero.runtime.loss import LossFn, check_rows, loss_of, mean_of, row_of
+from fzero.plans.comm_hooks import GivenWire
 from fzero.plans.mesh_axes import check_mesh, told
-from fzero.runtime.module_buffers import make_equal, moved
-from fzero.runtime.offload import Offload, agree
 from fzero.plans.orders import GivenOrder
-from fzero.runtime.own_params import Origin, OwnGrads
 from fzero.plans.placements import GivenPlacements
 from fzero.plans.plan import Own, OwnTransform, ParamGroup, Plan, place_optimizers, starts_of
-from fzero.common.profiler_ranges import ranged
-from fzero.runtime.step_spec import Recipe, bind, check_same
-from fzero.checkpoint.safetensors import Export, exported_dtype
 from fzero.plans.unit_scheduler import Event, Orders
-from fzero.comms.records import Label, Sent
-from fzero.storage.shard_io import Scratch, Stage
-from fzero.state import Metrics, TrainState, is_donated, taken
-from fzero.graph.timeline import Machine, Timeline, joined, make_timeline
+from fzero.runtime.activation_checkpointing import Choice
+from fzero.runtime.batches import Batches, without_memory
+from fzero.runtime.eager import Pass
+from fzero.runtime.init_state import FirstState, InitFn
+from fzero.runtime.loss import LossFn, check_rows, loss_of, mean_of, row_of
+from fzero.runtime.metrics import BoundMeasure, assert_alike, check_alike, check_passes, mark_of
+from fzero.runtime.module_binding import bound, is_bound, random_state
+from fzero.runtime.module_buffers import make_equal, moved
+from fzero.runtime.offload import Offload, agree
+from fzero.runtime.own_params import Origin, OwnGrads
+from fzero.runtime.step_spec import Recipe, bind, check_same
 from fzero.runtime.trainability import FixedFlags
-from fzero.tuning.probe import probe_of
 from fzero.runtime.update import Hyper, Knobs, Updater
-from fzero.plans.comm_hooks import GivenWire
+from fzero.state import Metrics, TrainState, is_donated, taken
+from fzero.storage.file_tensor import FileTensor, handles_of
+from fzero.storage.shard_io import Scratch, Stage
+from fzero.tuning.probe import probe_of
 from sharding import Mesh, TensorSpec
 from sharding.views import torch_dtype, unflatten
 
 if TYPE_CHECKING:
-    from fzero.graph.capture import Captured, CompiledStep
-    from fzero.graph.blocks import CompiledBlocks
     from fzero.comms.stacked import Stacked
+    from fzero.graph.blocks import CompiledBlocks
+    from fzero.graph.capture import Captured, CompiledStep
 
 
 T = TypeVar("T")
@@ -130,9 +130,10 @@ def make_train_step(
             pattern, `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and
             leaf (`fzero.plans.placements`). The state then streams through each update, with the same bits on the CPU.
         order: of the parameters within each flat buffer, in place of `round_robin_gradients`: a function of how many there are
-            and how many ranks share them, which gives a `sharding.Order` (`sharding.round_robin`; `fzero.testing.checks.check_order`
-            tries one of yours), or the names of all parameters, of which a buffer's follow each other as they do there. None is
-            as the configuration says: as declared. It decides who holds which part, and no number of the model.
+            and how many ranks share them, which gives a `sharding.Order` (`sharding.round_robin`;
+            `fzero.testing.checks.check_order` tries one of yours), or the names of all parameters, of which a buffer's
+            follow each other as they do there. None is as the configuration says: as declared. It decides who holds which
+            part, and no number of the model.
         donate: the step may write into the state it is given, which raises when it is used again. False works on a copy, which
             there is none of state in files.
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's. All ranks

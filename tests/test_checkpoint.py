@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from training import Odd, config, make, part, vectors
 
 import fzero
-from fzero.checkpoint import folders as files
 from fzero.__main__ import main
+from fzero.checkpoint import folders as files
 from fzero.checkpoint.layout import parts_to_save
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None

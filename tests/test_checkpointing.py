@@ -22,9 +22,9 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from training import Block, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
-from fzero.runtime.activation_checkpointing import Moves, choose_modules, host_moves
 from fzero.config.config import Config, ConfigError
 from fzero.plans.plan import blocks_of
+from fzero.runtime.activation_checkpointing import Moves, choose_modules, host_moves
 
 WIDTH = 16
 

@@ -21,11 +21,11 @@ from torch.fx import Graph
 from training import ADAMW, Block, Odd, Plain, config, make, part, tokens, train, vectors
 
 import fzero
-from fzero.runtime.activation_checkpointing import Moves
 from fzero.graph.analysis import WAIT, analyse, flops_of, is_collective, liveness, numel_of
 from fzero.graph.backends import InductorPass
 from fzero.graph.remat import is_again
 from fzero.graph.schedule import PassOptions
+from fzero.runtime.activation_checkpointing import Moves
 from sharding import Sharded
 
 SGD = {"type": "SGD", "params": {"lr": 0.125, "momentum": 0.9, "weight_decay": 0.01}}

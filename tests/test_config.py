@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from fzero import Config, ConfigError
 from fzero.__main__ import main
 from fzero.config.config import ConfigWarning
+from fzero.config.deepspeed_keys import ACCEPTED, HARMLESS, NOT_YET, REFUSED, SPELLINGS, TYPES
 from fzero.config.fields import block_of
 from fzero.config.optimizers import OPTIMIZERS, Adam, AdamW, SGDParams, with_overrides
-from fzero.config.unused_keys import children
 from fzero.config.table import reference
-from fzero.config.deepspeed_keys import ACCEPTED, HARMLESS, NOT_YET, REFUSED, SPELLINGS, TYPES
+from fzero.config.unused_keys import children
 from sharding.testing import world_sizes
 
 

@@ -22,10 +22,10 @@ from test_reshard import assert_same
 from torch import nn
 
 import fzero
-from fzero.checkpoint import dcp_format as checkpoint_format
-from fzero.checkpoint.deepspeed import load as deepspeed_checkpoint
-from fzero.checkpoint.deepspeed import files
 from fzero.__main__ import main
+from fzero.checkpoint import dcp_format as checkpoint_format
+from fzero.checkpoint.deepspeed import files
+from fzero.checkpoint.deepspeed import load as deepspeed_checkpoint
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 
 BEFORE, AFTER = 4, 4

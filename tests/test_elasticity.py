@@ -9,7 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fzero.config.config import Config, ConfigError
-from fzero.config.elastic_batch import elastic_batch, elastic_batch_of_nodes, highly_composite_numbers, valid_world_sizes
+from fzero.config.elastic_batch import (
+    elastic_batch,
+    elastic_batch_of_nodes,
+    highly_composite_numbers,
+    valid_world_sizes,
+)
 
 sizes = st.lists(st.integers(1, 24), min_size=1, max_size=4)
 

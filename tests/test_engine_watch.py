@@ -20,10 +20,10 @@ from training import make
 
 import fzero
 import fzero.deepspeed as deepspeed
-from fzero.config.config import ConfigError, ConfigWarning
 from fzero.common.flops import counter
-from fzero.storage.movers import DeviceMover
+from fzero.config.config import ConfigError, ConfigWarning
 from fzero.estimation.models import VOCABULARY, PlainGPT
+from fzero.storage.movers import DeviceMover
 from fzero.storage.stream import SubGroup, cut, stream_update
 
 

@@ -30,12 +30,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fzero.storage import ownership as claims
 from fzero.storage import file_store
-from fzero.storage.ownership import Owner
+from fzero.storage import ownership as claims
 from fzero.storage.direct_io import CHECKED
 from fzero.storage.file_store import FileSpec, FileStore, StoreError
 from fzero.storage.host_memory import Pool, _left_by_cgroups, check_host_memory
+from fzero.storage.ownership import Owner
 
 NUMEL = 100_000
 FILES = {"h.0/float32": FileSpec(NUMEL, "float32")}

@@ -21,8 +21,8 @@ from fzero.comms.collectives import InGraph
 from fzero.graph.analysis import WAIT, flops_of, numel_of
 from fzero.graph.backends import realize_numbers
 from fzero.graph.exchange import send_to_others
-from fzero.graph.weight_grads import join_products
 from fzero.graph.schedule import PassOptions, copy_of, run_passes
+from fzero.graph.weight_grads import join_products
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 EXCHANGE = c10d.all_to_all_single.default

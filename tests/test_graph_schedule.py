@@ -26,8 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fzero.graph.analysis import WAIT, Reduction, analyse, flops_of, is_collective, is_mutation, liveness, storages
-from fzero.graph.schedule import PassOptions, run_passes
 from fzero.graph.reuse import plan_stays
+from fzero.graph.schedule import PassOptions, run_passes
 from fzero.graph.timeline import Machine, joined, make_timeline
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

@@ -27,9 +27,9 @@ from training import Plain, config, make, part, vectors
 
 import fzero
 from fzero.comms import collectives
-from fzero.comms.watchdog import HERE, Answer, Progress, Watch
 from fzero.comms.records import Label
 from fzero.comms.thread_dumps import identity_of, stat_of
+from fzero.comms.watchdog import HERE, Answer, Progress, Watch
 
 TIMEOUT = 25  # seconds of a collective, and until all ranks have imported torch on a busy machine
 VICTIM, BAD_STEP, BAD_BLOCK = 1, 2, 2

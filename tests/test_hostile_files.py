@@ -18,10 +18,10 @@ from torch import nn
 
 import fzero
 from fzero.checkpoint import folders as files
-from fzero.storage import ownership as claims
 from fzero.checkpoint.deepspeed.files import MODEL
-from fzero.common.pickles import UnsafePickleError, pack, read_metadata, unpack
 from fzero.checkpoint.safetensors import INDEX
+from fzero.common.pickles import UnsafePickleError, pack, read_metadata, unpack
+from fzero.storage import ownership as claims
 
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
 RAN = "it-ran"

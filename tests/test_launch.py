@@ -24,12 +24,12 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from fzero.comms.rendezvous import launched
 from fzero.launch import feed
 from fzero.launch.agent import SECONDS_TO_END, Failure, Work, launch_config, secret_of
-from fzero.launch.hostfile import Host, choose, decode, encode, hostfile, parse_hostfile
 from fzero.launch.cli import commands_of, main, parser
 from fzero.launch.environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
-from fzero.comms.rendezvous import launched
+from fzero.launch.hostfile import Host, choose, decode, encode, hostfile, parse_hostfile
 from fzero.launch.launchers import LAUNCHERS, READS, Job
 from fzero.launch.rendezvous import SECRET, Secret, Signed
 

@@ -85,7 +85,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     # what moves state, and what runs a model
     (
-        *("fzero.runtime.own_params", "fzero.verbs", "fzero.runtime.module_binding", "fzero.runtime.activation_checkpointing"),
+        *(
+            "fzero.runtime.own_params",
+            "fzero.verbs",
+            "fzero.runtime.module_binding",
+            "fzero.runtime.activation_checkpointing",
+        ),
         *(
             "fzero.storage.host_memory",
             "fzero.storage.ownership",
@@ -110,8 +115,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero.graph.capture", "fzero.graph.blocks"),
     # their composition
     (
-        *("fzero.estimation.ledger", "fzero.estimation.activation_trace", "fzero.estimation.unit_events", "fzero.estimation.dry_pass"),
-        *("fzero.estimation.dry_update", "fzero.estimation.dry_run", "fzero.estimation.compare", "fzero.estimation.fit_search", "fzero.fit"),
+        *(
+            "fzero.estimation.ledger",
+            "fzero.estimation.activation_trace",
+            "fzero.estimation.unit_events",
+            "fzero.estimation.dry_pass",
+        ),
+        *(
+            "fzero.estimation.dry_update",
+            "fzero.estimation.dry_run",
+            "fzero.estimation.compare",
+            "fzero.estimation.fit_search",
+            "fzero.fit",
+        ),
         *("fzero.profiling.reports", "fzero.profiling.module_timer", "fzero.profiling.profiler"),
         *("fzero.profiling.machine", "fzero.tuning.space", "fzero.tuning.probe"),
         "fzero.runtime.step_spec",
@@ -161,12 +177,23 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fzero",),
     # what the tests of users may call
     (
-        *("fzero.testing.laws", "fzero.testing.order_laws", "fzero.testing.transform_laws", "fzero.testing.collective_laws"),
+        *(
+            "fzero.testing.laws",
+            "fzero.testing.order_laws",
+            "fzero.testing.transform_laws",
+            "fzero.testing.collective_laws",
+        ),
         *("fzero.testing.reference_trainer", "fzero.testing.training_machine", "fzero.testing.checks"),
     ),
     # starting ranks, and the command line
     (
-        *("fzero.launch.hostfile", "fzero.launch.environment", "fzero.launch.reaper", "fzero.launch.agent", "fzero.launch.launchers"),
+        *(
+            "fzero.launch.hostfile",
+            "fzero.launch.environment",
+            "fzero.launch.reaper",
+            "fzero.launch.agent",
+            "fzero.launch.launchers",
+        ),
         *("fzero.launch.preflight", "fzero.launch.supervise", "fzero.launch.cli", "fzero.cli.plan_profile"),
         *("fzero.tuning.runs", "fzero.tuning.report", "fzero.tuning.cli", "fzero.__main__"),
     ),

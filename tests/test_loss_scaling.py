@@ -16,8 +16,8 @@ from training import Plain, config, make, part, vectors
 
 import fzero
 from fzero.optim.loss_scale import LossScale, LossScaling
-from fzero.testing.reference_trainer import PlainLossScale
 from fzero.optim.transforms import unless
+from fzero.testing.reference_trainer import PlainLossScale
 
 # --- the machine -------------------------------------------------------------------------------------------------
 

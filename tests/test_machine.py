@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.comms import collectives
+from fzero.optim.loss_scale import LossScale, LossScaling
+from fzero.optim.transforms import Transform
 from fzero.runtime import eager
 from fzero.runtime import loss as measure
-from fzero.testing import training_machine
 from fzero.runtime import update as updater
 from fzero.runtime.metrics import BoundMeasure
-from fzero.optim.loss_scale import LossScale, LossScaling
+from fzero.runtime.update import Updater
 from fzero.step import TrainStep
+from fzero.testing import training_machine
 from fzero.testing.checks import Job, TrainingMachine
 from fzero.testing.training_machine import NUM_RULES, jobs
-from fzero.optim.transforms import Transform
-from fzero.runtime.update import Updater
 from sharding.testing import models
 
 pytestmark = pytest.mark.property

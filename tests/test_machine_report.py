@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fzero.__main__ import main
-from fzero.profiling.machine import NAMES, MachineReport, Rates, best, disk_rates, table
 from fzero.common.text_tables import as_text
+from fzero.profiling.machine import NAMES, MachineReport, Rates, best, disk_rates, table
 
 
 def test_a_machine_is_told_with_its_versions_and_its_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ from ranks import RankPool
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.optim.matrix import adafactor, lamb, muon, orthogonalise
 from fzero.optim.fragments import Pieces, boxes
+from fzero.optim.matrix import adafactor, lamb, muon, orthogonalise
 from fzero.optim.transforms import Transform
 from sharding import Replicated, Sharded, TensorSpec
 from sharding.layout import FlatLayout

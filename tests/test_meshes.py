@@ -20,8 +20,8 @@ from test_simulate import CASES, assert_same, for_ranks
 from training import ADAMW, Odd, Plain, adamw, config, make, part, tokens, train_plainly, vectors
 
 import fzero
-from fzero.runtime import eager
 from fzero.graph.analysis import is_collective, liveness
+from fzero.runtime import eager
 from fzero.simulation import LockstepRanks, VmapRanks, stacked
 from sharding import Mesh, Partial, Replicated, Sharded
 

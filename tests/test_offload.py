@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from training import Plain, config, make, part, vectors
 
 import fzero
+from fzero.optim.transforms import same_bits
+from fzero.runtime.offload import Offload
 from fzero.storage.file_tensor import in_memory
 from fzero.storage.movers import DeviceMover
-from fzero.runtime.offload import Offload
-from fzero.optim.transforms import same_bits
 from sharding import Placement
 
 WIDTH = 80

@@ -21,8 +21,8 @@ from test_offload_params import in_files
 from training import make, part
 
 import fzero
-from fzero.storage import direct_io as direct_files
 from fzero.runtime import offload
+from fzero.storage import direct_io as direct_files
 from fzero.storage.ownership import Owner
 
 

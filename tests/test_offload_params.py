@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from training import Odd, make, tokens
 
 import fzero
+from fzero.resharding.parameters import with_weight
 from fzero.storage.file_store import FileStore
 from fzero.storage.file_tensor import Files, FileTensors, in_memory
-from fzero.resharding.parameters import with_weight
 from sharding import Placement
 
 NUMEL = 6528

@@ -26,21 +26,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from training import config, make, vectors
 
 import fzero
-from fzero.estimation import zero_formulas as estimates
-from fzero.runtime import offload
-from fzero.storage import shard_io as staging
-from fzero.runtime.activation_checkpointing import Moves
-from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
-from fzero.estimation.zero_formulas import zero_nbytes
-from fzero.estimation.fit import Limits
 from fzero.common.flops import counter
+from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
+from fzero.estimation import zero_formulas as estimates
+from fzero.estimation.activation_trace import Alive, trace_activations
+from fzero.estimation.dry_run import follow
+from fzero.estimation.fit import Limits
 from fzero.estimation.models import VOCABULARY, Block, ModelError, PlainGPT, filled, named, shape_of
 from fzero.estimation.unit_events import order_of, parts_of
-from fzero.estimation.dry_run import follow
-from fzero.simulation import LockstepRanks, stacked
-from fzero.storage.buffer_sizes import pinned_nbytes, stream_buffers
+from fzero.estimation.zero_formulas import zero_nbytes
 from fzero.graph.timeline import Lanes, Machine
-from fzero.estimation.activation_trace import Alive, trace_activations
+from fzero.runtime import offload
+from fzero.runtime.activation_checkpointing import Moves
+from fzero.simulation import LockstepRanks, stacked
+from fzero.storage import shard_io as staging
+from fzero.storage.buffer_sizes import pinned_nbytes, stream_buffers
 
 FP16 = {"fp16": {"enabled": True}}
 
@@ -95,7 +95,9 @@ def test_bytes_from_the_layouts_are_the_formulas_where_nothing_is_padded(stage: 
     plan = fzero.plan(model, {"fp16": {"enabled": True}, "zero_optimization": zero}, world_size=num_ranks)
     counters = 4 * len(plan.flat_buffers)  # Adam's steps
     assert sum(plan.bytes_per_rank.values()) - counters == zero_nbytes(3 * 256**2, num_ranks, stage)
-    assert fzero.estimation.compare.column(model, "", {**FP16, "zero_optimization": zero}, num_ranks).padding_nbytes == 0
+    assert (
+        fzero.estimation.compare.column(model, "", {**FP16, "zero_optimization": zero}, num_ranks).padding_nbytes == 0
+    )
 
 
 DEEPSPEED = {  # as its documentation (docs/code-docs/source/memory.rst) prints them

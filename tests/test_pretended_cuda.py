@@ -20,11 +20,11 @@ from torch import Tensor
 from training import Plain, make, vectors
 
 import fzero
-from fzero.storage.movers import ByName, DeviceMover, Resident
 from fzero.optim.mixed_precision import widened
+from fzero.optim.transforms import Transform, adamw, same_bits
+from fzero.storage.movers import ByName, DeviceMover, Resident
 from fzero.storage.shard_io import Scratch, Stage
 from fzero.storage.stream import Mover, Streamed, streamed_names, update_streamed
-from fzero.optim.transforms import Transform, adamw, same_bits
 from sharding import Placement, TensorSpec
 
 # --- which memory ------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from training import Odd, config, make, tokens
 
 import fzero
 from fzero.__main__ import COMMANDS, main
-from fzero.comms.records import Label, Sent
 from fzero.common.text_tables import as_text
+from fzero.comms.records import Label, Sent
 
 
 class Slow(nn.Module):

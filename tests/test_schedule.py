@@ -13,9 +13,9 @@ from training import Odd, config, make
 
 import fzero
 from fzero import Event
-from fzero.runtime.eager import _KINDS, _serve, _zero_gaps, may_start_early, own_shard
 from fzero.plans.plan import STAGES, BufferPlan
 from fzero.plans.unit_scheduler import TURN, early
+from fzero.runtime.eager import _KINDS, _serve, _zero_gaps, may_start_early, own_shard
 from sharding import FlatLayout
 from sharding.testing import layouts
 from sharding.views import take_shard, unflatten

@@ -21,11 +21,20 @@ from laws import examples
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fzero.optim.mixed_precision import long_leaves, stochastic, widened
+from fzero.optim.transforms import Transform, adagrad, adam, adamw, chain, lion, same_bits, scale, sgd, unless
 from fzero.storage.file_store import FileSpec, FileStore, StoreError
 from fzero.storage.movers import DeviceMover, FileMover, Part
-from fzero.optim.mixed_precision import long_leaves, stochastic, widened
-from fzero.storage.stream import Mover, Streamed, SubGroup, cut, init_streamed, stream_update, streamed_names, update_streamed
-from fzero.optim.transforms import Transform, adagrad, adam, adamw, chain, lion, same_bits, scale, sgd, unless
+from fzero.storage.stream import (
+    Mover,
+    Streamed,
+    SubGroup,
+    cut,
+    init_streamed,
+    stream_update,
+    streamed_names,
+    update_streamed,
+)
 
 TRANSFORMS: dict[str, Callable[[], Transform]] = {
     "adam": lambda: adam(0.1, weight_decay=0.01),

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from training import Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
-from fzero.profiling.comm_trace import Comm
-from fzero.storage.file_tensor import in_memory
 from fzero.comms.lockstep import Hub
+from fzero.profiling.comm_trace import Comm
 from fzero.simulation import LockstepRanks
+from fzero.storage.file_tensor import in_memory
 from sharding import Mesh
 
 AOT: dict[str, Any] = {"compile": "step", "compile_backend": "aot_eager"}

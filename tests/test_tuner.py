@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.__main__ import main
-from fzero.config.config import Config, ConfigError
 from fzero.config.autotuning import Autotuning, autotuning
+from fzero.config.config import Config, ConfigError
 from fzero.tuning.cli import Tuning, _shown
 from fzero.tuning.probe import VARIABLE, Request
 from fzero.tuning.report import Row, Tuned
 from fzero.tuning.runs import OF_SPACE, Result, Results, Runs, Script, key_of, reason
-from fzero.tuning.space import candidates
 from fzero.tuning.search import Point, Strategy, next_trial
+from fzero.tuning.space import candidates
 
 # --- the search --------------------------------------------------------------------------------------------------
 

@@ -25,13 +25,13 @@ from torch.fx import Graph
 from training import ADAMW, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
-from fzero.runtime import eager
 from fzero.comms.codecs import Codec
+from fzero.comms.comm_hooks import Wire
 from fzero.config.config import ConfigError
 from fzero.graph.analysis import analyse, liveness
 from fzero.graph.traffic import sent_in
+from fzero.runtime import eager
 from fzero.simulation import LockstepRanks, stacked
-from fzero.comms.comm_hooks import Wire
 from sharding import Mesh, Sharded
 from sharding.views import flatten
 

@@ -18,8 +18,8 @@ import fzero
 from fzero import Sent
 from fzero.comms.codecs import Codec, cast, quantize
 from fzero.comms.collectives import Lockstep, Sim
-from fzero.comms.lockstep import Hub
 from fzero.comms.comm_hooks import Wire, coded, error_feedback, exact, restarted
+from fzero.comms.lockstep import Hub
 
 
 def _parts(world_size: int, shard_numel: int, seed: int = 0) -> Tensor:

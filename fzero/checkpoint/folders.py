@@ -29,9 +29,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fzero.storage.ownership import Owner
 from fzero.common.pickles import load_tensors
 from fzero.common.safe_files import check_inside, create
+from fzero.storage.ownership import Owner
 
 FORMAT = 1
 """The newest form of checkpoints that this code reads, and the one that it writes."""

@@ -3,10 +3,10 @@
     fzero.save(state, "checkpoints", step=step, client={"samples": 4096}, keep=3)
     state, client, _ = fzero.load("checkpoints", step=step)
 
-Every rank writes a file with the parts of the state that are its own, and nothing is gathered (`fzero.checkpoint.layout` says which
-parts, `fzero.checkpoint.dcp_format` how they become files). Rank 0 then adds what the files hold, and makes the whole visible at once
-(`fzero.checkpoint.folders`). The ranks tell each other through files that they are done, so that a save needs no collective while
-the next steps run: `start_save` copies this rank's parts and returns.
+Every rank writes a file with the parts of the state that are its own, and nothing is gathered (`fzero.checkpoint.layout`
+says which parts, `fzero.checkpoint.dcp_format` how they become files). Rank 0 then adds what the files hold, and makes the
+whole visible at once (`fzero.checkpoint.folders`). The ranks tell each other through files that they are done, so that a
+save needs no collective while the next steps run: `start_save` copies this rank's parts and returns.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint import folders as files
-from fzero.comms import collectives
-from fzero.common.arguments import check_kind, check_no_inference, check_path
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import (
     Part,
@@ -49,21 +47,23 @@ from fzero.checkpoint.layout import (
     told_of,
     wires_told,
 )
+from fzero.common.arguments import check_kind, check_no_inference, check_path
+from fzero.common.pickles import load_tensors
+from fzero.comms import collectives
 from fzero.comms.collectives import Bound
+from fzero.comms.records import Label
+from fzero.plans.plan import Plan
+from fzero.resharding.place import place
+from fzero.resharding.reshard import AnyStep, begin_anew, blank, by_name, chosen_numbers, narrow, numbers_of, rescale
+from fzero.runtime.offload import agree
+from fzero.runtime.trainability import listed
+from fzero.simulation import LockstepRanks, stacked, unstacked
+from fzero.state import TrainState
+from fzero.step import TrainStep
 from fzero.storage.file_store import StoreError
 from fzero.storage.file_tensor import FilePart, part_of
 from fzero.storage.file_tensor import Files as Scratch
-from fzero.runtime.offload import agree
-from fzero.common.pickles import load_tensors
-from fzero.resharding.place import place
-from fzero.plans.plan import Plan
-from fzero.resharding.reshard import AnyStep, begin_anew, blank, by_name, chosen_numbers, narrow, numbers_of, rescale
-from fzero.comms.records import Label
-from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.storage.shard_io import Leaf
-from fzero.state import TrainState
-from fzero.step import TrainStep
-from fzero.runtime.trainability import listed
 
 if TYPE_CHECKING:
     from fzero.checkpoint.dcp_format import Fragment  # PyTorch takes a second to import what it imports

@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint import folders as files
-from fzero.comms import collectives
-from fzero.checkpoint.save_load import Source, aliases_of, check_same_folder, placed, read_into, together
-from fzero.checkpoint.folders import CheckpointError
-from fzero.checkpoint.layout import Part, Slice, Stored, parts_of_weights
 from fzero.checkpoint.deepspeed.files import find as find_deepspeeds
 from fzero.checkpoint.deepspeed.files import is_deepspeeds
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
-from fzero.storage.file_tensor import Files as Scratch
-from fzero.resharding.reshard import AnyStep, blank, first_optimizer
+from fzero.checkpoint.folders import CheckpointError
+from fzero.checkpoint.layout import Part, Slice, Stored, parts_of_weights
 from fzero.checkpoint.safetensors import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
+from fzero.checkpoint.save_load import Source, aliases_of, check_same_folder, placed, read_into, together
+from fzero.comms import collectives
+from fzero.resharding.reshard import AnyStep, blank, first_optimizer
 from fzero.simulation import LockstepRanks, stacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
+from fzero.storage.file_tensor import Files as Scratch
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:

@@ -22,14 +22,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from fzero import CheckpointError, ConfigWarning, Machine, compare_plans, fit, make_train_step, profile, save_trace
-from fzero.config.files import changed
 from fzero.common.flags import Parser
-from fzero.profiling.machine import rates_from
-from fzero.estimation.models import ModelError, Named, filled, named, sample_from, sample_of
-from fzero.estimation.dry_run import PaperStep
-from fzero.estimation.compare import keys_of, quietly
-from fzero.profiling.profiler import OF_MANY_RANKS
 from fzero.common.text_tables import print_report
+from fzero.config.files import changed
+from fzero.estimation.compare import keys_of, quietly
+from fzero.estimation.dry_run import PaperStep
+from fzero.estimation.models import ModelError, Named, filled, named, sample_from, sample_of
+from fzero.profiling.machine import rates_from
+from fzero.profiling.profiler import OF_MANY_RANKS
 
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
 

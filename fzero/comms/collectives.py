@@ -44,13 +44,13 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
-from fzero.comms.watchdog import HERE, Watch
-from fzero.comms.rendezvous import launched
-from fzero.comms.lockstep import Hub
-from fzero.comms.meeting import LoneCallError, Meeting, Told
 from fzero.common.pickles import pack, unpack
 from fzero.common.profiler_ranges import ranged
+from fzero.comms.lockstep import Hub
+from fzero.comms.meeting import LoneCallError, Meeting, Told
 from fzero.comms.records import Label, Sent
+from fzero.comms.rendezvous import launched
+from fzero.comms.watchdog import HERE, Watch
 from sharding import Mesh, reference
 
 T = TypeVar("T")

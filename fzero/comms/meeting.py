@@ -4,8 +4,8 @@ A rank that saves alone would send its parts to ranks that are in a step. They w
 process in C++ where sizes differ. So the ranks meet first, at the job's store:
 
 1. A rank counts itself under the name of the call, and waits until all ranks are counted.
-2. After a moment the first of those that wait asks the others where they are. Their watches (`fzero.comms.watchdog`) answer while nothing
-   moves.
+2. After a moment the first of those that wait asks the others where they are. Their watches (`fzero.comms.watchdog`) answer
+   while nothing moves.
 3. A rank will not come if it is in another call, waits for a collective that the first has not begun, or has left the job. When
    this holds of all that are missing, those that wait raise.
 """

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fzero.comms import collectives
 from fzero.comms.collectives import EVERYONE, GATHER, OTHER, REDUCE, Bound, Pending
+from fzero.comms.comm_hooks import Sending, State, Wire
+from fzero.comms.records import Label, Sent
 from fzero.plans.mesh_axes import is_several
 from fzero.plans.plan import Plan
-from fzero.comms.records import Label, Sent
-from fzero.comms.comm_hooks import Sending, State, Wire
 from sharding import Sharded, Spec
 
 AnyAxis = TypeVar("AnyAxis")

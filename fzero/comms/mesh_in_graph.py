@@ -19,11 +19,11 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comms.mesh import stack_along
 from fzero.comms.collectives import EVERYONE, Fake, InGraph, Real, along
-from fzero.plans.plan import Plan
-from fzero.comms.stacked import Stacked, StackedAxis
 from fzero.comms.comm_hooks import Wire
+from fzero.comms.mesh import stack_along
+from fzero.comms.stacked import Stacked, StackedAxis
+from fzero.plans.plan import Plan
 
 T = TypeVar("T")
 

@@ -25,7 +25,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from fzero.comms.records import Label
-from fzero.comms.thread_dumps import WATCH, answer_no_signals, answer_signals, fate_of, identity_of, stack_here, stack_of
+from fzero.comms.thread_dumps import (
+    WATCH,
+    answer_no_signals,
+    answer_signals,
+    fate_of,
+    identity_of,
+    stack_here,
+    stack_of,
+)
 
 TICK = 1.0  # seconds between two looks of a watch
 SILENT = 10.0  # seconds after which a rank is taken for one that cannot answer

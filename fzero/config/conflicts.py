@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from fzero.config.unused_keys import Note
 from fzero.config.deepspeed_keys import SPELLINGS
+from fzero.config.unused_keys import Note
 
 Values = Mapping[str, Any]
 

@@ -18,11 +18,11 @@ from pydantic import (
 )
 from torch import Tensor
 
+from fzero.config.fields import Beta, Block, Count, Number, Rate, said
+from fzero.config.files import ConfigError
 from fzero.optim import matrix as matrix_transforms
 from fzero.optim import torch_optim as torch_optimizers
 from fzero.optim import transforms
-from fzero.config.fields import Beta, Block, Count, Number, Rate, said
-from fzero.config.files import ConfigError
 from fzero.optim.fragments import Pieces
 from fzero.optim.transforms import Transform
 

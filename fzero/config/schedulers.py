@@ -12,8 +12,8 @@ from pydantic import (
     model_validator,
 )
 
-from fzero.optim import lr_schedules
 from fzero.config.fields import Beta, Block, Count, Elements, Rate
+from fzero.optim import lr_schedules
 from fzero.optim.lr_schedules import Schedule
 
 

@@ -12,13 +12,13 @@ from typing import Any, TypeGuard, get_args
 from rich.table import Table
 from rich.text import Text
 
-from fzero.config.config import Config
 from fzero.config.autotuning import Autotuning
+from fzero.config.config import Config
 from fzero.config.conflicts import values
+from fzero.config.deepspeed_keys import ACCEPTED, HARMLESS, OFF, REFUSED
 from fzero.config.fields import Block, block_of
 from fzero.config.optimizers import OPTIMIZERS, TorchOptimizer
 from fzero.config.schedulers import SCHEDULERS, TorchScheduler
-from fzero.config.deepspeed_keys import ACCEPTED, HARMLESS, OFF, REFUSED
 
 _STYLES = {"conflict": "red", "not yet": "magenta"}
 

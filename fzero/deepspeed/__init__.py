@@ -14,8 +14,8 @@ from fzero.deepspeed.accelerator import get_accelerator
 from fzero.deepspeed.comm import init_distributed
 from fzero.deepspeed.utils import log_dist, logger
 from fzero.engine.engine import Engine
-from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 from fzero.engine.initialize import initialize
+from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 
 DeepSpeedEngine = Engine
 DeepSpeedOptimizer = EngineOptimizer

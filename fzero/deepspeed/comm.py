@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero.comms import collectives
-from fzero.engine import param_views as live_params
-from fzero.comms.collectives import TIMEOUT
-from fzero.engine.step_log import merged
-from fzero.engine.initialize import check_may_join
 from fzero.common.text_tables import as_text
+from fzero.comms import collectives
+from fzero.comms.collectives import TIMEOUT
+from fzero.engine import param_views as live_params
+from fzero.engine.initialize import check_may_join
+from fzero.engine.step_log import merged
 
 
 def init_distributed(

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fzero.comms import collectives
-from fzero.resharding import parameters as whole
 from fzero.engine.dataloader import RepeatingLoader as RepeatingLoader
 from fzero.engine.param_views import engine_of
+from fzero.resharding import parameters as whole
 
 logger = logging.getLogger("fzero")
 

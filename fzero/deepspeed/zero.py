@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms import collectives
+from fzero.comms.records import Label
 from fzero.config.config import ConfigWarning
 from fzero.engine.param_views import engine_of
-from fzero.comms.records import Label
 from fzero.resharding.parameters import params_of, with_weight
 
 

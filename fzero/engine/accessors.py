@@ -9,15 +9,15 @@ from rich.console import RenderableType
 from torch import Tensor
 
 from fzero.common.arguments import check_whole, refuse
-from fzero.engine.client_optimizers import lr_of
+from fzero.common.text_tables import as_text
+from fzero.comms.rendezvous import launched
 from fzero.config.config import ConfigError
+from fzero.engine.client_optimizers import lr_of
+from fzero.engine.monitor import CsvMonitor, TensorBoardMonitor
 from fzero.engine.settings import Settings
 from fzero.engine.step_log import CommsLog, StepWatch
-from fzero.comms.rendezvous import launched
-from fzero.engine.monitor import CsvMonitor, TensorBoardMonitor
 from fzero.profiling.reports import Profile
 from fzero.state import Metrics, TrainState
-from fzero.common.text_tables import as_text
 
 if TYPE_CHECKING:
     from fzero.engine.dataloader import ResumableLoader

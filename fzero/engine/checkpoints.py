@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 from fzero.checkpoint import folders as files
-from fzero.comms import collectives
-from fzero.common.arguments import check_kind, check_path, refuse
+from fzero.checkpoint.folders import CheckpointError
+from fzero.checkpoint.layout import stored_starts
 from fzero.checkpoint.save_load import check_same_folder, of_rank_0, together
 from fzero.checkpoint.save_load import load as load_state
 from fzero.checkpoint.save_load import save as save_state
-from fzero.checkpoint.folders import CheckpointError
-from fzero.checkpoint.layout import stored_starts
-from fzero.engine.client_optimizers import lr_of
-from fzero.engine.accessors import Accessors
-from fzero.common.safe_files import create
-from fzero.comms.records import Label
 from fzero.checkpoint.weights import load_weights
+from fzero.common.arguments import check_kind, check_path, refuse
+from fzero.common.safe_files import create
+from fzero.comms import collectives
+from fzero.comms.records import Label
+from fzero.engine.accessors import Accessors
+from fzero.engine.client_optimizers import lr_of
 
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from fzero.common.arguments import refuse
 from fzero.config.config import ConfigError
 from fzero.config.optimizers import OPTIMIZERS, Optimizer, OptimizerBlock, with_overrides
-from fzero.plans.plan import Own, ParamGroup
 from fzero.optim.torch_optim import torch_optimizer, torch_transform
 from fzero.optim.transforms import Transform
+from fzero.plans.plan import Own, ParamGroup
 
 _BLOCKS: dict[type[torch.optim.Optimizer], str] = {
     cls: cls.__name__ for cls in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)

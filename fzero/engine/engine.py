@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from fzero.engine import param_views as live_params
-from fzero.engine.client_optimizers import changed, lr_of
-from fzero.engine.dataloader import ResumableLoader
-from fzero.runtime.eager import passes_of
 from fzero.engine.checkpoints import KeepsFiles
+from fzero.engine.client_optimizers import changed, lr_of
 from fzero.engine.config_keys import EngineKeys
+from fzero.engine.dataloader import ResumableLoader
 from fzero.engine.module import HoldsModule
+from fzero.engine.monitor import monitors
 from fzero.engine.optimizer import EngineOptimizer
 from fzero.engine.step_log import CommsLog, StepWatch, dtype_of
-from fzero.engine.monitor import monitors
+from fzero.runtime.eager import passes_of
 from fzero.state import Metrics, TrainState
 from fzero.step import Round, TrainStep
 

@@ -13,20 +13,20 @@ from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.data import Dataset
 
-from fzero.comms import collectives
-from fzero.engine import config_keys as engine_keys
 from fzero.common.arguments import check_model, check_no_inference, shown
-from fzero.runtime.activation_checkpointing import Choice
-from fzero.engine.client_optimizers import Groups, of_optimizer, of_parameters
+from fzero.comms import collectives
+from fzero.comms.rendezvous import DEFAULT_PORT, launched
 from fzero.config.config import Config, ConfigError, ConfigWarning
+from fzero.engine import config_keys as engine_keys
+from fzero.engine.client_optimizers import Groups, of_optimizer, of_parameters
+from fzero.engine.config_keys import EngineKeys
 from fzero.engine.dataloader import ResumableLoader
 from fzero.engine.engine import Engine
-from fzero.engine.config_keys import EngineKeys
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
-from fzero.comms.rendezvous import DEFAULT_PORT, launched
+from fzero.runtime.activation_checkpointing import Choice
 from fzero.runtime.step_spec import Recipe, bind
-from fzero.step import TrainStep
 from fzero.runtime.trainability import listed
+from fzero.step import TrainStep
 
 Source = Mapping[str, Any] | str | Path | Config
 

@@ -13,17 +13,17 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fzero.common.arguments import check_kind
 from fzero.comms import collectives
 from fzero.engine import param_views as live_params
-from fzero.common.arguments import check_kind
 from fzero.engine.accessors import Accessors
 from fzero.engine.param_views import LiveParams
 from fzero.plans.plan import starts_of
+from fzero.resharding.parameters import params_of, with_weight
 from fzero.resharding.reshard import reshard
+from fzero.runtime.trainability import Flags, listed
 from fzero.state import TrainState
 from fzero.step import Round, TrainStep
-from fzero.runtime.trainability import Flags, listed
-from fzero.resharding.parameters import params_of, with_weight
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.runtime.own_params import is_bound, not_trained, with_present
 from fzero.plans.plan import Plan
+from fzero.runtime.own_params import is_bound, not_trained, with_present
 from sharding import Replicated
 from sharding.views import unflatten
 

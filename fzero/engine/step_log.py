@@ -18,13 +18,13 @@ from rich.console import RenderableType
 from torch import nn
 
 from fzero.comms import collectives
-from fzero.engine.config_keys import CommsLoggerKeys, EngineKeys
-from fzero.storage.host_memory import process_memory
-from fzero.profiling.module_timer import ModuleWatch
-from fzero.plans.plan import Plan
-from fzero.profiling.reports import MemoryRow, Profile, comms_table, memory_table, waits_table, wall_clock_table
-from fzero.profiling.profiler import matrix_rate
 from fzero.comms.records import PURPOSES, Sent
+from fzero.engine.config_keys import CommsLoggerKeys, EngineKeys
+from fzero.plans.plan import Plan
+from fzero.profiling.module_timer import ModuleWatch
+from fzero.profiling.profiler import matrix_rate
+from fzero.profiling.reports import MemoryRow, Profile, comms_table, memory_table, waits_table, wall_clock_table
+from fzero.storage.host_memory import process_memory
 from sharding.views import torch_dtype
 
 Part = Literal["forward", "backward", "update"]

@@ -4,8 +4,8 @@ The model runs forward and backward in a `FakeTensorMode`, bound to parameters o
 with or without checkpointing. Every storage that an operator makes counts from then on until nobody holds it: activations, what
 a kernel returns besides, and the gradient of a parameter until it would be written into its flat buffer. Parameters do not
 count, and nor does what a kernel needs inside. With `cpu_checkpointing` the inputs of checkpointed modules are copied to host
-memory and back as a step on a GPU copies them (`fzero.runtime.activation_checkpointing.host_moves`), and count there meanwhile. Operators are
-those of the CPU, where attention without a mask is fused as it is on CUDA.
+memory and back as a step on a GPU copies them (`fzero.runtime.activation_checkpointing.host_moves`), and count there
+meanwhile. Operators are those of the CPU, where attention without a mask is fused as it is on CUDA.
 
 A trace is cut into `Moment`s wherever a parameter is read, needed again or has its gradient: where a step gathers and reduces.
 `fzero.estimation.dry_run` follows them. They are the same in all stages and placements.
@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.runtime.batches import without_memory
-from fzero.runtime.module_binding import attributes_kept, bound, replaced_forwards
-from fzero.runtime.activation_checkpointing import Moves, Site, checkpointed, choose_modules
-from fzero.config.config import Config
 from fzero.common.flops import flops_of_call
-from fzero.runtime.loss import LossFn, loss_of
+from fzero.config.config import Config
 from fzero.estimation.ledger import Device
 from fzero.plans.plan import Plan, blocks_of, plan
+from fzero.runtime.activation_checkpointing import Moves, Site, checkpointed, choose_modules
+from fzero.runtime.batches import without_memory
+from fzero.runtime.loss import LossFn, loss_of
+from fzero.runtime.module_binding import attributes_kept, bound, replaced_forwards
 from fzero.storage.buffer_sizes import pinned_nbytes
 from sharding.views import torch_dtype
 
@@ -247,7 +247,8 @@ def trace_activations(
 
 
 class _Gate(torch.autograd.Function):
-    """A parameter as a step hands it out (`fzero.runtime.eager._Leaf`): all gradients of a unit come when it has gone backward."""
+    """A parameter as a step hands it out (`fzero.runtime.eager._Leaf`): all gradients of a unit come when it has gone
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, param: Tensor, alive: Alive, name: str) -> Tensor:

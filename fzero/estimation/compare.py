@@ -21,18 +21,18 @@ from rich.console import Group
 from rich.table import Table
 from torch import Tensor, nn
 
+from fzero.common.text_tables import as_text, scale_of, shown
 from fzero.config.config import Config, ConfigError, ConfigWarning, ZeroOptimization
+from fzero.config.deepspeed_keys import INSTEAD
 from fzero.config.files import changed, read
 from fzero.config.unused_keys import is_off
-from fzero.config.deepspeed_keys import INSTEAD
-from fzero.runtime.loss import LossFn
-from fzero.plans.mesh_axes import told
-from fzero.estimation.ledger import Device
-from fzero.estimation.dry_run import PaperStep, follow
-from fzero.plans.plan import LiveLimitError, Plan, plan
-from fzero.common.text_tables import as_text, scale_of, shown
-from fzero.graph.timeline import Machine
 from fzero.estimation.activation_trace import Traced, trace_activations
+from fzero.estimation.dry_run import PaperStep, follow
+from fzero.estimation.ledger import Device
+from fzero.graph.timeline import Machine
+from fzero.plans.mesh_axes import told
+from fzero.plans.plan import LiveLimitError, Plan, plan
+from fzero.runtime.loss import LossFn
 from sharding import Mesh, Sharded, TensorSpec
 from sharding.dtypes import itemsize
 

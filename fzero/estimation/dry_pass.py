@@ -1,4 +1,5 @@
-"""What does a rank hold and move in the forward and backward of one micro-step? The moves of `fzero.runtime.eager.Pass`, on paper.
+"""What does a rank hold and move in the forward and backward of one micro-step? The moves of `fzero.runtime.eager.Pass`, on
+paper.
 
 Every method here is named after the one of the pass whose moves it makes, in numbers; see there for the reasons.
 """
@@ -9,12 +10,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fzero.runtime.eager import may_start_early
-from fzero.plans.mesh_axes import sum_order
 from fzero.estimation.ledger import Book, shard_nbytes
 from fzero.estimation.unit_events import Part
+from fzero.plans.mesh_axes import sum_order
 from fzero.plans.plan import BufferPlan, UnitPlan
 from fzero.plans.unit_scheduler import Event
+from fzero.runtime.eager import may_start_early
 from fzero.storage.shard_io import MOST_LEAVING
 from sharding import Replicated, Sharded
 from sharding.dtypes import itemsize

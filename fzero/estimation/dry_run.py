@@ -7,8 +7,8 @@
 
 The walk makes the moves of a running step on a trace of the model, in numbers: units are gathered and released, full gradients
 fill and are reduced, and what lives elsewhere comes and goes. The bytes of working buffers and activations are added up at every
-moment, so that the peak is that of their sum. Meanwhile each move takes its time on a lane of `fzero.graph.timeline.Lanes`. Not counted
-are what a library of collectives allocates for itself, and the temporaries of one kernel.
+moment, so that the peak is that of their sum. Meanwhile each move takes its time on a lane of `fzero.graph.timeline.Lanes`.
+Not counted are what a library of collectives allocates for itself, and the temporaries of one kernel.
 
 Without a trace there are no activations, and nothing computes but updates; units come in the order of their declaration.
 """
@@ -18,16 +18,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fzero.graph.analysis import Liveness
-from fzero.estimation.ledger import Book, Device, Row
-from fzero.estimation.unit_events import order_of, parts_of
+from fzero.common.text_tables import scale_of
+from fzero.estimation.activation_trace import Traced
 from fzero.estimation.dry_pass import PaperPass
 from fzero.estimation.dry_update import update
+from fzero.estimation.ledger import Book, Device, Row
+from fzero.estimation.unit_events import order_of, parts_of
+from fzero.graph.analysis import Liveness
+from fzero.graph.timeline import Machine, Timeline
 from fzero.plans.plan import Plan
 from fzero.storage.buffer_sizes import pinned_gaps
-from fzero.common.text_tables import scale_of
-from fzero.graph.timeline import Machine, Timeline
-from fzero.estimation.activation_trace import Traced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

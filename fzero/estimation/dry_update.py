@@ -1,4 +1,5 @@
-"""How long does an update take, and what waits for it? On paper, buffer by buffer (`fzero.runtime.update`, `fzero.storage.stream`).
+"""How long does an update take, and what waits for it? On paper, buffer by buffer (`fzero.runtime.update`,
+`fzero.storage.stream`).
 
 An update reads and writes its tensors once. What is updated where the model is takes their bytes at the rate of memory, and is
 joined while the next one is updated, where every rank holds all of it. What lives elsewhere streams through in sub-groups: one is
@@ -14,9 +15,9 @@ from typing import NamedTuple
 
 from fzero.comms.collectives import EVERYONE
 from fzero.estimation.ledger import Book
+from fzero.graph.timeline import Lane
 from fzero.plans.plan import BufferPlan
 from fzero.storage.buffer_sizes import updated_numel, updated_specs, updates_on_host
-from fzero.graph.timeline import Lane
 from sharding import Sharded, TensorSpec
 from sharding.dtypes import itemsize
 

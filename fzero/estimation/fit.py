@@ -5,9 +5,9 @@
     found.save("fits.json")
 
 All combinations of stage, placement, checkpointing and bucket size that the configuration allows are planned. Of those that
-fit, the one whose step takes the fewest seconds on paper counts (`fzero.estimation.dry_run`), at the rates of a `fzero.Machine`; without
-a batch nothing computes but updates. Of equally fast ones that with the fewest bytes on the device counts, but a small bucket,
-which overlaps less, is the last resort.
+fit, the one whose step takes the fewest seconds on paper counts (`fzero.estimation.dry_run`), at the rates of a
+`fzero.Machine`; without a batch nothing computes but updates. Of equally fast ones that with the fewest bytes on the device
+counts, but a small bucket, which overlaps less, is the last resort.
 
 The *ladder* goes from the configuration as it is to the one that needs the least of the device, one change at a time.
 """
@@ -26,13 +26,13 @@ from rich.table import Table
 from torch import nn
 
 from fzero.common.arguments import check_kind
-from fzero.config.config import ConfigError
-from fzero.estimation.fit_search import Choice, Rung, Search
-from fzero.runtime.loss import LossFn
-from fzero.estimation.ledger import Device
-from fzero.estimation.compare import Keys, keys_of
 from fzero.common.text_tables import as_text, scale_of, shown
+from fzero.config.config import ConfigError
+from fzero.estimation.compare import Keys, keys_of
+from fzero.estimation.fit_search import Choice, Rung, Search
+from fzero.estimation.ledger import Device
 from fzero.graph.timeline import Machine
+from fzero.runtime.loss import LossFn
 
 
 @dataclass(frozen=True, slots=True)

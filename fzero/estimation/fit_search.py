@@ -11,11 +11,11 @@ from torch import nn
 
 from fzero.config.config import Config, ConfigError
 from fzero.config.files import changed
-from fzero.runtime.loss import LossFn
-from fzero.estimation.ledger import Device
-from fzero.estimation.compare import Column, Keys, column, quietly
-from fzero.graph.timeline import Machine
 from fzero.estimation.activation_trace import Activations
+from fzero.estimation.compare import Column, Keys, column, quietly
+from fzero.estimation.ledger import Device
+from fzero.graph.timeline import Machine
+from fzero.runtime.loss import LossFn
 
 SMALL_BUCKET = 1 << 22
 """Elements of full gradients that wait for their reduction, where memory is short."""

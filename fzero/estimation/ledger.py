@@ -1,8 +1,8 @@
 """What is held, and which lane is busy, while a step is followed on paper? The book that `fzero.estimation.dry_run` keeps.
 
 Bytes are entered by what they are for; whoever takes a flat buffer gives it back. On the CPU a buffer that is given back stays
-with the process for the next taker of its size (`fzero.storage.shard_io.Scratch`), and is entered as `kept`. Whatever moves takes a lane
-for its bytes at the rate of the `Machine`.
+with the process for the next taker of its size (`fzero.storage.shard_io.Scratch`), and is entered as `kept`. Whatever moves
+takes a lane for its bytes at the rate of the `Machine`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from fzero.comms.comm_hooks import Wire
+from fzero.graph.timeline import Lane, Lanes, Machine
 from fzero.plans.plan import BufferPlan, Plan
 from fzero.storage.buffer_sizes import stream_buffers
-from fzero.graph.timeline import Lane, Lanes, Machine
-from fzero.comms.comm_hooks import Wire
 from sharding import TensorSpec
 from sharding.dtypes import itemsize
 

@@ -1,7 +1,7 @@
 """In which order does a step enter, need again and complete its units? From a trace of the model, or as they are declared.
 
-A trace (`fzero.estimation.activation_trace`) tells of single parameters, and is the same for every stage; a plan says which of them are
-gathered and reduced together. A `Part` is what happens to a unit, with what runs until the next.
+A trace (`fzero.estimation.activation_trace`) tells of single parameters, and is the same for every stage; a plan says which
+of them are gathered and reduced together. A `Part` is what happens to a unit, with what runs until the next.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
-from fzero.runtime.eager import may_start_early
+from fzero.estimation.activation_trace import Moment, Traced
+from fzero.graph.timeline import Machine
 from fzero.plans.plan import Plan
 from fzero.plans.unit_scheduler import TURN, Event, early
-from fzero.graph.timeline import Machine
-from fzero.estimation.activation_trace import Moment, Traced
+from fzero.runtime.eager import may_start_early
 from sharding import Sharded
 
 

@@ -21,13 +21,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
+from fzero.comms.collectives import InGraph
 from fzero.graph import analysis as graph_analysis
 from fzero.graph import buckets as graph_buckets
 from fzero.graph import exchange as graph_exchange
-from fzero.graph import weight_grads as graph_products
-from fzero.graph import schedule as graph_schedule
 from fzero.graph import reuse as graph_stays
-from fzero.comms.collectives import InGraph
+from fzero.graph import schedule as graph_schedule
+from fzero.graph import weight_grads as graph_products
 from fzero.graph.analysis import (
     WAIT,
     aten,

@@ -45,26 +45,26 @@ from torch._subclasses import FakeTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.runtime.module_binding import with_own_code
 from fzero.comms.collectives import Fake, InGraph, Real, collective_that_raised, failed
-from fzero.runtime.eager import INSIDE, UNRELATED
+from fzero.comms.mesh_in_graph import MeshInGraph, Through
+from fzero.comms.records import Sent
+from fzero.comms.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
 from fzero.graph.analysis import name_units
 from fzero.graph.backends import Backend as TorchBackend
 from fzero.graph.backends import OnPaper, aot_eager, inductor, on_paper
 from fzero.graph.remat import BACKWARD, CheckpointError, rematerialise
 from fzero.graph.schedule import CompileError, PassOptions, copy_of, run_passes
+from fzero.graph.timeline import Along, Machine, Timeline, make_timeline
 from fzero.graph.traffic import labelled, sent_in
 from fzero.optim.loss_scale import LossScale, LossScaling
-from fzero.runtime.loss import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
-from fzero.comms.mesh_in_graph import MeshInGraph, Through
-from fzero.runtime.own_params import ParameterError, enter, late, was_changed, wrong_kind
-from fzero.plans.plan import BufferPlan, Plan
 from fzero.optim.mixed_precision import cast_leaves, stochastic, to_nearest, update_in_graph
-from fzero.comms.records import Sent
-from fzero.comms.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
-from fzero.state import TrainState
-from fzero.graph.timeline import Along, Machine, Timeline, make_timeline
 from fzero.optim.transforms import Transform, unless
+from fzero.plans.plan import BufferPlan, Plan
+from fzero.runtime.eager import INSIDE, UNRELATED
+from fzero.runtime.loss import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
+from fzero.runtime.module_binding import with_own_code
+from fzero.runtime.own_params import ParameterError, enter, late, was_changed, wrong_kind
+from fzero.state import TrainState
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
 

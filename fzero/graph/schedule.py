@@ -44,8 +44,8 @@ from fzero.graph.analysis import (
     waits_of,
 )
 from fzero.graph.buckets import bucket_gathers, bucket_reductions, bucket_updates
-from fzero.graph.weight_grads import join_products
 from fzero.graph.reuse import plan_stays
+from fzero.graph.weight_grads import join_products
 
 
 class CompileError(RuntimeError):

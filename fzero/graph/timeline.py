@@ -22,6 +22,7 @@ from rich.table import Table
 from torch.fx import Graph, Node
 
 from fzero.common.arguments import refuse
+from fzero.common.text_tables import as_text
 from fzero.graph.analysis import (
     ALL_GATHERS,
     ALL_REDUCE,
@@ -36,7 +37,6 @@ from fzero.graph.analysis import (
     nbytes_of,
     start_of,
 )
-from fzero.common.text_tables import as_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

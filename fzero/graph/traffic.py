@@ -15,9 +15,9 @@ from typing import get_args
 import torch.fx.traceback
 from torch.fx import Graph, Node
 
+from fzero.comms.records import Label, Phase, Purpose, Sent
 from fzero.graph.analysis import GATHERS, contents_of, is_collective
 from fzero.graph.remat import is_again, is_backward
-from fzero.comms.records import Label, Phase, Purpose, Sent
 from fzero.graph.timeline import Along, group_of, kind_of, sent_by
 
 _UPDATE: tuple[Purpose, ...] = ("join", "norm", "buffers")

@@ -31,13 +31,13 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from fzero.common.pickles import load_tensors
 from fzero.config.files import ConfigError
 from fzero.config.files import read as read_config
 from fzero.engine.engine import Engine
-from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 from fzero.engine.initialize import initialize
+from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 from fzero.integrations.auto import resolved
-from fzero.common.pickles import load_tensors
 
 _SCHEDULER = "scheduler.pt"
 """Trainer's own name."""

@@ -43,8 +43,8 @@ from torch.distributed.launcher import api as launcher
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fzero.launch import reaper as keeper
-from fzero.launch.hostfile import Host, decode, encode
 from fzero.launch.environment import one_host_defaults, rank_defaults
+from fzero.launch.hostfile import Host, decode, encode
 from fzero.launch.rendezvous import BACKEND, SECRET, Secret
 
 NUM_LINES = 12  # of a failed rank's log
@@ -333,7 +333,9 @@ def watch_leash() -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the agent of one host, on the leash of the launcher that started it."""
-    parser = argparse.ArgumentParser(prog="fzero.launch.agent", description="Starts the ranks of one host; `fzero` calls it.")
+    parser = argparse.ArgumentParser(
+        prog="fzero.launch.agent", description="Starts the ranks of one host; `fzero` calls it."
+    )
     parser.add_argument("--world_info", required=True, type=decode)
     parser.add_argument("--node_rank", required=True, type=int)
     parser.add_argument("--master_addr", required=True)

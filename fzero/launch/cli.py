@@ -1,7 +1,8 @@
 """How is a training script started, on one machine or on many? `fzero [flags] script.py args…`, with DeepSpeed's flags.
 
 `choose_hosts` decides where, `work_of` what; then either this process is the agent of its own ranks (`fzero.launch.agent`), or a
-launcher composes commands (`fzero.launch.launchers`) that are printed (--dry_run) or run to their common end (`fzero.launch.supervise`).
+launcher composes commands (`fzero.launch.launchers`) that are printed (--dry_run) or run to their common end
+(`fzero.launch.supervise`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from unittest.mock import patch
 
 import torch
 
+from fzero.common.flags import Parser
+from fzero.comms.collectives import timeout_of
+from fzero.comms.rendezvous import DEFAULT_PORT
 from fzero.launch import agent
 from fzero.launch.agent import LAST_CALL, Work
-from fzero.comms.collectives import timeout_of
-from fzero.common.flags import Parser
-from fzero.launch.hostfile import Host, choose, parse_hostfile
 from fzero.launch.environment import forwarded, not_forwarded, rank_defaults, read_env_files
-from fzero.comms.rendezvous import DEFAULT_PORT
+from fzero.launch.hostfile import Host, choose, parse_hostfile
 from fzero.launch.launchers import HAVE_AGENTS, LAUNCHERS, PROGRAMS, Command, Job
 from fzero.launch.preflight import check
 from fzero.launch.rendezvous import SECRET

@@ -1,7 +1,7 @@
 """Which commands start a job on many hosts? One function for each launcher, from a job to commands that can be printed.
 
-ssh and pdsh start an agent (`fzero.launch.agent`) on each host, which starts its ranks; mpirun and srun start the ranks themselves,
-which find their place in the environment (`fzero.launched`). Nothing is run here.
+ssh and pdsh start an agent (`fzero.launch.agent`) on each host, which starts its ranks; mpirun and srun start the ranks
+themselves, which find their place in the environment (`fzero.launched`). Nothing is run here.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from fzero.common.text_tables import print_report
 from fzero.launch.hostfile import Host
 from fzero.launch.launchers import Job, ssh_words
-from fzero.common.text_tables import print_report
 
 SECONDS = 30  # for a host to answer
 CLOCKS = 2.0  # seconds by which clocks may differ without a warning

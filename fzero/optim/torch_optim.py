@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fzero.optim.transforms import SHORT_TRIAL, TRIALS, Leaf, Transform, check_trials, no_steps, step_spec, trial_tensors
+from fzero.optim.transforms import (
+    SHORT_TRIAL,
+    TRIALS,
+    Leaf,
+    Transform,
+    check_trials,
+    no_steps,
+    step_spec,
+    trial_tensors,
+)
 from sharding import TensorSpec
 from sharding.views import dtype_name
 

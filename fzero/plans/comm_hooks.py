@@ -1,8 +1,8 @@
 """Through which wires does a step gather and reduce, along which axis of its mesh?
 
 A wire is given for all axes, or for each by its name: gradients are added up along one axis after the other
-(`fzero.plans.mesh_axes`), so that a coarser code may be used where ranks are near each other. Along an axis of one rank nothing is
-sent, and there is no wire.
+(`fzero.plans.mesh_axes`), so that a coarser code may be used where ranks are near each other. Along an axis of one rank
+nothing is sent, and there is no wire.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import optree
 import torch
 
 from fzero.comms.codecs import quantize
+from fzero.comms.comm_hooks import Wire, coded, error_feedback, exact, restarted
 from fzero.config.config import ConfigError, ZeroOptimization
 from fzero.plans.mesh_axes import DATA, sum_order
-from fzero.comms.comm_hooks import Wire, coded, error_feedback, exact, restarted
 from sharding import Mesh
 
 ByAxis = Mapping[str, Wire]

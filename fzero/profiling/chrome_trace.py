@@ -15,7 +15,8 @@ from fzero.step import TrainStep
 
 
 def save_trace(path: str | Path, step: TrainStep, state: TrainState[Tensor], batch: Any) -> None:
-    """Runs a step and writes what ran, in all threads, with the names of fzero's own parts (`fzero.common.profiler_ranges`), as a chrome trace.
+    """Runs a step and writes what ran, in all threads, with the names of fzero's own parts
+    (`fzero.common.profiler_ranges`), as a chrome trace.
 
     State and step stay as they are: the steps (one that does not count, and one that does) run on a copy of the
     state, which is in files where that is.

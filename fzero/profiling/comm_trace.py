@@ -20,15 +20,15 @@ from rich.console import Group
 from rich.table import Table
 from torch import Tensor
 
+from fzero.common.text_tables import as_text
 from fzero.comms.collectives import Fake
-from fzero.plans.mesh_axes import told
-from fzero.resharding.place import copied
-from fzero.plans.plan import Plan
 from fzero.comms.records import PURPOSES, Phase, Purpose, Sent
+from fzero.plans.mesh_axes import told
+from fzero.plans.plan import Plan
+from fzero.resharding.place import copied
 from fzero.simulation import LockstepRanks, VmapRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.common.text_tables import as_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

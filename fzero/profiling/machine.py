@@ -24,8 +24,8 @@ import torch
 from rich.table import Table
 
 from fzero.comms import collectives
-from fzero.profiling.profiler import matrix_rate
 from fzero.graph.timeline import Machine
+from fzero.profiling.profiler import matrix_rate
 
 PACKAGES = (
     "fzero",

@@ -24,12 +24,12 @@ from torch import nn
 
 from fzero.common.arguments import check_loss_fn, check_model
 from fzero.config.files import changed
-from fzero.runtime.loss import LossFn, loss_of
-from fzero.profiling.module_timer import ModuleWatch
+from fzero.estimation.compare import keys_of, quietly
 from fzero.optim.fragments import Pieces
 from fzero.plans.plan import optimizers_of, plan
-from fzero.estimation.compare import keys_of, quietly
+from fzero.profiling.module_timer import ModuleWatch
 from fzero.profiling.reports import Profile, fastest
+from fzero.runtime.loss import LossFn, loss_of
 from sharding.views import torch_dtype
 
 OF_MANY_RANKS: dict[str, None] = dict.fromkeys(

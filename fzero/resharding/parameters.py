@@ -14,12 +14,12 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.runtime.eager import own_shard
-from fzero.storage.file_tensor import FileTensor, in_memory
+from fzero.optim.transforms import leaf_names
 from fzero.plans.plan import BufferPlan
+from fzero.runtime.eager import own_shard
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.optim.transforms import leaf_names
+from fzero.storage.file_tensor import FileTensor, in_memory
 from sharding import Partial, Replicated, TensorSpec
 from sharding.views import torch_dtype, unflatten
 

@@ -15,11 +15,11 @@ import optree
 from torch import Tensor
 
 from fzero.common.arguments import check_kind, check_no_inference
-from fzero.storage.file_tensor import Files
 from fzero.runtime.offload import QUANTITIES, agree, files_of
 from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
+from fzero.storage.file_tensor import Files
 
 
 def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState[Any]:

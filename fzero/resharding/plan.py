@@ -24,9 +24,9 @@ from typing import NamedTuple
 import optree
 import torch
 
+from fzero.optim.fragments import grids_of
 from fzero.optim.matrix import AdafactorState
 from fzero.plans.mesh_axes import num_ranks, told
-from fzero.optim.fragments import grids_of
 from fzero.plans.plan import ALIGNMENT, BufferPlan, Plan
 from sharding import FlatLayout, Move, Sharded, TensorSpec, moves_between, moves_from, moves_to
 from sharding.dtypes import itemsize

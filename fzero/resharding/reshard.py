@@ -20,25 +20,25 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comms import collectives
 from fzero.common.arguments import check_kind
+from fzero.comms import collectives
 from fzero.comms.collectives import Fake, Real
-from fzero.runtime.eager import own_shard
-from fzero.storage.file_store import StoreError
-from fzero.storage.file_tensor import Files, handles_of, in_memory, kept
+from fzero.comms.records import Label
 from fzero.optim.loss_scale import LossScale
-from fzero.runtime.offload import QUANTITIES, agree, files_of
-from fzero.resharding.place import place as put
 from fzero.plans.placements import SUB_GROUP
 from fzero.plans.plan import Own
-from fzero.runtime.step_spec import MismatchError
+from fzero.resharding.place import place as put
 from fzero.resharding.plan import Place, ReshardPlan, Round, Sources, kept_wires, plan_reshard
-from fzero.comms.records import Label
+from fzero.runtime.eager import own_shard
+from fzero.runtime.offload import QUANTITIES, agree, files_of
+from fzero.runtime.step_spec import MismatchError
+from fzero.runtime.trainability import listed
 from fzero.simulation import LockstepRanks, stacked, unstacked
-from fzero.storage.shard_io import Leaf
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.runtime.trainability import listed
+from fzero.storage.file_store import StoreError
+from fzero.storage.file_tensor import Files, handles_of, in_memory, kept
+from fzero.storage.shard_io import Leaf
 from sharding import Sharded
 from sharding.views import torch_dtype
 

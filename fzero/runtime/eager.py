@@ -35,18 +35,18 @@ from torch._C import _len_torch_dispatch_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
-from fzero.comms import collectives
-from fzero.runtime.module_binding import beneath_modes
-from fzero.comms.mesh import BoundMesh, States
-from fzero.comms.collectives import Pending
-from fzero.storage.file_tensor import part_of
-from fzero.runtime.own_params import address, bits_of, late, was_changed
-from fzero.plans.plan import BufferPlan, Plan, UnitPlan
 from fzero.common.profiler_ranges import is_recording, ranged
-from fzero.plans.unit_scheduler import TURN, Event, Orders, Run, ScheduleError, early, is_whole
-from fzero.comms.records import Label, Phase
-from fzero.storage.shard_io import Leaf, Stage
+from fzero.comms import collectives
+from fzero.comms.collectives import Pending
 from fzero.comms.comm_hooks import Sending
+from fzero.comms.mesh import BoundMesh, States
+from fzero.comms.records import Label, Phase
+from fzero.plans.plan import BufferPlan, Plan, UnitPlan
+from fzero.plans.unit_scheduler import TURN, Event, Orders, Run, ScheduleError, early, is_whole
+from fzero.runtime.module_binding import beneath_modes
+from fzero.runtime.own_params import address, bits_of, late, was_changed
+from fzero.storage.file_tensor import part_of
+from fzero.storage.shard_io import Leaf, Stage
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype, unflatten
 

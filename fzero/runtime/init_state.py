@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms import collectives
-from fzero.comms.mesh import BoundMesh
 from fzero.comms.collectives import Bound
-from fzero.storage.file_tensor import Files
-from fzero.runtime.offload import Offload, agree
-from fzero.plans.plan import BufferPlan, Plan
-from fzero.runtime.step_spec import Recipe
+from fzero.comms.mesh import BoundMesh
 from fzero.comms.records import Label
-from fzero.state import TrainState
+from fzero.plans.plan import BufferPlan, Plan
+from fzero.runtime.offload import Offload, agree
+from fzero.runtime.step_spec import Recipe
 from fzero.runtime.update import Updater
+from fzero.state import TrainState
+from fzero.storage.file_tensor import Files
 from sharding import Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype
 

@@ -1,7 +1,8 @@
 """What did a step come to on all ranks: which loss and gradient norm, and may it update with them?
 
-`fzero.runtime.loss` has the rules; here they meet the ranks. What is not finite is told by the parameter's name where the host may
-wait for that, on the CPU; elsewhere a device-side assertion ends the process. Shape letters: A micro-steps, W ranks.
+`fzero.runtime.loss` has the rules; here they meet the ranks. What is not finite is told by the parameter's name where the
+host may wait for that, on the CPU; elsewhere a device-side assertion ends the process. Shape letters: A micro-steps, W
+ranks.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fzero.comms.mesh import BoundMesh
 from fzero.comms.collectives import Bound, CollectiveError
-from fzero.runtime.eager import own_shard
+from fzero.comms.mesh import BoundMesh
+from fzero.comms.records import Label
 from fzero.optim.loss_scale import LossScaling
+from fzero.plans.plan import Plan
+from fzero.runtime.eager import own_shard
 from fzero.runtime.loss import Measure, check_rows, mean_of
 from fzero.runtime.offload import Offload
-from fzero.plans.plan import Plan
 from fzero.runtime.step_spec import MismatchError, check_same
-from fzero.comms.records import Label
-from fzero.storage.shard_io import Scratch, Stage
 from fzero.state import Metrics, TrainState
+from fzero.storage.shard_io import Scratch, Stage
 
 if TYPE_CHECKING:
     from fzero.graph.capture import Outcome

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fzero.comms import collectives
 from fzero.comms.collectives import Bound
-from fzero.runtime.loss import agreed_buffers
 from fzero.comms.records import Label
+from fzero.runtime.loss import agreed_buffers
 
 
 def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]]) -> set[str]:

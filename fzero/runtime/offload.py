@@ -1,10 +1,11 @@
 """What does a step do about tensors of its state that live off the device?
 
 `Offload` is what a plan's placements come to on one rank's device. It makes the tensors of a flat buffer where they shall live,
-updates them there, and moves them elsewhere; each as one stream over sub-groups (`fzero.storage.stream`), whose tensors come from where
-they are: files, host memory, or where the update runs. Parameters, which a pass asks for as whole shards, and gradients, which it
-gives, come and go through a `Stage` (`fzero.storage.shard_io`). Where the model is on the CPU, host memory is the device's, and nothing
-moves. A buffer whose master and optimizer state live elsewhere is updated on the CPU (`stream_buffers.updates_on_host`).
+updates them there, and moves them elsewhere; each as one stream over sub-groups (`fzero.storage.stream`), whose tensors
+come from where they are: files, host memory, or where the update runs. Parameters, which a pass asks for as whole shards,
+and gradients, which it gives, come and go through a `Stage` (`fzero.storage.shard_io`). Where the model is on the CPU, host
+memory is the device's, and nothing moves. A buffer whose master and optimizer state live elsewhere is updated on the CPU
+(`stream_buffers.updates_on_host`).
 
 If one rank's files fail, no rank may go on: before updated parameters are joined, every rank tells whether its files are whole
 (`agree`), and where one's are not, all of them raise, and none of their states can be used any more.
@@ -20,21 +21,21 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.common.profiler_ranges import ranged
 from fzero.comms import collectives
-from fzero.comms.mesh import BoundMesh
 from fzero.comms.collectives import Bound, Pending
+from fzero.comms.mesh import BoundMesh
+from fzero.comms.records import Label
+from fzero.optim.transforms import Transform
+from fzero.plans.plan import BufferPlan, Plan
 from fzero.runtime.eager import own_shard
+from fzero.state import TrainState
+from fzero.storage.buffer_sizes import updates_on_host
 from fzero.storage.file_store import FileSpec, StoreError
 from fzero.storage.file_tensor import FilePlan, Files, FileTensor, handles_of, renewed
 from fzero.storage.movers import ByName, DeviceMover, Resident
-from fzero.plans.plan import BufferPlan, Plan
-from fzero.common.profiler_ranges import ranged
-from fzero.comms.records import Label
 from fzero.storage.shard_io import MOST_LEAVING, Leaf, Scratch, Stage
-from fzero.state import TrainState
 from fzero.storage.stream import Mover, Streamed, SubGroup, cut, init_streamed, stream_update, update_streamed
-from fzero.storage.buffer_sizes import updates_on_host
-from fzero.optim.transforms import Transform
 from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
 

@@ -1,10 +1,10 @@
 """A module's own parameters and buffers, while a step computes with the tensors of a state in their place.
 
 Code may hold a parameter besides `module._parameters`: in a list, a closure, a `functools.partial`. While the module is bound
-(`fzero.runtime.module_binding`), each own parameter is a `StandIn`: an operator that gets one gets the state's tensor instead, so that it is
-gathered and trained like any other. What no operator of Python's shows is found when the step is made (`check_tensors`:
-modules of TorchScript, memory that two tensors share), or after the first backward (`OwnGrads`). What the state was made from
-must not change until it is first used (`Origin`).
+(`fzero.runtime.module_binding`), each own parameter is a `StandIn`: an operator that gets one gets the state's tensor
+instead, so that it is gathered and trained like any other. What no operator of Python's shows is found when the step is
+made (`check_tensors`: modules of TorchScript, memory that two tensors share), or after the first backward (`OwnGrads`).
+What the state was made from must not change until it is first used (`Origin`).
 """
 
 from __future__ import annotations

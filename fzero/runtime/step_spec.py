@@ -16,21 +16,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fzero.comms import collectives
-from fzero.optim import lr_schedules
 from fzero.common.arguments import check_callable, check_kind, check_loss_fn, check_model, check_whole
-from fzero.runtime.activation_checkpointing import Checkpointing, Choice, choose_modules, host_moves
+from fzero.comms import collectives
 from fzero.comms.collectives import Bound, Real
+from fzero.comms.records import Label
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer
+from fzero.optim import lr_schedules
 from fzero.optim.lr_schedules import Schedule
-from fzero.runtime.loss import LossFn, Measure
+from fzero.plans.comm_hooks import GivenWire
 from fzero.plans.orders import GivenOrder
-from fzero.runtime.own_params import check_tensors
 from fzero.plans.placements import GivenPlacements
 from fzero.plans.plan import Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
-from fzero.comms.records import Label
-from fzero.plans.comm_hooks import GivenWire
+from fzero.runtime.activation_checkpointing import Checkpointing, Choice, choose_modules, host_moves
+from fzero.runtime.loss import LossFn, Measure
+from fzero.runtime.own_params import check_tensors
 from sharding import Mesh
 
 

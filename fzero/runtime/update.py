@@ -1,8 +1,9 @@
 """What does an update do to a state? It changes this rank's share of each flat buffer, and joins what every rank holds whole.
 
 The transform of a flat buffer is that of its parameter group, for the learning rate and momentum of this update, and in the
-buffer's dtypes (`fzero.optim.mixed_precision.widened`). Neighbours that are alike are updated in one call. What lives elsewhere streams
-through its update (`fzero.runtime.offload`). A captured step has the update in its graph, and reads what changes about it from `Knobs`.
+buffer's dtypes (`fzero.optim.mixed_precision.widened`). Neighbours that are alike are updated in one call. What lives
+elsewhere streams through its update (`fzero.runtime.offload`). A captured step has the update in its graph, and reads what
+changes about it from `Knobs`.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comms.mesh import BoundMesh
+from fzero.common.profiler_ranges import ranged
 from fzero.comms.collectives import Pending
+from fzero.comms.mesh import BoundMesh
+from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizers import Optimizer, TorchOptimizer
-from fzero.runtime.eager import own_shard
+from fzero.optim.fragments import Pieces
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.lr_schedules import Schedule, constant
-from fzero.runtime.offload import Offload, Update
-from fzero.optim.fragments import Pieces
-from fzero.plans.plan import BufferPlan, Own, Plan
 from fzero.optim.mixed_precision import NUM_SALTS, salts_of, stochastic, widened
-from fzero.common.profiler_ranges import ranged
-from fzero.comms.records import Label
-from fzero.storage.shard_io import Scratch
-from fzero.state import Metrics, TrainState
 from fzero.optim.transforms import Transform, unless
+from fzero.plans.plan import BufferPlan, Own, Plan
+from fzero.runtime.eager import own_shard
+from fzero.runtime.offload import Offload, Update
+from fzero.state import Metrics, TrainState
+from fzero.storage.shard_io import Scratch
 from sharding import Sharded
 from sharding.views import torch_dtype
 

@@ -1,5 +1,6 @@
 """Where is state updated that lives in host memory or in files, and how large are the buffers through which it moves? From the
-plan: `updates_on_host` is the rule that a step (`fzero.runtime.offload`) and a step on paper (`fzero.estimation.dry_update`) follow."""
+plan: `updates_on_host` is the rule that a step (`fzero.runtime.offload`) and a step on paper
+(`fzero.estimation.dry_update`) follow."""
 
 from __future__ import annotations
 

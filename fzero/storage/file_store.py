@@ -12,8 +12,8 @@ and tells the first cause, and what is left to do is to load a checkpoint into a
 found by `fence`, which whoever updates calls before the state counts as updated.
 
 The files are scratch, like memory: `close`, and the end of the process, removes them. A process that is killed leaves them, and
-the next one refuses or removes them (`fzero.storage.ownership`). A file that somebody removes goes on working, for it is open; one that
-is cut is told at the next access.
+the next one refuses or removes them (`fzero.storage.ownership`). A file that somebody removes goes on working, for it is
+open; one that is cut is told at the next access.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
+from fzero.common.profiler_ranges import ranged
 from fzero.storage import ownership as claims
-from fzero.storage.ownership import folder_of
 from fzero.storage.direct_io import CHECKED, SECTOR, DirectFile
 from fzero.storage.host_memory import PAGE
-from fzero.common.profiler_ranges import ranged
+from fzero.storage.ownership import folder_of
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
 

@@ -18,11 +18,11 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.plans.placements import Streaming
 from fzero.storage import ownership as claims
 from fzero.storage.file_store import FileSpec, FileStore, StoreError, bare
 from fzero.storage.host_memory import bytes_of, check_host_memory
 from fzero.storage.movers import FileMover, Part
-from fzero.plans.placements import Streaming
 from sharding.dtypes import itemsize
 from sharding.views import dtype_name, torch_dtype
 
@@ -325,7 +325,8 @@ def in_memory(tree: Any) -> Any:
 
 
 def kept(x: FileTensor | FilePart, work: Callable[[], T]) -> T | None:
-    """What the work gives; None where a file fails, which breaks the state that `x` is of and is raised by `fzero.runtime.offload.agree`.
+    """What the work gives; None where a file fails, which breaks the state that `x` is of and is raised by
+    `fzero.runtime.offload.agree`.
 
     So a rank whose files fail goes on to where all ranks are told.
     """

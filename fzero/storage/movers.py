@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.common.profiler_ranges import ranged
 from fzero.storage.file_store import FileStore
 from fzero.storage.host_memory import Pool
-from fzero.common.profiler_ranges import ranged
 from fzero.storage.stream import Mover, SubGroup
 
 

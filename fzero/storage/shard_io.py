@@ -4,11 +4,11 @@ A pass asks for the shard of a flat buffer of parameters when it gathers it, and
 the next shard is on its way while the last one is worked on. It hands over the shards of gradients one by one, as the backward
 makes them, and goes on while they are written. Where a shard is on the device anyway, none of this does anything.
 
-What moves between files and a device stands in host memory that files are read into as it is (`fzero.storage.host_memory.paged`), and is
-kept for the next shard of the same size. A file that fails breaks its state and raises nothing here: the rank goes on with
-zeros, so that the others do not wait for it, and all of them are told when the pass is over (`fzero.runtime.offload.agree`). What the
-norm has to know of a gradient is measured when it comes to where it lives, while the processor's caches have it, so that nobody
-reads it, or brings it back, for that.
+What moves between files and a device stands in host memory that files are read into as it is
+(`fzero.storage.host_memory.paged`), and is kept for the next shard of the same size. A file that fails breaks its state and
+raises nothing here: the rank goes on with zeros, so that the others do not wait for it, and all of them are told when the
+pass is over (`fzero.runtime.offload.agree`). What the norm has to know of a gradient is measured when it comes to where it
+lives, while the processor's caches have it, so that nobody reads it, or brings it back, for that.
 
 Shape letters: S elements of a shard.
 """
@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from fzero.common.profiler_ranges import ranged
 from fzero.storage.file_tensor import FileTensor, kept
 from fzero.storage.host_memory import CHUNK, PAGE, paged
-from fzero.common.profiler_ranges import ranged
 
 Leaf = Tensor | FileTensor
 

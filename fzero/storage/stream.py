@@ -6,8 +6,8 @@
 
 A *sub-group* is a range of elements of some flat tensors. `stream_update` runs an update on one after the other, while a `Mover`
 fetches the next ones and puts back the last ones. Where they live is the mover's affair: in files, with the update on
-the CPU, or in host memory, with the update on a device (`fzero.storage.movers`). At most `1 + read_ahead + write_behind` sub-groups are
-here at once, so memory does not grow with the state; (0, 0) is one after the other.
+the CPU, or in host memory, with the update on a device (`fzero.storage.movers`). At most `1 + read_ahead + write_behind`
+sub-groups are here at once, so memory does not grow with the state; (0, 0) is one after the other.
 
 A stream that fails midway leaves part of the state updated. It then tells the mover, whose state cannot be used any more.
 
@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, Protocol
 import optree
 from torch import Tensor
 
-from fzero.optim.mixed_precision import long_leaves
 from fzero.common.profiler_ranges import ranged
+from fzero.optim.mixed_precision import long_leaves
 from fzero.optim.transforms import Transform, leaf_names, separate
 
 LANES = 32

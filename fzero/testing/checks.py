@@ -6,9 +6,9 @@ the smallest example found and what to mend.
     def test_my_optimizer_works_in_every_stage() -> None:
         check_transform(lambda lr: my_optimizer(lr, beta=0.9), compile="step")
 
-Laws are tried in order (`fzero.testing.transform_laws`, `fzero.testing.order_laws`, `fzero.testing.collective_laws`), and the first that
-is broken is raised. `TrainingMachine` tries whole jobs: it trains, overflows, and changes stage, ranks and layout in any order,
-beside a plain process. Needs the extra `fzero[testing]`.
+Laws are tried in order (`fzero.testing.transform_laws`, `fzero.testing.order_laws`, `fzero.testing.collective_laws`), and
+the first that is broken is raised. `TrainingMachine` tries whole jobs: it trains, overflows, and changes stage, ranks and
+layout in any order, beside a plain process. Needs the extra `fzero[testing]`.
 
     class MyMachine(TrainingMachine):
         transform = staticmethod(lambda lr: my_optimizer(lr, beta=0.9))
@@ -23,16 +23,16 @@ from typing import Literal
 
 import sharding.testing  # noqa: F401 - first of all: it names the extra where hypothesis is not installed
 from fzero.common.arguments import check_callable, check_kind, check_whole
-from fzero.testing.laws import try_law
-from fzero.testing.collective_laws import COLLECTIVE_LAWS, Declared
-from fzero.testing.order_laws import ORDER_LAWS
-from fzero.testing.transform_laws import capture_laws, rate_law, transform_laws
-from fzero.plans.orders import OrderFunction, in_two_numbers
-from fzero.testing.reference_trainer import Job
-from fzero.plans.plan import OwnTransform
-from fzero.testing.training_machine import TrainingMachine
-from fzero.optim.transforms import LONG_RUN, Transform
 from fzero.comms.comm_hooks import Wire
+from fzero.optim.transforms import LONG_RUN, Transform
+from fzero.plans.orders import OrderFunction, in_two_numbers
+from fzero.plans.plan import OwnTransform
+from fzero.testing.collective_laws import COLLECTIVE_LAWS, Declared
+from fzero.testing.laws import try_law
+from fzero.testing.order_laws import ORDER_LAWS
+from fzero.testing.reference_trainer import Job
+from fzero.testing.training_machine import TrainingMachine
+from fzero.testing.transform_laws import capture_laws, rate_law, transform_laws
 
 __all__ = ["Job", "TrainingMachine", "check_collective", "check_order", "check_transform"]
 

@@ -1,4 +1,5 @@
-"""Which laws must a wire keep (`fzero.comms.comm_hooks`), so that its gather and its reduce-scatter may take the place of the exact ones?
+"""Which laws must a wire keep (`fzero.comms.comm_hooks`), so that its gather and its reduce-scatter may take the place of
+the exact ones?
 
 Both run on all ranks of a job in lockstep (`fzero.comms.lockstep`), some rounds one after the other, each with the state that the
 one before gave. That the two are adjoint, to the error declared, follows from what each must give.
@@ -17,11 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fzero.comms.collectives import REDUCE, CollectiveError, Lockstep, Pending
-from fzero.testing.laws import Law
+from fzero.comms.comm_hooks import Wire
 from fzero.comms.lockstep import Hub, StuckError
 from fzero.comms.records import Sent
 from fzero.optim.transforms import leaf_names, same_bits
-from fzero.comms.comm_hooks import Wire
+from fzero.testing.laws import Law
 from sharding.views import torch_dtype
 
 GUARD = 4

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 from hypothesis import strategies as st
 
-from fzero.testing.laws import Law
 from fzero.plans.orders import OrderFunction
+from fzero.testing.laws import Law
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Does training go on as one plain process would, whatever is done to it between two steps, and in any order?
 
 A state machine of hypothesis holds a job (all ranks of it in this process, with the bits of as many processes) and beside it
-the oracle, `fzero.testing.reference_trainer`. A *rule* does one thing to both, and after each rule all *invariants* are checked. hypothesis draws
-the model, the job and the rules, and shows the shortest run that breaks a law.
+the oracle, `fzero.testing.reference_trainer`. A *rule* does one thing to both, and after each rule all *invariants* are
+checked. hypothesis draws the model, the job and the rules, and shows the shortest run that breaks a law.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor, nn
 
 from fzero.checkpoint.save_load import load, save
-from fzero.storage.file_tensor import FileTensors, in_memory
+from fzero.optim.transforms import Transform, leaf_names, same_bits
+from fzero.plans.plan import BufferPlan, OwnTransform
 from fzero.resharding.place import place
+from fzero.resharding.reshard import reshard
+from fzero.simulation import LockstepRanks, simulate
+from fzero.state import Metrics, TrainState
+from fzero.step import make_train_step
+from fzero.storage.file_tensor import FileTensors, in_memory
 from fzero.testing.reference_trainer import (
     Job,
     Numbers,
@@ -34,12 +40,6 @@ from fzero.testing.reference_trainer import (
     optimizer_of_torch,
     optimizer_of_transform,
 )
-from fzero.plans.plan import BufferPlan, OwnTransform
-from fzero.resharding.reshard import reshard
-from fzero.simulation import LockstepRanks, simulate
-from fzero.state import Metrics, TrainState
-from fzero.step import make_train_step
-from fzero.optim.transforms import Transform, leaf_names, same_bits
 from sharding import Partial, Replicated, Sharded, TensorSpec
 from sharding.testing import models
 from sharding.views import torch_dtype, unflatten

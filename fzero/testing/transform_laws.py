@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.testing.laws import Law
-from fzero.plans.plan import ALIGNMENT
 from fzero.optim.mixed_precision import widened
 from fzero.optim.transforms import (
     LATE_STARTS,
@@ -32,6 +30,8 @@ from fzero.optim.transforms import (
     started,
     unless,
 )
+from fzero.plans.plan import ALIGNMENT
+from fzero.testing.laws import Law
 from sharding import FlatLayout, TensorSpec
 from sharding.testing import layouts, overflow_patterns, shapes, tensor_specs, world_sizes
 from sharding.views import dtype_name, torch_dtype

@@ -1,7 +1,8 @@
 """Which configuration of a script is the fastest on this machine? `fzero tune [flags] script.py --config c.json …`.
 
-The script runs once to plan every candidate (`fzero.tuning.probe`), those that do not fit are left out, and of the others some are
-measured (`fzero.tuning.runs`), in the order of `fzero.tuning.search`. All of that is in `results_dir`: the same command goes on.
+The script runs once to plan every candidate (`fzero.tuning.probe`), those that do not fit are left out, and of the others
+some are measured (`fzero.tuning.runs`), in the order of `fzero.tuning.search`. All of that is in `results_dir`: the same
+command goes on.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fzero import ConfigError
-from fzero.launch import cli as launch
 from fzero.cli.plan_profile import nbytes as bytes_of
 from fzero.cli.plan_profile import positive, told
 from fzero.config.autotuning import ABOUT_MODELS, Autotuning, autotuning
 from fzero.config.files import changed, read
-from fzero.estimation.fit_search import Choice
 from fzero.estimation.compare import Keys
+from fzero.estimation.fit_search import Choice
+from fzero.launch import cli as launch
 from fzero.tuning.probe import Request
 from fzero.tuning.report import Row, Tuned
 from fzero.tuning.runs import Result, Results, Runs, Script, mapped
-from fzero.tuning.space import STAGES, Candidate, Kind
 from fzero.tuning.search import Point, Strategy, next_trial
+from fzero.tuning.space import STAGES, Candidate, Kind
 
 TUNE = """the fastest configuration of a script on this machine. All stages, micro-batch sizes and checkpointing are planned with
 the script's model and batch; those that fit are run for a few steps, the most promising first, until nothing better is to be

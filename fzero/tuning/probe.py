@@ -27,19 +27,19 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms import collectives
-from fzero.runtime.batches import map_tensors
-from fzero.runtime.module_binding import replaced_forwards
 from fzero.comms.collectives import Real
-from fzero.config.config import Config
 from fzero.config.autotuning import autotuning
+from fzero.config.config import Config
 from fzero.config.files import changed
-from fzero.storage.host_memory import host_memory, process_memory
-from fzero.profiling.machine import Rates, mean_rates, rates_of_rank
-from fzero.runtime.loss import LossFn
-from fzero.estimation.ledger import Device
-from fzero.estimation.compare import Keys, keys_of
-from fzero.graph.timeline import Machine
 from fzero.estimation.activation_trace import trace_activations
+from fzero.estimation.compare import Keys, keys_of
+from fzero.estimation.ledger import Device
+from fzero.graph.timeline import Machine
+from fzero.profiling.machine import Rates, mean_rates, rates_of_rank
+from fzero.runtime.batches import map_tensors
+from fzero.runtime.loss import LossFn
+from fzero.runtime.module_binding import replaced_forwards
+from fzero.storage.host_memory import host_memory, process_memory
 from fzero.tuning.space import Kind, Planned, Planner, batch_keys, candidates
 
 VARIABLE = "FZERO_TUNE"

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.config.config import ConfigError
 from fzero.config.autotuning import autotuning
+from fzero.config.config import ConfigError
 from fzero.config.files import changed
 from fzero.estimation.compare import Keys
 from fzero.launch.supervise import ends_with_us

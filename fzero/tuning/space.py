@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fzero.config.config import ConfigError
 from fzero.config.autotuning import Autotuning
+from fzero.config.config import ConfigError
 from fzero.config.files import changed
+from fzero.estimation.compare import Keys, quietly
 from fzero.estimation.fit_search import Choice, Rung, Search
 from fzero.estimation.ledger import Device
-from fzero.estimation.compare import Keys, quietly
 from fzero.graph.timeline import Machine
 
 Kind = Literal["device", "host", "nvme"]

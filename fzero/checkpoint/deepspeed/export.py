@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint import folders as files
-from fzero.checkpoint.folders import CheckpointError
-from fzero.checkpoint.layout import Part, key_of
 from fzero.checkpoint.deepspeed.files import MODEL, MODEL_OF_RANK, StandIn
 from fzero.checkpoint.deepspeed.flat import MASTER
 from fzero.checkpoint.deepspeed.source import KINDS, RULES
-from fzero.common.safe_files import refuse_link
+from fzero.checkpoint.folders import CheckpointError
+from fzero.checkpoint.layout import Part, key_of
 from fzero.checkpoint.weights import chunks_in
+from fzero.common.safe_files import refuse_link
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.deepspeed.files import WORD, check_ranks, read
+from fzero.checkpoint.folders import CheckpointError
 
 Group = int | str
 Shapes = dict[str, tuple[int, ...]]

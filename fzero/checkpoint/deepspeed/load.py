@@ -18,7 +18,9 @@ from pathlib import Path
 import torch
 
 from fzero.checkpoint import folders as files
-from fzero.comms import collectives
+from fzero.checkpoint.deepspeed.files import WORD, find
+from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
+from fzero.checkpoint.layout import Part, nbytes_of
 from fzero.checkpoint.save_load import (
     FEW_BYTES,
     Contents,
@@ -32,9 +34,7 @@ from fzero.checkpoint.save_load import (
     restored,
     together,
 )
-from fzero.checkpoint.layout import Part, nbytes_of
-from fzero.checkpoint.deepspeed.files import WORD, find
-from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
+from fzero.comms import collectives
 from fzero.resharding.reshard import AnyStep
 from fzero.simulation import LockstepRanks, stacked
 from sharding.dtypes import itemsize

@@ -1,8 +1,8 @@
 """What does a checkpoint of DeepSpeed hold, told as if it was stored under the keys of fzero's own?
 
-`DeepSpeedFiles` is a `fzero.checkpoint.save_load.Source`: it has shapes and dtypes by key, and fills flat tensors with ranges of what is
-stored. Where the elements are is known from `fzero.checkpoint.deepspeed.flat`; frozen parameters and module buffers are in the
-model's file, and in ZeRO 3 a shard of each frozen parameter in that of each rank.
+`DeepSpeedFiles` is a `fzero.checkpoint.save_load.Source`: it has shapes and dtypes by key, and fills flat tensors with
+ranges of what is stored. Where the elements are is known from `fzero.checkpoint.deepspeed.flat`; frozen parameters and
+module buffers are in the model's file, and in ZeRO 3 a shard of each frozen parameter in that of each rank.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, cast
 from torch import Tensor
 
 from fzero.checkpoint.deepspeed import files
-from fzero.checkpoint.folders import CheckpointError, inside
-from fzero.checkpoint.layout import Part, Stored, key_of
 from fzero.checkpoint.deepspeed.files import MODEL, MODEL_OF_RANK, WEIGHTS_ALONE, WORD, read
 from fzero.checkpoint.deepspeed.flat import MASTER, Flats, Place, need, of_ranks
 from fzero.checkpoint.deepspeed.universal import tensor_in, universal, whole
+from fzero.checkpoint.folders import CheckpointError, inside
+from fzero.checkpoint.layout import Part, Stored, key_of
 from sharding.views import dtype_name
 
 KINDS: dict[tuple[str, ...], tuple[str, dict[str, str]]] = {

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from fzero.checkpoint.folders import CheckpointError, inside
 from fzero.checkpoint.deepspeed.files import WEIGHTS_ALONE, WORD, read
 from fzero.checkpoint.deepspeed.flat import (
     MASTER,
@@ -24,6 +23,7 @@ from fzero.checkpoint.deepspeed.flat import (
     scaler_of,
     settings_of,
 )
+from fzero.checkpoint.folders import CheckpointError, inside
 
 
 def universal(folder: Path, model: Mapping[str, Any], path: Path) -> Flats:
