@@ -7,6 +7,8 @@ for batch in loader:
     state, metrics = step(state, batch)
 """
 
+import os
+
 from fzero.checkpoint.deepspeed.export import export_deepspeed
 from fzero.checkpoint.deepspeed.load import convert_deepspeed, import_deepspeed
 from fzero.checkpoint.folders import CheckpointError
@@ -51,6 +53,12 @@ from fzero.storage.file_store import StoreError
 from fzero.storage.file_tensor import FileTensor
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
 from sharding import Placement
+
+if "FZERO_TUNE" in os.environ:  # of a job that `fzero tune` started, whose steps are observed
+    from fzero.runtime.hooks import observe_steps
+    from fzero.tuning.probe import probe_of
+
+    observe_steps(probe_of)
 
 __all__ = [
     "CheckpointError",

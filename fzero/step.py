@@ -50,6 +50,7 @@ from fzero.plans.unit_scheduler import Event, Orders
 from fzero.runtime.activation_checkpointing import Choice
 from fzero.runtime.batches import Batches, without_memory
 from fzero.runtime.eager import Pass
+from fzero.runtime.hooks import observer_of
 from fzero.runtime.init_state import FirstState, InitFn
 from fzero.runtime.loss import LossFn, check_rows, loss_of, mean_of, row_of
 from fzero.runtime.metrics import BoundMeasure, assert_alike, check_alike, check_passes, mark_of
@@ -63,7 +64,6 @@ from fzero.runtime.update import Hyper, Knobs, Updater
 from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.storage.file_tensor import FileTensor, handles_of
 from fzero.storage.shard_io import Scratch, Stage
-from fzero.tuning.probe import probe_of
 from sharding import Mesh, TensorSpec
 from sharding.views import torch_dtype, unflatten
 
@@ -131,7 +131,7 @@ def make_train_step(
             leaf (`fzero.plans.placements`). The state then streams through each update, with the same bits on the CPU.
         order: of the parameters within each flat buffer, in place of `round_robin_gradients`: a function of how many there are
             and how many ranks share them, which gives a `sharding.Order` (`sharding.round_robin`;
-            `fzero.testing.checks.check_order` tries one of yours), or the names of all parameters, of which a buffer's
+            `fzero.testing.check_order` tries one of yours), or the names of all parameters, of which a buffer's
             follow each other as they do there. None is as the configuration says: as declared. It decides who holds which
             part, and no number of the model.
         donate: the step may write into the state it is given, which raises when it is used again. False works on a copy, which
@@ -293,7 +293,7 @@ class TrainStep:
             from fzero.graph.blocks import CompiledBlocks
 
             self._blocks = CompiledBlocks(recipe.blocks_to_compile, recipe.compile_backend)
-        self._probe = probe_of(axis, self._model, self._cfg, self._loss_fn, self.device)
+        self._observer = observer_of(axis, self._model, self._cfg, self._loss_fn, self.device)
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:
@@ -602,8 +602,8 @@ class TrainStep:
             ScheduleError: on this rank alone the units ran in an order that the learned one does not serve.
             CollectiveError: another rank died or did not come.
         """
-        if self._probe:
-            self._probe.sees(batch)
+        if self._observer:
+            self._observer.sees(batch)
         if is_bound(self._model):
             raise RuntimeError(
                 "step: must not be called inside a forward of its own model, got a call inside; call it after the forward, or "
@@ -658,8 +658,8 @@ class TrainStep:
     def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> Round:
         check_trains("step")
         collectives.next_step()
-        if self._probe:
-            self._probe.begins()
+        if self._observer:
+            self._observer.begins()
         self._origin.leave()
         if not self.has_agreed:
             self._own_grads = OwnGrads(self._model)
@@ -839,8 +839,8 @@ class TrainStep:
         loss_scale = state.loss_scale
         if self._cfg.skips_overflow:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
-        if self._probe:
-            self._probe.has_updated()
+        if self._observer:
+            self._observer.has_updated()
         return self._updater.next_state(state, metrics, loss_scale, buffers, rng, wires), metrics
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | Own] | None = None) -> Self:
@@ -900,8 +900,8 @@ class TrainStep:
         metrics = Metrics(
             outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
         )
-        if self._probe:
-            self._probe.has_updated()
+        if self._observer:
+            self._observer.has_updated()
         return self._updater.next_state(taken(state), metrics, outcome.loss_scale, buffers, rng, wires), metrics
 
     def _call_and_update(

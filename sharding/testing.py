@@ -19,7 +19,7 @@ try:
     from hypothesis import strategies as st
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "sharding.testing and fzero.testing.checks: need hypothesis, which is not installed; pip install 'fzero[testing]'",
+        "sharding.testing and fzero.testing: need hypothesis, which is not installed; pip install 'fzero[testing]'",
         name=error.name,
     ) from error
 

@@ -26,8 +26,7 @@ from fzero.runtime import update as updater
 from fzero.runtime.metrics import BoundMeasure
 from fzero.runtime.update import Updater
 from fzero.step import TrainStep
-from fzero.testing import training_machine
-from fzero.testing.checks import Job, TrainingMachine
+from fzero.testing import Job, TrainingMachine, training_machine
 from fzero.testing.training_machine import NUM_RULES, jobs
 from sharding.testing import models
 

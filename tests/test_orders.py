@@ -13,7 +13,7 @@ from training import Odd, config, make, part, tokens
 
 import fzero
 from fzero.runtime.step_spec import MismatchError
-from fzero.testing.checks import check_order
+from fzero.testing import check_order
 from sharding import Order, declaration, round_robin
 
 

@@ -57,7 +57,7 @@ def test_a_plan_of_long_names_is_whole() -> None:
 def test_tables_are_printed_through_one_door() -> None:
     """`Console.print` cuts a table to the width that it believes in, which is 80 columns in a pipe."""
     for path in (p for folder in ("benchmarks", "examples", "fzero") for p in (ROOT / folder).rglob("*.py")):
-        if path == ROOT / "fzero" / "tables.py":
+        if path == ROOT / "fzero" / "common" / "text_tables.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "print":

@@ -18,7 +18,7 @@ import fzero
 from fzero import Transform
 from fzero.comms import collectives
 from fzero.comms.comm_hooks import Wire, ended
-from fzero.testing.checks import check_collective, check_order, check_transform
+from fzero.testing import check_collective, check_order, check_transform
 from fzero.testing.collective_laws import COLLECTIVE_LAWS
 from fzero.testing.order_laws import ORDER_LAWS
 from fzero.testing.transform_laws import Updates, capture_laws, rate_law, transform_laws

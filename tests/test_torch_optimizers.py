@@ -16,7 +16,7 @@ from training import Plain, config, train, train_plainly, vectors
 import fzero
 from fzero.optim.torch_optim import TorchState, classes
 from fzero.optim.transforms import Transform
-from fzero.testing.checks import check_transform
+from fzero.testing import check_transform
 
 NUM_STEPS = 6
 REFUSED = {"LBFGS", "SparseAdam", "Adafactor", "Muon"}

@@ -1,4 +1,4 @@
-"""The laws of transforms: torch.optim's trajectories, those of `fzero.testing.checks`, donation, and one fused kernel."""
+"""The laws of transforms: torch.optim's trajectories, those of `fzero.testing`, donation, and one fused kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fzero
 from fzero import Transform
 from fzero.optim.mixed_precision import widened
-from fzero.testing.checks import check_transform
+from fzero.testing import check_transform
 
 NUM_STEPS = 20
 

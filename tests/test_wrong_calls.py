@@ -313,7 +313,7 @@ def test_a_model_made_in_inference_mode_trains() -> None:
 
 
 MISSING = (
-    ("fzero.testing.checks", "hypothesis", "testing"),
+    ("fzero.testing", "hypothesis", "testing"),
     ("sharding.testing", "hypothesis", "testing"),
     ("fzero.integrations.transformers", "transformers", "trainer"),
     ("fzero.integrations.transformers", "accelerate", "trainer"),

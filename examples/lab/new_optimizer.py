@@ -18,7 +18,7 @@ from setting import config, draw_batch, make_model, parse, save, smooth
 from torch import Tensor, zeros_like
 
 import fzero
-from fzero.testing.checks import check_transform
+from fzero.testing import check_transform
 from sharding import TensorSpec
 
 RANKS, NUM_ROWS = 8, 32

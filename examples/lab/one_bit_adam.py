@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fzero
-from fzero.testing.checks import check_collective
+from fzero.testing import check_collective
 from sharding import FlatLayout
 from sharding.views import flatten, unflatten
 

@@ -58,6 +58,8 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)
 TIMEOUTS = {"FZERO_TIMEOUT": "seconds", "DEEPSPEED_TIMEOUT": "minutes"}
 """Variables that say how long a collective waits, and their units; the first that is set counts."""
+DATA = "data"
+"""The name of the axis that the state is sharded over."""
 EVERYONE = "everyone"
 """The name of all ranks together, where they stand in a mesh of several axes."""
 GATHER, REDUCE, OTHER = Label("gather"), Label("reduce"), Label("other")

@@ -12,21 +12,38 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Self, TypeVar
+from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.collectives import EVERYONE, GATHER, OTHER, REDUCE, Bound, Pending
+from fzero.comms.collectives import DATA, EVERYONE, GATHER, OTHER, REDUCE, Bound, Pending
 from fzero.comms.comm_hooks import Sending, State, Wire
 from fzero.comms.records import Label, Sent
-from fzero.plans.mesh_axes import is_several
-from fzero.plans.plan import Plan
-from sharding import Sharded, Spec
+from sharding import Mesh, Sharded, Spec
 
 AnyAxis = TypeVar("AnyAxis")
 States = Mapping[str, State]
 """What the wires of one flat buffer remember, by axis."""
+
+
+class Division(Protocol):
+    """How a plan divides the state among the ranks of a mesh: what these collectives need of it."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def further_axes(self) -> tuple[str, ...]: ...
+    def shard_of(self, rank: int) -> int: ...
+
+
+def is_several(mesh: Mesh) -> bool:
+    """Whether there is more to a mesh than the axis "data"."""
+    return mesh.axis_size(DATA) != mesh.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +63,7 @@ class BoundMesh:
     shard: int
 
     @classmethod
-    def of(cls, everyone: Bound, plan: Plan) -> Self:
+    def of(cls, everyone: Bound, plan: Division) -> Self:
         """*Collective* where several axes are real: every rank; makes a process group for each, the first time."""
         mesh, shard = plan.mesh, plan.shard_of(everyone.rank)
         if not is_several(mesh):

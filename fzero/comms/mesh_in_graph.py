@@ -21,9 +21,8 @@ from torch import Tensor
 
 from fzero.comms.collectives import EVERYONE, Fake, InGraph, Real, along
 from fzero.comms.comm_hooks import Wire
-from fzero.comms.mesh import stack_along
+from fzero.comms.mesh import Division, stack_along
 from fzero.comms.stacked import Stacked, StackedAxis
-from fzero.plans.plan import Plan
 
 T = TypeVar("T")
 
@@ -84,7 +83,7 @@ class MeshInGraph:
     further: tuple[AxisInGraph, ...]
 
     @classmethod
-    def of(cls, everyone: Real | Fake, plan: Plan, device: torch.device) -> Self:
+    def of(cls, everyone: Real | Fake, plan: Division, device: torch.device) -> Self:
         """One rank's. *Collective* where several axes are real, as `BoundMesh.of`."""
         axes, further = (
             tuple(InGraph.of(along(everyone, plan.mesh, name), device) for name in names)
@@ -96,7 +95,7 @@ class MeshInGraph:
         )
 
     @classmethod
-    def of_all(cls, ranks: Stacked, plan: Plan) -> Self:
+    def of_all(cls, ranks: Stacked, plan: Division) -> Self:
         """All ranks' at once."""
         axes, further = (
             tuple(StackedAxis.of(plan.mesh, name) for name in names) for names in (plan.axes, plan.further_axes)

@@ -27,7 +27,11 @@ def stack_here() -> str:
     told = []
     for ident, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)
-        own = (number for number, frame in enumerate(frames) if Path(frame.filename).name in ("hangs.py", "stacks.py"))
+        own = (
+            number
+            for number, frame in enumerate(frames)
+            if Path(frame.filename).name in ("watchdog.py", "thread_dumps.py")
+        )
         del frames[next(own, len(frames)) :]  # what asks is no part of the answer
         is_idle = not frames or frames[-1].filename.endswith("concurrent/futures/thread.py")
         if not is_idle and names.get(ident) != WATCH:

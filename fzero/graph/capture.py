@@ -62,6 +62,7 @@ from fzero.optim.transforms import Transform, unless
 from fzero.plans.plan import BufferPlan, Plan
 from fzero.runtime.eager import INSIDE, UNRELATED
 from fzero.runtime.loss import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
+from fzero.runtime.metrics import Outcome
 from fzero.runtime.module_binding import with_own_code
 from fzero.runtime.own_params import ParameterError, enter, late, was_changed, wrong_kind
 from fzero.state import TrainState
@@ -284,20 +285,6 @@ class Rules(NamedTuple):
     transforms: dict[str, Transform]
     places: dict[str, int] | None
     salts: Tensor
-
-
-class Outcome(NamedTuple):
-    """What one compiled step tells the host."""
-
-    told: Tensor
-    """Of every micro-step and rank its loss, its weight or -1, the number of its pass, and the checksum of its
-    hyper-parameters (A, W, 4)."""
-    loss: Tensor
-    norm: Tensor
-    overflow: Tensor
-    ok: Tensor
-    """Whether the step was made, or skipped as an overflow may be; if not, nothing but `state.grads` was written."""
-    loss_scale: LossScale[Tensor]
 
 
 class Captured(NamedTuple):

@@ -411,7 +411,7 @@ def check_elementwise(transform: Transform, *, name: str = "transform") -> None:
 
     Tried are 128 updates one after the other, a few more around the 500th, 1000th, 2048th and 10,000th (for a transform whose
     state has a 0-d count of updates), and two of 65,536 elements, on the CPU. What a transform does at other counts, with more
-    elements or for numbers that do not come up here stays unseen. `fzero.testing.checks.check_transform` tries more.
+    elements or for numbers that do not come up here stays unseen. `fzero.testing.check_transform` tries more.
 
     Raises:
         ValueError: two halves, updated one by one, are not the whole bit for bit.

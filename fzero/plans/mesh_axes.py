@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 
-from fzero.comms.collectives import EVERYONE
+from fzero.comms.collectives import DATA, EVERYONE
+from fzero.comms.mesh import is_several
 from fzero.config.config import ConfigError, ZeroOptimization
 from sharding import Mesh
 
-DATA, NODE = "data", "node"
+NODE = "node"
 
 
 def check_mesh(given: object) -> None:
@@ -105,11 +106,6 @@ def _named(zero: ZeroOptimization) -> tuple[str, int | None]:
     if zero.zero_hpz_partition_size is not None and zero.stage == 3:
         return "zero_hpz_partition_size", zero.zero_hpz_partition_size
     return "mics_shard_size", zero.mics_shard_size if zero.stage else None
-
-
-def is_several(mesh: Mesh) -> bool:
-    """Whether there is more to it than the axis "data"."""
-    return mesh.axis_size(DATA) != mesh.size
 
 
 def told(mesh: Mesh) -> str:

@@ -94,6 +94,6 @@ def ordered(names: Sequence[str], order: OrderFunction | Sequence[str], num_shar
     if not isinstance(found, Order) or len(found) != len(names):
         raise ValueError(
             f"order: must give a sharding.Order of {len(names)} parameters for ({len(names)}, {num_shards}), got {found!r}; "
-            f"fzero.testing.checks.check_order tries a function"
+            f"fzero.testing.check_order tries a function"
         )
     return found.apply(names)

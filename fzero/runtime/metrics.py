@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fzero.comms.collectives import Bound, CollectiveError
 from fzero.comms.mesh import BoundMesh
 from fzero.comms.records import Label
-from fzero.optim.loss_scale import LossScaling
+from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.plans.plan import Plan
 from fzero.runtime.eager import own_shard
 from fzero.runtime.loss import Measure, check_rows, mean_of
@@ -29,11 +29,22 @@ from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import Metrics, TrainState
 from fzero.storage.shard_io import Scratch, Stage
 
-if TYPE_CHECKING:
-    from fzero.graph.capture import Outcome
-
 Named = Callable[[], dict[str, dict[str, str]]]
 """Values as text, by subject and name."""
+
+
+class Outcome(NamedTuple):
+    """What one compiled step tells the host."""
+
+    told: Tensor
+    """Of every micro-step and rank its loss, its weight or -1, the number of its pass, and the checksum of its
+    hyper-parameters (A, W, 4)."""
+    loss: Tensor
+    norm: Tensor
+    overflow: Tensor
+    ok: Tensor
+    """Whether the step was made, or skipped as an overflow may be; if not, nothing but `state.grads` was written."""
+    loss_scale: LossScale[Tensor]
 
 
 @dataclass(frozen=True, slots=True)

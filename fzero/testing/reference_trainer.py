@@ -1,6 +1,6 @@
 """What would one process with plain PyTorch compute, that plays the ranks of a job one after the other?
 
-The oracle of `fzero.testing.checks.TrainingMachine`. It knows no flat buffer, shard or unit: a module, its weights by name,
+The oracle of `fzero.testing.TrainingMachine`. It knows no flat buffer, shard or unit: a module, its weights by name,
 and an optimizer of one tensor. What it shares with a job is the order in which numbers are added up, which a job promises:
 micro-step by micro-step and over the ranks in rank order, each in the dtype in which it is sent.
 

@@ -1,0 +1,6 @@
+"""Command lines that belong to no other room.
+
+May import: the public names and below. Begin with `fzero.cli.plan_profile`.
+"""
+
+__all__ = ["plan_profile"]

@@ -1,0 +1,20 @@
+"""The stateful facade for DeepSpeed's scripts: `initialize` and what it returns.
+
+May import: checkpoint, profiling and below. Begin with `fzero.engine.initialize`.
+"""
+
+__all__ = [
+    "accessors",
+    "checkpoints",
+    "client_optimizers",
+    "config_keys",
+    "dataloader",
+    "engine",
+    "initialize",
+    "module",
+    "monitor",
+    "optimizer",
+    "param_views",
+    "settings",
+    "step_log",
+]
