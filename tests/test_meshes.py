@@ -539,7 +539,7 @@ def test_a_step_of_a_mesh_on_paper_tells_what_crosses_each_axis() -> None:
         )
         timeline = step.explain(vectors(0, 2))
         planned = {name: 4 * sum(kinds.values()) for name, kinds in step.plan.sent_by_axis.items()}
-        numbers = {"everyone": 3 * 8 * 63, "data": 8 * 7, "node": 0}  # losses; norms, of hpZ within data shards first
+        numbers = {"everyone": 4 * 8 * 63, "data": 8 * 7, "node": 0}  # losses; norms, of hpZ within data shards first
         if mode == "hpz 3":
             numbers |= {"data": 8 * 8 * 7, "node": 8 * 7}
         assert timeline.sent_by_axis == {axis: planned.get(axis, 0) + sent for axis, sent in numbers.items()}
