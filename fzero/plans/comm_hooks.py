@@ -15,9 +15,10 @@ import optree
 import torch
 
 from fzero.comms.codecs import quantize
+from fzero.comms.collectives import DATA
 from fzero.comms.comm_hooks import Wire, coded, error_feedback, exact, restarted
 from fzero.config.config import ConfigError, ZeroOptimization
-from fzero.plans.mesh_axes import DATA, sum_order
+from fzero.plans.mesh_axes import sum_order
 from sharding import Mesh
 
 ByAxis = Mapping[str, Wire]

@@ -29,7 +29,9 @@ from torch.nn.parameter import is_lazy
 
 from fzero.common.arguments import check_model, check_names, refuse, shown
 from fzero.common.text_tables import as_text
+from fzero.comms.collectives import DATA
 from fzero.comms.comm_hooks import Wire
+from fzero.comms.mesh import is_several
 from fzero.config.config import Config, ConfigError, ZeroOptimization
 from fzero.config.optimizers import Optimizer, with_overrides
 from fzero.optim.fragments import Pieces
@@ -37,7 +39,7 @@ from fzero.optim.matrix import is_cut
 from fzero.optim.mixed_precision import Dtypes, widened
 from fzero.optim.transforms import Transform, check_elementwise, leaf_names
 from fzero.plans.comm_hooks import GivenWire, Wiring, state_like, wiring_of
-from fzero.plans.mesh_axes import DATA, check_mesh, is_several, mesh_of, num_ranks, shard_axes, sum_order, told
+from fzero.plans.mesh_axes import check_mesh, mesh_of, num_ranks, shard_axes, sum_order, told
 from fzero.plans.orders import GivenOrder, OrderFunction, check_named, ordered
 from fzero.plans.placements import Chooser, GivenPlacements, Streaming
 from sharding import (
