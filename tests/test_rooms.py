@@ -165,7 +165,7 @@ def test_torch_distributed_is_named_behind_one_door_only_and_its_files_behind_an
         "fzero.comms.collectives",
         "fzero.deepspeed.comm",
     }  # two start ranks, and the last one is torch.distributed under another name
-    assert users_of(module=checkpoints, but="-") == {"fzero.checkpoint.dcp_format"}
+    assert users_of(module=checkpoints, but="-") == {"fzero.checkpoint.dcp_format", "fzero.common.pickles"}
 
 
 OTHERS = {"fzero.integrations.transformers": ["Trainer", "TrainingArguments"]}
