@@ -6,11 +6,11 @@ TORCH  ?= 2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all nightly lint bench env clean
+.PHONY: demo memcheck test test-all nightly lint bench env clean
 .DEFAULT_GOAL := help
 
 help:
-	@grep -E '^# |^[a-z]+:.*## ' Makefile | sed -E 's/^# ?//; s/:.*## /\t/'
+	@grep -E '^# |^[a-z-]+:.*## ' Makefile | sed -E 's/^# ?//; s/:.*## /\t/'
 
 env: $(VENV)/.ready  ## build the virtual environment
 
@@ -32,6 +32,10 @@ test-all: env  ## the long tests that `make test` leaves out; the last lines com
 nightly: env  ## the property tests, with ten times the examples, the zoo with a new seed, and tests too long for `make test-all`
 	seed=$${ZOO_SEED:-$$(date +%s)}; echo "ZOO_SEED=$$seed"; \
 	ZOO_SEED=$$seed HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "property or nightly or long" $(ARGS)
+	$(MAKE) memcheck
+
+memcheck: env  ## all tests under a malloc that finds stale writes, chosen jobs under valgrind: hours; ARGS="--tests tests/test_stream.py"
+	$(BIN)/python tests/memcheck.py $(ARGS)
 
 lint: env  ## lint, format and types
 	$(BIN)/ruff check .
