@@ -1,0 +1,47 @@
+"""The malloc of `make memcheck` finds what it is there for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HARM = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+x = libc.malloc(40)
+"""
+DONE = {
+    "written after it was freed": "libc.free(x); ctypes.memset(x + 8, 1, 1)",
+    "written past its end": "ctypes.memset(x + 40, 1, 1); libc.free(x)",
+    "freed twice": "libc.free(x); libc.free(x)",
+}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("memcheck") / "quarantine.so"
+    source = Path(__file__).with_name("quarantine.c")
+    subprocess.run(["cc", "-O2", "-fPIC", "-shared", "-pthread", "-o", made, source], check=True)
+    return made
+
+
+def found(library: Path, code: str) -> str:
+    log = library.with_suffix(".log")
+    log.unlink(missing_ok=True)
+    environment = os.environ | {"LD_PRELOAD": str(library), "QUARANTINE_LOG": str(log)}
+    subprocess.run([sys.executable, "-c", HARM + code], env=environment, check=True)
+    return log.read_text() if log.exists() else ""
+
+
+@pytest.mark.parametrize("fault", DONE)
+def test_harm_to_memory_is_found_and_named(library: Path, fault: str) -> None:
+    assert f"{fault}. Process" in found(library, DONE[fault])
+
+
+def test_a_program_without_fault_is_let_alone(library: Path) -> None:
+    assert not found(library, "ctypes.memset(x, 1, 40); libc.free(x)")
