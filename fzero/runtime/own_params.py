@@ -327,7 +327,8 @@ def _told(kind: tuple[torch.Size, torch.dtype] | None) -> str:
 
 
 def _identity(tensor: Tensor) -> tuple[int, int, int]:
-    return address(tensor), int(tensor.storage_offset()), tensor._version
+    version = -1 if tensor.is_inference() else tensor._version  # PyTorch counts no changes of inference tensors
+    return address(tensor), int(tensor.storage_offset()), version
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
