@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ from fzero.binding import beneath_modes
 from fzero.bound_mesh import BoundMesh, States
 from fzero.collectives import Pending
 from fzero.file_tensors import part_of
-from fzero.own_params import address, bits_of, late, was_changed
+from fzero.own_params import address, bits_of, flag_changed, has_hook, late, partial_grad, was_changed
 from fzero.plan import BufferPlan, Plan, UnitPlan
 from fzero.ranges import is_recording, ranged
 from fzero.schedule import TURN, Event, Orders, Run, ScheduleError, early, is_whole
@@ -117,12 +118,26 @@ class _Given(NamedTuple):
     view: Tensor
     address: int
     bits: Tensor
+    requires_grad: bool
 
     @property
     def is_changed(self) -> bool:
         """Whether it has other values, or the model has given it other memory."""
         same = self.leaf.data_ptr() == self.address and torch.equal(bits_of(self.view), self.bits)
         return not same
+
+
+@dataclass(frozen=True, slots=True)
+class _OfOneStay:
+    """A hook on a parameter as the model got it in one of several stays in its unit: it must not be differentiated by."""
+
+    work: Pass
+    name: str
+
+    def __call__(self, grad: Tensor) -> None:
+        """Raises ValueError inside the forward, where the gradient is one that the model has asked for."""
+        if self.work._in_forward:
+            raise partial_grad(self.name)
 
 
 class _Gather(NamedTuple):
@@ -216,6 +231,7 @@ class Pass:
         self._is_done = False  # whether a backward was the last one
         self._has_come = False  # whether this backward has brought a gradient
         self._given: list[_Given] | None = None  # None where changes through `.data` are not looked for
+        self._stayed: dict[str, list[tuple[str, ref[Tensor]]]] = {}  # by unit: what its first stay in this forward gave
         self._stay: AbstractContextManager[object] | None = None  # the range of the unit that the forward is in
 
     # --- the two halves ----------------------------------------------------------------------------------------
@@ -246,12 +262,15 @@ class Pass:
             self._since = self._since if self._num_forwards else self._begun
             self._num_forwards, self._num_backwards = self._num_forwards + 1, 0
             self._given = [] if compares else None
+            self._stayed.clear()
             with self.saving() if saves else nullcontext():
                 try:
                     yield
                 except RuntimeError as error:
                     if f" of {_Leaf.__name__}" in str(error):  # what autograd says of a change in place
                         raise self._was_changed("of the model") from error
+                    if _CHANGES_FLAG in str(error):
+                        raise flag_changed(None) from error
                     raise
             self._end_stay()
             self._check_whole()
@@ -481,11 +500,26 @@ class Pass:
                     }
                 if self._given is not None and self._in_forward:
                     self._given += [
-                        _Given(unit_name, n, views[n], view, view.data_ptr(), bits_of(view)) for n, view in own.items()
+                        _Given(unit_name, n, views[n], view, view.data_ptr(), bits_of(view), views[n].requires_grad)
+                        for n, view in own.items()
                     ]
                 for name, view in views.items():
                     view._is_param, view.fzero_name = True, name  # type: ignore[attr-defined]  # isinstance(view, nn.Parameter)
                 self._leaves.update(views)
+            if root is not None and self._in_forward:
+                self._refuse_parts(unit)
+
+    def _refuse_parts(self, unit: UnitPlan) -> None:
+        """From the second stay in a unit on, no gradient by one of its parameters is taken inside the forward."""
+        leaves = {name: leaf for name in _trained_in(unit) if (leaf := self._leaves[name]).requires_grad}
+        if self._stays[-1][unit.name]:
+            for name, held in self._stayed.pop(unit.name, ()):  # what the model still has of the first stay
+                if (leaf := held()) is not None:
+                    leaf.register_hook(_OfOneStay(self, name))
+            for name, leaf in leaves.items():
+                leaf.register_hook(_OfOneStay(self, name))
+        else:
+            self._stayed[unit.name] = [(name, ref(leaf)) for name, leaf in leaves.items()]
 
     def _end_stay(self) -> None:
         """Ends the range of the unit that the forward was in."""
@@ -518,6 +552,11 @@ class Pass:
         if not self._given:
             return
         name = "" if unit is None else unit.name
+        for given in self._given:
+            if given.leaf.requires_grad is not given.requires_grad:
+                raise flag_changed(given.name)
+            if any(not isinstance(hook, _OfOneStay) for hook in (given.leaf._backward_hooks or {}).values()):
+                raise has_hook(given.name)
         if unit is None or unit.gathered_numel:
             if any(given.is_changed for given in self._given if unit is None or given.unit == name):
                 raise self._was_changed("of the model")
@@ -945,6 +984,8 @@ _BETWEEN = (
 
 PATIENCE = 20.0
 """Seconds that a rank whose order departs from the schedule waits for the others to do so, too."""
+
+_CHANGES_FLAG = "you can only change requires_grad flags of leaf"
 
 _KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")
 
