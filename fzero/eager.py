@@ -271,6 +271,8 @@ class Pass:
                         raise self._was_changed("of the model") from error
                     if _CHANGES_FLAG in str(error):
                         raise flag_changed(None) from error
+                    if _HOOKS_SAVED in str(error):
+                        raise ValueError(TRANSFORMED) from error
                     raise
             self._end_stay()
             self._check_whole()
@@ -972,6 +974,11 @@ INSIDE = (
     "backward: must not be called inside the forward or loss_fn, for the step calls it for what these return, and was; return "
     "the loss, and take a gradient of activations with torch.autograd.grad(loss, activations)"
 )
+TRANSFORMED = (
+    "model: must not call torch.func.grad, vjp, jacrev or hessian in the forward of a step that gathers parameters (stage 3), "
+    "for PyTorch allows them no hooks on saved tensors, and one was called; use torch.autograd.grad(..., create_graph=True), or "
+    "stages 0 to 2"
+)
 _OVER = (
     "backward: the forward that this loss is of belongs to a step that is over (it was updated, or an error ended it), so that "
     "its gradients would be of other parameters; run the forward again"
@@ -986,6 +993,8 @@ PATIENCE = 20.0
 """Seconds that a rank whose order departs from the schedule waits for the others to do so, too."""
 
 _CHANGES_FLAG = "you can only change requires_grad flags of leaf"
+_HOOKS_SAVED = "don't yet support saved tensor hooks"
+"""What PyTorch says in errors that get another text here."""
 
 _KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")
 
