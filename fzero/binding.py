@@ -117,8 +117,10 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
                 homes.append((module._buffers, key, name, buffers[name]))
         leave = own_params.enter(own_by_id, names_of, fetch)
         yield
-        for (prefix, module), (_, _, own_buffers), own_children in zip(modules, found, children, strict=True):
-            _check_slots(module, prefix, own_buffers, own_children)
+        for (prefix, module), (_, _, own_buffers) in zip(modules, found, strict=True):
+            _check_slots(module, prefix, own_buffers)
+        if any(module._modules != own for (_, module), own in zip(modules, children, strict=True)):
+            _check_places(model, modules)
         for slots, key, name, before in homes:
             _check_same_kind(name, before, slots.get(key))
         for slots, key, name in empty:
@@ -140,9 +142,7 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
             module._flat_weights, module._flat_weight_refs = own_weights, own_refs
 
 
-def _check_slots(
-    module: nn.Module, prefix: str, own_buffers: Mapping[str, Any], own_children: Mapping[str, nn.Module | None]
-) -> None:
+def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any]) -> None:
     """Raises ValueError where a forward has left a parameter or a buffer that the state does not have: it would be lost."""
     dot, parameters = f"{prefix}." if prefix else "", module._parameters
     assert isinstance(parameters, _Parameters)
@@ -153,14 +153,17 @@ def _check_slots(
         for key, buffer in module._buffers.items():
             if key not in own_buffers and buffer is not None:
                 raise late("buffer", dot + key)
-    if module._modules != own_children:  # modules are equal to themselves only
-        for key, child in module._modules.items():
-            if child is not None and child is not own_children.get(
-                key
-            ):  # the next forward would bind it to other weights
-                for kind, names in (("parameter", child.named_parameters()), ("buffer", child.named_buffers())):
-                    for name, _ in names:
-                        raise late(kind, f"{dot}{key}.{name}")
+
+
+def _check_places(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raises ValueError where a forward has put a module in another's place: the next one would bind it to other weights."""
+    places = {id(module): prefix for prefix, module in modules}
+    for prefix, module in model.named_modules():
+        if places.get(id(module)) != prefix:
+            for kind, slots in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for key, own in dict.items(slots):
+                    if own is not None:
+                        raise late(kind, f"{prefix}.{key}")
 
 
 def _check_same_kind(name: str, before: Tensor | None, now: Tensor | None) -> None:

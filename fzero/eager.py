@@ -515,11 +515,12 @@ class Pass:
         """From the second stay in a unit on, no gradient by one of its parameters is taken inside the forward."""
         leaves = {name: leaf for name in _trained_in(unit) if (leaf := self._leaves[name]).requires_grad}
         if self._stays[-1][unit.name]:
-            for name, held in self._stayed.pop(unit.name, ()):  # what the model still has of the first stay
-                if (leaf := held()) is not None:
-                    leaf.register_hook(_OfOneStay(self, name))
-            for name, leaf in leaves.items():
-                leaf.register_hook(_OfOneStay(self, name))
+            earlier = (
+                (name, held()) for name, held in self._stayed.pop(unit.name, ())
+            )  # what the model still has of the first
+            for name, leaf in (*leaves.items(), *earlier):
+                if leaf is not None:
+                    leaf.register_hook(_OfOneStay(self, name))  # type: ignore[no-untyped-call]
         else:
             self._stayed[unit.name] = [(name, ref(leaf)) for name, leaf in leaves.items()]
 

@@ -251,10 +251,10 @@ def flag_changed(name: str | None) -> ParameterError:
 def partial_grad(name: str) -> ParameterError:
     """What is raised where autograd is asked, inside the forward, for the gradient of one of several tensors of a parameter."""
     return ParameterError(
-        f"parameter {name!r}: must not be what torch.autograd.grad differentiates by where the forward uses its unit a second "
-        f"time, for each time it is another tensor, so that the gradient may be a part of what a plain loop gets; differentiate "
-        f"by a copy that the uses share (weight = 1 * module.weight, passed on with torch.func.functional_call), or name a "
-        f"module in units= that holds all that runs between the uses"
+        f"parameter {name!r}: must not be differentiated by inside the forward (torch.autograd.grad, backward) where this "
+        f"uses its unit a second time, for each time it is another tensor, so that the gradient may be a part of what a plain "
+        f"loop gets; differentiate by a copy that the uses share (weight = 1 * module.weight, passed on with "
+        f"torch.func.functional_call), or name a module in units= that holds all that runs between the uses"
     )
 
 

@@ -442,16 +442,21 @@ def test_what_a_forward_makes_that_the_state_cannot_hold_is_refused_by_its_name(
         fzero.make_train_step(model_, config(0))
 
 
-class Stateless(Model):
-    """Puts modules and buffers in others' places that the state need not hold."""
+class Rebuilds(Model):
+    """Makes modules anew around those that have the parameters, which keep their names."""
+
+    def set_up(self) -> None:
+        self.pair = nn.Sequential(self.a, nn.Tanh())
+        del self.a
 
     def use(self, x: Tensor) -> Tensor:
-        self.activation, self.scale = nn.Tanh(), None
-        return self.b(self.activation(self.a(x)))
+        self.pair = nn.Sequential(self.pair[0], nn.Tanh())
+        return self.b(self.pair(x))
 
 
-def test_a_forward_may_make_modules_without_parameters() -> None:
-    assert_trains_as_plainly(Stateless)
+def test_a_forward_may_make_modules_around_those_that_have_parameters() -> None:
+    expected = plain_weights(Rebuilds)
+    torch.testing.assert_close(trained(fzero.make_train_step(make(Rebuilds), config(3))), expected)
 
 
 # --- gradients that a forward asks for -----------------------------------------------------------------------------
@@ -497,7 +502,7 @@ def test_a_part_of_the_gradient_by_a_parameter_is_not_given_for_the_whole() -> N
     for model in (InnerStep, InnerStepOfAHeldWeight):
         for stage in (0, 3):
             step = fzero.make_train_step(make(model), config(stage), units=["a", "b"])
-            with pytest.raises(ValueError, match=r"'a.weight': must not be what torch.autograd.grad differentiates by"):
+            with pytest.raises(ValueError, match=r"'a.weight': must not be differentiated by inside the forward"):
                 step(step.init(), batches()[0])
     for model in (InnerStepOfACopy, Penalty):
         assert_trains_as_plainly(model)
