@@ -272,6 +272,7 @@ class TrainStep:
         if not isinstance(axis, Fake):
             check_same(axis, recipe.fingerprint(self.plan))
         recipe.check_placements(self.plan)
+        recipe.check_compiled(self.plan)
         self._offload = Offload(self.plan, self.device)
         self._bound = None if isinstance(axis, Fake) else BoundMesh.of(axis, self.plan)
         numels = accumulate((buffer.padded_numel for buffer in self.plan.flat_buffers), initial=0)

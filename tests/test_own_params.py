@@ -365,21 +365,158 @@ class Replaces(Model):
         return super().use(x)
 
 
+class Fills(Model):
+    def set_up(self) -> None:
+        self.register_buffer("scale", None)
+
+    def use(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = x.detach().std(0)
+        return super().use(x) * self.scale
+
+
+class Empties(Model):
+    def set_up(self) -> None:
+        self.register_buffer("scale", torch.ones(4))
+
+    def use(self, x: Tensor) -> Tensor:
+        self.scale = None
+        return super().use(x)
+
+
+class NewHead(Model):
+    def use(self, x: Tensor) -> Tensor:
+        self.b = nn.Linear(4, 4)
+        return super().use(x)
+
+
+class Swaps(Model):
+    def use(self, x: Tensor) -> Tensor:
+        self.a, self.b = self.b, self.a
+        return super().use(x)
+
+
+class Hooks(Model):
+    def use(self, x: Tensor) -> Tensor:
+        self.a.weight.register_hook(lambda grad: 2 * grad)
+        return super().use(x)
+
+
+class Freezes(Model):
+    def use(self, x: Tensor) -> Tensor:
+        self.a.requires_grad_(False)
+        return super().use(x)
+
+
+class Unfreezes(Model):
+    def set_up(self) -> None:
+        self.a.requires_grad_(False)
+
+    def use(self, x: Tensor) -> Tensor:
+        self.a.weight.requires_grad_(True)
+        return super().use(x)
+
+
 def test_what_a_forward_makes_that_the_state_cannot_hold_is_refused_by_its_name() -> None:
     messages: Mapping[type[Model], str] = {
         Grows: r"buffer 'seen': must keep its shape and dtype, .* made torch.float32 of shape \(2, 4\)",
         MakesAParameter: r"parameter 'w': must be there when the step is made",
         MakesABuffer: r"buffer 'w': must be there when the step is made",
         Replaces: r"parameter 'a.weight': must be there when the step is made",
+        Fills: r"buffer 'scale': must keep its shape and dtype, or stay None, .* of shape \(4,\) of None",
+        Empties: r"buffer 'scale': must keep its shape and dtype, or stay None, .* made None of torch.float32",
+        NewHead: r"parameter 'b.weight': must be there when the step is made",
+        Swaps: r"parameter '(a|b).weight': must be there when the step is made",
+        Hooks: r"parameter 'a.weight': must get no gradient hook in the forward",
+        Freezes: r"parameters of the model: must keep requires_grad in the forward",
+        Unfreezes: r"parameter 'a.weight': must keep requires_grad in the forward",
     }
     for model, message in messages.items():
-        step = fzero.make_train_step(make(model), config(3))
-        with pytest.raises(ValueError, match=message):
-            step(step.init(), batches()[0])
+        for stage in (0, 3):
+            step = fzero.make_train_step(make(model), config(stage), units=["a", "b"])
+            with pytest.raises(ValueError, match=message):
+                step(step.init(), batches()[0])
     model_ = make(Model)
     model_.register_buffer("adjacent", torch.eye(4).to_sparse())
     with pytest.raises(ValueError, match=r"buffer 'adjacent': must be dense"):
         fzero.make_train_step(model_, config(0))
+
+
+class Rebuilds(Model):
+    """Makes modules anew around those that have the parameters, which keep their names."""
+
+    def set_up(self) -> None:
+        self.pair = nn.Sequential(self.a, nn.Tanh())
+        del self.a
+
+    def use(self, x: Tensor) -> Tensor:
+        self.pair = nn.Sequential(self.pair[0], nn.Tanh())
+        return self.b(self.pair(x))
+
+
+def test_a_forward_may_make_modules_around_those_that_have_parameters() -> None:
+    expected = plain_weights(Rebuilds)
+    torch.testing.assert_close(trained(fzero.make_train_step(make(Rebuilds), config(3))), expected)
+
+
+# --- gradients that a forward asks for -----------------------------------------------------------------------------
+
+
+class InnerStep(Model):
+    """Goes a step by the gradient of a weight, of a loss in which the weight is used in two stays in its unit."""
+
+    def inner(self) -> Tensor:
+        return self.a.weight
+
+    def use(self, x: Tensor) -> Tensor:
+        hidden = self.b(self.a(x))
+        weight = self.inner()
+        (grad,) = torch.autograd.grad(F.linear(hidden, weight).square().mean(), weight, create_graph=True)
+        return self.b(torch.tanh(F.linear(x, weight - 0.1 * grad)))
+
+
+class InnerStepOfAHeldWeight(InnerStep):
+    def use(self, x: Tensor) -> Tensor:
+        weight = self.a.weight
+        loss = self.a(self.b(F.linear(x, weight))).square().mean()
+        (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+        return self.b(torch.tanh(F.linear(x, weight - 0.1 * grad)))
+
+
+class InnerStepOfACopy(InnerStep):
+    def inner(self) -> Tensor:
+        return 1 * self.a.weight
+
+
+class Penalty(Model):
+    """A penalty on the slope of the output, as in WGAN-GP, with units used twice."""
+
+    def use(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        out = super().use(super().use(x))
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slope
+
+
+def test_a_part_of_the_gradient_by_a_parameter_is_not_given_for_the_whole() -> None:
+    for model in (InnerStep, InnerStepOfAHeldWeight):
+        for stage in (0, 3):
+            step = fzero.make_train_step(make(model), config(stage), units=["a", "b"])
+            with pytest.raises(ValueError, match=r"'a.weight': must not be differentiated by inside the forward"):
+                step(step.init(), batches()[0])
+    for model in (InnerStepOfACopy, Penalty):
+        assert_trains_as_plainly(model)
+
+
+class InnerGrad(Model):
+    def use(self, x: Tensor) -> Tensor:
+        return self.b(x + torch.func.vmap(torch.func.grad(lambda row: self.a(row).square().sum()))(x))
+
+
+def test_a_transform_that_torch_refuses_in_stage_3_is_refused_with_the_fix() -> None:
+    step = fzero.make_train_step(make(InnerGrad), config(3), units=["a", "b"])
+    with pytest.raises(ValueError, match=r"model: must not call torch.func.grad.* use torch.autograd.grad"):
+        simulate(step, 2, by="lockstep")(simulate(step, 2, by="lockstep").init(), batches()[0].view(2, -1, 4))
 
 
 # --- changes that the step does not see ----------------------------------------------------------------------------

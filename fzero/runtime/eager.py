@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ from fzero.comms.records import Label, Phase
 from fzero.plans.plan import BufferPlan, Plan, UnitPlan
 from fzero.plans.unit_scheduler import TURN, Event, Orders, Run, ScheduleError, early, is_whole
 from fzero.runtime.module_binding import beneath_modes
-from fzero.runtime.own_params import address, bits_of, late, was_changed
+from fzero.runtime.own_params import address, bits_of, flag_changed, has_hook, late, partial_grad, was_changed
 from fzero.storage.file_tensor import part_of
 from fzero.storage.shard_io import Leaf, Stage
 from sharding import Replicated, Sharded
@@ -117,12 +118,26 @@ class _Given(NamedTuple):
     view: Tensor
     address: int
     bits: Tensor
+    requires_grad: bool
 
     @property
     def is_changed(self) -> bool:
         """Whether it has other values, or the model has given it other memory."""
         same = self.leaf.data_ptr() == self.address and torch.equal(bits_of(self.view), self.bits)
         return not same
+
+
+@dataclass(frozen=True, slots=True)
+class _OfOneStay:
+    """A hook on a parameter as the model got it in one of several stays in its unit: it must not be differentiated by."""
+
+    work: Pass
+    name: str
+
+    def __call__(self, grad: Tensor) -> None:
+        """Raises ValueError inside the forward, where the gradient is one that the model has asked for."""
+        if self.work._in_forward:
+            raise partial_grad(self.name)
 
 
 class _Gather(NamedTuple):
@@ -216,6 +231,7 @@ class Pass:
         self._is_done = False  # whether a backward was the last one
         self._has_come = False  # whether this backward has brought a gradient
         self._given: list[_Given] | None = None  # None where changes through `.data` are not looked for
+        self._stayed: dict[str, list[tuple[str, ref[Tensor]]]] = {}  # by unit: what its first stay in this forward gave
         self._stay: AbstractContextManager[object] | None = None  # the range of the unit that the forward is in
 
     # --- the two halves ----------------------------------------------------------------------------------------
@@ -246,12 +262,17 @@ class Pass:
             self._since = self._since if self._num_forwards else self._begun
             self._num_forwards, self._num_backwards = self._num_forwards + 1, 0
             self._given = [] if compares else None
+            self._stayed.clear()
             with self.saving() if saves else nullcontext():
                 try:
                     yield
                 except RuntimeError as error:
                     if f" of {_Leaf.__name__}" in str(error):  # what autograd says of a change in place
                         raise self._was_changed("of the model") from error
+                    if _CHANGES_FLAG in str(error):
+                        raise flag_changed(None) from error
+                    if _HOOKS_SAVED in str(error):
+                        raise ValueError(TRANSFORMED) from error
                     raise
             self._end_stay()
             self._check_whole()
@@ -481,11 +502,27 @@ class Pass:
                     }
                 if self._given is not None and self._in_forward:
                     self._given += [
-                        _Given(unit_name, n, views[n], view, view.data_ptr(), bits_of(view)) for n, view in own.items()
+                        _Given(unit_name, n, views[n], view, view.data_ptr(), bits_of(view), views[n].requires_grad)
+                        for n, view in own.items()
                     ]
                 for name, view in views.items():
                     view._is_param, view.fzero_name = True, name  # type: ignore[attr-defined]  # isinstance(view, nn.Parameter)
                 self._leaves.update(views)
+            if root is not None and self._in_forward:
+                self._refuse_parts(unit)
+
+    def _refuse_parts(self, unit: UnitPlan) -> None:
+        """From the second stay in a unit on, no gradient by one of its parameters is taken inside the forward."""
+        leaves = {name: leaf for name in _trained_in(unit) if (leaf := self._leaves[name]).requires_grad}
+        if self._stays[-1][unit.name]:
+            earlier = (
+                (name, held()) for name, held in self._stayed.pop(unit.name, ())
+            )  # what the model still has of the first
+            for name, leaf in (*leaves.items(), *earlier):
+                if leaf is not None:
+                    leaf.register_hook(_OfOneStay(self, name))  # type: ignore[no-untyped-call]
+        else:
+            self._stayed[unit.name] = [(name, ref(leaf)) for name, leaf in leaves.items()]
 
     def _end_stay(self) -> None:
         """Ends the range of the unit that the forward was in."""
@@ -518,6 +555,11 @@ class Pass:
         if not self._given:
             return
         name = "" if unit is None else unit.name
+        for given in self._given:
+            if given.leaf.requires_grad is not given.requires_grad:
+                raise flag_changed(given.name)
+            if any(not isinstance(hook, _OfOneStay) for hook in (given.leaf._backward_hooks or {}).values()):
+                raise has_hook(given.name)
         if unit is None or unit.gathered_numel:
             if any(given.is_changed for given in self._given if unit is None or given.unit == name):
                 raise self._was_changed("of the model")
@@ -933,6 +975,11 @@ INSIDE = (
     "backward: must not be called inside the forward or loss_fn, for the step calls it for what these return, and was; return "
     "the loss, and take a gradient of activations with torch.autograd.grad(loss, activations)"
 )
+TRANSFORMED = (
+    "model: must not call torch.func.grad, vjp, jacrev or hessian in the forward of a step that gathers parameters (stage 3), "
+    "for PyTorch allows them no hooks on saved tensors, and one was called; use torch.autograd.grad(..., create_graph=True), or "
+    "stages 0 to 2"
+)
 _OVER = (
     "backward: the forward that this loss is of belongs to a step that is over (it was updated, or an error ended it), so that "
     "its gradients would be of other parameters; run the forward again"
@@ -945,6 +992,10 @@ _BETWEEN = (
 
 PATIENCE = 20.0
 """Seconds that a rank whose order departs from the schedule waits for the others to do so, too."""
+
+_CHANGES_FLAG = "you can only change requires_grad flags of leaf"
+_HOOKS_SAVED = "don't yet support saved tensor hooks"
+"""What PyTorch says in errors that get another text here."""
 
 _KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")
 

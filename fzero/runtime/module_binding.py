@@ -84,6 +84,8 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
     flat_weights = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
     hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module in recurrent]
     homes: list[tuple[dict[str, Tensor | None], str, str, Tensor]] = []
+    empty: list[tuple[dict[str, Tensor | None], str, str]] = []
+    children = [dict(module._modules.items()) for _, module in modules]
     names_of: dict[int, str] = {}  # by the identity of the module's own parameter
     own_by_id: dict[int, nn.Parameter] = {}
     listers: list[nn.Module] = []
@@ -105,18 +107,24 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
                 listers.append(module)
             module.__dict__["_buffers"] = dict(module._buffers)
             for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    name = aliases.get(dot + key, dot + key)
-                    if name not in buffers:
-                        raise late("buffer", name)
-                    module._buffers[key] = buffers[name]
-                    homes.append((module._buffers, key, name, buffers[name]))
+                if buffer is None:
+                    empty.append((module._buffers, key, dot + key))
+                    continue
+                name = aliases.get(dot + key, dot + key)
+                if name not in buffers:
+                    raise late("buffer", name)
+                module._buffers[key] = buffers[name]
+                homes.append((module._buffers, key, name, buffers[name]))
         leave = own_params.enter(own_by_id, names_of, fetch)
         yield
         for (prefix, module), (_, _, own_buffers) in zip(modules, found, strict=True):
             _check_slots(module, prefix, own_buffers)
+        if any(module._modules != own for (_, module), own in zip(modules, children, strict=True)):
+            _check_places(model, modules)
         for slots, key, name, before in homes:
             _check_same_kind(name, before, slots.get(key))
+        for slots, key, name in empty:
+            _check_same_kind(name, None, slots.get(key))
     finally:
         if leave is not None:
             leave()
@@ -147,9 +155,20 @@ def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any])
                 raise late("buffer", dot + key)
 
 
-def _check_same_kind(name: str, before: Tensor, now: Tensor | None) -> None:
-    """Raises ValueError where a forward has put something of another shape or dtype in a buffer's place."""
-    if now is not None and now is not before and (now.shape, now.dtype) != (before.shape, before.dtype):
+def _check_places(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raises ValueError where a forward has put a module in another's place: the next one would bind it to other weights."""
+    places = {id(module): prefix for prefix, module in modules}
+    for prefix, module in model.named_modules():
+        if places.get(id(module)) != prefix:
+            for kind, slots in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for key, own in dict.items(slots):
+                    if own is not None:
+                        raise late(kind, f"{prefix}.{key}")
+
+
+def _check_same_kind(name: str, before: Tensor | None, now: Tensor | None) -> None:
+    """Raises ValueError where a forward has put something of another shape or dtype in a buffer's place, or emptied it."""
+    if now is not before and (now is None or before is None or (now.shape, now.dtype) != (before.shape, before.dtype)):
         raise wrong_kind(name, before, now)
 
 

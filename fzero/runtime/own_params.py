@@ -158,7 +158,7 @@ def _check_memory(model: nn.Module) -> None:
     spans = []
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         start = address(tensor)
-        if tensor.device.type != "meta" and tensor.numel() and start > 0:
+        if tensor.device.type != "meta" and start > 0 and tensor.numel():
             reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             first = start + int(tensor.storage_offset()) * tensor.element_size()
             spans.append(_Span(first, first + int(reach) * tensor.element_size(), name, tensor))
@@ -191,10 +191,10 @@ def _share_elements(one: _Span, other: _Span) -> bool:
 
 
 def address(tensor: Tensor) -> int:
-    """Where the tensor's storage begins; -1 for a wrapper (of torch.func, of a tensor subclass), which has none."""
+    """Where the tensor's storage begins; -1 for a wrapper (of torch.func, of a subclass) or a lazy one, which have none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):
         return -1
 
 
@@ -215,16 +215,46 @@ def late(kind: str, name: str) -> ParameterError:
     """What is raised where the model has a parameter or buffer that the state does not have."""
     return ParameterError(
         f"{kind} {name!r}: must be there when the step is made, and was registered later; register it before (in __init__, or "
-        f"with a forward before make_train_step)"
+        f"with a forward before make_train_step), and leave the module that has it in its place"
     )
 
 
-def wrong_kind(name: str, before: Tensor, now: Tensor) -> ParameterError:
-    """What is raised where a buffer of the state would grow."""
+def wrong_kind(name: str, before: Tensor | None, now: Tensor | None) -> ParameterError:
+    """What is raised where a buffer of the state would grow, come or go."""
+    then, there = ("None" if x is None else f"{x.dtype} of shape {tuple(x.shape)}" for x in (before, now))
     return ParameterError(
-        f"buffer {name!r}: must keep its shape and dtype, for it is a tensor of the state, and the forward made {now.dtype} of "
-        f"shape {tuple(now.shape)} of {before.dtype} of shape {tuple(before.shape)}; register it at its largest size, or keep "
-        f"what grows in a plain attribute"
+        f"buffer {name!r}: must keep its shape and dtype, or stay None, for the state holds what is there when the step is "
+        f"made, and the forward made {there} of {then}; register it at its largest size (or run a forward before "
+        f"make_train_step, in which it comes), or keep what grows, comes or goes in a plain attribute"
+    )
+
+
+def has_hook(name: str) -> ParameterError:
+    """What is raised where the forward sets a hook on what it is given as a parameter."""
+    return ParameterError(
+        f"parameter {name!r}: must get no gradient hook in the forward, which would last until the parameter's unit is left "
+        f"and not until the hook is removed, and got one; change the gradient in the forward (a torch.autograd.Function around "
+        f"the parameter, or a hook on weight * 1), or the parameter after the step"
+    )
+
+
+def flag_changed(name: str | None) -> ParameterError:
+    """What is raised where the forward freezes or unfreezes a parameter."""
+    return ParameterError(
+        f"{f'parameter {name!r}' if name else 'parameters of the model'}: must keep requires_grad in the forward, for PyTorch "
+        f"lets nobody change it of a tensor that belongs to a graph, and it was changed; compute with weight.detach() "
+        f"where no gradient is wanted (torch.func.functional_call with detached parameters), or change the flag between "
+        f"two steps"
+    )
+
+
+def partial_grad(name: str) -> ParameterError:
+    """What is raised where autograd is asked, inside the forward, for the gradient of one of several tensors of a parameter."""
+    return ParameterError(
+        f"parameter {name!r}: must not be differentiated by inside the forward (torch.autograd.grad, backward) where this "
+        f"uses its unit a second time, for each time it is another tensor, so that the gradient may be a part of what a plain "
+        f"loop gets; differentiate by a copy that the uses share (weight = 1 * module.weight, passed on with "
+        f"torch.func.functional_call), or name a module in units= that holds all that runs between the uses"
     )
 
 

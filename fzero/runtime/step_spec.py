@@ -78,7 +78,6 @@ class Recipe:
         _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))
         _check_choice("check_params", self.check_params, ("first", "always"))
         check_tensors(self.model)
-        _check_not_compiled(self.model)
         _check_schedule(self.lr_schedule)
 
     def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
@@ -107,6 +106,34 @@ class Recipe:
                 f"donate: must be True where state is in files, of which there is one generation, got False with {name} on "
                 f"'nvme'; drop it, or leave the state in memory"
             )
+
+    def check_compiled(self, the_plan: Plan) -> None:
+        """Raises where a module that torch.compile was given has parameters of several units that a step gathers.
+
+        Its graph begins when all of them are there; a gather inside it would be traced, and dropped.
+        """
+        if the_plan.num_shards == 1 or self.compile == "step":
+            return
+        units = {
+            name: unit
+            for unit in the_plan.units
+            if unit.gathered_numel
+            for b in unit.buffers
+            for name in b.layout.names
+        }
+        for name, module in self.model.named_modules():
+            if _is_compiled(module):
+                own = (f"{name}.{key}".removeprefix(".") for key, _ in module.named_parameters(remove_duplicate=False))
+                homes = (units.get(the_plan.aliases.get(key, key)) for key in own)
+                spanned = {unit.name: None for unit in homes if unit is not None}
+                if len(spanned) > 1:
+                    told = repr(name) if name else "the model"
+                    raise ValueError(
+                        f"model: must have no module compiled by torch.compile with parameters of several units that stage "
+                        f"{the_plan.stage} gathers, got {told} compiled, with those of {', '.join(map(repr, spanned))}; "
+                        f"compile what it was made from (_orig_mod) with compile='block' or 'step', compile each block by "
+                        f"itself, or name it in units= where it fits on a rank"
+                    )
 
     @property
     def device(self) -> torch.device:
@@ -287,16 +314,11 @@ def _check_choice(field: str, value: Any, known: tuple[Any, ...]) -> None:
         raise ValueError(f"{field}: must be {choices}, got {value!r}; pass one of these")
 
 
-def _check_not_compiled(model: nn.Module) -> None:
-    """Raises where a module compiles itself: torch.compile would trace the gathers of its parameters, and drop them."""
-    for name, module in model.named_modules():
-        forwards = (vars(module).get("forward"), type(module).forward)
-        is_decorated = any(hasattr(forward, "_torchdynamo_orig_callable") for forward in forwards)
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None or is_decorated:
-            raise ValueError(
-                f"model: must not be compiled by torch.compile before the step is made, got {name or 'the model'!r} compiled; "
-                f"pass the module itself (model._orig_mod is what torch.compile was given), and compile='block' or 'step'"
-            )
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was given the module, or its forward."""
+    forwards = (vars(module).get("forward"), type(module).forward)
+    is_decorated = any(hasattr(forward, "_torchdynamo_orig_callable") for forward in forwards)
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None or is_decorated
 
 
 def _check_schedule(schedule: Schedule | None) -> None:

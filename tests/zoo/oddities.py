@@ -97,15 +97,14 @@ class Fit(nn.Module):
         return F.mse_loss(out[0] if isinstance(out, tuple) else out, y)
 
 
+IN_PARTS = "where ranks skip units each for itself, stage 3 may send a gradient in two parts"
 STAYS = "gradients of a weight are added up stay by stay in its unit, and in a plain loop use by use"
 
 
 # --- weights that are reached by other ways than attributes of their module ------------------------------------------
 
-BEHIND = "weights that the forward does not reach through its module get no gradient"
 
-
-@odd(known=BEHIND)
+@odd(refused="must have no modules of TorchScript")
 class Scripted(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -115,14 +114,14 @@ class Scripted(Odd):
         return self.middle(x)
 
 
-@odd(known=BEHIND)
+@odd(refused="must have no modules of TorchScript")
 class Traced(Scripted):
     def __init__(self) -> None:
         super().__init__()
         self.middle = torch.jit.trace(nn.Sequential(linear(), nn.Tanh()), torch.zeros(2, WIDTH))
 
 
-@odd(known=BEHIND)
+@odd()
 class WeightInAList(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +131,7 @@ class WeightInAList(Odd):
         return F.linear(x, self.kept[0])
 
 
-@odd(known=BEHIND)
+@odd()
 class WeightInAClosure(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +142,7 @@ class WeightInAClosure(Odd):
         return self.map(x)
 
 
-@odd(known=BEHIND)
+@odd()
 class WeightInAPartial(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +152,7 @@ class WeightInAPartial(Odd):
         return self.map(x)
 
 
-@odd(known=BEHIND)
+@odd()
 class BoundMethodOfATensor(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +163,7 @@ class BoundMethodOfATensor(Odd):
         return self.multiply(x)
 
 
-@odd(known=BEHIND)
+@odd()
 class ListOfAllParameters(Odd):
     """Makes a list of them when it is built, as optimizers do."""
 
@@ -219,13 +218,13 @@ class ReadsWeightsEveryWay(Odd):
         return x @ weight / 4 + next(self.parameters()).mean() + flat.square().mean() + self.state_dict()["inlet.bias"]
 
 
-@odd(known="get_parameter raises: an nn.Parameter is none inside the forward")
+@odd()
 class GetsParameter(Odd):
     def odd(self, x: Tensor) -> Tensor:
         return x @ self.get_parameter("blocks.0.up.weight").t()[:, :WIDTH]
 
 
-@odd(known="an nn.Parameter is none inside the forward")
+@odd()
 class AsksForParameter(Odd):
     def odd(self, x: Tensor) -> Tensor:
         return 2 * x if isinstance(self.inlet.weight, nn.Parameter) else x
@@ -257,38 +256,38 @@ class NumpyOfAWeight(Odd):
 
 # --- weights that the forward changes --------------------------------------------------------------------------------
 
-CHANGED = r"(?s)(in ?place|changed)"
+CHANGED = "must not be changed in place by the forward"
 
 
-@odd(known="changes through .data are lost in stage 3")
+@odd(refused=CHANGED)
 class ClampsData(Odd):
     def odd(self, x: Tensor) -> Tensor:
         self.outlet.weight.data.clamp_(-0.1, 0.1)
         return x
 
 
-@odd(known="changes through .data are lost")
+@odd(refused=CHANGED)
 class ReplacesData(Odd):
     def odd(self, x: Tensor) -> Tensor:
         self.outlet.weight.data = self.outlet.weight.data.clamp(-0.1, 0.1)
         return x
 
 
-@odd(known="changes through a detached view are lost in stage 3")
+@odd(refused=CHANGED)
 class ChangesADetachedView(Odd):
     def odd(self, x: Tensor) -> Tensor:
         self.outlet.weight.detach()[0].mul_(0.5)
         return x
 
 
-@odd(known="changes through numpy are lost in stage 3")
+@odd(refused=CHANGED)
 class ChangesByNumpy(Odd):
     def odd(self, x: Tensor) -> Tensor:
         self.outlet.weight.detach().numpy()[0] *= 0.5
         return x
 
 
-@odd(known="forced weight normalisation is refused in other words")
+@odd(refused=CHANGED)
 class ForcedNorm(Odd):
     """The forced weight normalisation of EDM2."""
 
@@ -298,12 +297,12 @@ class ForcedNorm(Odd):
         return x
 
 
-@odd(words, known="max_norm ends in PyTorch's internals")
+@odd(words, refused=CHANGED)
 def max_norm() -> nn.Module:
     return Fit(nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0), Block(), Block())
 
 
-@odd(refused="must not be changed in place by the forward")
+@odd(refused=CHANGED)
 class Teacher(Odd):
     """An average of a layer's weights, in frozen parameters."""
 
@@ -318,7 +317,7 @@ class Teacher(Odd):
         return x + self.teacher(x)
 
 
-@odd(known="a Parameter made in the first forward ends in PyTorch's internals")
+@odd(refused="parameter 'scale': must be there when the step is made")
 class LateParameter(Odd):
     def odd(self, x: Tensor) -> Tensor:
         if not hasattr(self, "scale"):
@@ -326,7 +325,7 @@ class LateParameter(Odd):
         return x * self.scale
 
 
-@odd(known="a module that takes another's place is bound to the other's weights")
+@odd(refused="parameter 'outlet.weight': must be there when the step is made")
 class NewHead(Odd):
     """Puts a module in another's place in the forward."""
 
@@ -335,7 +334,7 @@ class NewHead(Odd):
         return x
 
 
-@odd(known="requires_grad_ inside the forward ends in PyTorch's internals")
+@odd(refused="must keep requires_grad in the forward")
 class TogglesFlags(Odd):
     """Freezes a part while it runs, as a GAN does with its discriminator."""
 
@@ -346,10 +345,30 @@ class TogglesFlags(Odd):
         return x
 
 
-@odd(known="a backward inside the forward adds to gradients that nobody reads")
+@odd(refused="must not be differentiated by inside the forward")
 class CallsBackward(Odd):
     def odd(self, x: Tensor) -> Tensor:
         self.inlet(x.detach()).sum().backward()
+        return x
+
+
+@odd(refused="'inlet.weight': must keep requires_grad in the forward")
+class Unfreezes(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet.requires_grad_(False)
+
+    def odd(self, x: Tensor) -> Tensor:
+        self.inlet.requires_grad_(True)
+        return self.inlet(x)
+
+
+@odd(refused="parameter 'blocks.0.norm.weight': must be there when the step is made")
+class ReversesItsBlocks(Odd):
+    """Its blocks change places in every forward."""
+
+    def odd(self, x: Tensor) -> Tensor:
+        self.blocks = nn.ModuleList(reversed(self.blocks))
         return x
 
 
@@ -400,14 +419,14 @@ class SharedModules(Odd):
         self.blocks[1].norm = self.blocks[0].norm
 
 
-@odd(known="two Parameters over one storage are trained as two")
+@odd(refused="must have memory of its own")
 class SharedStorage(Odd):
     def __init__(self) -> None:
         super().__init__()
         self.outlet.weight = nn.Parameter(self.inlet.weight.data)
 
 
-@odd(known="two Parameters over parts of one storage are trained as two")
+@odd(refused="must have memory of its own")
 class OverlappingStorage(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -645,7 +664,7 @@ class Ensemble(Odd):
         return torch.func.vmap(lambda weights: functional_call(self.blocks[0], weights, (x,)))(stacked).mean(0)
 
 
-@odd(known="a gradient by a parameter inside the forward is that of its latest use alone")
+@odd(refused="'inlet.weight': must not be differentiated by inside the forward")
 class InnerStep(Odd):
     """A step of gradient descent within the forward, as in meta-learning, by a weight that was used before."""
 
@@ -655,13 +674,34 @@ class InnerStep(Odd):
         return F.linear(x, weight - 0.1 * grad)
 
 
-@odd()
+@odd(refused="must not be differentiated by inside the forward")
 class InnerStepOfOneUse(InnerStep):
     def odd(self, x: Tensor) -> Tensor:
         return super().odd(x.detach())
 
 
-@odd(known="torch.func.grad raises in stage 3: PyTorch's transforms do not go together with hooks on saved tensors")
+@odd()
+class InnerStepOfACopy(Odd):
+    """The same, by a copy that its uses share."""
+
+    def odd(self, x: Tensor) -> Tensor:
+        weight = 1 * self.inlet.weight
+        (grad,) = torch.autograd.grad(F.linear(x, weight).square().mean(), weight, create_graph=True)
+        return F.linear(x, weight - 0.1 * grad)
+
+
+@odd(refused="'inlet.weight': must not be differentiated by inside the forward")
+class InnerStepOfAHeldWeight(Odd):
+    """By a weight that it has kept since the first use."""
+
+    def body(self, x: Tensor) -> Tensor:
+        weight = self.inlet.weight
+        loss = self.inlet(self.blocks[0](F.linear(x, weight))).square().mean()
+        (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+        return self.outlet(F.linear(x, weight - 0.1 * grad))
+
+
+@odd(refused="torch.func.grad", refused_in=(3,))
 class GradOfFunctions(Odd):
     def odd(self, x: Tensor) -> Tensor:
         return x + torch.func.vmap(torch.func.grad(lambda row: self.outlet(row).square().sum()))(x)
@@ -677,7 +717,7 @@ class ForwardMode(Odd):
 # --- random numbers and order ----------------------------------------------------------------------------------------
 
 
-@odd(known="layer drop raises ScheduleError in stage 3 on several ranks")
+@odd(rounds=IN_PARTS)
 class LayerDrop(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -690,7 +730,7 @@ class LayerDrop(Odd):
         return x
 
 
-@odd(known="an order that depends on data raises ScheduleError in stage 3")
+@odd()
 class DepthFromData(Odd):
     def odd(self, x: Tensor) -> Tensor:
         for _ in range(int(x.sum().abs() * 10) % 3):
@@ -710,7 +750,7 @@ class RandomOrder(Odd):
         return x
 
 
-@odd(known="an order that depends on data raises ScheduleError in stage 3")
+@odd()
 class ExpertsByToken(Odd):
     """A mixture of experts, each called with the tokens that choose it, and left out where none does."""
 
@@ -776,7 +816,7 @@ class CheckpointedSequence(Odd):
         return checkpoints.checkpoint_sequential([*self.blocks, self.inlet, nn.Dropout(0.3)], 2, x, use_reentrant=False)
 
 
-@odd(known="selective checkpointing raises in stage 3 on several ranks")
+@odd()
 class CheckpointedSelectively(Odd):
     def odd(self, x: Tensor) -> Tensor:
         keep = functools.partial(checkpoints.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
@@ -799,7 +839,7 @@ class CompiledInPlace(Odd):
             block.compile(backend="aot_eager")
 
 
-@odd(known="a compiled model raises in stage 3")
+@odd(refused="must have no module compiled by torch.compile", refused_in=(3,))
 def compiled_model() -> nn.Module:
     return torch.compile(Odd(), backend="aot_eager")
 
@@ -969,7 +1009,7 @@ class ParameterHook(Odd):
         self.inlet.weight.register_hook(lambda grad: 2 * grad)
 
 
-@odd(known="a hook that the forward sets on a parameter lasts until its unit is entered again")
+@odd(refused="'inlet.weight': must get no gradient hook in the forward")
 class ParameterHookInside(Odd):
     """Scales a gradient with a hook that it sets in its first forward."""
 
@@ -1024,7 +1064,7 @@ class GrowingBuffer(Odd):
         return x
 
 
-@odd(known="a sparse buffer ends in PyTorch's internals")
+@odd(refused="buffer 'graph': must be dense")
 class SparseBuffer(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -1047,7 +1087,7 @@ class BufferOfAnotherDtype(Odd):
         return x * self.scale.float()
 
 
-@odd(known="a buffer that the forward sets to None is there again in the next step")
+@odd(refused="buffer 'first': must keep its shape and dtype, or stay None")
 class BufferThatGoes(Odd):
     def __init__(self) -> None:
         super().__init__()
@@ -1059,7 +1099,7 @@ class BufferThatGoes(Odd):
         return x
 
 
-@odd(known="a buffer that the forward fills is None again in the next step")
+@odd(refused="buffer 'scale': must keep its shape and dtype, or stay None")
 class BufferFromTheFirstBatch(Odd):
     """Takes its scale from the first batch, as an ActNorm does."""
 
@@ -1073,7 +1113,7 @@ class BufferFromTheFirstBatch(Odd):
         return x * self.scale
 
 
-@odd(known="a buffer that the forward registers is gone in the next step")
+@odd(refused="buffer 'scale': must be there when the step is made")
 class BufferOfTheFirstForward(BufferFromTheFirstBatch):
     def __init__(self) -> None:
         Odd.__init__(self)
