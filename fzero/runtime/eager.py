@@ -515,12 +515,12 @@ class Pass:
         """From the second stay in a unit on, no gradient by one of its parameters is taken inside the forward."""
         leaves = {name: leaf for name in _trained_in(unit) if (leaf := self._leaves[name]).requires_grad}
         if self._stays[-1][unit.name]:
-            earlier = (
-                (name, held()) for name, held in self._stayed.pop(unit.name, ())
-            )  # what the model still has of the first
-            for name, leaf in (*leaves.items(), *earlier):
-                if leaf is not None:
-                    leaf.register_hook(_OfOneStay(self, name))  # type: ignore[no-untyped-call]
+            held = (
+                (name, earlier()) for name, earlier in self._stayed.pop(unit.name, ())
+            )  # by the model, of the first stay
+            still_there = ((name, leaf) for name, leaf in held if leaf is not None)
+            for name, leaf in (*leaves.items(), *still_there):
+                leaf.register_hook(_OfOneStay(self, name))  # type: ignore[no-untyped-call]
         else:
             self._stayed[unit.name] = [(name, ref(leaf)) for name, leaf in leaves.items()]
 
