@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import ref
 
 import optree
 import torch
@@ -290,7 +291,8 @@ def _version(grad: Tensor | None) -> tuple[int, int] | None:
 class _Seen(NamedTuple):
     """A tensor of the module when a state took its values."""
 
-    tensor: Tensor
+    tensor: ref[Tensor]
+    """Weak, so that a module that moves to `meta` frees its own."""
     identity: tuple[int, int, int]
     bits: Tensor
 
@@ -313,7 +315,7 @@ class Origin:
         self._is_open, self._seen = True, {}
         for name, x in () if given else _tensors(self._model):
             if not x.is_meta and type(x) in (Tensor, nn.Parameter, StandIn):
-                self._seen[name] = _Seen(x, _identity(x), bits_of(x))
+                self._seen[name] = _Seen(ref(x), _identity(x), bits_of(x))
 
     def close(self) -> None:
         """Looks no more."""
@@ -330,7 +332,7 @@ class Origin:
         now = self._check_kinds()
         for name, seen in self._seen.items():
             tensor = now[name]
-            is_same = tensor is seen.tensor and _identity(tensor) == seen.identity
+            is_same = tensor is seen.tensor() and _identity(tensor) == seen.identity
             if not (is_same or tensor.is_meta or torch.equal(bits_of(tensor), seen.bits)):
                 raise ValueError(
                     f"model: must hold what it held in init until the first step, and {name!r} was changed since "
@@ -362,7 +364,8 @@ def _identity(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(model.named_parameters(), model.named_buffers())
+    """Under every name: tied ones are no longer one when a module moves to `meta`."""
+    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
 def bits_of(tensor: Tensor) -> Tensor:
