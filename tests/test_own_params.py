@@ -459,6 +459,26 @@ def test_a_forward_may_make_modules_around_those_that_have_parameters() -> None:
     torch.testing.assert_close(trained(fzero.make_train_step(make(Rebuilds), config(3))), expected)
 
 
+class Caches(Model):
+    """Makes tables once, of which a plain loop keeps nothing in the state dict either."""
+
+    def set_up(self) -> None:
+        self.register_buffer("table", None, persistent=False)
+
+    def use(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = x.detach().clone()
+            self.register_buffer("late", self.table + 1, persistent=False)
+        return super().use(x * self.table + self.late)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_table_that_a_forward_registers_for_itself_stays_with_the_module(stage: int) -> None:
+    expected, step = plain_weights(Caches), fzero.make_train_step(make(Caches), config(stage))
+    torch.testing.assert_close(trained(step), expected)
+    assert step.init() and "late" not in step.gather(step.init())
+
+
 # --- gradients that a forward asks for -----------------------------------------------------------------------------
 
 

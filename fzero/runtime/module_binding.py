@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from fzero.runtime import own_params
@@ -107,10 +108,12 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
                 listers.append(module)
             module.__dict__["_buffers"] = dict(module._buffers)
             for key, buffer in module._buffers.items():
+                name, is_cache = aliases.get(dot + key, dot + key), key in module._non_persistent_buffers_set
+                if is_cache and name not in buffers:
+                    continue  # the module's own affair, as an attribute is
                 if buffer is None:
                     empty.append((module._buffers, key, dot + key))
                     continue
-                name = aliases.get(dot + key, dot + key)
                 if name not in buffers:
                     raise late("buffer", name)
                 module._buffers[key] = buffers[name]
@@ -135,6 +138,7 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
         for module in listers:
             del module.__dict__["named_parameters"]
         for module, own_parameters, own_buffers in found:
+            _keep_caches(module, own_buffers)
             module.__dict__["_parameters"], module.__dict__["_buffers"] = own_parameters, own_buffers
         for hook in hooks:
             hook.remove()
@@ -151,8 +155,19 @@ def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any])
             raise late("parameter", dot + key)
     if len(module._buffers) > len(own_buffers):
         for key, buffer in module._buffers.items():
-            if key not in own_buffers and buffer is not None:
+            if key not in own_buffers and buffer is not None and key not in module._non_persistent_buffers_set:
                 raise late("buffer", dot + key)
+
+
+def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None]) -> None:
+    """Leaves on the module what a forward has made and registered with `persistent=False`: a table, say, made once.
+
+    Not what a trace has made of it, which has no values.
+    """
+    for key in module._non_persistent_buffers_set:
+        made = module._buffers.get(key)
+        if own_buffers.get(key) is None and type(made) is Tensor and not is_functorch_wrapped_tensor(made):
+            own_buffers[key] = made
 
 
 def _check_places(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:

@@ -364,8 +364,12 @@ def _identity(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Under every name: tied ones are no longer one when a module moves to `meta`."""
-    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    """Under every name, for tied ones are no longer one when a module moves to `meta`; without what a module may make anew."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, buffer
 
 
 def bits_of(tensor: Tensor) -> Tensor:
