@@ -453,8 +453,9 @@ def meet(call: str, axis: Axis) -> None:
     Raises:
         CollectiveError: the others are somewhere else and will not come, or did not come in time.
     """
-    if not isinstance(axis, Real) or axis.size == 1 or not _WATCHES:
+    if not isinstance(axis, Real) or axis.size == 1:
         return
+    _keep_watch()  # some ranks may have joined for a part of the job before, and others not
     group = axis.group or dist.group.WORLD
     assert group is not None
     ranks = [axis.global_rank(rank) for rank in range(axis.size)]
