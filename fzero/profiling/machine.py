@@ -221,7 +221,7 @@ def mean_rates(found: Sequence[Rates]) -> Rates:
 def _run_ranks(function: str, num_ranks: int) -> list[Any]:
     """What a function here tells on each of some ranks of this machine, which call it with a folder."""
     with tempfile.TemporaryDirectory(prefix="fzero-env-") as folder:
-        code = f"from fzero import machine_report; machine_report.{function}({folder!r})"
+        code = f"from fzero.profiling import machine; machine.{function}({folder!r})"
         command = [sys.executable, "-m", "fzero", "run", "--num_procs", str(num_ranks), "--no_python", sys.executable]
         try:
             subprocess.run([*command, "-c", code], check=True, capture_output=True, timeout=120)
