@@ -33,7 +33,7 @@ def printed(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     (folder / "hosts").write_text(HOSTS[1])
     assert main(shlex.split(command)) == 0
     shown = capsys.readouterr().out.replace(sys.executable, "/usr/bin/python3")
-    return shown.replace(str(Path(feed.__file__).parent), "/usr/lib/python3/dist-packages/fzero")
+    return shown.replace(str(Path(feed.__file__).parents[1]), "/usr/lib/python3/dist-packages/fzero")
 
 
 @pytest.mark.parametrize(("command", "shown"), EXAMPLES, ids=[command[:60] for command, _ in EXAMPLES])
