@@ -1017,7 +1017,7 @@ def _what_changed(error: BaseException, model: str) -> str:
     )
 
 
-_NOT_THE_MODEL = (str(Path(__file__).parent), str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
+_NOT_THE_MODEL = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
 
 
 def _is_package(frame: traceback.FrameSummary) -> bool:
