@@ -511,12 +511,14 @@ def test_a_process_that_is_killed_while_it_claims_a_folder_keeps_nobody_away(tmp
 
 
 RANKS = """
-import os, random, signal, sys
+import os, random, signal, sys, types
 from pathlib import Path
 
 path, draw = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
-sys.path.append(sys.argv[3])
-import claims  # without torch, for processes that are forked fast
+for name in ("fzero", "fzero.common", "fzero.storage"):  # without torch, for processes that are forked fast
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [str(Path(sys.argv[3], *name.split(".")[1:]))]
+from fzero.storage import ownership as claims
 
 
 def run(rank, how, ends):
@@ -567,7 +569,9 @@ for _ in range(30):
 def test_ranks_that_come_at_once_each_get_their_folder_whoever_removes_what_earlier_ones_left(tmp_path: Path) -> None:
     """Jobs of other numbers of ranks one after the other, most of which are killed; those that refuse are started again."""
     subprocess.run(
-        [sys.executable, "-c", RANKS, str(tmp_path), "0", str(Path(claims.__file__).parent)], check=True, timeout=100
+        [sys.executable, "-c", RANKS, str(tmp_path), "0", str(Path(claims.__file__).parents[1])],
+        check=True,
+        timeout=100,
     )
 
 
@@ -596,11 +600,13 @@ def test_a_folder_goes_only_while_nobody_can_claim_it(state: int, tmp_path: Path
 
 
 COMING_AND_GOING = """
-import os, sys
+import os, sys, types
 from pathlib import Path
 
-sys.path.append(sys.argv[2])
-import claims  # without torch, for processes that are forked fast
+for name in ("fzero", "fzero.common", "fzero.storage"):  # without torch, for processes that are forked fast
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [str(Path(sys.argv[2], *name.split(".")[1:]))]
+from fzero.storage import ownership as claims
 
 path, ranks = Path(sys.argv[1]), []
 for rank in range(4):
@@ -621,7 +627,7 @@ assert not any([os.waitpid(pid, 0)[1] for pid in ranks])
 
 
 def test_the_folder_of_a_state_goes_with_its_last_rank_and_none_that_comes_then_misses_it(tmp_path: Path) -> None:
-    folder = str(Path(claims.__file__).parent)
+    folder = str(Path(claims.__file__).parents[1])
     subprocess.run([sys.executable, "-c", COMING_AND_GOING, str(tmp_path), folder], check=True, timeout=100)
     assert not list(tmp_path.iterdir())
 
