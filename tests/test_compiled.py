@@ -777,9 +777,9 @@ def test_a_step_on_paper_holds_and_sends_what_the_plan_says(stage: int) -> None:
     planned = sum(step.plan.sent_per_step.values())
     if stage == 3:  # the backward does not need an embedding's weights
         planned -= step.plan.units[0].gathered_numel // num_ranks * (num_ranks - 1)
-    # Losses, weights and numbers of passes, and where gradients are divided the parts of the norm, in float64; and the
+    # Losses, weights, numbers of passes and checksums, and where gradients are divided the parts of the norm, in float64; and the
     # tables of angles, which are module buffers.
-    numbers = (3 + (stage > 0)) * 8 + sum(spec.local_nbytes(num_ranks) for spec in step.specs.buffers.values())
+    numbers = (4 + (stage > 0)) * 8 + sum(spec.local_nbytes(num_ranks) for spec in step.specs.buffers.values())
     assert timeline.sent == 4 * planned + numbers * (num_ranks - 1)
     assert "gather model.layers.1" in str(timeline) or stage < 3
 
@@ -791,7 +791,7 @@ def test_a_step_with_weighted_losses_is_explained_with_its_micro_steps() -> None
     cfg = config(2, optimizer=SGD) | {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 4}
     step = fzero.make_train_step(make(Plain), cfg, loss_fn=loss_fn, mesh=fzero.Fake("data", 4))
     timeline = step.explain(vectors(0))
-    assert timeline.sent == 4 * sum(step.plan.sent_per_step.values()) + (3 * 3 + 1) * 8 * 3
+    assert timeline.sent == 4 * sum(step.plan.sent_per_step.values()) + (3 * 4 + 1) * 8 * 3
 
 
 def test_what_cannot_be_explained_or_run_is_told() -> None:
