@@ -8,6 +8,7 @@ for batch in loader:
 """
 
 import os
+from typing import Any
 
 from fzero.checkpoint.deepspeed.export import export_deepspeed
 from fzero.checkpoint.deepspeed.load import convert_deepspeed, import_deepspeed
@@ -45,6 +46,7 @@ from fzero.profiling.reports import ModuleProfile, Profile, comms_table, wall_cl
 from fzero.resharding.place import place
 from fzero.resharding.plan import Place, ReshardPlan, plan_reshard
 from fzero.resharding.reshard import reshard, reshard_all
+from fzero.runtime.hooks import observe_steps
 from fzero.runtime.step_spec import MismatchError
 from fzero.simulation import LockstepRanks, VmapRanks, simulate, stacked, unstacked
 from fzero.state import Metrics, TrainState
@@ -54,11 +56,17 @@ from fzero.storage.file_tensor import FileTensor
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
 from sharding import Placement
 
-if "FZERO_TUNE" in os.environ:  # of a job that `fzero tune` started, whose steps are observed
-    from fzero.runtime.hooks import observe_steps
+
+def _probe_of(*of_step: Any) -> Any:
+    """The observer of a step in a job that `fzero tune` started; the tuner is loaded there only."""
+    if "FZERO_TUNE" not in os.environ:
+        return None
     from fzero.tuning.probe import probe_of
 
-    observe_steps(probe_of)
+    return probe_of(*of_step)
+
+
+observe_steps(_probe_of)
 
 __all__ = [
     "CheckpointError",

@@ -299,7 +299,7 @@ def test_too_many_files_are_told(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("where", ["os.open", "Path.write_text", "Path.rename"])
+@pytest.mark.parametrize("where", ["os.open", "create", "Path.rename"])
 def test_a_folder_that_cannot_be_claimed_is_as_it_was(where: str, tmp_path: Path) -> None:
     (tmp_path / "fzero-rank1").mkdir()
     (tmp_path / "fzero-rank1" / "notes").touch()
