@@ -1,6 +1,6 @@
 """Starting ranks on one machine and many, and what happens when one ends.
 
-May import: comms, common. Begin with `fzero.launch.cli`.
+May import: common, comms, config. Begin with `fzero.launch.cli`.
 """
 
 __all__ = [
