@@ -658,7 +658,7 @@ class TrainStep:
 
     def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> Round:
         check_trains("step")
-        collectives.next_step()
+        collectives.next_step(self._mesh.everyone)
         if self._observer:
             self._observer.begins()
         self._origin.leave()

@@ -526,7 +526,7 @@ def test_a_state_of_the_rendezvous_that_no_agent_of_the_job_wrote_is_never_unpic
             attack() or mine.get_state()
 
 
-def test_agents_of_several_hosts_that_start_again_need_a_secret_which_no_command_shows(monkeypatch):
+def test_agents_of_several_hosts_that_start_again_need_a_secret_which_no_command_shows(monkeypatch, tmp_path):
     monkeypatch.delenv(SECRET, raising=False)
     work = Work(TWO, 0, ("python", "-u", "train.py"), "a", 29500, max_restarts=1)
     with pytest.raises(ValueError, match="FZERO_SECRET: is not set"):
@@ -536,4 +536,4 @@ def test_agents_of_several_hosts_that_start_again_need_a_secret_which_no_command
     assert not [word for command in commands for word in command.words if secret in word]
     monkeypatch.setenv(SECRET, secret)
     assert secret_of(work) == Secret(secret) and SECRET not in os.environ
-    assert secret not in str(launch_config(work, "/nowhere", Secret(secret)))
+    assert secret not in str(launch_config(work, str(tmp_path), Secret(secret)))

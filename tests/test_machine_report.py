@@ -57,9 +57,9 @@ def test_ranks_that_measure_at_once_are_what_a_plan_is_made_with(
     assert "must be what `fzero env --json` printed" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["env", "--path", "/nowhere"]) == 1
-    assert "--path /nowhere: " in capsys.readouterr().err
+def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--path", f"{tmp_path}/nowhere"]) == 1
+    assert f"--path {tmp_path}/nowhere: " in capsys.readouterr().err
 
 
 def test_a_rate_is_that_of_the_fastest_repetition() -> None:

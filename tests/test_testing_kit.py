@@ -351,7 +351,7 @@ def test_a_longer_run_finds_what_is_seldomer() -> None:
     check_transform(transform, max_examples=1)
     with pytest.raises(AssertionError, match=r"after update 300\. Example: Updates"):
         check_transform(transform, max_examples=1, num_updates=300)
-    with pytest.raises(ValueError, match="num_updates: must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_updates: must be a whole number, at least 1, got 0"):
         check_transform(transform, num_updates=0)
 
 

@@ -41,6 +41,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, its functions' defaults would keep the group of that time, and its connections
 from einops import rearrange
 from torch import Tensor
 
@@ -426,6 +427,7 @@ def _keep_watch() -> None:
     if dist.get_world_size() == 1 or (_WATCHES and _WATCHES[-1][0]() is group):
         return
     _end_watch()
+    HERE.num_steps = HERE.number = 0  # ranks of the job may have done other things before
     own: Any = dist.distributed_c10d._get_default_store()
     # Another connection: a thread that waits for a key holds up the others of its connection.
     store = dist.distributed_c10d.PrefixStore(f"fzero-watch-{group.group_name}", own.clone())
@@ -502,9 +504,10 @@ def waited() -> dict[str, float]:
     return dict(HERE.waited)
 
 
-def next_step() -> None:
-    """Collectives are numbered anew, by which ranks are compared when one does not come."""
-    HERE.next_step()
+def next_step(axis: Bound) -> None:
+    """Collectives are numbered anew, by which ranks are compared when one does not come; steps of a rank alone do not count."""
+    if isinstance(axis, Real) and axis.size > 1:
+        HERE.next_step()
 
 
 def job() -> Real:
@@ -554,6 +557,7 @@ def shutdown() -> None:
         if isinstance(pending.works, Future):
             pending.works.cancel()  # what is not started yet must not be, in a group that is joined later
     _ABANDONED.clear()  # a collective under way would keep the connections open
+    _PROBES.clear()  # and so would these
     _end_watch()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -782,7 +786,8 @@ def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: Lockstep) 
 
 
 def _tell(axis: Bound, collective: str, label: Label, num_elements: int, tensor: Tensor) -> None:
-    HERE.start(label)
+    if isinstance(axis, Real):
+        HERE.start(label)
     if axis.observe is not None:
         axis.observe(Sent(collective, axis.name, label, num_elements, num_elements * tensor.element_size()))
 

@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero.comms.collectives import Fake, InGraph, Real, collective_that_raised, failed
 from fzero.comms.mesh_in_graph import MeshInGraph, Through
@@ -96,7 +97,7 @@ class Backend:
     Attributes:
         units: the unit of each flat buffer, by its key.
         checkpoint: the modules that the backward runs again (`fzero.graph.remat`).
-        own: the names of the module's own parameters, by identity, which no graph may read.
+        own: the names of the parameters that the module had when the step was made, which no graph may read.
         axes: of exchanges, on gloo.
         stacked: whether the graph is of all ranks at once, and so must not draw random numbers.
         graphs: the aten graphs in the order in which they run, by capture; mutated inputs are `copy_`'d to.
@@ -107,7 +108,7 @@ class Backend:
     options: PassOptions
     units: Mapping[str, str] = field(default_factory=dict)
     checkpoint: dict[str, str] = field(default_factory=dict)
-    own: Mapping[int, str] = field(default_factory=dict)
+    own: Mapping[Tensor, str] = field(default_factory=WeakTensorKeyDictionary)
     axes: tuple[InGraph, ...] = ()
     stacked: bool = False
     graphs: list[torch.fx.Graph] = field(default_factory=list)
@@ -130,7 +131,8 @@ class Backend:
     def check(self, module: torch.fx.GraphModule) -> None:
         """Raises ParameterError for what Dynamo has captured, where it reads the module's own parameters or changes any."""
         for node in module.graph.find_nodes(op="placeholder"):
-            name = self.own.get(id(node.meta["grapharg"].example))
+            example = node.meta["grapharg"].example
+            name = self.own.get(example) if isinstance(example, Tensor) else None
             if name is not None:
                 raise ParameterError(
                     f"parameter {name!r}: must be read from its module where the step is one graph, and code holds it in another "
@@ -348,7 +350,7 @@ class CompiledStep:
         self._ranks = self._graph.ranks
         self.axes = self._graph.by_group
         exchanges = tuple(along for along in self.axes.values() if not along.is_nccl)
-        own = {id(param): name for name, param in model.named_parameters()}
+        own = WeakTensorKeyDictionary({param: name for name, param in model.named_parameters()})  # type: ignore[no-untyped-call]
         self.backend = Backend(
             backend or "aot_eager", pass_options(plan), units, modules, own, exchanges, bool(stacked)
         )
@@ -790,7 +792,8 @@ class CompiledStep:
     def _standing_in(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Inside, the module's own parameters stand for `tensors`, where nothing is captured."""
         own = {id(param): param for param in self._module.parameters()}
-        leave = enter(own, self.backend.own, tensors.__getitem__)
+        names = {id(param): name for param, name in self.backend.own.items()}
+        leave = enter(own, names, tensors.__getitem__)
         try:
             yield
         finally:
