@@ -1,13 +1,15 @@
 """What every test may use: a pool of real ranks, and one thread for this process.
 
 Tests that try a law on many examples are marked `property`, which hypothesis' own get here; the last line says how long
-they took.
+they took. Of a test that is marked `covering(t)`, `make test` takes so many cases that every combination of `t` parameters'
+values is among them; the others are `long`, of `make test-all`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import laws  # noqa: F401 - the profiles, before any test module
@@ -20,31 +22,62 @@ if TYPE_CHECKING:
     from test_deepspeed_checkpoints import DeepSpeed
 
 
+BUDGETS = {"test_zoo.py": 600}
+"""Seconds that the long tests of a file are meant to take."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    of_function: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("property")
-        for marker in item.iter_markers("long"):
-            item.user_properties.append(("budget", marker.kwargs["budget"]))
+        if item.get_closest_marker("covering"):
+            of_function[item.nodeid.partition("[")[0]].append(item)
+    for cases in of_function.values():
+        (strength,) = cases[0].iter_markers("covering").__next__().args
+        covering = cover([case.callspec.params for case in cases], strength)  # type: ignore[attr-defined]
+        for case, takes_part in zip(cases, covering, strict=True):
+            if not takes_part:
+                case.add_marker("long")
+
+
+def cover(cases: Sequence[dict[str, object]], strength: int) -> list[bool]:
+    """Which of the cases are taken, one after the other, so that every combination of `strength` values is among them.
+
+    >>> square = [{"a": a, "b": b} for a in range(3) for b in range(3)]
+    >>> [(case["a"], case["b"]) for case, takes_part in zip(square, cover(square, 1)) if takes_part]
+    [(0, 0), (1, 1), (2, 2)]
+    """
+
+    def of(case: dict[str, object]) -> set[tuple[tuple[str, str], ...]]:
+        values = [(name, repr(value)) for name, value in case.items()]
+        return set(combinations(values, min(strength, len(values))))
+
+    left, taken = set().union(*map(of, cases)), [False] * len(cases)
+    while left:
+        best = max(range(len(cases)), key=lambda index: len(of(cases[index]) & left))
+        taken[best], left = True, left - of(cases[best])
+    return taken
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
     times = [report.duration for report in reports if "property" in report.keywords]
     terminalreporter.write_line(f"{len(times)} property tests took {sum(times):.0f} s of work and waiting")
-    for (part, budget), took in sorted(_of_long_parts(terminalreporter).items()):
+    for part, took in sorted(_of_long_parts(terminalreporter).items()):
+        budget = BUDGETS[part.rpartition("/")[2]]
         over = ": over" if took > budget else ""
-        terminalreporter.write_line(f"{part} took {took:.0f} s of its budget of {budget:.0f} s{over}")
+        terminalreporter.write_line(f"{part} took {took:.0f} s of its budget of {budget} s{over}")
 
 
-def _of_long_parts(terminalreporter: pytest.TerminalReporter) -> dict[tuple[str, float], float]:
-    """The seconds that each file of long tests took, by its name and its budget."""
-    took: dict[tuple[str, float], float] = defaultdict(float)
+def _of_long_parts(terminalreporter: pytest.TerminalReporter) -> dict[str, float]:
+    """The seconds that each file of long tests took."""
+    took: defaultdict[str, float] = defaultdict(float)
     every = [report for reports in terminalreporter.stats.values() for report in reports]
     for report in (report for report in every if isinstance(report, pytest.TestReport)):
-        for key, budget in report.user_properties:
-            if key == "budget":
-                took[report.nodeid.partition("::")[0], budget] += report.duration
+        if "long" in report.keywords:
+            took[report.nodeid.partition("::")[0]] += report.duration
     return took
 
 

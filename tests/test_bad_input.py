@@ -647,6 +647,7 @@ CHANGES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long
 def test_a_rank_that_alone_needs_another_order_is_named_and_no_rank_hangs(ranks: RankPool) -> None:
     # The rank waits 20 s for the others to need another order, too.
     errors = errors_of(ranks, 2, _train, Routed, turns_around, config(3), 4, "learned", seconds=60)

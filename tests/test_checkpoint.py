@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from hypothesis import given
+from laws import examples
 from ranks import RankPool
 from safetensors.torch import save_file
 from test_reshard import Normed, Setting, assert_same, paths, settings, states_of, step_of
@@ -54,6 +55,7 @@ def without_grads(state: Any) -> Any:
 # --- what is loaded is what was saved ----------------------------------------------------------------------------
 
 
+@examples(20)
 @given(paths(2))
 def test_what_is_loaded_on_any_ranks_is_what_these_would_cut_of_the_whole_state(path: list[Setting]) -> None:
     old, new = map(step_of, path)
@@ -125,6 +127,7 @@ def run(step: Any, state: Any, numbers: range, batch_of: Callable[[int], Any]) -
     return state
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 3), (2, 2), (3, 1), (3, 3)])
 def test_five_steps_and_five_more_after_a_load_are_ten_steps_bit_for_bit(
@@ -161,7 +164,8 @@ def train_save_load(cfg: dict[str, Any], folder: str, compile: Any) -> tuple[Any
 
 
 @pytest.mark.parametrize(
-    ("stage", "world_size", "compile"), [(0, 2, None), (1, 2, None), (2, 3, None), (3, 2, None), (3, 2, "step")]
+    ("stage", "world_size", "compile"),
+    [(0, 2, None), (1, 2, None), (2, 3, None), (3, 2, None), pytest.param(3, 2, "step", marks=pytest.mark.long)],
 )
 def test_on_processes_training_goes_on_bit_for_bit(
     ranks: RankPool, stage: int, world_size: int, compile: Any, folder: Path

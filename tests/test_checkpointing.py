@@ -143,6 +143,7 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize(("model", "data"), [(Odd, tokens), (Nested, vectors), (Recurrent, vectors)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -168,6 +169,7 @@ def _train_transformer(name: str, use_cache: bool, own: bool) -> list[tuple[Run,
     return _with_and_without(maker, text, {}, {"checkpoint": 1})[::3]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("use_cache", "own"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -374,6 +376,7 @@ def _sent(model: Any, data: Any, checkpoint: int | None, schedule: Any) -> tuple
     return step.schedule, gathers, [seen[0], seen[2]]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["learned", "negotiated"])
 @pytest.mark.parametrize(("model", "data"), [(Plain, vectors), (Odd, tokens)])
 @pytest.mark.parametrize("checkpoint", [1, 2])

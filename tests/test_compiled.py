@@ -286,7 +286,8 @@ def _new_state_alive(graph: torch.fx.Graph) -> int:
     return most
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("stage", [3, 2, 0])
 def test_the_state_is_written_in_place_and_no_second_copy_is_alive(ranks: RankPool, stage: int) -> None:
     for same, num_written, alive, largest in ranks(2, _addresses_and_graph, stage):
         assert same
@@ -346,6 +347,7 @@ def _of_buckets(stage: int) -> tuple[list[int], int, list[int], list[int]]:
     return [numel for numel in numels if numel > 32], liveness(graph).peak_gathered_numel, flat, units
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", range(4))
 def test_joined_collectives_stay_within_their_buckets_and_give_the_eager_step_s_bits(
@@ -379,6 +381,7 @@ WIDE, NARROW = 1536 + 128, 256 + 64
 """Elements of a unit of `Uneven` on two ranks, its two flat buffers with their padding."""
 
 
+@pytest.mark.long
 def test_the_sizes_of_the_configuration_set_the_schedule(ranks: RankPool) -> None:
     sizes: list[dict[str, int]] = [
         {},
@@ -547,11 +550,13 @@ def test_checkpointing_changes_no_bit_of_a_compiled_step(
     assert ranks(world_size, _checkpointed_in_stages, model, stages, keys) == [[True] * len(stages)] * world_size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_checkpointing_changes_no_bit_of_a_compiled_transformer(ranks: RankPool, name: str) -> None:
     assert ranks(2, _checkpointed, MODELS[name], text, config(3)) == [True, True]
 
 
+@pytest.mark.long
 def test_autocast_and_gradients_inside_the_forward_are_the_same_when_checkpointed() -> None:
     assert _checkpointed(_quiet, vectors, config(0) | {"torch_autocast": {"enabled": True}}, 2)
     assert _checkpointed(Penalised, vectors, config(0))
@@ -578,6 +583,7 @@ def _kept(graph: torch.fx.Graph) -> int:
     return liveness(graph).live[end + 1]
 
 
+@pytest.mark.long
 def test_a_checkpointed_block_keeps_its_input_and_nothing_else() -> None:
     x, hidden, loss = 4 * 12 * 16, 4 * 12 * 48, 4
     inside = 2 * 4 * 12 + x + 2 * hidden  # the norm's mean and deviation, what it makes, and gelu's input and result
@@ -642,6 +648,7 @@ def _peak_of_generated_code(checkpoint: int | None) -> int:
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
+@pytest.mark.long
 def test_generated_code_does_not_make_again_in_the_forward_what_the_backward_needs() -> None:
     # A block's eight-fold input, as large as eight results; one block's is alive at a time beside its gradient.
     result = 4 * 2048 * 16
@@ -670,6 +677,7 @@ def _sent(stage: int, checkpoint: int | None) -> dict[str, int]:
     return {"told": told, "planned": sum(planned.values()), "gathered": gathered}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("stage", "checkpoint"), [(0, None), (1, None), (2, None), (2, 1), (3, None), (3, 1), (3, 2)])
 def test_a_graph_sends_what_the_plan_says_and_gathers_two_units_at_most(
     ranks: RankPool, stage: int, checkpoint: int | None
@@ -704,7 +712,8 @@ def _collectives(graph: torch.fx.Graph) -> list[tuple[str, torch.Size]]:
     ]
 
 
-@pytest.mark.parametrize(("stage", "keys"), [(0, {}), (1, BF16), (2, TWICE), (3, {})])
+@pytest.mark.covering(0)
+@pytest.mark.parametrize(("stage", "keys"), [(2, TWICE), (0, {}), (1, BF16), (3, {})])
 def test_what_one_rank_explains_before_the_first_step_is_what_runs(
     ranks: RankPool, stage: int, keys: dict[str, Any]
 ) -> None:
@@ -731,6 +740,7 @@ class Counting(Peculiar):
         return loss
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "options", [{}, AOT, {"units": ["linear"], "compile": "block", "compile_backend": "aot_eager"}]
 )
@@ -755,6 +765,7 @@ def test_explaining_changes_nothing(options: dict[str, Any]) -> None:
     assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
 
 
+@pytest.mark.long
 def test_a_step_may_be_explained_for_many_batches_on_any_device() -> None:
     step = fzero.make_train_step(make(Short), config(1), mesh=fzero.Fake("data", 8))
     real, meta = (step.explain(tuple(x.to(device) for x in vectors(0))) for device in ("cpu", "meta"))
@@ -763,7 +774,8 @@ def test_a_step_may_be_explained_for_many_batches_on_any_device() -> None:
     assert found == sorted(set(found)), "a larger batch keeps more alive"
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_a_step_on_paper_holds_and_sends_what_the_plan_says(stage: int) -> None:
     num_ranks, text_ = 64, text(0)
     with torch.device("meta"):
@@ -859,6 +871,7 @@ def _with_inductor(model: Any, sizes: dict[str, int]) -> tuple[tuple[float, floa
     return _differences(model, vectors, config(3, **sizes), compile="step"), counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [(Short, {}), (Uneven, {"allgather_bucket_size": 800, "reduce_bucket_size": 800})],

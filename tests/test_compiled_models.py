@@ -170,6 +170,7 @@ def _one_graph(name: str, stage: int) -> tuple[tuple[float, float], int, int]:
     return difference, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "stage"), [("gpt2", 3), *product(["llama", "bert", "t5", "vit", "gpt"], range(4))])
 def test_a_model_is_one_graph_and_gives_the_eager_step_s_bits(ranks: RankPool, name: str, stage: int) -> None:
     assert ranks(2, _one_graph, name, stage) == [((0.0, 0.0), 1, 0)] * 2
@@ -294,6 +295,7 @@ def _of_sgd(name: str, stage: int, dtype: str) -> tuple[float, float]:
     return _differences(*HELD_OUT[name], config(stage, optimizer=SGD) | DTYPES[dtype], NUM_STEPS)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "stage", "dtype"), CASES_OF_SGD)
 def test_sgd_gives_the_eager_step_s_bits_over_many_steps(ranks: RankPool, name: str, stage: int, dtype: str) -> None:
     assert ranks(2, _of_sgd, name, stage, dtype) == [(0.0, 0.0)] * 2
@@ -522,6 +524,7 @@ class Counts(Fits):
         return x * self.num_calls
 
 
+@pytest.mark.long
 def test_what_changes_in_every_step_is_told_in_the_end(capfd: Any) -> None:
     with pytest.raises(fzero.CompileError) as raised:
         _num_captured(Counts, [vectors(index) for index in range(12)])
@@ -546,11 +549,13 @@ def _unusual(name: str, stage: int) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("name", "world_size", "stage"),
     [
-        ("lstm", 2, 3),
+        pytest.param("lstm", 2, 3, marks=pytest.mark.long),
         ("gru", 1, 0),
-        ("two names", 2, 3),  # modules under two names
+        pytest.param("two names", 2, 3, marks=pytest.mark.long),  # modules under two names
         ("buffers", 2, 2),  # of every sort, 0-d float64 among them
-        ("edges, each a unit", 4, 3),  # units smaller than the number of ranks, zero-sized and 0-d
+        pytest.param(
+            "edges, each a unit", 4, 3, marks=pytest.mark.long
+        ),  # units smaller than the number of ranks, zero-sized and 0-d
         ("tied ends", 2, 1),
         ("mixed dtypes", 2, 0),
     ],
@@ -624,6 +629,7 @@ def run_rank(scenario: str, stage: int, victim: int) -> None:
         state, _ = step(state, part(vectors(index), step.rank, step.world_size))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("scenario", "stage"), [("forward", 3), ("backward", 1)])
 def test_when_a_rank_is_killed_in_a_compiled_step_the_other_ends_by_itself_and_says_why(
     scenario: str, stage: int

@@ -157,6 +157,7 @@ def check_goes_on(deepspeed: DeepSpeed, job: Job) -> None:
     assert float(state.loss_scale.scale[0]) == theirs["scale"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_training_goes_on_with_the_losses_that_deepspeed_has_itself(deepspeed: DeepSpeed, job: Job) -> None:
     check_goes_on(deepspeed, job)
@@ -324,6 +325,7 @@ BACK = (
 )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("job", BACK, ids=str)
 def test_deepspeed_goes_on_from_an_export_with_the_losses_that_fzero_has_itself(
     deepspeed: DeepSpeed, job: Job, tmp_path: Path

@@ -47,6 +47,7 @@ def test_the_demo_learns_and_leaves_its_picture_and_its_numbers(tmp_path, exampl
     assert not processes_of(tmp_path)
 
 
+@pytest.mark.long
 def test_the_demo_learns_with_its_optimizer_state_in_files_which_go_at_the_end(tmp_path):
     run = subprocess.run(
         [*COMMAND, tmp_path, "--steps", "10", "--offload", "nvme"], capture_output=True, text=True, timeout=120
@@ -59,6 +60,7 @@ def test_the_demo_learns_with_its_optimizer_state_in_files_which_go_at_the_end(t
     assert not list(tmp_path.rglob("*.flat"))
 
 
+@pytest.mark.long
 def test_the_demo_goes_on_from_what_it_saved(tmp_path):
     losses = []
     for steps in ("4", "6"):
@@ -103,6 +105,7 @@ def test_the_demo_sends_less_through_wires_and_shows_that_it_learns_as_well(tmp_
     assert coded["validation_bits_per_byte"] == pytest.approx(exact["validation_bits_per_byte"], rel=0.05)
 
 
+@pytest.mark.long
 def test_the_demo_does_what_a_configuration_says(tmp_path):
     (tmp_path / "my.json").write_text(
         """{  # as for DeepSpeed
@@ -120,6 +123,7 @@ def test_the_demo_does_what_a_configuration_says(tmp_path):
     assert subprocess.run([*command, "--stage", "1"], capture_output=True, timeout=60).returncode == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_stops_every_rank_after_a_step_they_agree_on(tmp_path, number):
     run = subprocess.Popen(

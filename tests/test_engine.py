@@ -110,6 +110,7 @@ def _accumulates(stage: int, how: str) -> tuple[list[float], dict[str, Tensor]]:
     return norms, engine.module_state_dict()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ["by count", "by hand", "no_sync", "two backwards"])
 @pytest.mark.parametrize("stage", range(4))
 def test_micro_steps_add_up_to_the_plain_step(ranks: RankPool, stage: int, how: str) -> None:

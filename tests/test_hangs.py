@@ -91,6 +91,7 @@ def assert_blames(lines: str, job: Job, doing: str) -> None:
     assert re.fullmatch(rf"  rank 0: waiting for {unit} \(forward, collective \d of step 3\)", other), lines
 
 
+@pytest.mark.long
 def test_a_rank_that_stands_in_python_is_named_with_its_unit_and_its_stack(jobs: dict[str, Job]) -> None:
     job = jobs["sleeps"]
     stacks, lines = told_by(job, 0)

@@ -75,6 +75,7 @@ def test_a_stage_that_changes_in_mid_training_changes_the_losses_by_rounding_onl
     assert last < first
 
 
+@pytest.mark.long
 def test_parameters_in_8_bits_cost_little_and_what_4_bits_of_gradients_lose_can_be_remembered(run):
     said = run("quantised_gathers", "--steps", "24")
     points = numbers(r"(\d) bits in blocks of (\d+): ([\d.]+) bytes for an element, error ([\d.e+-]+)", said)
@@ -87,6 +88,7 @@ def test_parameters_in_8_bits_cost_little_and_what_4_bits_of_gradients_lose_can_
     assert whole / both[2] > 4 and alone[2] == remembered[2]
 
 
+@pytest.mark.long
 def test_signs_of_the_momentum_teach_nearly_as_much_as_all_of_it(run):
     said = run("one_bit_adam", "--steps", "60")
     assert "the codec keeps the laws of collectives" in said

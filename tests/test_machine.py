@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
+from laws import examples
 from torch import Tensor, nn
 
 import fzero
@@ -33,6 +34,7 @@ from sharding.testing import models
 pytestmark = pytest.mark.property
 
 TestTraining = TrainingMachine.TestCase
+TestTraining.settings = examples(20, parent=TestTraining.settings)
 
 
 def run(machine: type[TrainingMachine], max_examples: int = 50) -> None:
@@ -243,6 +245,7 @@ def test_what_is_broken_is_found_within_the_default_number_of_runs(broken: Calla
 # --- machines of users -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_machine_takes_a_transform_and_holds_it_to_the_same_on_whole_parameters() -> None:
     class OfSigns(TrainingMachine):
         transform = staticmethod(lambda lr: fzero.lion(lr))

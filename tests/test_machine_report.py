@@ -32,6 +32,7 @@ def test_a_machine_is_told_with_its_versions_and_its_rates(tmp_path: Path, capsy
     assert all(what in shown for what, _ in NAMES.values()) and f"{told['rates']['gather'] / 1e9:.2f} GB/s" in shown
 
 
+@pytest.mark.long
 def test_ranks_that_measure_at_once_are_what_a_plan_is_made_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

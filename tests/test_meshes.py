@@ -90,6 +90,7 @@ CASES_AND_MODES = [
 """Two models in all modes, the others in those that differ most."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("case", "mode"), CASES_AND_MODES)
 def test_meshes_in_lockstep_have_the_bits_of_as_many_processes(ranks: RankPool, case: str, mode: str) -> None:
     model, data, keys, options = CASES[case]
@@ -103,6 +104,7 @@ def test_meshes_in_lockstep_have_the_bits_of_as_many_processes(ranks: RankPool, 
     assert_same(state, stacked([of_rank for of_rank, _ in on_ranks]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "mesh", [Mesh.of(data=3), Mesh.of(node=1, data=3), Mesh.of(node=3, data=1), Mesh.of(node=2, data=1)]
 )
@@ -134,6 +136,7 @@ def test_steps_share_the_process_groups_of_their_axes(ranks: RankPool) -> None:
 # --- the same numbers --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", MESHES)
 def test_every_mode_gives_the_same_bits_on_a_mesh_and_one_axis_to_rounding(name: str) -> None:
     mesh = MESHES[name]
@@ -162,6 +165,7 @@ def _added_up(terms: list[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, terms)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_micro_steps", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["2x2", "2x3", "3x2", "data first"])
@@ -207,7 +211,7 @@ def test_gradients_are_added_up_within_a_node_and_then_over_the_nodes_each_in_ra
             assert torch.equal(whole[start:stop].view(buffer.layout.shape(name_)), expected(name_)), name_
 
 
-@examples(20)
+@examples(8)
 @given(
     mesh=st.sampled_from([mesh for name, mesh in MESHES.items() if name not in ("2x2", "2x2x2")]),
     width=st.integers(3, 40),
@@ -303,6 +307,7 @@ def modes_of(*names: str) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "mode"), modes_of(*MESHES))
 def test_specs_and_planned_bytes_are_those_of_the_state_and_the_formula(name: str, mode: str) -> None:
     mesh = MESHES[name]
@@ -519,6 +524,7 @@ def collectives_of(graph: torch.fx.Graph) -> list[tuple[str, torch.Size]]:
     return [(str(node.target), node.meta["val"].shape) for node in graph.nodes if is_collective(node)]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("case", GRAPHS)
 def test_a_captured_step_has_the_bits_of_the_eager_one_and_sends_what_the_plan_says(ranks: RankPool, case: str) -> None:
     plan = in_lockstep(GRAPHS[case][0], SQUARE, Short, **GRAPHS[case][1]).plan
@@ -529,6 +535,7 @@ def test_a_captured_step_has_the_bits_of_the_eager_one_and_sends_what_the_plan_s
         assert any(gathered) == (plan.stage == 3)
 
 
+@pytest.mark.long
 def test_a_step_of_a_mesh_on_paper_tells_what_crosses_each_axis() -> None:
     """Of 64 ranks, of which none is there; every element is counted once, in fp32."""
     mesh = Mesh.of(node=8, data=8)
@@ -563,6 +570,7 @@ def as_a_dimension(
     return fzero.simulate(step, by="vmap", compile=compile)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "mode"), modes_of("2x3", "4x1", "2x2x2", "data first"))
 def test_ranks_of_a_mesh_as_a_dimension_are_those_in_lockstep_to_rounding(name: str, mode: str) -> None:
     mesh = MESHES[name]
@@ -575,6 +583,7 @@ def test_ranks_of_a_mesh_as_a_dimension_are_those_in_lockstep_to_rounding(name: 
         torch.testing.assert_close(found_weights, weights, rtol=0, atol=2e-6)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("mode", ["hybrid 2", "hpz 3"])
 def test_so_they_are_captured(mode: str) -> None:
     mesh, data = MESHES["2x3"], functools.partial(vectors, size=12)
@@ -663,6 +672,7 @@ def test_a_simulation_takes_the_mesh_of_its_step_or_its_own() -> None:
 # --- from one mode to another ------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["3x2", "data first"])
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -142,6 +142,7 @@ def _assert_same_bits(results: list[tuple[Curve, Weights]]) -> None:
         assert all(torch.equal(weights[name], first_weights[name]) for name in first_weights)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_language_models_train_alike_in_all_stages_and_like_the_plain_loop(

@@ -104,6 +104,7 @@ def placements_at(path: Path) -> dict[str, tuple[dict[str, Any], Any]]:
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_placement_gives_the_bits_of_the_device(stage: int, precision: str, tmp_path: Path) -> None:
@@ -134,6 +135,7 @@ class Crossings(DeviceMover):
         self.seen.update(x if x in ("params", "grads", "exp_avg", "exp_avg_sq") else "updated" for x in lasts)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_processor_updates_what_lives_in_host_memory_and_gradients_and_parameters_cross_for_it(
@@ -670,6 +672,7 @@ print(state_nbytes, room, sum(buffer.padded_numel for buffer in step.plan.flat_b
 """
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_model_trains_with_adam_whose_optimizer_state_is_three_times_the_memory_that_it_may_take(
     stage: int, tmp_path: Path

@@ -49,6 +49,7 @@ def ways(path: Path, world_size: int) -> dict[str, tuple[dict[str, Any], Any]]:
     }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameters_in_files_give_the_bits_of_the_device(world_size: int, precision: str, tmp_path: Path) -> None:
@@ -334,6 +335,7 @@ assert losses[2] < losses[1] < losses[0], losses
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("precision", "share"), [("fp32", 0.5), pytest.param("bf16", 0.9, marks=pytest.mark.nightly)])
 def test_a_model_trains_whose_parameters_alone_do_not_fit_into_memory(
     precision: str, share: float, tmp_path: Path

@@ -226,6 +226,7 @@ BUCKETS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keys", BUCKETS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "wide gradients"])
 @pytest.mark.parametrize("stage", range(4))
@@ -740,6 +741,7 @@ def test_more_memory_is_never_slower_and_what_fits_holds(billion: nn.Module, tmp
     assert not (tmp_path / "none.json").exists()
 
 
+@pytest.mark.long
 def test_the_ladder_goes_one_change_at_a_time_from_the_given_configuration(billion: nn.Module) -> None:
     tokens = torch.empty((1, 256), dtype=torch.int64, device="meta")
     batch = {"input_ids": tokens, "labels": tokens}

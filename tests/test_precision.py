@@ -61,6 +61,7 @@ def _train_all_stages(*args: Any) -> list[Any]:
     return [_train(stage, *args) for stage in range(4)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_micro_steps", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -81,6 +82,7 @@ def test_16_bits_in_all_stages_are_the_plain_loop_in_the_same_arithmetic_bit_for
             assert curve == [pytest.approx(pair, rel=1e-6) for pair in oracle_curve]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_micro_steps", [1, 2])
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -109,6 +111,7 @@ def _train_odd(keys: dict[str, Any]) -> list[Any]:
     return [train(Odd, tokens, config(stage) | keys, num_steps=3) for stage in range(4)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "keys",

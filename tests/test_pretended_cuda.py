@@ -520,6 +520,7 @@ def check_on_device(stage: int, precision: str, zero: dict[str, Any], optimizer:
     assert [name for name, x in found.items() if not same_bits(x, expected[name])] == []
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "stage, placement",

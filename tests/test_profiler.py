@@ -286,6 +286,7 @@ def test_fzero_plan_writes_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert told.out == "" and told.err.splitlines()[-1].startswith("fit: nothing fits into 1e-06 GB")
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "command",
     ["plan --model 7.5B --world 64", "plan --model 7B --world 8 --sequence 4096 --fit 24GB --nvme /local"],

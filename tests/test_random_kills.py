@@ -120,6 +120,7 @@ def kill_a_host(folder: Path, ranks: RankPool, seed: int) -> None:
     assert_as_if_stopped(folder, ranks)
 
 
+@pytest.mark.long
 def test_a_job_whose_ranks_are_killed_ends_with_the_weights_of_one_that_was_stopped_there(
     tmp_path: Path, ranks: RankPool
 ) -> None:

@@ -134,6 +134,7 @@ def test_when_a_rank_raises_it_ends_with_its_own_error_and_the_others_with_their
         assert_ends_with_collective_error(job, 0, 1, "it has left with ZeroDivisionError: division by zero")
 
 
+@pytest.mark.long
 def test_a_normal_end_is_silent_every_time() -> None:
     jobs = [("ends", 0), ("ends", 3), ("ends", 3), ("ends with shutdown", 3)]
     with ExitStack() as stack:  # all at once: a race at the exit shows rather on a busy machine

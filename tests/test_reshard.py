@@ -540,6 +540,7 @@ SQUARE = Mesh.of(node=2, data=2)
 EVERYONE = {w: tuple(range(w)) for w in (1, 2, 3, 4)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stages", [(0, 3), (3, 0), (1, 3), (3, 1), (2, 1), (0, 2)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_training_goes_on_as_if_it_had_been_in_the_new_stage_all_along(
@@ -591,6 +592,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "jobs",
     JOBS,

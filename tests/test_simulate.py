@@ -112,6 +112,7 @@ COMBINATIONS = [
 """All of two models, of the others every third."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("case", "stage", "world_size"), COMBINATIONS)
 def test_ranks_in_lockstep_have_the_bits_of_as_many_processes(
     ranks: RankPool, case: str, stage: int, world_size: int
@@ -240,6 +241,7 @@ def assert_near(found: Any, expected: Any, *, rounding: float) -> None:
     assert_same((state.step, state.rng, state.loss_scale), (others.step, others.rng, others.loss_scale))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", VMAPPED)
 def test_ranks_as_a_dimension_are_ranks_in_lockstep_to_rounding(name: str, stage: int) -> None:
@@ -249,6 +251,7 @@ def test_ranks_as_a_dimension_are_ranks_in_lockstep_to_rounding(name: str, stage
     assert_near(_run(by_vmap, case, 3), _run(in_turn, case, 3), rounding=NARROW.get(name, 2.0**-17))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("name", "stage"), [("plain", 0), ("odd", 1), ("bf16", 2), ("overflows", 3)])
 def test_a_captured_simulation_is_the_eager_one_to_rounding(name: str, stage: int) -> None:
     case = CASES[name]._replace(cfg=CASES[name].cfg | {"optimizer": SGD})
@@ -258,6 +261,7 @@ def test_a_captured_simulation_is_the_eager_one_to_rounding(name: str, stage: in
     assert captured._made.backend.num_captured == 1 + ("gradient_accumulation_steps" in case.cfg)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "Lion"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_sixty_four_ranks_at_once_are_the_plain_loop_on_the_global_batch(stage: int, optimizer: str) -> None:

@@ -106,6 +106,7 @@ def _train_with(name: str) -> list[Any]:
     return [train(Plain, vectors, config(stage, optimizer=optimizer), num_steps=6) for stage in range(4)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_optimizer_gives_the_same_bits_in_all_stages_and_the_plain_loop_to_rounding(

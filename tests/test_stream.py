@@ -392,6 +392,7 @@ print(12 * numel, limit, resident)
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
     def train(where: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", TRAIN, str(tmp_path), str(ROOM), where]

@@ -96,6 +96,7 @@ def _traced(model: Any, data: Any, cfg: Any) -> list[Comm]:
     return found
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("world_size", "stage", "keys"),
     [(2, 0, {}), (3, 2, TWICE), (2, 3, {}), (2, 3, CODED)],
@@ -156,6 +157,7 @@ def test_a_step_whose_state_is_in_files_sends_the_same_and_tells_whether_they_ar
     assert not list(tmp_path.rglob("*.flat")), "a copy goes with the trace"
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("stage", "keys"), [(0, {"zero_quantized_gradients": True}), (3, CODED)])
 def test_through_wires_lockstep_and_plan_tell_the_elements_that_are_meant_and_the_bytes_that_are_sent(
     stage: int, keys: Mapping[str, Any]
@@ -169,12 +171,14 @@ def test_through_wires_lockstep_and_plan_tell_the_elements_that_are_meant_and_th
         assert sent == sum(step.plan.sent_nbytes_per_step.values()) < 4 * sum(step.plan.sent_per_step.values())
 
 
+@pytest.mark.long
 def test_nccl_and_gloo_send_the_same_in_other_collectives() -> None:
     nccl, gloo = (on_paper(Plain, vectors, config(0), fzero.Fake("data", 3, backend=b))[1] for b in ("nccl", "gloo"))  # type: ignore[arg-type]
     assert told(nccl) == told(gloo), "on gloo an all-reduce is two collectives, and one row"
     assert set(nccl.by_collective()) == {"all_gather", "all_reduce"} == set(gloo.by_collective())
 
 
+@pytest.mark.long
 def test_a_graph_gathers_in_the_backward_what_it_reads_and_an_eager_step_whole_units() -> None:
     step, planned = on_paper(Odd, tokens, config(3), fzero.Fake("data", 3))
     eager = in_lockstep(step, tokens)
@@ -185,7 +189,8 @@ def test_a_graph_gathers_in_the_backward_what_it_reads_and_an_eager_step_whole_u
     assert [row.unit for row in planned.rows if row.purpose == "gather"].count("(root)..embed") == 2
 
 
-@pytest.mark.parametrize(("backend", "stage"), [("nccl", 0), ("gloo", 2), ("nccl", 3)])
+@pytest.mark.covering(0)
+@pytest.mark.parametrize(("backend", "stage"), [("gloo", 2), ("nccl", 0), ("nccl", 3)])
 def test_collectives_that_are_joined_are_told_flat_buffer_by_flat_buffer(stage: int, backend: Any) -> None:
     axis = fzero.Fake("data", 3, backend=backend)
     cfg = config(stage, reduce_bucket_size=3000, allgather_bucket_size=3000)
@@ -208,6 +213,7 @@ def test_a_graph_makes_all_module_buffers_equal_and_an_eager_step_those_that_mov
     assert told(planned, "buffers") == Counter([("buffers", "data", "", 2 * n) for n in (moving + 5 * 4, number)])
 
 
+@pytest.mark.long
 def test_ranks_as_a_dimension_tell_what_one_of_them_would_send() -> None:
     step, planned = on_paper(Plain, vectors, config(3), fzero.Fake("data", 3, backend="gloo"))
     ranks = fzero.simulate(step, by="vmap")
@@ -382,6 +388,7 @@ def test_a_report_adds_up_and_has_a_table_and_a_picture(tmp_path: Path) -> None:
     assert sum(len(lane.patches) for lane in lanes) >= len(comm.rows)
 
 
+@pytest.mark.long
 def test_the_example_tells_what_crosses_each_axis_and_leaves_its_picture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

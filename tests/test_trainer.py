@@ -126,6 +126,7 @@ def zero(stage: int, **keys: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **keys}
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", range(4))
 def test_trainer_logs_what_the_plain_trainer_logs(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     """To the rounding of sums over ranks and micro-steps, which seven updates of Adam carry on."""
@@ -246,6 +247,7 @@ def _resumes(folder: str, stage: int, checkpoint: Any = True, **changes: Any) ->
         return curve(trainer), trainer.engine.module_state_dict()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", range(4))
 def test_resumed_training_gives_the_same_bits(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     saved, weights = ranks(2, _saves, str(tmp_path), stage)[0]
@@ -311,6 +313,7 @@ def _trains_twice_with_checkpointed_activations(config: dict[str, Any] | None, f
         return first + curve(trainer)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_subclass_that_trains_twice_is_the_plain_one(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     plain = ranks(2, _trains_twice_with_checkpointed_activations, None, str(tmp_path))[0]
@@ -386,6 +389,7 @@ def test_a_plain_trainers_checkpoint_is_refused(ranks: RankPool, tmp_path: Path)
     assert "must be a checkpoint of this Trainer" in told and "from_pretrained(" in told
 
 
+@pytest.mark.long
 def test_the_example_learns_on_two_ranks(tmp_path: Path) -> None:
     script = [
         str(Path(__file__).parents[1] / "examples" / "trainer.py"),

@@ -388,6 +388,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_a_search_survives_what_runs_out_of_memory_ends_with_the_best_and_repeats_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

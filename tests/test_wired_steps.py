@@ -101,6 +101,7 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("case", "mode", "mesh", "wires"), COMBINATIONS)
 def test_wires_in_lockstep_have_the_bits_of_as_many_processes(
     ranks: RankPool, case: str, mode: str, mesh: Mesh, wires: str
@@ -118,6 +119,7 @@ def test_wires_in_lockstep_have_the_bits_of_as_many_processes(
 # --- the same numbers --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [ONE, SQUARE, MESHES["3x2"]], ids=str)
 @pytest.mark.parametrize("wire", [Q4, LOCO, HALF], ids=lambda wire: wire.name)
 def test_all_stages_give_the_same_bits_through_a_wire(mesh: Mesh, wire: Wire) -> None:
@@ -183,9 +185,9 @@ def test_ranks_that_should_hold_the_same_do(mode: str) -> None:
 TWICE = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}
 NARROW = {"bf16": {"enabled": True, "auto_cast": True}, "communication_data_type": "fp32"}
 GRAPHS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "hpz 3": ("hpz 3", {}, {"gather_wire": HALF}),
     "mics 1, twice": ("mics 1", TWICE, {"reduce_wire": {"node": FEEDBACK}}),
     "hybrid 3, narrow": ("hybrid 3", TWICE | NARROW, {"reduce_wire": LOCO, "gather_wire": Q8}),
-    "hpz 3": ("hpz 3", {}, {"gather_wire": HALF}),
 }
 
 
@@ -216,6 +218,7 @@ def _captured(case: str) -> tuple[Any, Any, Counter[str], dict[str, int]]:
     return *found, sent, planned
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("case", GRAPHS)
 def test_a_captured_step_has_the_bits_of_the_eager_one_and_sends_the_bytes_of_the_plan(
     ranks: RankPool, case: str
@@ -233,6 +236,7 @@ def _on_paper(**options: Any) -> tuple[fzero.TrainStep, Graph]:
     return step, captured.scheduled().graph
 
 
+@pytest.mark.long
 def test_a_graph_sends_codes_in_the_order_in_which_it_sends_numbers() -> None:
     """So reductions start beside the backward, and no unit's full gradient waits for the end of it."""
     graphs = [_on_paper(**wires)[1] for wires in ({}, {"gather_wire": Q8, "reduce_wire": LOCO})]
@@ -241,6 +245,7 @@ def test_a_graph_sends_codes_in_the_order_in_which_it_sends_numbers() -> None:
     assert liveness(graphs[1]).peak_gathered_numel <= liveness(graphs[0]).peak_gathered_numel
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("wire", "bucket"),
     [(Q8, {}), (fzero.coded(fzero.quantize(4, 6)), {"allgather_bucket_size": 10**6}), (HALF, {})],

@@ -18,7 +18,7 @@ from zoo import NUM_STEPS, ROWS, WORLD_SIZE, ZOO, Case
 
 import fzero
 
-pytestmark = pytest.mark.long(budget=600)
+pytestmark = pytest.mark.long
 SEED = int(os.environ.get("ZOO_SEED", "0"))
 """Of weights, batches and the size of small parameters. `make nightly` draws a new one and prints it."""
 LEARNING_RATE = 2.0**-4
