@@ -66,7 +66,8 @@ class RankPool:
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps(None))
         for process in self._processes:
-            process.join(10)
+            process.join(2)
+            process.kill()
 
 
 def _serve(pipe: Connection, rank: int, port: int, path: list[str]) -> None:

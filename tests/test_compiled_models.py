@@ -195,7 +195,7 @@ DTYPES: dict[str, dict[str, Any]] = {
 # All pairs of stage and dtype, and all models whose arithmetic is the same: PyTorch's kernel of an LSTM cannot be traced.
 CASES_OF_SGD = [
     (name, stage, dtype)
-    for stage in range(4)
+    for stage in (3, 2, 1, 0)
     for dtype, name in zip(DTYPES, islice(cycle(["gpt_neox", "normed", "mixtral", "convnext", "mistral"]), stage, None))
 ]
 CASES_OF_ADAMW = [
@@ -295,7 +295,7 @@ def _of_sgd(name: str, stage: int, dtype: str) -> tuple[float, float]:
     return _differences(*HELD_OUT[name], config(stage, optimizer=SGD) | DTYPES[dtype], NUM_STEPS)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("name", "stage", "dtype"), CASES_OF_SGD)
 def test_sgd_gives_the_eager_step_s_bits_over_many_steps(ranks: RankPool, name: str, stage: int, dtype: str) -> None:
     assert ranks(2, _of_sgd, name, stage, dtype) == [(0.0, 0.0)] * 2
@@ -306,6 +306,7 @@ def _by_block(name: str, stage: int, dtype: str) -> tuple[float, float]:
     return _differences(*HELD_OUT[name], cfg, NUM_STEPS, compile="block", compile_backend="aot_eager")
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("name", "stage", "dtype"),
     [("gpt_neox", 3, "fp32"), ("mistral", 2, "bf16"), ("gpt_neox", 1, "fp16"), ("mistral", 0, "pure bf16")],

@@ -562,6 +562,7 @@ def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
 # --- cost ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_cost_of_a_pass_is_linear_in_the_number_of_units(stage: int) -> None:
     """Counts calls of functions: four times the blocks may cost a little more than four times as many."""

@@ -103,6 +103,7 @@ def test_a_rank_that_stands_in_python_is_named_with_its_unit_and_its_stack(jobs:
     assert job.ranks[VICTIM].poll() is None, "the stuck rank has ended"
 
 
+@pytest.mark.long
 def test_a_rank_in_an_endless_loop_of_c_is_named_with_its_stack(jobs: dict[str, Job]) -> None:
     job = jobs["loops"]
     stacks, lines = told_by(job, 0)

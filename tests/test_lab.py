@@ -44,6 +44,7 @@ def test_round_robin_and_a_buffer_for_each_block_end_their_copies_sooner_than_de
     assert blocks[8:] == [[0, 11]] * 4
 
 
+@pytest.mark.long
 def test_workers_that_talk_every_k_steps_send_a_kth_and_learn(run):
     said = run("local_sgd", "--steps", "32")
     together, four, sixteen = numbers(r"loss ([\d.]+) after 32 steps, ([\d.]+) MB", said)

@@ -104,6 +104,7 @@ def test_the_other_rank_hears_of_it_too(ranks: RankPool, tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     with Job(2, str(tmp_path), 1, file=__file__) as job:
         assert job.end_of(1).code == 0

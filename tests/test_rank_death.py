@@ -110,6 +110,7 @@ def assert_ends_with_collective_error(job: Job, rank: int, victim: int, how: str
 # --- the laws ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("scenario", "stage", "victim"),
     [

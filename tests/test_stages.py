@@ -27,6 +27,7 @@ def _train_all_stages(threshold: int, num_steps: int) -> list[Any]:
     return [train(Odd, tokens, cfg, num_steps=num_steps) for cfg in cfgs]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("threshold", [0, 60])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_all_stages_give_the_same_bits_and_the_plain_loop_to_rounding(

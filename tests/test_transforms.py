@@ -9,6 +9,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from laws import examples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -165,7 +166,7 @@ def test_the_first_gradient_is_not_dampened() -> None:
 
 @every_transform
 def test_every_transform_keeps_the_laws(name: str) -> None:
-    check_transform(TRANSFORMS[name], name=name, compile="step")
+    check_transform(TRANSFORMS[name], name=name, compile="step", max_examples=examples(10).max_examples)
 
 
 @pytest.mark.parametrize("make", [fzero.adagrad, fzero.adam, fzero.adamw, fzero.lion, fzero.sgd])
