@@ -1,7 +1,8 @@
 """A pool of real gloo processes, kept for the whole test session.
 
 `ranks(world_size, function, *args)` calls `function(*args)` on the first `world_size` of four processes, joined in a
-process group, and returns what each rank returned. The function must be importable (top level of a test module).
+process group, and returns what each rank returned. The function must be importable (top level of a test module). Where a
+rank ends or hangs, the call raises, and the next one finds new processes.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ import gc
 import multiprocessing
 import pickle
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 MOST_RANKS = 4
 TIMEOUT = timedelta(seconds=120)
+"""Of a collective."""
+GRACE = timedelta(seconds=30)
+"""After it, until ranks are taken to hang."""
 
 
 class RankError(AssertionError):
@@ -30,6 +36,9 @@ class RankError(AssertionError):
 
 class RankPool:
     def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         from torch.distributed import TCPStore
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -40,6 +49,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self._store.port, sys.path), daemon=True)
             process.start()
+            theirs.close()  # so that the end of the process is the end of the pipe
             self._processes.append(process)
             self._pipes.append(ours)
 
@@ -52,21 +62,33 @@ class RankPool:
         # One rank's error makes the others fail as well, so all of them answer.
         answers: dict[Connection, tuple[Any, Exception | None, str]] = {}
         while len(answers) < world_size:
-            arrived = wait([pipe for pipe in pipes if pipe not in answers], timeout=TIMEOUT.total_seconds() + 30)
-            assert arrived, f"{function.__name__}: ranks hang"
+            arrived = wait([pipe for pipe in pipes if pipe not in answers], timeout=(TIMEOUT + GRACE).total_seconds())
             for pipe in arrived:
-                answers[pipe] = pickle.loads(pipe.recv_bytes())
+                with suppress(EOFError):
+                    answers[pipe] = pickle.loads(pipe.recv_bytes())
+            missing = [rank for rank, pipe in enumerate(pipes) if pipe not in answers]
+            if not arrived or not answers.keys() >= {*arrived}:
+                self._start_anew(f"{function.__name__}: {'ended' if arrived else 'hang'}: ranks {missing}")
         values, errors, tracebacks = zip(*(answers[pipe] for pipe in pipes), strict=True)
         if any(tracebacks):
             self._size = 0  # an error makes the group unusable
             raise RankError(list(errors), list(tracebacks))
         return list(values)
 
-    def close(self) -> None:
+    def _start_anew(self, why: str) -> NoReturn:
+        """New processes, so that tests which come later do not fail for what happened in this one."""
+        time.sleep(0.1)  # a process is gone a little after its pipe
+        codes = [process.exitcode for process in self._processes]
+        self.close(seconds=0.0)
+        self._start()
+        raise RankError([None] * MOST_RANKS, [f"{why}; exit codes {codes}"])
+
+    def close(self, seconds: float = 2.0) -> None:
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps(None))
+            with suppress(OSError):  # of a rank that has ended
+                pipe.send_bytes(pickle.dumps(None))
         for process in self._processes:
-            process.join(2)
+            process.join(seconds)
             process.kill()
 
 
