@@ -118,7 +118,9 @@ def kernel_of(numel: int, dtype: str) -> Contender:
     master, grad = torch.zeros(numel), torch.ones(numel, dtype=DTYPES[dtype])
     transform = fzero.adamw(1e-3)
     if dtype == "bf16":
-        transform = fzero.widened(transform, state_dtype="float32", out=torch.zeros(numel, dtype=torch.bfloat16))
+        transform = fzero.mixed_precision(
+            transform, state_dtype="float32", out=torch.zeros(numel, dtype=torch.bfloat16)
+        )
     state = [transform.init(master)]
 
     def run() -> None:

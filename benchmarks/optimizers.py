@@ -38,7 +38,7 @@ def transform_update(
     grad, params = torch.randn(numel).to(dtype), torch.randn(numel).to(dtype)
     master = params.float() if has_master else params
     how = {"factor": torch.tensor(1.0), "out": params if has_master else None} | ({} if tiles else {"tile": None})
-    update = fzero.widened(transform, state_dtype=state, **how)
+    update = fzero.mixed_precision(transform, state_dtype=state, **how)
     optimizer_state = update.init(master)
     return lambda: update.update(grad, master, optimizer_state)
 
@@ -61,7 +61,7 @@ def layout_of(numel: int) -> FlatLayout:
 def contenders(numel: int) -> dict[str, tuple[str, int, Update]]:
     """Group, bytes for each parameter, and the update, by name."""
     source, target = torch.randn(numel), torch.empty(numel)
-    whole = fzero.Pieces.whole(layout_of(numel))
+    whole = fzero.ShardContents.whole(layout_of(numel))
     AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
     adamw, bf16 = fzero.adamw(1e-3), {"param": "bfloat16", "state": "bfloat16"}
     return {

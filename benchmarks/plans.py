@@ -175,7 +175,7 @@ class Wrapped(nn.Module):
         return loss_of(self.model, batch)
 
 
-def planned(name: str, keys: dict[str, Any], machine: fzero.Machine, rows: int) -> fzero.Column:
+def planned(name: str, keys: dict[str, Any], machine: fzero.MachineModel, rows: int) -> fzero.Candidate:
     batch, model = batch_of(name, rows), built(name, NUM_BLOCKS[name])
     model = model if name == "GPT" else Wrapped(model)
     compared = fzero.compare_plans(model, keys, world_size=NUM_RANKS, batch=batch, machine=machine, device="cpu")
@@ -187,7 +187,7 @@ def planned(name: str, keys: dict[str, Any], machine: fzero.Machine, rows: int) 
 Case = tuple[str, int, str, bool]
 
 
-def run(args: argparse.Namespace, console: Console, machine: fzero.Machine) -> Iterator[dict[str, Any]]:
+def run(args: argparse.Namespace, console: Console, machine: fzero.MachineModel) -> Iterator[dict[str, Any]]:
     stages, models = map(int, args.stages.split(",")), args.models.split(",")
     num_steps, rows = args.steps if args.what == "time" else 4, NUM_ROWS[args.what]
     for name, precision, checkpointed, stage in product(models, ("fp32", "bf16"), (False, True), list(stages)):
@@ -249,7 +249,7 @@ def main() -> None:
     rates = [fzero.measure_rates(num_ranks=NUM_RANKS)] if args.what == "time" else []
     for rate in rates:
         print_report(rate)
-    cases = list(run(args, console, rates[0].machine if rates else fzero.Machine()))
+    cases = list(run(args, console, rates[0].machine if rates else fzero.MachineModel()))
     if args.what == "memory":
         print_report(table_of(cases, ("state", "rest", "peak"), 1e6, "MB"))
         for name, bar in BARS.items():

@@ -5,7 +5,7 @@
     python benchmarks/scale.py --blocks 8,32,128                what the passes cost, by number of blocks
 
 Builds transformers' Llama on `meta`, plans it in all stages and placements (`fzero.compare_plans`), makes a step on a
-`fzero.Fake` axis, captures its graph with `step.trace`, and puts it in order as a compiled step does: bf16 beside an fp32
+`fzero.AbstractAxis` axis, captures its graph with `step.trace`, and puts it in order as a compiled step does: bf16 beside an fp32
 master, AdamW, one sequence of 4096 tokens on each rank, collectives as on NCCL. Beside what the graph holds and sends stand the
 formulas: 16Ψ/W bytes of state, and 3Ψ(W-1)/W elements sent in stage 3, 2Ψ(W-1)/W in the others (ZeRO, sections 3 and 7). Bytes
 alive are the graph's: every tensor from the node that makes it to its last use, nothing fused, no activation checkpointing.
@@ -29,7 +29,7 @@ import fzero
 from fzero import print_report
 
 CONTEXT = 4096
-MACHINE = fzero.Machine(flops=4e14, memory=3e12, network=5e10)  # as of an accelerator of 2024
+MACHINE = fzero.MachineModel(flops=4e14, memory=3e12, network=5e10)  # as of an accelerator of 2024
 SIZES = {
     "7b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008},
     "70b": {
@@ -82,7 +82,7 @@ def find(
     start = time.process_time()
     fzero.compare_plans(model, cfg, world_size=world_size)
     compare_s = time.process_time() - start
-    step = fzero.make_train_step(model, cfg, mesh=fzero.Fake("data", world_size))
+    step = fzero.make_train_step(model, cfg, mesh=fzero.AbstractAxis("data", world_size))
     start = time.process_time()
     (captured,) = step.trace({"input_ids": tokens, "labels": tokens})
     capture_s = time.process_time() - start

@@ -34,9 +34,9 @@ class Model(nn.Module):
         return nn.functional.mse_loss(y, x.flip(-1))
 
 
-def trace(**zero: int) -> fzero.Comm:
+def trace(**zero: int) -> fzero.CommTrace:
     """What rank 0 of four sends, by running all of them in turn."""
-    mesh = fzero.Fake.of(NODES)
+    mesh = fzero.AbstractAxis.of(NODES)
     step = fzero.make_train_step(Model(), {"optimizer": {"type": "AdamW"}, "zero_optimization": ZERO | zero}, mesh=mesh)
     ranks = fzero.simulate(step, by="lockstep")
     batch = rearrange(torch.randn(8, WIDTH), "(rank b) width -> rank b width", rank=NODES.size)
@@ -55,7 +55,7 @@ def main() -> None:
         print(f"{name}: {by_axis}")
     hpz.save(args.out)
     print(f"drawn to {args.out}")
-    many = fzero.make_train_step(Model(), {"zero_optimization": ZERO}, mesh=fzero.Fake("data", 1024))
+    many = fzero.make_train_step(Model(), {"zero_optimization": ZERO}, mesh=fzero.AbstractAxis("data", 1024))
     planned = fzero.plan_comm(many, torch.randn(2, WIDTH))
     print(f"one rank of 1024 would send {planned.nbytes:,} bytes in {len(planned.rows)} collectives")
 

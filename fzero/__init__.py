@@ -17,40 +17,40 @@ from fzero.checkpoint.save_load import Loaded, Saving, load, save, start_save
 from fzero.checkpoint.weights import export, load_weights
 from fzero.common.text_tables import print_report
 from fzero.comms.codecs import Codec, cast, quantize
-from fzero.comms.collectives import CollectiveError, Fake, Real, Sim, join, shutdown
-from fzero.comms.comm_hooks import Sending, Wire, coded, ended, error_feedback, exact, restarted
-from fzero.comms.records import Label, Sent
-from fzero.comms.rendezvous import Launched, launched
+from fzero.comms.collectives import AbstractAxis, CollectiveError, ProcessAxis, Sim, join, shutdown
+from fzero.comms.comm_hooks import CommHook, Sending, completed, compressed, error_feedback, exact, reset_every
+from fzero.comms.records import CommRecord, Label
+from fzero.comms.rendezvous import RankInfo, launched
 from fzero.comms.stacked import VmapError
 from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.config.elastic_batch import ElasticBatch, elastic_batch, elastic_batch_of_nodes
 from fzero.engine.engine import Engine
 from fzero.engine.initialize import initialize
-from fzero.estimation.compare import Column, Comparison, compare_plans
+from fzero.estimation.compare import Candidate, Comparison, compare_plans
 from fzero.estimation.fit import Fit, fit
 from fzero.graph.schedule import CompileError
-from fzero.graph.timeline import Machine, Timeline
-from fzero.optim.fragments import Pieces
+from fzero.graph.timeline import MachineModel, Timeline
+from fzero.optim.fragments import ShardContents
 from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.optim.matrix import adafactor, lamb, muon
-from fzero.optim.mixed_precision import Precision, widened
+from fzero.optim.mixed_precision import Precision, mixed_precision
 from fzero.optim.torch_optim import torch_optimizer
-from fzero.optim.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, unless
+from fzero.optim.transforms import Transform, adagrad, adam, adamw, chain, check_elementwise, lion, scale, sgd, skip_if
 from fzero.plans.plan import Plan, plan
 from fzero.plans.unit_scheduler import Event, ScheduleError
 from fzero.profiling.chrome_trace import save_trace
-from fzero.profiling.comm_trace import Comm, CommRow, plan_comm, trace_comm
-from fzero.profiling.machine import Rates, measure_rates
+from fzero.profiling.comm_trace import CommRow, CommTrace, plan_comm, trace_comm
+from fzero.profiling.machine import MeasuredRates, measure_rates
 from fzero.profiling.profiler import profile
 from fzero.profiling.reports import ModuleProfile, Profile, comms_table, wall_clock_table
 from fzero.resharding.place import place
-from fzero.resharding.plan import Place, ReshardPlan, plan_reshard
+from fzero.resharding.plan import JobRank, ReshardPlan, plan_reshard
 from fzero.resharding.reshard import reshard, reshard_all
 from fzero.runtime.hooks import observe_steps
 from fzero.runtime.step_spec import MismatchError
 from fzero.simulation import LockstepRanks, VmapRanks, simulate, stacked, unstacked
 from fzero.state import Metrics, TrainState
-from fzero.step import Round, TrainStep, make_train_step
+from fzero.step import AccumulationWindow, TrainStep, make_train_step
 from fzero.storage.file_store import StoreError
 from fzero.storage.file_tensor import FileTensor
 from fzero.verbs import gather, optimizer_update, reduce_scatter_grads, shard, specs_of
@@ -69,12 +69,16 @@ def _probe_of(*of_step: Any) -> Any:
 observe_steps(_probe_of)
 
 __all__ = [
+    "AbstractAxis",
+    "AccumulationWindow",
+    "Candidate",
     "CheckpointError",
     "Codec",
     "CollectiveError",
-    "Column",
-    "Comm",
+    "CommHook",
+    "CommRecord",
     "CommRow",
+    "CommTrace",
     "Comparison",
     "CompileError",
     "Config",
@@ -83,33 +87,30 @@ __all__ = [
     "ElasticBatch",
     "Engine",
     "Event",
-    "Fake",
     "FileTensor",
     "Fit",
+    "JobRank",
     "Label",
-    "Launched",
     "Loaded",
     "LockstepRanks",
     "LossScale",
     "LossScaling",
-    "Machine",
+    "MachineModel",
+    "MeasuredRates",
     "Metrics",
     "MismatchError",
     "ModuleProfile",
-    "Pieces",
-    "Place",
     "Placement",
     "Plan",
     "Precision",
+    "ProcessAxis",
     "Profile",
-    "Rates",
-    "Real",
+    "RankInfo",
     "ReshardPlan",
-    "Round",
     "Saving",
     "ScheduleError",
     "Sending",
-    "Sent",
+    "ShardContents",
     "Sim",
     "StoreError",
     "Timeline",
@@ -118,7 +119,6 @@ __all__ = [
     "Transform",
     "VmapError",
     "VmapRanks",
-    "Wire",
     "adafactor",
     "adagrad",
     "adam",
@@ -126,13 +126,13 @@ __all__ = [
     "cast",
     "chain",
     "check_elementwise",
-    "coded",
     "comms_table",
     "compare_plans",
+    "completed",
+    "compressed",
     "convert_deepspeed",
     "elastic_batch",
     "elastic_batch_of_nodes",
-    "ended",
     "error_feedback",
     "exact",
     "export",
@@ -149,6 +149,7 @@ __all__ = [
     "load_weights",
     "make_train_step",
     "measure_rates",
+    "mixed_precision",
     "muon",
     "optimizer_update",
     "place",
@@ -159,9 +160,9 @@ __all__ = [
     "profile",
     "quantize",
     "reduce_scatter_grads",
+    "reset_every",
     "reshard",
     "reshard_all",
-    "restarted",
     "save",
     "save_trace",
     "scale",
@@ -169,13 +170,12 @@ __all__ = [
     "shard",
     "shutdown",
     "simulate",
+    "skip_if",
     "specs_of",
     "stacked",
     "start_save",
     "torch_optimizer",
     "trace_comm",
-    "unless",
     "unstacked",
     "wall_clock_table",
-    "widened",
 ]

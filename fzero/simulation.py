@@ -27,9 +27,9 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero.comms.collectives import CollectiveError, Fake, Lockstep
+from fzero.comms.collectives import AbstractAxis, CollectiveError, LockstepAxis
 from fzero.comms.lockstep import Hub, StuckError
-from fzero.comms.records import Sent
+from fzero.comms.records import CommRecord
 from fzero.comms.stacked import RandomByRank, Stacked, VmapError
 from fzero.config.config import ConfigError
 from fzero.graph.schedule import CompileError
@@ -37,8 +37,8 @@ from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.plan import Plan
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.own_params import Origin
-from fzero.runtime.step_spec import Recipe
-from fzero.runtime.update import Knobs
+from fzero.runtime.step_spec import StepSpec
+from fzero.runtime.update import TracedHyperparams
 from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import FileTensor, FileTensors
@@ -93,9 +93,9 @@ class LockstepRanks:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: StepSpec,
         world_size: int,
-        observe: Callable[[int, Sent], None] | None = None,
+        observe: Callable[[int, CommRecord], None] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         self._recipe = recipe = replace(recipe, home=torch.device("cpu"))
@@ -107,7 +107,7 @@ class LockstepRanks:
         def make(rank: int) -> TrainStep:
             own = replace(recipe, model=_twin(recipe.model), compile=None)
             watch = None if observe is None else lambda sent: observe(rank, sent)
-            return TrainStep(own, Lockstep("data", world_size, rank, self._hub, watch, mesh))
+            return TrainStep(own, LockstepAxis("data", world_size, rank, self._hub, watch, mesh))
 
         self.steps = self._hub.run(make)
 
@@ -172,7 +172,7 @@ class LockstepRanks:
         states = unstacked(state, self.world_size)
         return self._run(lambda rank: self.steps[rank].first_overflow(states[rank]))[0]
 
-    def observed(self, observe: Callable[[Sent], None]) -> Self:
+    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same ranks, of which rank 0 tells `observe`, too, what it sends."""
         twin = copy.copy(self)
         twin.steps = [
@@ -210,7 +210,7 @@ class VmapRanks(LockstepRanks):
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: StepSpec,
         world_size: int,
         compile: BackendName | None = None,
         *,
@@ -237,9 +237,9 @@ class VmapRanks(LockstepRanks):
         """Raises unless that is a state of all ranks."""
         self.steps[0]._check_state(unstacked(state, self.world_size)[0])  # the other rows have its shapes
 
-    def _make(self, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, Knobs]:
+    def _make(self, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, TracedHyperparams]:
         own = replace(self._recipe, model=_twin(self._recipe.model), compile=None)
-        step = TrainStep(own, Fake("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
+        step = TrainStep(own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
         return step, *step._one_graph(compile, self._stacked)
 
     def _look(self, state: TrainState[Tensor], batch: Any) -> None:
@@ -316,7 +316,7 @@ def simulate(
     """The same step on `world_size` ranks, all of them in this process.
 
     Args:
-        step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.Fake("data", W)` it checks batch sizes
+        step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.AbstractAxis("data", W)` it checks batch sizes
             for as many. It is not changed.
         world_size: number of ranks W; None takes those of `mesh`, or the step's own.
         mesh: how they stand along several axes; None takes the step's own where it has as many ranks.

@@ -31,39 +31,39 @@ from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import Stored, stored_starts
 from fzero.checkpoint.safetensors import Export, exported_dtype
 from fzero.common.arguments import check_callable, check_kind, check_no_inference, check_path, check_trains, shown
-from fzero.common.profiler_ranges import ranged
+from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
-from fzero.comms.collectives import Bound, Fake, Lockstep, Real
-from fzero.comms.mesh import BoundMesh
-from fzero.comms.records import Label, Sent
+from fzero.comms.collectives import AbstractAxis, Bound, LockstepAxis, ProcessAxis
+from fzero.comms.mesh import RankMesh
+from fzero.comms.records import CommRecord, Label
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer
-from fzero.graph.timeline import Machine, Timeline, joined, make_timeline
+from fzero.graph.timeline import MachineModel, Timeline, joined, make_timeline
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.lr_schedules import Schedule
 from fzero.plans.comm_hooks import GivenWire
-from fzero.plans.mesh_axes import check_mesh, told
+from fzero.plans.mesh_axes import check_mesh, describe
 from fzero.plans.orders import GivenOrder
 from fzero.plans.placements import GivenPlacements
-from fzero.plans.plan import Own, OwnTransform, ParamGroup, Plan, place_optimizers, starts_of
+from fzero.plans.plan import OwnTransform, ParamGroup, Plan, UserTransform, place_optimizers, starts_of
 from fzero.plans.unit_scheduler import Event, Orders
 from fzero.runtime.activation_checkpointing import Choice
 from fzero.runtime.batches import Batches, without_memory
-from fzero.runtime.eager import Pass
+from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.hooks import observer_of
-from fzero.runtime.init_state import FirstState, InitFn
-from fzero.runtime.loss import LossFn, check_rows, loss_of, mean_of, row_of
-from fzero.runtime.metrics import BoundMeasure, assert_alike, check_alike, check_passes, mark_of
+from fzero.runtime.init_state import InitFn, StateBuilder
+from fzero.runtime.loss import LossFn, check_rows, loss_of, loss_row, mean_of
+from fzero.runtime.metrics import StepMetrics, assert_alike, check_alike, check_passes, mark_of
 from fzero.runtime.module_binding import bound, is_bound, random_state
 from fzero.runtime.module_buffers import make_equal, moved
 from fzero.runtime.offload import Offload, agree
 from fzero.runtime.own_params import Origin, OwnGrads
-from fzero.runtime.step_spec import Recipe, bind, check_same
+from fzero.runtime.step_spec import StepSpec, bind, check_same
 from fzero.runtime.trainability import FixedFlags
-from fzero.runtime.update import Hyper, Knobs, Updater
+from fzero.runtime.update import Hyper, TracedHyperparams, Updater
 from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.storage.file_tensor import FileTensor, handles_of
-from fzero.storage.shard_io import Scratch, Stage
+from fzero.storage.shard_io import BufferPool, ShardTransfer
 from sharding import Mesh, TensorSpec
 from sharding.views import torch_dtype, unflatten
 
@@ -81,7 +81,7 @@ def make_train_step(
     cfg: Config | Mapping[str, Any] | str,
     *,
     loss_fn: LossFn | None = None,
-    mesh: Mesh | Real | Fake | None = None,
+    mesh: Mesh | ProcessAxis | AbstractAxis | None = None,
     units: Sequence[str] | None = None,
     param_groups: Sequence[ParamGroup] = (),
     transform: OwnTransform | None = None,
@@ -114,7 +114,7 @@ def make_train_step(
             output if it is a scalar, its `.loss`, or its first item.
         mesh: the ranks: a `sharding.Mesh`, whose axis `"data"` the state is sharded over, as the stage says, while ranks
             along its other axes hold the same (`Mesh.of(node=2, data=4)`: hybrid sharding); or a bound axis. None is one
-            axis, or what `mics_shard_size` or `zero_hpz_partition_size` mean. With a `fzero.Fake` axis (`Fake.of` a mesh) there
+            axis, or what `mics_shard_size` or `zero_hpz_partition_size` mean. With a `fzero.AbstractAxis` axis (`AbstractAxis.of` a mesh) there
             are none: `plan`, `specs`, `trace` and `explain` tell what a job of so many would do.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
@@ -123,7 +123,7 @@ def make_train_step(
         transform: in place of the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or
             a function of the learning rate that makes one; `fzero.optim.transforms` says how one is made.
         gather_wire: how the parameters that stage 3 gathers travel in the forward, the backward and `evaluate`
-            (`fzero.coded(fzero.quantize(8))`, say): a `Wire` without a state. None is as the configuration says, or exactly.
+            (`fzero.compressed(fzero.quantize(8))`, say): a `Wire` without a state. None is as the configuration says, or exactly.
         reduce_wire: how gradients travel: a `Wire` for all axes of the mesh, or wires by axis, through which they are added up
             along one axis after the other. What it remembers is in `state.wires`. What has been added up travels as it is.
         placements: where masters and tensors of the optimizer's state live, in place of what the configuration says: by
@@ -168,17 +168,17 @@ def make_train_step(
             in `units` or the function `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot
             be compiled as asked.
     """
-    if not isinstance(mesh, Real | Fake):
+    if not isinstance(mesh, ProcessAxis | AbstractAxis):
         check_mesh(mesh)
     cfg = Config.load(cfg)
     cfg.warn_of_wires()
-    recipe = Recipe(
+    recipe = StepSpec(
         model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
         gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, order=order, donate=donate,
         lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
         check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
     )  # fmt: skip
-    return TrainStep(recipe, mesh if isinstance(mesh, Real | Fake) else bind(mesh, recipe.device))
+    return TrainStep(recipe, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, recipe.device))
 
 
 def starts_after(after: TrainStep | str | Path, model: nn.Module) -> dict[str, int]:
@@ -197,11 +197,11 @@ def starts_after(after: TrainStep | str | Path, model: nn.Module) -> dict[str, i
     return {name: known.get(name, anew) for name, _ in model.named_parameters()}
 
 
-class Round(NamedTuple):
+class AccumulationWindow(NamedTuple):
     """What forwards and backwards since the last update have come to; the gradients are in `state.grads`."""
 
     state: TrainState[Tensor]
-    work: Pass
+    work: ForwardBackward
     buffers: dict[str, Tensor]
     """The module's buffers, as forwards change them."""
     before: dict[str, tuple[Tensor, int]]
@@ -239,12 +239,12 @@ class TrainStep:
         device: where the state is, and the batch must be.
     """
 
-    def __init__(self, recipe: Recipe, axis: Bound | Fake) -> None:
+    def __init__(self, recipe: StepSpec, axis: Bound | AbstractAxis) -> None:
         self.recipe, self.plan, self.rank, self.world_size = (
             recipe, recipe.plan(axis.size, axis.mesh), axis.rank, axis.size,
         )  # fmt: skip
         self._model, self._cfg, self.device = recipe.model, recipe.cfg, recipe.device
-        self._ranks: Bound | Fake = axis
+        self._ranks: Bound | AbstractAxis = axis
         self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
         self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
         self._holds_still = False  # whether a forward ever held trained parameters still
@@ -255,7 +255,7 @@ class TrainStep:
         self._origin = Origin(self._model)
         self._own_grads: OwnGrads | None = None  # of the module, in the first step
         self._statistics = recipe.statistics & set(self.plan.buffers)
-        self._scratch = Scratch()
+        self._scratch = BufferPool()
         self._flags: FixedFlags | None = None
         if recipe.trained is None:
             self._flags = FixedFlags(recipe.model, _trained(self.plan))
@@ -269,12 +269,12 @@ class TrainStep:
         precision = self._cfg.precision
         self._autocast = None if precision.autocast is None else torch_dtype(precision.autocast)
         self._stored_names = recipe.stored_names
-        if not isinstance(axis, Fake):
+        if not isinstance(axis, AbstractAxis):
             check_same(axis, recipe.fingerprint(self.plan))
         recipe.check_placements(self.plan)
         recipe.check_compiled(self.plan)
         self._offload = Offload(self.plan, self.device)
-        self._bound = None if isinstance(axis, Fake) else BoundMesh.of(axis, self.plan)
+        self._bound = None if isinstance(axis, AbstractAxis) else RankMesh.of(axis, self.plan)
         numels = accumulate((buffer.padded_numel for buffer in self.plan.flat_buffers), initial=0)
         places = dict(zip((buffer.key for buffer in self.plan.flat_buffers), numels, strict=False))
         self._updater = Updater(
@@ -304,25 +304,25 @@ class TrainStep:
         return None if None in halves else tuple(chain(*filter(None, halves)))
 
     @property
-    def _mesh(self) -> BoundMesh:
+    def _mesh(self) -> RankMesh:
         """The ranks, which are there."""
         if self._bound is None:
             raise ValueError(
-                f"mesh: must be of ranks that are there to run a step, got {self._ranks}; a step on a Fake axis has plan, "
+                f"mesh: must be of ranks that are there to run a step, got {self._ranks}; a step on a AbstractAxis axis has plan, "
                 f"specs, trace and explain, so leave mesh out under torchrun"
             )
         return self._bound
 
     @property
-    def _bound_measure(self) -> BoundMeasure:
-        return BoundMeasure(
+    def _bound_measure(self) -> StepMetrics:
+        return StepMetrics(
             self.plan, self._mesh, offload=self._offload, scratch=self._scratch, measure=self._measures,
             scaling=self._scaling, skips_overflow=self._cfg.skips_overflow, model=self._model,
         )  # fmt: skip
 
     @property
-    def _first_state(self) -> FirstState:
-        return FirstState(
+    def _first_state(self) -> StateBuilder:
+        return StateBuilder(
             self.recipe, self.plan, offload=self._offload, updater=self._updater, rank=self.rank, device=self.device
         )
 
@@ -332,7 +332,7 @@ class TrainStep:
         stacked: Stacked | None = None,
         *,
         until: Literal["gradients", "update"] = "update",
-    ) -> tuple[CompiledStep, Knobs]:
+    ) -> tuple[CompiledStep, TracedHyperparams]:
         """The step as one graph, or what comes before its update; and what it reads about the update."""
         from fzero.graph.capture import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
@@ -347,8 +347,8 @@ class TrainStep:
             self._measures, self._scaling, self._cfg.skips_overflow, transforms, self._updater.places, knobs.salts
         )
         axis = self._ranks
-        if isinstance(axis, Lockstep):
-            axis = Fake(axis.name, axis.size, axis.rank, "gloo", axis.mesh)  # of what is never run
+        if isinstance(axis, LockstepAxis):
+            axis = AbstractAxis(axis.name, axis.size, axis.rank, "gloo", axis.mesh)  # of what is never run
         compiled = CompiledStep(
             self._model, self.plan, axis, self.device, rules,
             loss_fn=self._loss_fn, autocast=self._autocast, backend=backend,
@@ -631,7 +631,7 @@ class TrainStep:
 
     # --- its parts, between which there may be code of the user's ------------------------------------------------
 
-    def begin(self, state: TrainState[Tensor], *, measures_early: bool = False) -> Round:
+    def begin(self, state: TrainState[Tensor], *, measures_early: bool = False) -> AccumulationWindow:
         """Starts to collect the gradients of a step; the state is donated to what follows.
 
         A step is `forward` and `backward`, once or several times, and `update`:
@@ -656,7 +656,7 @@ class TrainStep:
         self._check_flags()
         return self._begin(state, measures_early=measures_early)
 
-    def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> Round:
+    def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> AccumulationWindow:
         check_trains("step")
         collectives.next_step(self._mesh.everyone)
         if self._observer:
@@ -668,11 +668,16 @@ class TrainStep:
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
         stage = self._offload.stage(self._scratch, self._measures.of_shard, in_memory=measures_early)
-        work = Pass(self.plan, self._mesh, state.params, state.grads, self._orders, stage, wires=state.wires)
-        return Round(state, work, buffers, before)
+        work = ForwardBackward(self.plan, self._mesh, state.params, state.grads, self._orders, stage, wires=state.wires)
+        return AccumulationWindow(state, work, buffers, before)
 
     def forward(
-        self, round_: Round, function: Callable[[], T], *, run: str = "train", still: frozenset[str] = frozenset()
+        self,
+        round_: AccumulationWindow,
+        function: Callable[[], T],
+        *,
+        run: str = "train",
+        still: frozenset[str] = frozenset(),
     ) -> T:
         """What `function` returns, which may call the model; tensors in it carry the graph.
 
@@ -691,7 +696,11 @@ class TrainStep:
         check_callable("forward", function, "a function without arguments that calls the model")
         self._num_passes += 1  # ranks of which one has raised are told apart by it
         work, self._holds_still = round_.work, self._holds_still or bool(still)
-        with ranged("forward"), self._bound_to(round_), work.forward(run, still=still, compares=self._compares(run)):
+        with (
+            profiler_range("forward"),
+            self._bound_to(round_),
+            work.forward(run, still=still, compares=self._compares(run)),
+        ):
             result = function()
         self._compared.add(run)
         return result
@@ -702,14 +711,14 @@ class TrainStep:
 
     def backward(
         self,
-        round_: Round,
+        round_: AccumulationWindow,
         loss: Tensor,
         *,
         weight: Tensor | None = None,
         num_parts: int = 1,
         is_last: bool = True,
         keeps: bool = False,
-    ) -> Round:
+    ) -> AccumulationWindow:
         """Adds the gradients of a loss, of one or several forwards of this round, to those of the state.
 
         *Collective:* every rank; see `Plan.sent_per_step`. An error is told as for `forward`.
@@ -735,9 +744,9 @@ class TrainStep:
         if is_last and self._offload.has_files:
             self._offload.read_ahead(round_.state, work.still_buffers)
         checksum = self._say(round_.state, num_parts=num_parts)
-        with ranged("backward"), self._bound_to(round_):
+        with profiler_range("backward"), self._bound_to(round_):
             told = work.backward(
-                scaled, row_of(loss, weight, len(news), self._num_passes + mark_of(work.still), checksum),
+                scaled, loss_row(loss, weight, len(news), self._num_passes + mark_of(work.still), checksum),
                 share=1 / (self._measures.predivide * num_parts), is_first=not round_.told, is_last=is_last, keeps=keeps,
                 check=(lambda rows: check_passes(rows[:, 3])) if self._holds_still else None,
             )  # fmt: skip
@@ -765,7 +774,7 @@ class TrainStep:
         return found | {f"{subject}, used in the last update": values for subject, values in late.items()}
 
     @contextmanager
-    def passing(self, round_: Round, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
+    def passing(self, round_: AccumulationWindow, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
         """Inside, `backward` of another step's round may go through forwards of this one (a generator's loss, through its
         discriminator); parameters of this step get no gradients of it.
 
@@ -778,7 +787,9 @@ class TrainStep:
         with self._bound_to(round_), round_.work.passing(loss, keeps=keeps):
             yield
 
-    def update(self, round_: Round, rng: dict[str, Tensor] | None = None) -> tuple[TrainState[Tensor], Metrics]:
+    def update(
+        self, round_: AccumulationWindow, rng: dict[str, Tensor] | None = None
+    ) -> tuple[TrainState[Tensor], Metrics]:
         """Clips, skips an overflow, and updates with the gradients of a round, which is over then.
 
         *Collective:* every rank; sends what was updated where every rank holds all of it, and some numbers.
@@ -791,7 +802,11 @@ class TrainStep:
             FloatingPointError: see `__call__`.
         """
         check_kind(
-            "update", round_, Round, "given the Round of the last backward", "pass what step.backward(...) returned"
+            "update",
+            round_,
+            AccumulationWindow,
+            "given the AccumulationWindow of the last backward",
+            "pass what step.backward(...) returned",
         )
         _check_not_donated(round_.state)
         if round_.work.is_over:
@@ -803,7 +818,7 @@ class TrainStep:
             raise ValueError(
                 "update: needs a backward since the last one, and there was none; call backward(loss) first"
             )
-        with ranged("update"):
+        with profiler_range("update"):
             state, buffers = round_.state, round_.buffers
             round_.work.close()
             if self._offload.passes_use_files:
@@ -828,9 +843,9 @@ class TrainStep:
 
     def _updated(
         self, state: TrainState[Tensor], losses: Tensor, buffers: dict[str, Tensor], rng: dict[str, Tensor],
-        wires: dict[str, dict[str, Any]], *, is_sum: bool, stage: Stage, still: Collection[str] = (),
+        wires: dict[str, dict[str, Any]], *, is_sum: bool, stage: ShardTransfer, still: Collection[str] = (),
     ) -> tuple[TrainState[Tensor], Metrics]:  # fmt: skip
-        """The state after the update with the gradients that it holds; `losses` and `stage` as in `BoundMeasure.metrics`,
+        """The state after the update with the gradients that it holds; `losses` and `stage` as in `StepMetrics.metrics`,
         `still` as in `Updater.update`."""
         hyper = self._updater.hyper(int(state.step))
         self._said.last, self._said.is_late = hyper, hyper != self._said.now
@@ -844,7 +859,7 @@ class TrainStep:
             self._observer.has_updated()
         return self._updater.next_state(state, metrics, loss_scale, buffers, rng, wires), metrics
 
-    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | Own] | None = None) -> Self:
+    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None = None) -> Self:
         """The same step, whose updates use other learning rates, and optimizers with other hyper-parameters.
 
         Shares all that was learned with this one, and the states are the same.
@@ -878,7 +893,7 @@ class TrainStep:
         return twin
 
     @contextmanager
-    def _bound_to(self, round_: Round) -> Iterator[None]:
+    def _bound_to(self, round_: AccumulationWindow) -> Iterator[None]:
         """Inside, the model computes with the tensors of a round."""
         with (
             bound(self._model, self.plan.aliases, round_.work.fetch, round_.buffers),
@@ -929,7 +944,7 @@ class TrainStep:
         stage.settle()
         self._agree_on_files(state)
         check_alike(told_AW4[..., 2:].flatten(0, 1), self._mesh.everyone, self._named_hyper)
-        with ranged("update"):
+        with profiler_range("update"):
             return self._updated(state, told_AW4[..., :2], buffers, rng, wires, is_sum=is_sum, stage=stage)
 
     def _run(
@@ -940,7 +955,7 @@ class TrainStep:
         self._num_passes += 1
         batches = [self._batches.cast(batch) for batch in micro_batches]
         wires = optree.tree_map(torch.clone, state.wires)
-        with random_state(state.rng, self.device) as rng, ranged("step", "in one graph"):
+        with random_state(state.rng, self.device) as rng, profiler_range("step", "in one graph"):
             numbers = torch.full((2,), float(self._num_passes), dtype=torch.float64, device=self.device)
             numbers[1:].fill_(self._say(state, hyper))  # fills do not wait for the device
             told = graph(state, buffers, wires, batches, numbers)
@@ -967,7 +982,7 @@ class TrainStep:
         finally:
             for module, mode in modes:
                 module.training = mode
-        row = row_of(loss, weight, self._num_passes)
+        row = loss_row(loss, weight, self._num_passes)
         told = collectives.stack(row, self._mesh.everyone, label=Label("told", phase="turn"))
         check_passes(told[:, 2])
         check_rows(told[:, :2], is_sum=weight is not None)
@@ -996,7 +1011,9 @@ class TrainStep:
 
     def _inspect(self, state: TrainState[Tensor], function: Callable[[], T], run: str) -> T:
         self._num_passes += 1
-        work = Pass(self.plan, self._mesh, state.params, None, self._orders, self._offload.stage(self._scratch))
+        work = ForwardBackward(
+            self.plan, self._mesh, state.params, None, self._orders, self._offload.stage(self._scratch)
+        )
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         with (
             bound(self._model, self.plan.aliases, work.fetch, buffers),
@@ -1053,7 +1070,7 @@ class TrainStep:
             )
             return compiled.trace(state, [self._batches.cast(without_memory(x, self.device)) for x in micro_batches])
 
-    def explain(self, batch: Any = None, *, machine: Machine | None = None) -> Timeline:
+    def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Timeline:
         """The schedule of a step: compute and collectives over time, and the gathered bytes under them.
 
         With a `batch`, that of the graph which `compile="step"` makes of it, captured on paper (see `trace`): in every
@@ -1066,8 +1083,10 @@ class TrainStep:
         Raises:
             ValueError: no batch is given, and no graph has run; and what `trace` raises.
         """
-        check_kind("machine", machine, Machine | None, "a fzero.Machine", "pass fzero.Machine(flops=1e13), say")
-        title = f"stage {self.plan.stage} on {told(self.plan.mesh)}"
+        check_kind(
+            "machine", machine, MachineModel | None, "a fzero.MachineModel", "pass fzero.MachineModel(flops=1e13), say"
+        )
+        title = f"stage {self.plan.stage} on {describe(self.plan.mesh)}"
         if batch is None:
             if self._compiled is None or not self._compiled.backend.graphs:
                 raise ValueError(
@@ -1081,12 +1100,12 @@ class TrainStep:
         timelines = {key: c.scheduled().timeline(machine, title=title) for key, c in different.items()}
         return joined([timelines[id(c.graph)] for c in captured])
 
-    def observed(self, observe: Callable[[Sent], None]) -> Self:
+    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same step, which tells `observe`, too, what its collectives send; what it learns it learns for itself.
 
         Shares what is captured, and the model. Each rank may call it or not.
         """
-        check_callable("observe", observe, "a function of a fzero.Sent")
+        check_callable("observe", observe, "a function of a fzero.CommRecord")
         twin = copy.copy(self)
         twin._bound = self._mesh.observed(observe)
         twin._updater = replace(self._updater, mesh=twin._bound)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training import Odd, Plain, adamw, config, make, part, tokens, train_plainly, vectors
 
 import fzero
-from fzero.runtime.loss import Measure
+from fzero.runtime.loss import LossRules
 
 NUM_STEPS = 4
 STEPS = {"train_batch_size": 12}
@@ -131,7 +131,7 @@ def _measured(stage: int, num_micro_steps: int) -> list[tuple[float, int]]:
             round_ = step.backward(round_, loss, num_parts=num_micro_steps, is_last=is_last)
         for grad in round_.state.grads.values() if change is not None else ():
             change(grad)
-        with mock.patch.object(Measure, "of_shard", autospec=True, side_effect=Measure.of_shard) as measured:
+        with mock.patch.object(LossRules, "of_shard", autospec=True, side_effect=LossRules.of_shard) as measured:
             _, metrics = step.update(round_)
         found.append((metrics.grad_norm.item(), measured.call_count))
     return found
@@ -153,7 +153,7 @@ def test_the_norm_is_measured_as_gradients_come_and_again_of_those_that_somebody
 
 
 def _sent(stage: int, num_micro_steps: int) -> tuple[dict[str, int], dict[str, int]]:
-    log: list[fzero.Sent] = []
+    log: list[fzero.CommRecord] = []
     axis = replace(fzero.join(), observe=log.append)
     cfg = config(stage) | STEPS | {"gradient_accumulation_steps": num_micro_steps}
     step = fzero.make_train_step(make(Plain), cfg, mesh=axis)

@@ -364,7 +364,7 @@ def test_an_input_that_is_changed_in_place_is_refused(stage: int) -> None:
 
 def _sent(model: Any, data: Any, checkpoint: int | None, schedule: Any) -> tuple[Any, Counter[Any], list[Any]]:
     """The schedule, and what was sent in the first step and in the third."""
-    log: list[fzero.Sent] = []
+    log: list[fzero.CommRecord] = []
     axis = replace(fzero.join(), observe=log.append)
     step = fzero.make_train_step(make(model), config(3), mesh=axis, checkpoint=checkpoint, schedule=schedule)
     state, seen = step.init(), []

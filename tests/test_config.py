@@ -1178,10 +1178,10 @@ def test_parameters_of_different_kinds_go_different_ways() -> None:
 def _after_two_updates(block: Any, **asked: Any) -> list[float]:
     import torch
 
-    from fzero import Pieces
+    from fzero import ShardContents
     from sharding.layout import FlatLayout
 
-    transform = block.transform(pieces=Pieces.whole(FlatLayout(("w",), ((2, 3),), 1)), **asked)
+    transform = block.transform(pieces=ShardContents.whole(FlatLayout(("w",), ((2, 3),), 1)), **asked)
     param = torch.linspace(-1, 1, 6)
     state = transform.init(param)
     for grad in (torch.tensor([1.0, 2.0, -1.0, 0.5, 3.0, 1.0]), torch.tensor([-3.0, 0.25, 1.0, 1.0, 2.0, -1.0])):

@@ -17,7 +17,7 @@ from training import make
 import fzero
 import fzero.deepspeed as deepspeed
 from fzero.config.config import ConfigWarning
-from fzero.engine.param_views import Away, AwayError
+from fzero.engine.param_views import PartitionedParameter, PartitionedParameterError
 
 
 class Noisy(Net):
@@ -230,7 +230,7 @@ def test_changes_of_gathered_parameters_count_with_a_modifier_rank_and_are_an_er
 def _away() -> list[str]:
     engine = made(3)
     param = engine.module.head.weight
-    assert isinstance(param, Away) and isinstance(param, nn.Parameter)
+    assert isinstance(param, PartitionedParameter) and isinstance(param, nn.Parameter)
     assert param.shape == (3, WIDTH) and param.numel() == 3 * WIDTH and param.dtype == torch.float32
     assert sum(p.numel() for p in engine.parameters()) == sum(p.numel() for p in make(Net).parameters())
     errors = []
@@ -240,7 +240,7 @@ def _away() -> list[str]:
         lambda: engine.module.state_dict(),
         lambda: param.T,
     ):
-        with pytest.raises(AwayError) as caught:
+        with pytest.raises(PartitionedParameterError) as caught:
             use()
         errors.append(str(caught.value))
     return errors
@@ -342,7 +342,7 @@ def _evaluates(stage: int) -> tuple[list[Tensor], dict[str, Tensor], int]:
         engine.train()
         engine.backward(loss)
         engine.step()
-    own = [p for p in engine.module.parameters() if isinstance(p, Away)]
+    own = [p for p in engine.module.parameters() if isinstance(p, PartitionedParameter)]
     assert torch.equal(engine.module.norm.running_mean, engine.module_state_dict()["norm.running_mean"])
     return told, engine.module_state_dict(), len(own)
 
@@ -417,7 +417,7 @@ def test_what_init_cannot_do_is_told() -> None:
     with pytest.warns(ConfigWarning, match="made whole in this process' memory"), deepspeed.zero.Init():
         model = make(Net)
     deepspeed.zero.register_external_parameter(model, model.head.weight)
-    assert not isinstance(model.head.weight, Away)
+    assert not isinstance(model.head.weight, PartitionedParameter)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 import fzero
-from fzero.comms.collectives import InGraph
+from fzero.comms.collectives import TracedAxis
 from fzero.graph.analysis import WAIT, flops_of, numel_of
 from fzero.graph.backends import realize_numbers
 from fzero.graph.exchange import send_to_others
@@ -132,7 +132,7 @@ def test_an_exchange_sends_nothing_to_its_own_rank_and_gives_the_same(size: int,
         graph = make_fx(step)(*(mode.from_tensor(x) for x in args[0])).graph
     graphs = [copy_of(graph) for _ in range(size)]
     for rank, own in enumerate(graphs):
-        send_to_others(own, [InGraph(size, rank, GROUP, is_nccl=False)])
+        send_to_others(own, [TracedAxis(size, rank, GROUP, is_nccl=False)])
         exchanges = [node for node in own.nodes if node.target is EXCHANGE]
         num_sums = int(size == 2)
         assert len(exchanges) == 2 + num_sums and all(node.args[2][rank] == 0 for node in exchanges)
@@ -177,7 +177,9 @@ class _Joins(nn.Module):
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_a_model_that_joins_products_itself_is_put_in_order(stage: int) -> None:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    step = fzero.make_train_step(_Joins(), {"zero_optimization": zero}, mesh=fzero.Fake("data", 2, backend="gloo"))
+    step = fzero.make_train_step(
+        _Joins(), {"zero_optimization": zero}, mesh=fzero.AbstractAxis("data", 2, backend="gloo")
+    )
     (captured,) = step.trace(torch.ones(4, 6))
     captured.scheduled().graph.lint()
 
@@ -189,7 +191,7 @@ def test_collected_gradients_are_reduced_and_not_gathered(stage: int) -> None:
         "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": stage},
     }
-    step = fzero.make_train_step(_Joins(), cfg, mesh=fzero.Fake("data", 2, backend="gloo"))
+    step = fzero.make_train_step(_Joins(), cfg, mesh=fzero.AbstractAxis("data", 2, backend="gloo"))
     timeline = step.explain(torch.ones(4, 6))
     assert timeline.liveness.peak_gathered == 0
     sent = sum(span.nbytes for span in timeline.spans if span.lane == "collective")

@@ -26,9 +26,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fzero.graph.analysis import WAIT, Reduction, analyse, flops_of, is_collective, is_mutation, liveness, storages
-from fzero.graph.reuse import plan_stays
+from fzero.graph.reuse import plan_live_ranges
 from fzero.graph.schedule import PassOptions, run_passes
-from fzero.graph.timeline import Machine, joined, make_timeline
+from fzero.graph.timeline import MachineModel, joined, make_timeline
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MANY = 10**9
@@ -303,7 +303,7 @@ def test_a_gather_of_what_the_step_made_is_a_reduction_like_any_other() -> None:
 def test_stays_cover_each_use_once_and_obey_both_bounds(
     accesses: list[list[int]], numels: list[int], max_live: int, reuse: int
 ) -> None:
-    stays = plan_stays(list(enumerate(accesses)), numels, max_live=max_live, max_reuse_distance=reuse)
+    stays = plan_live_ranges(list(enumerate(accesses)), numels, max_live=max_live, max_reuse_distance=reuse)
     assert stays == sorted(stays, key=lambda stay: (stay.first, stay.unit))
     for position, units in enumerate(accesses):
         for unit in units:
@@ -610,7 +610,7 @@ def test_the_garbage_collector_stays_out_and_is_left_as_it_was() -> None:
 
 def test_prefetch_hides_gathers_behind_compute() -> None:
     traced = trace_step((64,) * 4, width=32)
-    machine = Machine(flops=1e9, memory=1e10, network=5e8, latency=0)
+    machine = MachineModel(flops=1e9, memory=1e10, network=5e8, latency=0)
     captured, one, ahead = (
         make_timeline(graph, machine)
         for graph in (
@@ -627,7 +627,7 @@ def test_prefetch_hides_gathers_behind_compute() -> None:
 
 
 def test_a_timeline_has_no_overlap_within_a_lane_and_waits_end_with_their_collective() -> None:
-    timeline = make_timeline(run_passes(trace_step((8, 16)).graph, PassOptions()), Machine(latency=1e-6))
+    timeline = make_timeline(run_passes(trace_step((8, 16)).graph, PassOptions()), MachineModel(latency=1e-6))
     for lane in (("compute", "wait"), ("collective",)):
         spans = [span for span in timeline.spans if span.lane in lane]
         assert all(before.end <= after.begin + 1e-15 for before, after in pairwise(spans))

@@ -29,7 +29,7 @@ import fzero
 from fzero.comms import collectives
 from fzero.comms.records import Label
 from fzero.comms.thread_dumps import identity_of, stat_of
-from fzero.comms.watchdog import HERE, Answer, Progress, Watch
+from fzero.comms.watchdog import HERE, Answer, Progress, Watchdog
 
 TIMEOUT = 25  # seconds of a collective, and until all ranks have imported torch on a busy machine
 VICTIM, BAD_STEP, BAD_BLOCK = 1, 2, 2
@@ -195,7 +195,7 @@ class Process:
 def test_a_rank_that_is_stopped_or_gone_is_named_and_no_other(number, is_reaped, told):
     """Rank 1 is gone, rank 2 waits for an earlier collective than rank 0, which asks."""
     store, process = dist.HashStore(), Process()
-    watch = Watch(store, 0, 3)
+    watch = Watchdog(store, 0, 3)
     try:
         store.set("who/1", json.dumps(process.identity))
         store.set("who/2", json.dumps(identity_of(None)))
@@ -217,7 +217,7 @@ def test_a_rank_that_is_stopped_or_gone_is_named_and_no_other(number, is_reaped,
 
 def test_a_rank_that_leaves_with_an_error_says_which():
     store = dist.HashStore()
-    watches = [Watch(store, rank, 2) for rank in range(2)]
+    watches = [Watchdog(store, rank, 2) for rank in range(2)]
     try:
         raise ZeroDivisionError("division by zero")
     except ZeroDivisionError:
@@ -234,7 +234,7 @@ def test_without_the_job_s_store_the_rank_that_kept_it_is_named():
 
     process, store = Process(), Ended()
     store.set("who/0", json.dumps(process.identity))
-    watch = Watch(store, 1, 2)
+    watch = Watchdog(store, 1, 2)
     try:
         while watch._keeper is None:
             time.sleep(0.05)

@@ -16,8 +16,8 @@ from training import Plain, config, make, part, vectors
 
 import fzero
 from fzero.optim.loss_scale import LossScale, LossScaling
-from fzero.optim.transforms import unless
-from fzero.testing.reference_trainer import PlainLossScale
+from fzero.optim.transforms import skip_if
+from fzero.testing.reference_trainer import ReferenceLossScale
 
 # --- the machine -------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ rules_of_machines = st.builds(
 
 @given(rules_of_machines, st.lists(st.booleans(), max_size=40))
 def test_the_machine_is_the_reference_model(rules: LossScaling, overflows: list[bool]) -> None:
-    plain, state = PlainLossScale(rules), rules.init()
+    plain, state = ReferenceLossScale(rules), rules.init()
     for overflow in overflows:
         after = step(rules, state, overflow)
         assert (after is None) == (overflow and plain.is_exhausted)
@@ -91,7 +91,7 @@ def test_neither_the_machine_nor_a_skipped_update_is_read_by_the_host(name: str)
     optimizer = transform.init(param)
     with NoReading():
         rules.update(state, overflow), rules.is_exhausted(state, overflow)
-        unless(overflow, transform).update(torch.full((64,), float("nan")), param, optimizer)
+        skip_if(overflow, transform).update(torch.full((64,), float("nan")), param, optimizer)
     assert torch.equal(param, torch.ones(64))
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoReading():
         bool(overflow)

@@ -24,7 +24,7 @@ from fzero.optim.transforms import Transform
 from fzero.runtime import eager
 from fzero.runtime import loss as measure
 from fzero.runtime import update as updater
-from fzero.runtime.metrics import BoundMeasure
+from fzero.runtime.metrics import StepMetrics
 from fzero.runtime.update import Updater
 from fzero.step import TrainStep
 from fzero.testing import Job, TrainingMachine, training_machine
@@ -159,18 +159,18 @@ def missing_rank_1() -> Any:
 
 def overflowing_alone() -> Any:
     """A rank skips the update when its own loss is not finite."""
-    told = BoundMeasure.metrics
+    told = StepMetrics.metrics
 
-    def broken(self: BoundMeasure, losses: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def broken(self: StepMetrics, losses: Tensor, *args: Any, **kwargs: Any) -> Any:
         metrics, factor = told(self, losses, *args, **kwargs)
         own = ~losses[:, self.mesh.everyone.rank, 0].isfinite().all()
         return metrics._replace(overflow=own), factor
 
-    return patch.object(BoundMeasure, "metrics", broken)
+    return patch.object(StepMetrics, "metrics", broken)
 
 
 def clipping_by_the_norm_of_one_rank() -> Any:
-    return patch.object(measure.Measure, "norm", lambda self, parts_W: parts_W[0].sqrt())
+    return patch.object(measure.LossRules, "norm", lambda self, parts_W: parts_W[0].sqrt())
 
 
 def leaving_a_trace_of_a_skipped_update() -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from fzero.__main__ import main
 from fzero.common.text_tables import as_text
-from fzero.profiling.machine import NAMES, MachineReport, Rates, best, disk_rates, table
+from fzero.profiling.machine import NAMES, MachineReport, MeasuredRates, best, disk_rates, table
 
 
 def test_a_machine_is_told_with_its_versions_and_its_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,7 +28,7 @@ def test_a_machine_is_told_with_its_versions_and_its_rates(tmp_path: Path, capsy
         else:
             assert rate is None if name in on_gpu else 1e6 < rate < 1e17, name
     assert not list(tmp_path.iterdir())  # the file that was measured is gone
-    shown = as_text(table(MachineReport(**told | {"rates": Rates(**told["rates"])})))
+    shown = as_text(table(MachineReport(**told | {"rates": MeasuredRates(**told["rates"])})))
     assert all(what in shown for what, _ in NAMES.values()) and f"{told['rates']['gather'] / 1e9:.2f} GB/s" in shown
 
 
@@ -38,7 +38,7 @@ def test_ranks_that_measure_at_once_are_what_a_plan_is_made_with(
 ) -> None:
     assert main(["env", "--json", "--ranks", "2", "--path", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    rates = Rates(**json.loads(printed)["rates"])
+    rates = MeasuredRates(**json.loads(printed)["rates"])
     assert all(getattr(rates, name) for name in ("host_copy", "gather", "disk_write", "flops_bf16", "latency"))
     machine = rates.machine
     assert (machine.network, machine.latency, machine.flops_fp32) == (rates.gather, rates.latency, rates.flops_fp32)

@@ -18,7 +18,7 @@ from ranks import RankPool
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.optim.fragments import Pieces, boxes
+from fzero.optim.fragments import ShardContents, boxes
 from fzero.optim.matrix import adafactor, lamb, muon, orthogonalise
 from fzero.optim.transforms import Transform
 from sharding import Replicated, Sharded, TensorSpec
@@ -26,7 +26,7 @@ from sharding.layout import FlatLayout
 from sharding.testing import layouts, shapes
 from sharding.views import dtype_name, flatten, take_shard, unflatten
 
-Make = Callable[[Pieces], Transform]
+Make = Callable[[ShardContents], Transform]
 Tree = dict[str, Tensor]
 
 NUM_STEPS = 3
@@ -67,7 +67,7 @@ class Ranks:
         self.slots: list[tuple[str, Tensor]] = [("", torch.zeros(0))] * layout.world_size
         self.calls: list[list[str]] = [[] for _ in range(layout.world_size)]
 
-    def pieces(self, rank: int) -> Pieces:
+    def pieces(self, rank: int) -> ShardContents:
         def exchange(x: Tensor, kind: str) -> list[Tensor]:
             self.calls[rank].append(kind)
             self.slots[rank] = (kind, x.clone())
@@ -77,14 +77,14 @@ class Ranks:
             assert set(kinds) == {kind}, "the ranks are in different collectives"
             return list(everyone)
 
-        return Pieces(
+        return ShardContents(
             self.layout,
             (rank,),
             stack=lambda x: torch.cat(exchange(x, f"stack {tuple(x.shape)}")),
             join=lambda x: torch.cat(exchange(x, f"join {tuple(x.shape)}")),
         )
 
-    def run(self, work: Callable[[int, Pieces], Any]) -> list[Any]:
+    def run(self, work: Callable[[int, ShardContents], Any]) -> list[Any]:
         def guarded(rank: int) -> Any:
             try:
                 return work(rank, self.pieces(rank))
@@ -116,7 +116,7 @@ def values(layout: FlatLayout, seed: int = 0, dtype: torch.dtype = torch.float32
 
 
 def run_whole(make: Make, layout: FlatLayout, params: Tree, grads: Sequence[Tree]) -> tuple[Tensor, Any]:
-    transform = make(Pieces.whole(layout))
+    transform = make(ShardContents.whole(layout))
     return run(transform, flatten(params, layout), [flatten(grad, layout) for grad in grads])
 
 
@@ -143,15 +143,15 @@ def check_same_bits(make: Make, layout: FlatLayout, seed: int) -> list[list[str]
     """Raises unless shards of the update of the whole are the updates of shards; returns what each rank called."""
     params, grads = values(layout, seed)
     param_P, grads_P = flatten(params, layout), [flatten(grad, layout) for grad in grads]
-    whole, whole_state = run(make(Pieces.whole(layout)), param_P, grads_P)
+    whole, whole_state = run(make(ShardContents.whole(layout)), param_P, grads_P)
     partition, ranks = layout.partition, Ranks(layout)
 
-    def work(rank: int, pieces: Pieces) -> tuple[Tensor, Any]:
+    def work(rank: int, pieces: ShardContents) -> tuple[Tensor, Any]:
         shards = [take_shard(grad, partition, rank) for grad in grads_P]
         return run(make(pieces), take_shard(param_P, partition, rank), shards)
 
     spec = TensorSpec((partition.padded_numel,), "float32", Sharded("data"), multiple_of=layout.multiple_of)
-    placed = optree.tree_leaves(make(Pieces.whole(layout)).place(spec), none_is_leaf=True)
+    placed = optree.tree_leaves(make(ShardContents.whole(layout)).place(spec), none_is_leaf=True)
     for rank, (shard, state) in enumerate(ranks.run(work)):
         assert torch.equal(shard, take_shard(whole, partition, rank))
         leaves = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (state, whole_state)]
@@ -179,7 +179,7 @@ def test_large_parameters_have_the_same_bits_on_three_ranks(name: str, multiple_
 
 def _update_own_shard(name: str, layout: FlatLayout, param_P: Tensor, grads_P: list[Tensor]) -> Tensor:
     axis = collectives.join()
-    pieces = Pieces(
+    pieces = ShardContents(
         layout,
         (axis.rank,),
         stack=lambda partial: collectives.stack(partial[0], axis),
@@ -214,7 +214,7 @@ def test_ranks_in_threads_see_each_other_and_a_rank_that_does_not_come() -> None
 )
 def test_place_describes_exactly_what_init_makes(name: str, data: Any, dtype: str, spec: Any) -> None:
     layout = data.draw(layouts_for(name))
-    pieces = Pieces(layout, (0,)) if spec == Sharded("data") else Pieces.whole(layout)
+    pieces = ShardContents(layout, (0,)) if spec == Sharded("data") else ShardContents.whole(layout)
     transform = MAKERS[name](pieces)
     param = TensorSpec((layout.partition.padded_numel,), dtype, spec, multiple_of=layout.multiple_of)
     state = transform.init(torch.ones(param.local_shape(layout.world_size), dtype=getattr(torch, dtype)))
@@ -349,12 +349,12 @@ def test_lamb_and_adafactor_send_sums_only() -> None:
 
 
 def test_adafactor_keeps_a_row_and_a_column_of_a_matrix_and_all_of_a_vector() -> None:
-    pieces = Pieces.whole(MATRICES)
+    pieces = ShardContents.whole(MATRICES)
     matrices = adafactor(0.1, pieces=pieces).init(torch.zeros(pieces.numel))
     assert matrices.variance is None
     assert matrices.row_var.shape == (7 + 18 + 4,) and matrices.col_var.shape == (5 + 18 + 11,)
     vectors = FlatLayout(("b", "scale"), ((5,), ()), world_size=1)
-    state = adafactor(0.1, pieces=Pieces.whole(vectors)).init(torch.zeros(6))
+    state = adafactor(0.1, pieces=ShardContents.whole(vectors)).init(torch.zeros(6))
     assert state.row_var is None and state.col_var is None and state.variance.shape == (6,)
 
 
@@ -375,7 +375,7 @@ def test_boxes_cover_a_fragment_once_and_lie_on_the_grid() -> None:
 
 # --- bad values --------------------------------------------------------------------------------------------------
 
-WHOLE = Pieces.whole(MIXED)
+WHOLE = ShardContents.whole(MIXED)
 
 
 @pytest.mark.parametrize(
@@ -387,10 +387,10 @@ WHOLE = Pieces.whole(MIXED)
         (lambda: adafactor(0.1, d=0.5, pieces=WHOLE), "needs beta2_decay <= 0 and d >= 1, got -0.8 and 0.5"),
         (lambda: adafactor(0.1, beta2_decay=0.5, pieces=WHOLE), "got 0.5 and 1.0"),
         (lambda: muon(0.1, pieces=WHOLE), r"muon: parameter 'b' must be a matrix, got shape \(5,\)"),
-        (lambda: muon(0.1, momentum=-1, pieces=Pieces.whole(MATRICES)), "muon: momentum must be at least 0, got -1"),
-        (lambda: muon(0.1, adjust_lr_fn="no", pieces=Pieces.whole(MATRICES)), "adjust_lr_fn must be .*, got 'no'"),  # type: ignore[arg-type]
-        (lambda: Pieces(MIXED, (0, 1)), r"Pieces: ranks must be all 4 in order, or one of them, got \(0, 1\)"),
-        (lambda: Pieces(MIXED, (4,)), r"got \(4,\)"),
+        (lambda: muon(0.1, momentum=-1, pieces=ShardContents.whole(MATRICES)), "muon: momentum must be at least 0, got -1"),
+        (lambda: muon(0.1, adjust_lr_fn="no", pieces=ShardContents.whole(MATRICES)), "adjust_lr_fn must be .*, got 'no'"),  # type: ignore[arg-type]
+        (lambda: ShardContents(MIXED, (0, 1)), r"ShardContents: ranks must be all 4 in order, or one of them, got \(0, 1\)"),
+        (lambda: ShardContents(MIXED, (4,)), r"got \(4,\)"),
         (lambda: lamb(0.1, pieces=WHOLE).init(torch.zeros(3)), "lamb: the flat tensor must have .* got shape"),
     ],
 )  # fmt: skip
@@ -402,7 +402,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(make: Callable[[], Any]
 def test_a_zero_parameter_or_a_zero_gradient_moves_by_adams_step_or_not_at_all() -> None:
     layout = FlatLayout(("zero", "still"), ((2,), (2,)), 1)
     param, grad = torch.tensor([0.0, 0.0, 3.0, 4.0]), torch.tensor([1.0, -1.0, 0.0, 0.0])
-    found, _ = run(lamb(0.5, pieces=Pieces.whole(layout)), param, [grad])
+    found, _ = run(lamb(0.5, pieces=ShardContents.whole(layout)), param, [grad])
     # Adam's first direction is the gradient's sign, but for eps = 1e-8.
     torch.testing.assert_close(found, torch.tensor([-0.5, 0.5, 3.0, 4.0]), rtol=1e-6, atol=0)
     assert math.isclose(found[2].item(), 3.0)

@@ -20,7 +20,7 @@ from training import Odd, make, tokens
 import fzero
 from fzero.resharding.parameters import with_weight
 from fzero.storage.file_store import FileStore
-from fzero.storage.file_tensor import Files, FileTensors, in_memory
+from fzero.storage.file_tensor import FileTensors, StateFiles, in_memory
 from sharding import Placement
 
 NUMEL = 6528
@@ -227,9 +227,9 @@ def _started(path: str, monkeypatch: pytest.MonkeyPatch, world_size: int, **zero
     cfg = config(3, optimizer=ADAMW, **zero) | {"train_batch_size": 24}
     ranks = on(world_size, fzero.make_train_step(make(partial(blocks, 6)), cfg, placements=placements))
     state, _ = train(ranks, ranks.init(), 0, 1)
-    spy(Files, "start_read", "r")
-    spy(Files, "start_write", "w")
-    spy(Files, "ahead", "a")
+    spy(StateFiles, "start_read", "r")
+    spy(StateFiles, "start_write", "w")
+    spy(StateFiles, "ahead", "a")
     spy(FileStore, "read", "f")
     train(ranks, state, 1, 1)
     return logs
@@ -268,7 +268,7 @@ import gc, resource, sys, threading, torch
 from pathlib import Path
 from torch import nn
 import fzero
-from fzero.checkpoint.dcp_format import Files  # and what it imports
+from fzero.checkpoint.dcp_format import StateFiles  # and what it imports
 
 folder, precision, where, share = sys.argv[1:]
 torch.set_num_threads(1)

@@ -28,13 +28,13 @@ import fzero
 from fzero.common.flops import counter
 from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
 from fzero.estimation import zero_formulas as estimates
-from fzero.estimation.activation_trace import Alive, trace_activations
-from fzero.estimation.dry_run import follow
+from fzero.estimation.activation_trace import ActivationCounter, trace_activations
+from fzero.estimation.dry_run import dry_run
 from fzero.estimation.fit import Limits
 from fzero.estimation.models import VOCABULARY, Block, ModelError, PlainGPT, filled, named, shape_of
 from fzero.estimation.unit_events import order_of, parts_of
 from fzero.estimation.zero_formulas import zero_nbytes
-from fzero.graph.timeline import Lanes, Machine
+from fzero.graph.timeline import Lanes, MachineModel
 from fzero.runtime import offload
 from fzero.runtime.activation_checkpointing import Moves
 from fzero.simulation import LockstepRanks, stacked
@@ -176,9 +176,9 @@ class Counted:
         self.alive: defaultdict[tuple[int, str], int] = defaultdict(int)
         self.most: defaultdict[str, int] = defaultdict(int)
         purposes: dict[tuple[int, int], str] = {}
-        take, give = staging.Scratch.take, staging.Scratch.give
+        take, give = staging.BufferPool.take, staging.BufferPool.give
 
-        def counted_take(scratch: staging.Scratch, *args: Any) -> Tensor:
+        def counted_take(scratch: staging.BufferPool, *args: Any) -> Tensor:
             flat = take(scratch, *args)
             caller = sys._getframe(1).f_code.co_name
             purpose = {"_gather": "gathers", "_flat_grad": "reductions"}.get(caller, caller)
@@ -187,13 +187,13 @@ class Counted:
             self.most[purpose] = max(self.most[purpose], self.alive[id(scratch), purpose])
             return flat
 
-        def counted_give(scratch: staging.Scratch, flat: Tensor) -> None:
+        def counted_give(scratch: staging.BufferPool, flat: Tensor) -> None:
             if purpose := purposes.pop((id(scratch), flat.data_ptr()), ""):
                 self.alive[id(scratch), purpose] -= flat.nbytes
             give(scratch, flat)
 
-        monkeypatch.setattr(staging.Scratch, "take", counted_take)
-        monkeypatch.setattr(staging.Scratch, "give", counted_give)
+        monkeypatch.setattr(staging.BufferPool, "take", counted_take)
+        monkeypatch.setattr(staging.BufferPool, "give", counted_give)
 
 
 class Narrow(nn.Module):
@@ -239,14 +239,14 @@ def test_planned_buffers_are_those_that_a_running_step_takes(
     if precision == "wide gradients":
         cfg |= {"data_types": {"grad_accum_dtype": "fp32"}}
     counted = Counted(monkeypatch)
-    step = fzero.make_train_step(make(Uneven), cfg, mesh=fzero.Fake("data", 3))
+    step = fzero.make_train_step(make(Uneven), cfg, mesh=fzero.AbstractAxis("data", 3))
     ranks = LockstepRanks(step.recipe, 3)
     state = ranks.init()
     for _ in range(2):  # the order of gathers is known from the second on
         state, _ = ranks(state, stacked([vectors(rank, 4) for rank in range(3)]))
     batch = vectors(0, 4)
     for trace in (None, trace_activations(make(Uneven), cfg, batch)):
-        planned = follow(ranks.plan, trace)
+        planned = dry_run(ranks.plan, trace)
         assert counted.most["gathers"] == planned.most("gathers")
         assert counted.most["reductions"] == planned.most("reductions")
         assert bool(planned.most("gathers")) == (stage == 3)
@@ -285,8 +285,8 @@ def test_pinned_tensors_are_planned_as_large_as_pytorch_makes_them(pinned: bool,
     # Parameters and gradients; with LAMB, which the device runs, master and two moments, too.
     sizes = (2, 2, 4, 4, 4)[: 2 if optimizer == "AdamW" else 5]
     tensors = [size * buffer.shard_numel for buffer in plan.flat_buffers for size in sizes]
-    assert follow(plan).host_gaps == pinned * sum(pinned_nbytes(nbytes) - nbytes for nbytes in tensors)
-    assert follow(plan, device="cpu").host_gaps == 0
+    assert dry_run(plan).host_gaps == pinned * sum(pinned_nbytes(nbytes) - nbytes for nbytes in tensors)
+    assert dry_run(plan, device="cpu").host_gaps == 0
 
 
 # --- a step on paper ---------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_the_order_on_paper_is_the_order_that_a_running_step_learns(
     step = fzero.make_train_step(model, cfg)
     step(step.init(), batch)
     trace = trace_activations(model, cfg, batch)
-    assert order_of(step.plan, parts_of(step.plan, trace, Machine())) == step.schedule
+    assert order_of(step.plan, parts_of(step.plan, trace, MachineModel())) == step.schedule
 
 
 @pytest.mark.parametrize("cfg", [{}, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}, FP16])
@@ -328,12 +328,12 @@ def test_what_is_sent_on_paper_is_what_the_plan_says(stage: int, cfg: dict[str, 
     zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 50}}
     plan = fzero.plan(make(Uneven), cfg | zero, world_size=4)
     sent = sum(sum(of_axis.values()) for of_axis in plan.sent_nbytes_by_axis.values())
-    assert follow(plan).timeline.sent == sent
+    assert dry_run(plan).timeline.sent == sent
 
 
 def test_the_peak_is_that_of_the_sum_and_not_the_sum_of_peaks() -> None:
     batch, cfg = vectors(0, 4000), config(3)
-    found = follow(fzero.plan(make(Uneven), cfg, world_size=2), trace_activations(make(Uneven), cfg, batch))
+    found = dry_run(fzero.plan(make(Uneven), cfg, world_size=2), trace_activations(make(Uneven), cfg, batch))
     parts = ("gathers", "reductions", "arrivals", "activations")
     assert found.nbytes == sum(found.at_peak.values()) < sum(found.state.values()) + sum(map(found.most, parts))
     assert found.peak.label in found.told and "activations" in found.told
@@ -352,7 +352,7 @@ def test_an_accumulated_step_takes_its_micro_steps_and_keeps_no_more() -> None:
     def one(num: int, stage: int = 2) -> Any:
         cfg = config(stage) | {"gradient_accumulation_steps": num, "train_micro_batch_size_per_gpu": 4}
         batch = vectors(0, 4)
-        return follow(fzero.plan(make(Uneven), cfg, world_size=2), trace_activations(make(Uneven), cfg, batch))
+        return dry_run(fzero.plan(make(Uneven), cfg, world_size=2), trace_activations(make(Uneven), cfg, batch))
 
     two, three, four = one(2), one(3), one(4)
     assert four.seconds > three.seconds > two.seconds
@@ -378,10 +378,10 @@ def test_seconds_follow_the_rates() -> None:
     plan, trace = fzero.plan(make(Uneven), cfg, world_size=4), trace_activations(make(Uneven), cfg, batch)
 
     def seconds(**rates: float) -> float:
-        return follow(plan, trace, machine=Machine(**rates)).seconds
+        return dry_run(plan, trace, machine=MachineModel(**rates)).seconds
 
     slow: dict[str, Any] = {"latency": 0.0, "flops": 1e30, "memory": 1e30, "network": 1e30}
-    sent, moves = follow(plan, trace).timeline.sent, trace.moments
+    sent, moves = dry_run(plan, trace).timeline.sent, trace.moments
     assert seconds(**slow | {"network": 1e6}) == pytest.approx(sent / 1e6)
     assert seconds(**slow | {"flops": 1e6}) == pytest.approx(trace.flops / 1e6)
     assert seconds(**slow | {"memory": 1e6}) > sum(work.nbytes for moment in moves for work in moment.work) / 1e6
@@ -398,7 +398,7 @@ def test_only_gradients_and_new_parameters_cross_where_the_processor_updates(sta
     held = plan.bytes_by_memory["host"]
     new, grads = held["master"] // 2, held["gradients"]
     for device, factor in (("cuda", 1), ("cpu", 0)):  # where host memory is the device's
-        timeline = follow(plan, machine=Machine(host=1e6), device=device).timeline  # type: ignore[arg-type]
+        timeline = dry_run(plan, machine=MachineModel(host=1e6), device=device).timeline  # type: ignore[arg-type]
         moved = {
             lane: sum(s.end - s.begin for s in timeline.spans if s.lane == lane) * 1e6 for lane in ("host", "back")
         }
@@ -413,7 +413,7 @@ def most_alive(model: nn.Module, cfg: dict[str, Any], batch: Any) -> int:
     """Bytes that an eager step on real tensors makes besides the state, counted by the same rule."""
     step = fzero.make_train_step(model, cfg)
     state, _ = step(step.init(), batch)  # which takes what later steps keep
-    alive = Alive()
+    alive = ActivationCounter()
     alive.ignore(x for x in optree.tree_leaves((state, batch)) if isinstance(x, Tensor))
     with alive:
         step(state, batch)
@@ -529,7 +529,7 @@ def test_inputs_that_wait_in_host_memory_are_planned_as_a_running_step_moves_the
 def test_inputs_in_host_memory_count_there_and_their_copies_take_time() -> None:
     def planned(block: dict[str, Any], device: Any = "cuda", **keys: Any) -> Any:
         cfg = config(1) | {"activation_checkpointing": block} | keys
-        model, machine = make(Masked), Machine(host=1e6)
+        model, machine = make(Masked), MachineModel(host=1e6)
         return fzero.compare_plans(model, cfg, batch=vectors(0, 500), machine=machine, device=device)["stage 1"]
 
     block = ON_HOST["activation_checkpointing"]
@@ -732,7 +732,7 @@ def test_more_memory_is_never_slower_and_what_fits_holds(billion: nn.Module, tmp
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
     for size, best in fitting:
         planned = fzero.plan(billion, best.column.keys, world_size=8)
-        assert best.device_nbytes == follow(planned).nbytes <= size * GIGA
+        assert best.device_nbytes == dry_run(planned).nbytes <= size * GIGA
         assert best.device_nbytes > sum(planned.bytes_by_memory["device"].values())
     found[-1].save(tmp_path / "fits.json")
     assert fzero.Config.load(tmp_path / "fits.json").zero_optimization.stage == fitting[-1][1].choice.stage

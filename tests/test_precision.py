@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from training import GLOBAL_BATCH, Mixed, Odd, Plain, config, make, part, tokens, train, train_in_16_bits, vectors
 
 import fzero
-from fzero.optim.mixed_precision import stochastic, widened
+from fzero.optim.mixed_precision import mixed_precision, stochastic
 
 B, H, F = torch.bfloat16, torch.float16, torch.float32
 NUM_STEPS = 4
@@ -216,7 +216,7 @@ def test_planned_bytes_in_16_bits_are_the_papers_formula(world_size: int) -> Non
 
 
 def _bytes_of_elements(stage: int, keys: dict[str, Any]) -> dict[str, float]:
-    log: list[fzero.Sent] = []
+    log: list[fzero.CommRecord] = []
     step = fzero.make_train_step(make(Plain), config(stage) | keys, mesh=replace(fzero.join(), observe=log.append))
     state = step.init()
     log.clear()
@@ -378,9 +378,9 @@ def test_small_updates_are_lost_to_the_nearest_and_kept_at_random() -> None:
     # 100 updates of 2^-12: a thirty-second of the last bit of 1.
     def after(rounding: Any) -> float:
         param, transform = torch.ones(4096, dtype=torch.bfloat16), fzero.sgd(2**-12)
-        state = widened(transform, state_dtype="bfloat16").init(param)
+        state = mixed_precision(transform, state_dtype="bfloat16").init(param)
         for index in range(100):
-            one = widened(transform, state_dtype="bfloat16", **rounding(index))
+            one = mixed_precision(transform, state_dtype="bfloat16", **rounding(index))
             _, param, state = one.update(torch.full((4096,), -1.0), param, state)
         return param.float().mean().item()
 
@@ -396,9 +396,9 @@ def test_tiles_change_nothing(name: str, dtypes: tuple[str, str], numel: int) ->
         generator = torch.Generator().manual_seed(0)
         transform, out = getattr(fzero, name)(0.1), torch.zeros(numel, dtype=torch.float16)
         param = torch.randn(numel, generator=generator).to(getattr(torch, dtypes[0]))
-        state = widened(transform, state_dtype=dtypes[1]).init(param)
+        state = mixed_precision(transform, state_dtype=dtypes[1]).init(param)
         for index in range(3):
-            one = widened(
+            one = mixed_precision(
                 transform, state_dtype=dtypes[1], rounding=stochastic(index, 0), factor=torch.tensor(0.3), out=out,
                 tile=tile,
             )  # fmt: skip
@@ -416,7 +416,7 @@ def test_a_widened_transform_places_what_it_makes() -> None:
     for transform in (fzero.adamw(1e-3), fzero.sgd(0.1, momentum=0.9), fzero.lion(1e-3), fzero.sgd(0.1)):
         for param_dtype, state_dtype in (("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")):
             param = torch.zeros(64, dtype=getattr(torch, param_dtype))
-            narrow = widened(transform, state_dtype=state_dtype)
+            narrow = mixed_precision(transform, state_dtype=state_dtype)
             spec = fzero.specs_of(param)
             made = [(tuple(x.shape), str(x.dtype)) for x in narrow.init(param) if x is not None]
             assert made == [(x.shape, f"torch.{x.dtype}") for x in narrow.place(spec) if x is not None]

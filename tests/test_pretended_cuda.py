@@ -20,10 +20,10 @@ from torch import Tensor
 from training import Plain, make, vectors
 
 import fzero
-from fzero.optim.mixed_precision import widened
+from fzero.optim.mixed_precision import mixed_precision
 from fzero.optim.transforms import Transform, adamw, same_bits
 from fzero.storage.movers import ByName, DeviceMover, Resident
-from fzero.storage.shard_io import Scratch, Stage
+from fzero.storage.shard_io import BufferPool, ShardTransfer
 from fzero.storage.stream import Mover, Streamed, streamed_names, update_streamed
 from sharding import Placement, TensorSpec
 
@@ -329,7 +329,7 @@ def stream_updates(*, runs_on: str = "cuda", pinned: bool = True, **ahead: int) 
             mover: Mover = DeviceMover(host, "cuda")
         else:
             there = {"out": torch.empty(NUMEL, dtype=torch.bfloat16, device="cuda"), "grad": grad.cuda()}
-            at = lambda *part: widened(transform, state_dtype="float32", out=part[2])  # noqa: E731
+            at = lambda *part: mixed_precision(transform, state_dtype="float32", out=part[2])  # noqa: E731
             buffer = Streamed(names, NUMEL, at, None, counters, out="out", grad="grad")
             mover = ByName(dict.fromkeys(host, Resident(host)) | dict.fromkeys(there, DeviceMover(there, "cpu")))
         before = card.crossed
@@ -412,7 +412,7 @@ def pass_over_shards(*, pinned: bool = True, asks_ahead: bool = True) -> None:
     with PretendedCuda() as card:
         if pinned:
             shards, grads = ({name: x.pin_memory() for name, x in of.items()} for of in (shards, grads))
-        stage, names = Stage(torch.device("cuda", 0), Scratch(), measure=lambda x: x.sum()), list(shards)
+        stage, names = ShardTransfer(torch.device("cuda", 0), BufferPool(), measure=lambda x: x.sum()), list(shards)
         for name, following in zip(names, [*names[1:], None]):
             here = stage.bring(name, shards[name])
             if following is not None and asks_ahead:

@@ -16,7 +16,7 @@ from training import Odd, config, make, tokens
 import fzero
 from fzero.__main__ import COMMANDS, main
 from fzero.common.text_tables import as_text
-from fzero.comms.records import Label, Sent
+from fzero.comms.records import CommRecord, Label
 
 
 class Slow(nn.Module):
@@ -170,8 +170,8 @@ def test_a_model_that_cannot_be_profiled_is_told(device: str) -> None:
 
 
 def test_what_is_sent_is_summed_up_by_collective_axis_and_size() -> None:
-    sent = [Sent("all_gather", "data", Label("gather"), n, 4 * n) for n in (10, 10, 20)]
-    sent.append(Sent("reduce_scatter", "node", Label("reduce"), 5, 20))
+    sent = [CommRecord("all_gather", "data", Label("gather"), n, 4 * n) for n in (10, 10, 20)]
+    sent.append(CommRecord("reduce_scatter", "node", Label("reduce"), 5, 20))
     rows = [line.split() for line in as_text(fzero.comms_table(sent)).splitlines()[2:]]
     assert rows == [
         ["all_gather", "data", "40", "2", "80"], ["all_gather", "data", "80", "1", "80"],

@@ -28,7 +28,7 @@ from training import ADAMW, Odd, Plain, config, make, part, tokens, vectors
 import fzero
 from fzero.comms import collectives
 from fzero.optim.fragments import grids_of
-from fzero.plans.plan import BufferPlan
+from fzero.plans.plan import FlatParamPlan
 from fzero.state import TrainState
 from sharding import Mesh, Order, Sharded, TensorSpec, round_robin
 from sharding.transfer import merged
@@ -94,7 +94,7 @@ def step_of(setting: Setting) -> fzero.TrainStep:
     return fzero.make_train_step(
         make(Normed),
         cfg,
-        mesh=fzero.Fake("data", setting.world_size, mesh=setting.mesh),
+        mesh=fzero.AbstractAxis("data", setting.world_size, mesh=setting.mesh),
         units=units and [f"odd.{name}" for name in units],
         param_groups=GROUPS[setting.groups] if setting.optimizer == "AdamW" else [],
         order=ORDERS[setting.order],
@@ -176,12 +176,12 @@ def state_of(step: fzero.TrainStep, rank: int) -> TrainState[Tensor]:
     return state._replace(step=torch.tensor(11), loss_scale=scale)
 
 
-def _cut(quantity: str, buffer: BufferPlan) -> Tensor:
+def _cut(quantity: str, buffer: FlatParamPlan) -> Tensor:
     layout = buffer.layout
     return flatten({n: whole(quantity, n, layout.shape(n)) for n in layout.names}, layout)
 
 
-def _statistics(path: str, buffer: BufferPlan) -> Tensor:
+def _statistics(path: str, buffer: FlatParamPlan) -> Tensor:
     entries = [
         whole(path, buffer.layout.names[i], (grid.matrices * (grid.rows if path == ".row_var" else grid.columns),))
         for i, grid in grids_of(buffer.layout).items()
@@ -298,7 +298,7 @@ def test_the_moves_of_one_process_are_those_of_all_that_it_takes_part_in(path: l
     rows = list(zip([*range(old.world_size)] + [None] * num_processes, range(num_processes), strict=False))
     # The processes are in another order than the ranks of both jobs, which are not on the same ones.
     shifted = [r if r is not None and r < new.world_size else None for r in (num_processes - 1 - i for _, i in rows)]
-    places = [fzero.Place(rank, other) for (rank, _), other in zip(rows, shifted, strict=True)]
+    places = [fzero.JobRank(rank, other) for (rank, _), other in zip(rows, shifted, strict=True)]
     for plan in (
         fzero.plan_reshard(old.plan, new.plan, rng=new.specs.rng),
         fzero.plan_reshard(old.plan, new.plan, rng=new.specs.rng, places=places),
@@ -441,7 +441,7 @@ def test_a_rank_keeps_its_random_state_and_a_further_one_starts_as_in_init() -> 
 def test_padding_of_the_optimizer_state_is_what_init_makes_it() -> None:
     optimizer = {"type": "Adagrad", "params": {"lr": 0.1, "initial_accumulator_value": 3.0}}
     old, new = (
-        fzero.make_train_step(make(Plain), config(stage, optimizer=optimizer), mesh=fzero.Fake("data", w))
+        fzero.make_train_step(make(Plain), config(stage, optimizer=optimizer), mesh=fzero.AbstractAxis("data", w))
         for stage, w in ((0, 1), (3, 3))
     )
     last = fzero.reshard_all([state_of(old, 0)], old, new)[-1]
@@ -458,7 +458,7 @@ def test_a_loss_scale_stays_where_both_steps_move_it_and_else_starts_anew() -> N
         "none": {},
     }
     steps = {
-        name: fzero.make_train_step(make(Plain), config(1) | cfg, mesh=fzero.Fake("data", 1))
+        name: fzero.make_train_step(make(Plain), config(1) | cfg, mesh=fzero.AbstractAxis("data", 1))
         for name, cfg in cfgs.items()
     }
     state = state_of(steps["moved"], 0)._replace(
@@ -498,15 +498,15 @@ class Job:
         return config(self.stage, **({"zero_hpz_partition_size": self.hpz} if self.hpz else {})) | dict(self.cfg)
 
 
-def bind(job: Job, sent: list[fzero.Sent] | None = None, model: Any = Lively, **options: Any) -> fzero.TrainStep:
+def bind(job: Job, sent: list[fzero.CommRecord] | None = None, model: Any = Lively, **options: Any) -> fzero.TrainStep:
     """The job's step, on this process. Every process makes the group."""
     groups = dist.new_group(sorted(job.processes))
-    axis: fzero.Real | fzero.Fake = fzero.Fake("data", len(job.processes), mesh=job.mesh)
+    axis: fzero.ProcessAxis | fzero.AbstractAxis = fzero.AbstractAxis("data", len(job.processes), mesh=job.mesh)
     if dist.get_rank() in job.processes:
         observe = None if sent is None else sent.append
         rank = sorted(job.processes).index(dist.get_rank())
         group = groups if len(job.processes) > 1 else None
-        axis = fzero.Real("data", len(job.processes), rank, group, observe, job.mesh)
+        axis = fzero.ProcessAxis("data", len(job.processes), rank, group, observe, job.mesh)
     units = None if job.units is None else list(job.units)
     return fzero.make_train_step(make(model), job.config, mesh=axis, units=units, **options)
 
@@ -616,7 +616,7 @@ def test_on_other_processes_the_state_is_the_one_made_of_all_old_states(ranks: R
 def _on_paper(job: Job) -> fzero.TrainStep:
     units = None if job.units is None else list(job.units)
     return fzero.make_train_step(
-        make(Lively), job.config, mesh=fzero.Fake("data", len(job.processes), mesh=job.mesh), units=units
+        make(Lively), job.config, mesh=fzero.AbstractAxis("data", len(job.processes), mesh=job.mesh), units=units
     )
 
 
@@ -628,15 +628,15 @@ def _train_from(job: Job, states: list[TrainState[Tensor]], index: int) -> Train
     return state
 
 
-def _sent(jobs: list[Job]) -> tuple[Any, list[fzero.Sent], int]:
-    sent: list[fzero.Sent] = []
+def _sent(jobs: list[Job]) -> tuple[Any, list[fzero.CommRecord], int]:
+    sent: list[fzero.CommRecord] = []
     old, new = (bind(job, sent) for job in jobs)
     state = old.init() if dist.get_rank() in jobs[0].processes else None
     sent.clear()
     fzero.reshard(state, old, new)
     moved = [record for record in sent if record.label.purpose == "reshard"]
     places = [
-        fzero.Place(*(job.processes.index(process) if process in job.processes else None for job in jobs))
+        fzero.JobRank(*(job.processes.index(process) if process in job.processes else None for job in jobs))
         for process in range(dist.get_world_size())
     ]
     return (
@@ -668,7 +668,7 @@ def test_a_process_sends_the_bytes_of_the_plan_in_few_messages(ranks: RankPool, 
 
 
 def test_one_process_alone_changes_its_stage_without_a_process_group() -> None:
-    old, new = (fzero.make_train_step(make(Odd), config(stage), mesh=fzero.Real("data")) for stage in (0, 3))
+    old, new = (fzero.make_train_step(make(Odd), config(stage), mesh=fzero.ProcessAxis("data")) for stage in (0, 3))
     state, always = old.init(), new.init()
     for index in range(4):
         step = old if index < 2 else new
@@ -742,7 +742,9 @@ def _fails(old: fzero.TrainStep, new: fzero.TrainStep, *words: str) -> None:
 
 
 def _plain(cfg: Mapping[str, Any] | None = None, model: Any = Plain, **options: Any) -> fzero.TrainStep:
-    return fzero.make_train_step(make(model), config(1) | dict(cfg or {}), mesh=fzero.Fake("data", 2), **options)
+    return fzero.make_train_step(
+        make(model), config(1) | dict(cfg or {}), mesh=fzero.AbstractAxis("data", 2), **options
+    )
 
 
 def test_another_model_is_named() -> None:
@@ -805,14 +807,14 @@ def _reshard_wrongly(case: str) -> None:
     elif case == "state":
         fzero.reshard(state if rank == 0 else state._replace(master={"x": state.step}), old, new)
     elif case == "steps":
-        other = fzero.make_train_step(make(Lively), config(2), mesh=fzero.Fake("data", 2))
+        other = fzero.make_train_step(make(Lively), config(2), mesh=fzero.AbstractAxis("data", 2))
         fzero.reshard(state, old, new if rank == 0 else other)
     elif case == "wires":
-        fake, wire = fzero.Fake("data", 2), fzero.coded(fzero.quantize(8))
+        fake, wire = fzero.AbstractAxis("data", 2), fzero.compressed(fzero.quantize(8))
         other = fzero.make_train_step(make(Lively), Job(3, (0, 1)).config, mesh=fake, reduce_wire=wire)
         fzero.reshard(state, old, new if rank == 0 else other)
     elif case == "nobody":
-        fzero.reshard(state, old, fzero.make_train_step(make(Lively), config(2), mesh=fzero.Fake("data", 2)))
+        fzero.reshard(state, old, fzero.make_train_step(make(Lively), config(2), mesh=fzero.AbstractAxis("data", 2)))
 
 
 @pytest.mark.parametrize(

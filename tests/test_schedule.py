@@ -13,7 +13,7 @@ from training import Odd, config, make
 
 import fzero
 from fzero import Event
-from fzero.plans.plan import STAGES, BufferPlan
+from fzero.plans.plan import STAGES, FlatParamPlan
 from fzero.plans.unit_scheduler import TURN, early
 from fzero.runtime.eager import _KINDS, _serve, _zero_gaps, may_start_early, own_shard
 from sharding import FlatLayout
@@ -178,8 +178,8 @@ def test_every_wish_of_every_rank_is_served_in_its_order_with_one_turn(wishes: l
 # --- small helpers of a pass -------------------------------------------------------------------------------------
 
 
-def buffer_of(layout: FlatLayout) -> BufferPlan:
-    return BufferPlan("unit/float32", layout, "float32", trainable=True, row=STAGES[0])
+def buffer_of(layout: FlatLayout) -> FlatParamPlan:
+    return FlatParamPlan("unit/float32", layout, "float32", trainable=True, row=STAGES[0])
 
 
 @given(layouts(), st.data())

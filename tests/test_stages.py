@@ -140,7 +140,7 @@ def test_training_moves_the_weights_and_leaves_the_frozen_ones() -> None:
 
 
 def _sent_in_third_step(stage: int, threshold: int) -> tuple[Counter[str], dict[str, int], int, int]:
-    log: list[fzero.Sent] = []
+    log: list[fzero.CommRecord] = []
     axis = replace(fzero.join(), observe=log.append)
     step = fzero.make_train_step(make(Plain), config(stage, stage3_param_persistence_threshold=threshold), mesh=axis)
     state = step.init()
@@ -182,7 +182,7 @@ def test_parameters_kept_whole_are_joined_and_not_gathered(ranks: RankPool) -> N
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-class Alive(staging.Scratch):
+class Alive(staging.BufferPool):
     """Counts the elements of full buffers that are alive, and the most at once: taken, and not given back or freed."""
 
     def __init__(self) -> None:

@@ -21,10 +21,10 @@ from laws import examples
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fzero.optim.mixed_precision import long_leaves, stochastic, widened
-from fzero.optim.transforms import Transform, adagrad, adam, adamw, chain, lion, same_bits, scale, sgd, unless
+from fzero.optim.mixed_precision import long_leaves, mixed_precision, stochastic
+from fzero.optim.transforms import Transform, adagrad, adam, adamw, chain, lion, same_bits, scale, sgd, skip_if
 from fzero.storage.file_store import FileSpec, FileStore, StoreError
-from fzero.storage.movers import DeviceMover, FileMover, Part
+from fzero.storage.movers import DeviceMover, FileMover, TensorRange
 from fzero.storage.stream import (
     Mover,
     Streamed,
@@ -54,8 +54,8 @@ def by_precision(precision: str, transform: Transform, update: int, out: Tensor)
         return lambda start, stop: transform
     if precision == "bfloat16 beside a master":
         factor = torch.tensor(0.25)
-        return lambda start, stop: widened(transform, state_dtype="float32", factor=factor, out=out[start:stop])
-    return lambda start, stop: widened(
+        return lambda start, stop: mixed_precision(transform, state_dtype="float32", factor=factor, out=out[start:stop])
+    return lambda start, stop: mixed_precision(
         transform, state_dtype="bfloat16", rounding=stochastic(update, PLACE + start), out=out[start:stop]
     )
 
@@ -105,7 +105,7 @@ def test_a_streamed_update_is_that_of_the_whole_bit_for_bit(
     grads = [[torch.randn(n, generator=generator).to(grad_dtype) for n in numels] for _ in skips]
 
     def at(update: int, index: int, out: Tensor) -> Callable[[int, int], Transform]:
-        inner = unless(torch.tensor(skips[update]), transform)
+        inner = skip_if(torch.tensor(skips[update]), transform)
         return by_precision(precision, inner, update, out)
 
     wholes, streamed_outs = [], [out.clone() for out in outs]
@@ -157,7 +157,7 @@ def test_a_streamed_update_is_that_of_the_whole_bit_for_bit(
 def test_what_is_known_of_a_transform_keeps_no_tensor_alive() -> None:
     skip, out = torch.zeros((), dtype=torch.bool), torch.zeros(5)
     memory = StorageWeakRef(out.untyped_storage())
-    transform = widened(unless(skip, adamw(0.1)), state_dtype="float32", out=out)
+    transform = mixed_precision(skip_if(skip, adamw(0.1)), state_dtype="float32", out=out)
     assert long_leaves(transform) == [False, True, True]
     del transform, out
     assert memory.expired()
@@ -287,9 +287,9 @@ def test_a_write_that_fails_in_mid_stream_ends_the_update_and_all_later_ones(ahe
 def test_what_was_read_ahead_is_what_the_file_holds_when_it_is_fetched(numel: int, tmp_path: Path) -> None:
     with FileStore(tmp_path, {"x": FileSpec(4096, "float32"), "y": FileSpec(4096, "float32")}) as store:
         mover, seen = FileMover(store, num_buffers=3, buffer_nbytes=16384), []
-        mover.ahead(Part("x", 0, 4096))  # which is then written, also a part at a time
+        mover.ahead(TensorRange("x", 0, 4096))  # which is then written, also a part at a time
         stream_update(lambda g, x: x[0].fill_(g.start + numel), mover, cut(("x",), 4096, numel), read_ahead=0)
-        for part in (Part("x", 0, 4096), Part("y", 0, 2048), Part("y", 2048, 4096)):
+        for part in (TensorRange("x", 0, 4096), TensorRange("y", 0, 2048), TensorRange("y", 2048, 4096)):
             mover.ahead(part)
         (all_of_it,) = cut(("x",), 4096, 4096, kept=("x",))
         stream_update(lambda _, x: seen.append(x[0].tolist()), mover, [all_of_it], read_ahead=0, write_behind=0)
@@ -302,7 +302,7 @@ def test_a_read_ahead_that_is_refused_takes_no_buffer(tmp_path: Path) -> None:
     with FileStore(tmp_path, {"x": FileSpec(4096, "float32")}) as store:
         mover = FileMover(store, num_buffers=1, buffer_nbytes=4096)
         with pytest.raises(ValueError, match="x: the buffer must be 16384 bytes"):
-            mover.ahead(Part("x", 0, 4096))
+            mover.ahead(TensorRange("x", 0, 4096))
         assert mover.pool.num_free == 1
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import fzero
 from fzero import Transform
 from fzero.comms import collectives
-from fzero.comms.comm_hooks import Wire, ended
+from fzero.comms.comm_hooks import CommHook, completed
 from fzero.testing import check_collective, check_order, check_transform
 from fzero.testing.collective_laws import COLLECTIVE_LAWS
 from fzero.testing.order_laws import ORDER_LAWS
@@ -467,20 +467,20 @@ def test_the_orders_here_pass(order: Any) -> None:
 
 
 EXACT = fzero.exact()
-OF_8_BITS = fzero.coded(fzero.quantize(8))
+OF_8_BITS = fzero.compressed(fzero.quantize(8))
 
 
-def gather_by(function: Callable[..., tuple[Tensor, Any]], wire: Wire = EXACT) -> Wire:
+def gather_by(function: Callable[..., tuple[Tensor, Any]], wire: CommHook = EXACT) -> CommHook:
     """A wire with another gather, which sends at once: (shard_S, axis, state) -> (full_P, state)."""
-    return wire._replace(start_gather=lambda *given, **_: ended(*function(*given)))
+    return wire._replace(start_gather=lambda *given, **_: completed(*function(*given)))
 
 
-def reduce_by(function: Callable[..., tuple[Tensor, Any]]) -> Wire:
+def reduce_by(function: Callable[..., tuple[Tensor, Any]]) -> CommHook:
     """The exact wire with another reduction."""
-    return EXACT._replace(start_reduce_scatter=lambda *given, **_: ended(*function(*given)))
+    return EXACT._replace(start_reduce_scatter=lambda *given, **_: completed(*function(*given)))
 
 
-def gathering(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Wire:
+def gathering(change: Callable[[Tensor, Tensor, Any], Tensor]) -> CommHook:
     """The exact wire, with the gathered tensor as `change(full_P, shard_S, axis)` makes it."""
 
     def gather(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
@@ -489,7 +489,7 @@ def gathering(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Wire:
     return gather_by(gather)
 
 
-def reducing(change: Callable[[Tensor, Tensor, Any], Tensor]) -> Wire:
+def reducing(change: Callable[[Tensor, Tensor, Any], Tensor]) -> CommHook:
     """The exact wire, with the sum as `change(sum_S, full_P, axis)` makes it."""
 
     def reduce_scatter(full_P: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
@@ -558,7 +558,7 @@ def keeping_its_own(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any
 ENDS, GIVEN, FORM, SAME, JOINS, ADDS, LOSES, STATE, AGAIN, SENDS, PLANS, LATE = (
     law.sentence for law in COLLECTIVE_LAWS
 )
-BROKEN_COLLECTIVES: dict[str, tuple[Wire, float, str, str]] = {
+BROKEN_COLLECTIVES: dict[str, tuple[CommHook, float, str, str]] = {
     "wrong order": (gathering(lambda full, _, axis: parts(full, axis).flip(0).reshape(-1)), 0, JOINS, "gather gives"),
     "no own part": (gathering(without_own_part), 0, SAME, "rank 0 gathers"),
     "own part exact": (gather_by(keeping_its_own, OF_8_BITS), 1 / 127, SAME, "rank 0 gathers"),
@@ -593,9 +593,9 @@ def test_a_broken_collective_is_caught_for_the_right_reason(name: str) -> None:
 RIGHT = {
     "exact": (EXACT, 0.0),
     "8 bits": (OF_8_BITS, 1 / 127),
-    "bfloat16": (fzero.coded(fzero.cast("bfloat16")), 2.0**-8),
+    "bfloat16": (fzero.compressed(fzero.cast("bfloat16")), 2.0**-8),
     "feedback": (fzero.error_feedback(OF_8_BITS), 2 / 127),  # what two rounds lose
-    "LoCo": (fzero.restarted(fzero.error_feedback(OF_8_BITS, decay=0.8), every=2), 2 / 127),
+    "LoCo": (fzero.reset_every(fzero.error_feedback(OF_8_BITS, decay=0.8), every=2), 2 / 127),
 }
 
 

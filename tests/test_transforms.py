@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 from fzero import Transform
-from fzero.optim.mixed_precision import widened
+from fzero.optim.mixed_precision import mixed_precision
 from fzero.testing import check_transform
 
 NUM_STEPS = 20
@@ -293,7 +293,7 @@ def test_a_gradient_may_be_one_number_for_all_elements_and_a_parameter_may_not(n
 @pytest.mark.parametrize("factor", [None, torch.tensor(0.5)])
 @every_transform
 def test_several_buffers_in_one_call_are_updated_like_each_by_itself(name: str, factor: Tensor | None) -> None:
-    transform = widened(TRANSFORMS[name], state_dtype="float32", factor=factor)
+    transform = mixed_precision(TRANSFORMS[name], state_dtype="float32", factor=factor)
     both: list[tuple[list[Tensor], list[Any]]] = []
     for is_one_call in (True, False):
         params = [make_param(numel) for numel in (1000, 0, 7)]
@@ -313,7 +313,7 @@ def test_several_buffers_in_one_call_are_updated_like_each_by_itself(name: str, 
 def test_a_transform_with_another_update_does_not_update_several_by_the_old_one() -> None:
     inner, x = fzero.adamw(1e-2), torch.ones(8)
     clamped = inner._replace(update=lambda grad, param, state: (grad, param.fill_(0.5), state))
-    for transform in (clamped, widened(clamped, state_dtype="float32")):
+    for transform in (clamped, mixed_precision(clamped, state_dtype="float32")):
         param = x.clone()
         transform.update_each([x], [param], [transform.init(param)])
         assert torch.equal(param, x / 2)

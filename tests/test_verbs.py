@@ -149,9 +149,9 @@ def test_real_ranks_and_a_simulated_axis_give_the_same_bits(ranks: RankPool, wor
 
 
 def _what_is_sent(spec: TensorSpec) -> list[tuple[str, int]]:
-    sent: list[fzero.Sent] = []
+    sent: list[fzero.CommRecord] = []
     bound = fzero.join()
-    axis = fzero.Real(bound.name, bound.size, bound.rank, observe=sent.append)
+    axis = fzero.ProcessAxis(bound.name, bound.size, bound.rank, observe=sent.append)
     full = distinct_tensors(spec)
     fzero.gather(fzero.shard(full, spec, axis), spec, axis)
     fzero.reduce_scatter_grads(full, spec, axis)
@@ -215,7 +215,7 @@ def test_a_leaf_of_another_shape_is_named_with_its_shape_and_its_specs() -> None
     ):
         fzero.gather({"layer": [torch.zeros(2, 4)]}, specs, TWO)
     with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(6,\).*got \(3, 2\)"):
-        fzero.gather({"layer": [torch.zeros(3, 2)]}, specs, fzero.Real("data"))
+        fzero.gather({"layer": [torch.zeros(3, 2)]}, specs, fzero.ProcessAxis("data"))
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -262,6 +262,6 @@ def test_specs_of_a_tree_have_its_shapes_and_dtypes() -> None:
 
 def test_an_axis_with_more_ranks_than_the_job_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Real: rank must be in \[0, 2\), got 2"):
-        collectives.Real("data", 2, 2)
+        collectives.ProcessAxis("data", 2, 2)
     with pytest.raises(ValueError, match=r"Real: 2 ranks need a process group; start with torchrun"):
-        collectives.Real("data", 2, 0)
+        collectives.ProcessAxis("data", 2, 0)

@@ -26,7 +26,7 @@ from training import ADAMW, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
 from fzero.comms.codecs import Codec
-from fzero.comms.comm_hooks import Wire
+from fzero.comms.comm_hooks import CommHook
 from fzero.config.config import ConfigError
 from fzero.graph.analysis import analyse, liveness
 from fzero.graph.traffic import sent_in
@@ -36,12 +36,12 @@ from sharding import Mesh, Sharded
 from sharding.views import flatten
 
 Q8, Q4, HALF = (
-    fzero.coded(fzero.quantize(8, 32)),
-    fzero.coded(fzero.quantize(4, 32)),
-    fzero.coded(fzero.cast("bfloat16")),
+    fzero.compressed(fzero.quantize(8, 32)),
+    fzero.compressed(fzero.quantize(4, 32)),
+    fzero.compressed(fzero.cast("bfloat16")),
 )
 FEEDBACK = fzero.error_feedback(Q4)
-LOCO = fzero.restarted(fzero.error_feedback(Q4, decay=0.8), every=2)
+LOCO = fzero.reset_every(fzero.error_feedback(Q4, decay=0.8), every=2)
 PLUS_PLUS = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {"reset_T": 2}}
 
 WIRES: dict[str, Mapping[str, Any]] = {
@@ -61,7 +61,7 @@ def simulated(
     step = fzero.make_train_step(
         make(model),
         config_of(mode, mesh) | keys,
-        mesh=fzero.Fake("data", mesh.size, mesh=given_mesh(mode, mesh)),
+        mesh=fzero.AbstractAxis("data", mesh.size, mesh=given_mesh(mode, mesh)),
         **options,
     )
     return LockstepRanks(step.recipe, mesh.size, observe, mesh=given_mesh(mode, mesh))
@@ -122,7 +122,7 @@ def test_wires_in_lockstep_have_the_bits_of_as_many_processes(
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [ONE, SQUARE, MESHES["3x2"]], ids=str)
 @pytest.mark.parametrize("wire", [Q4, LOCO, HALF], ids=lambda wire: wire.name)
-def test_all_stages_give_the_same_bits_through_a_wire(mesh: Mesh, wire: Wire) -> None:
+def test_all_stages_give_the_same_bits_through_a_wire(mesh: Mesh, wire: CommHook) -> None:
     of_stage = [simulated(stage, mesh, options={"reduce_wire": wire}) for stage in range(4)]
     first, *others = ((*run(ranks, tokens), ranks) for ranks in of_stage)
     for curve, state, ranks in others:
@@ -191,7 +191,7 @@ GRAPHS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _sent_by_axis(log: list[fzero.Sent]) -> Counter[str]:
+def _sent_by_axis(log: list[fzero.CommRecord]) -> Counter[str]:
     """Bytes of parameters and gradients: a graph's labels do not tell them from norms, which are fewer."""
     sent: Counter[str] = Counter()
     for record in log:
@@ -204,7 +204,7 @@ def _captured(case: str) -> tuple[Any, Any, Counter[str], dict[str, int]]:
     cfg = config_of(mode, SQUARE) | {"optimizer": SGD, "gradient_clipping": 0.05} | keys
     found = []
     for options in ({}, AOT):
-        log: list[fzero.Sent] = []
+        log: list[fzero.CommRecord] = []
         axis = replace(fzero.join(), observe=log.append, mesh=given_mesh(mode, SQUARE))
         step = fzero.make_train_step(make(Short), cfg, mesh=axis, **wires, **options)
         state, curve = step.init(), []
@@ -231,7 +231,9 @@ def test_a_captured_step_has_the_bits_of_the_eager_one_and_sends_the_bytes_of_th
 def _on_paper(**options: Any) -> tuple[fzero.TrainStep, Graph]:
     """A step of one rank of four, and its graph as it would run."""
     cfg = config(3, **options.pop("zero", {}))
-    step = fzero.make_train_step(make(functools.partial(Plain, 16, 3)), cfg, mesh=fzero.Fake("data", 4), **options)
+    step = fzero.make_train_step(
+        make(functools.partial(Plain, 16, 3)), cfg, mesh=fzero.AbstractAxis("data", 4), **options
+    )
     (captured,) = step.trace(part(vectors(0), 0, 4))
     return step, captured.scheduled().graph
 
@@ -248,11 +250,11 @@ def test_a_graph_sends_codes_in_the_order_in_which_it_sends_numbers() -> None:
 @pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("wire", "bucket"),
-    [(Q8, {}), (fzero.coded(fzero.quantize(4, 6)), {"allgather_bucket_size": 10**6}), (HALF, {})],
+    [(Q8, {}), (fzero.compressed(fzero.quantize(4, 6)), {"allgather_bucket_size": 10**6}), (HALF, {})],
     ids=["8 bits", "4 bits, joined", "cast"],
 )
 def test_a_graph_decodes_at_most_two_units_at_a_time_and_encodes_them_again_for_the_backward(
-    wire: Wire, bucket: dict[str, int]
+    wire: CommHook, bucket: dict[str, int]
 ) -> None:
     step, graph = _on_paper(gather_wire=wire, zero=bucket)
     _, exact = _on_paper(zero=bucket)
@@ -303,7 +305,7 @@ def test_the_model_sees_parameters_within_the_bound_of_the_codec_the_same_on_eve
         return loss
 
     model = functools.partial(Plain, width, 2)
-    options = {"gather_wire": fzero.coded(codec), "loss_fn": loss_of}
+    options = {"gather_wire": fzero.compressed(codec), "loss_fn": loss_of}
     in_turn = simulated(3, Mesh.of(data=world_size), model, options=options)
     state, data = in_turn.init(), for_ranks(vectors(0, 2 * world_size, width), world_size)
     in_turn.evaluate(state, data)
@@ -327,7 +329,7 @@ def test_the_model_sees_parameters_within_the_bound_of_the_codec_the_same_on_eve
 def test_the_mean_gradient_is_within_the_bounds_of_what_was_sent(codec: Codec, mesh: Mesh, stage: int) -> None:
     """Along each axis what every rank sends errs by its own bound, of what it then is: the exact sum and the errors so far."""
     keys = {"gradient_clipping": 0.0}
-    coded = simulated(stage, mesh, Plain, options={"reduce_wire": {"data": fzero.coded(codec)}}, **keys)
+    coded = simulated(stage, mesh, Plain, options={"reduce_wire": {"data": fzero.compressed(codec)}}, **keys)
     batch, model = vectors(0, 2 * mesh.size), make(Plain)
     names = [name for name, _ in model.named_parameters()]
     params = list(model.parameters())
@@ -369,7 +371,7 @@ def test_feedback_brings_the_sum_of_gradients_near_the_exact_one() -> None:
 # --- bytes -------------------------------------------------------------------------------------------------------
 
 
-def _sent(log: list[fzero.Sent]) -> dict[str, Counter[str]]:
+def _sent(log: list[fzero.CommRecord]) -> dict[str, Counter[str]]:
     """Bytes by axis, of what the plan tells: parameters and gradients."""
     by_axis: dict[str, Counter[str]] = {}
     for record in log:
@@ -394,7 +396,7 @@ def _planned(plan: fzero.Plan) -> dict[str, Counter[str]]:
 
 
 def _counted_and_planned(mode: str, mesh: Mesh, wires: str, keys: Mapping[str, Any]) -> Any:
-    log: list[fzero.Sent] = []
+    log: list[fzero.CommRecord] = []
     axis = replace(fzero.join(), observe=log.append, mesh=given_mesh(mode, mesh))
     step = fzero.make_train_step(make(Plain), config_of(mode, mesh) | keys, mesh=axis, **WIRES.get(wires, {}))
     state = step.init()
@@ -510,7 +512,7 @@ def test_a_wire_may_leave_its_result_anywhere() -> None:
     def add(full: Tensor, axis: Any, state: Any, *, after: Any = None, **_: Any) -> fzero.Sending:
         if after is not None:
             after.wait()
-        return fzero.ended(fzero.exact().reduce_scatter(full, axis, state)[0], state)
+        return fzero.completed(fzero.exact().reduce_scatter(full, axis, state)[0], state)
 
     elsewhere = fzero.exact()._replace(name="elsewhere", start_reduce_scatter=add)
     for mode, mesh in (("hybrid 0", ONE), ("hybrid 2", SQUARE), ("hpz 3", SQUARE)):
@@ -592,8 +594,8 @@ def test_the_configuration_means_wires() -> None:
     by_hand = simulated(
         3, ONE,
         options={
-            "gather_wire": fzero.coded(fzero.quantize(8, 256)),
-            "reduce_wire": fzero.restarted(fzero.error_feedback(fzero.coded(fzero.quantize(4, 256)), decay=0.8), every=2),
+            "gather_wire": fzero.compressed(fzero.quantize(8, 256)),
+            "reduce_wire": fzero.reset_every(fzero.error_feedback(fzero.compressed(fzero.quantize(4, 256)), decay=0.8), every=2),
         },
     )  # fmt: skip
     assert str(asked.plan.wiring) == str(by_hand.plan.wiring)
@@ -636,12 +638,12 @@ WRONG: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
 def test_wires_of_no_use_are_told(name: str) -> None:
     stage, options, keys, says = WRONG[name]
     with pytest.raises(ConfigError, match=says):
-        fzero.make_train_step(make(Plain), config(stage, **keys), mesh=fzero.Fake("data", 2), **options)
+        fzero.make_train_step(make(Plain), config(stage, **keys), mesh=fzero.AbstractAxis("data", 2), **options)
 
 
 def test_a_wire_that_remembers_is_counted_from_one() -> None:
     with pytest.raises(ValueError, match="restarted: every must be a positive number of rounds, got 0; 1024 say"):
-        fzero.restarted(FEEDBACK, every=0)
+        fzero.reset_every(FEEDBACK, every=0)
 
 
 def _make_with_a_wire_of_its_own() -> None:

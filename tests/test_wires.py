@@ -15,10 +15,10 @@ from test_simulate import assert_same
 from torch import Tensor
 
 import fzero
-from fzero import Sent
+from fzero import CommRecord
 from fzero.comms.codecs import Codec, cast, quantize
-from fzero.comms.collectives import Lockstep, Sim
-from fzero.comms.comm_hooks import Wire, coded, error_feedback, exact, restarted
+from fzero.comms.collectives import LockstepAxis, Sim
+from fzero.comms.comm_hooks import CommHook, compressed, error_feedback, exact, reset_every
 from fzero.comms.lockstep import Hub
 
 
@@ -29,20 +29,22 @@ def _parts(world_size: int, shard_numel: int, seed: int = 0) -> Tensor:
 
 def _in_lockstep(function: Any, parts_W: Tensor) -> list[Any]:
     hub = Hub(len(parts_W))
-    return hub.run(lambda rank: function(parts_W[rank], Lockstep("data", len(parts_W), rank, hub)))
+    return hub.run(lambda rank: function(parts_W[rank], LockstepAxis("data", len(parts_W), rank, hub)))
 
 
 @st.composite
-def wires(draw: st.DrawFn) -> Wire:
-    wire = draw(st.just(exact()) | codecs().map(coded))
+def wires(draw: st.DrawFn) -> CommHook:
+    wire = draw(st.just(exact()) | codecs().map(compressed))
     if draw(st.booleans()):
         wire = error_feedback(wire, decay=draw(st.sampled_from([0.0, 0.8])))
-        return restarted(wire, every=2) if draw(st.booleans()) else wire
+        return reset_every(wire, every=2) if draw(st.booleans()) else wire
     return wire
 
 
 @given(wires(), st.integers(1, 5), st.integers(0, 40))
-def test_stacked_ranks_and_ranks_in_lockstep_get_the_same_bits(wire: Wire, world_size: int, shard_numel: int) -> None:
+def test_stacked_ranks_and_ranks_in_lockstep_get_the_same_bits(
+    wire: CommHook, world_size: int, shard_numel: int
+) -> None:
     full = _parts(world_size, shard_numel)
     shards = full[:, :shard_numel].contiguous()
     for verb, parts in ((wire.gather, shards), (wire.reduce_scatter, full)):
@@ -59,7 +61,7 @@ def test_a_coded_gather_is_the_same_everywhere_and_within_the_bound(
     codec: Codec, world_size: int, shard_numel: int
 ) -> None:
     shards = _parts(world_size, shard_numel)[:, :shard_numel].contiguous()
-    arrived, _ = coded(codec).gather(shards, Sim("data", world_size), None)
+    arrived, _ = compressed(codec).gather(shards, Sim("data", world_size), None)
     assert all(torch.equal(row, arrived[0]) for row in arrived)
     assert ((arrived[0].double() - shards.flatten().double()).abs() <= codec.bound(shards).flatten()).all()
 
@@ -67,7 +69,7 @@ def test_a_coded_gather_is_the_same_everywhere_and_within_the_bound(
 @given(codecs(), st.integers(1, 5), st.integers(0, 40))
 def test_a_coded_reduction_is_within_the_sum_of_the_bounds(codec: Codec, world_size: int, shard_numel: int) -> None:
     full = _parts(world_size, shard_numel)
-    arrived, _ = coded(codec).reduce_scatter(full, Sim("data", world_size), None)
+    arrived, _ = compressed(codec).reduce_scatter(full, Sim("data", world_size), None)
     meant = full.double().sum(0)
     # Beside the codec: W sums in fp32, each of which rounds by half a last bit of what has been added up.
     bound = codec.bound(full.view(world_size, world_size, -1)).flatten(1).sum(0)
@@ -78,7 +80,7 @@ def test_a_coded_reduction_is_within_the_sum_of_the_bounds(codec: Codec, world_s
 @pytest.mark.parametrize("codec", [quantize(8, 16), quantize(4, 16), cast("bfloat16")], ids=lambda codec: codec.name)
 def test_error_feedback_loses_nothing_for_long(codec: Codec) -> None:
     """All that arrived is all that was meant, less the error that is still to be sent: the rounds telescope."""
-    wire, world_size, arrived, meant = error_feedback(coded(codec)), 3, 0.0, 0.0
+    wire, world_size, arrived, meant = error_feedback(compressed(codec)), 3, 0.0, 0.0
     axis, full = Sim("data", world_size), _parts(world_size, 32)
     error = wire.init(full)
     for seed in range(50):
@@ -87,17 +89,19 @@ def test_error_feedback_loses_nothing_for_long(codec: Codec) -> None:
         arrived, meant = arrived + reduced.double().flatten(), meant + full.double().sum(0)
     # Fifty rounds of fp32 sums of numbers below 8, as above.
     torch.testing.assert_close(arrived, meant - error.double().sum(0), rtol=0, atol=50 * 3 * 8 * 2**-23)
-    alone, whole = coded(codec), 0.0
+    alone, whole = compressed(codec), 0.0
     for seed in range(50):
         whole = whole + alone.reduce_scatter(_parts(world_size, 32, seed), axis, None)[0].double().flatten()
     assert (whole - meant).abs().max() > 2 * (arrived - meant).abs().max()
 
 
 def _bytes_on_a_rank(numel: int) -> list[tuple[str, int]]:
-    sent: list[Sent] = []
-    axis = fzero.Real("data", torch.distributed.get_world_size(), torch.distributed.get_rank(), observe=sent.append)
+    sent: list[CommRecord] = []
+    axis = fzero.ProcessAxis(
+        "data", torch.distributed.get_world_size(), torch.distributed.get_rank(), observe=sent.append
+    )
     full = _parts(axis.size, numel)[axis.rank]
-    for wire in (exact(), coded(quantize(8, 64)), coded(quantize(4, 64))):
+    for wire in (exact(), compressed(quantize(8, 64)), compressed(quantize(4, 64))):
         wire.gather(full[:numel].contiguous(), axis, None)
         wire.reduce_scatter(full, axis, None)
     return [(record.collective, record.nbytes) for record in sent]
@@ -116,15 +120,15 @@ def test_a_real_rank_sends_what_the_codec_says(ranks: RankPool, world_size: int)
 
 
 def _numbers_on_a_rank() -> list[Tensor]:
-    axis = fzero.Real("data", torch.distributed.get_world_size(), torch.distributed.get_rank())
-    full, wire = _parts(axis.size, 37)[axis.rank], error_feedback(coded(quantize(4, 16)))
+    axis = fzero.ProcessAxis("data", torch.distributed.get_world_size(), torch.distributed.get_rank())
+    full, wire = _parts(axis.size, 37)[axis.rank], error_feedback(compressed(quantize(4, 16)))
     gathered, _ = wire.gather(full[:37].contiguous(), axis, wire.init(full[:37]))
     reduced, error = wire.reduce_scatter(full, axis, wire.init(full))
     return [gathered, reduced, error]
 
 
 def test_real_ranks_get_the_bits_of_stacked_ones(ranks: RankPool) -> None:
-    wire, full = error_feedback(coded(quantize(4, 16))), _parts(3, 37)
+    wire, full = error_feedback(compressed(quantize(4, 16))), _parts(3, 37)
     gathered, _ = wire.gather(full[:, :37].contiguous(), Sim("data", 3), wire.init(full[:, :37]))
     reduced, error = wire.reduce_scatter(full, Sim("data", 3), wire.init(full))
     for rank, found in enumerate(ranks(3, _numbers_on_a_rank)):
@@ -133,8 +137,8 @@ def test_real_ranks_get_the_bits_of_stacked_ones(ranks: RankPool) -> None:
 
 
 def test_a_wire_that_is_restarted_twice_starts_anew_for_either() -> None:
-    wire, axis = error_feedback(coded(quantize(4, 16))), Sim("data", 2)
-    twice, alone = restarted(restarted(wire, every=2), every=3), restarted(wire, every=1)
+    wire, axis = error_feedback(compressed(quantize(4, 16))), Sim("data", 2)
+    twice, alone = reset_every(reset_every(wire, every=2), every=3), reset_every(wire, every=1)
     state = twice.init(_parts(2, 32))
     for index in range(7):
         full = _parts(2, 32, index)
@@ -142,14 +146,14 @@ def test_a_wire_that_is_restarted_twice_starts_anew_for_either() -> None:
         is_anew = index % 3 % 2 == 0
         assert torch.equal(arrived, alone.reduce_scatter(full, axis, alone.init(full))[0]) == is_anew
     for given_ in (quantize(4), state):
-        with pytest.raises(ValueError, match=r"restarted: wire must be a Wire, got .*; pass error_feedback"):
-            restarted(given_, every=2)  # type: ignore[arg-type]
-    alone_rank = Lockstep("data", 1, 0, Hub(1))  # of which a counter is a number without dimensions
+        with pytest.raises(ValueError, match=r"restarted: wire must be a CommHook, got .*; pass error_feedback"):
+            reset_every(given_, every=2)  # type: ignore[arg-type]
+    alone_rank = LockstepAxis("data", 1, 0, Hub(1))  # of which a counter is a number without dimensions
     twice.reduce_scatter(_parts(1, 32)[0], alone_rank, twice.init(_parts(1, 32)[0]))
 
 
 def test_an_overflow_reaches_the_rank_that_owns_it_and_is_not_remembered() -> None:
-    wire, full = error_feedback(coded(quantize(8, 16))), _parts(2, 32)
+    wire, full = error_feedback(compressed(quantize(8, 16))), _parts(2, 32)
     full[1, 3] = float("inf")
     reduced, error = wire.reduce_scatter(full, Sim("data", 2), wire.init(full))
     assert not reduced[0].isfinite().all() and reduced[1].isfinite().all() and error.isfinite().all()

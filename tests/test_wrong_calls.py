@@ -210,8 +210,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         with_state(lambda step, state: step.update(state)),
         "update: must be given the Round of the last backward",
     ),
-    "nobody observes": (lambda: step_of().observed(None), "observe: must be a function of a fzero.Sent, got None"),
-    "a machine": (lambda: step_of().explain(BATCH, machine=3), "machine: must be a fzero.Machine, got 3"),
+    "nobody observes": (
+        lambda: step_of().observed(None),
+        "observe: must be a function of a fzero.CommRecord, got None",
+    ),
+    "a machine": (lambda: step_of().explain(BATCH, machine=3), "machine: must be a fzero.MachineModel, got 3"),
     # files
     "save to nowhere": (
         with_state(lambda step, state: fzero.save(state, "", step=step)),
@@ -249,13 +252,16 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "one state": (lambda: fzero.reshard_all(None, step_of(), step_of()), "states: must be a list of states, got None"),
     # ranks and rates
-    "ranks in a word": (lambda: fzero.Fake("data", "4"), "Fake: size must be a whole number, at least 1, got '4'"),
-    "no ranks": (lambda: fzero.Fake("data", 0), "Fake: size must be a whole number, at least 1, got 0"),
+    "ranks in a word": (
+        lambda: fzero.AbstractAxis("data", "4"),
+        "Fake: size must be a whole number, at least 1, got '4'",
+    ),
+    "no ranks": (lambda: fzero.AbstractAxis("data", 0), "Fake: size must be a whole number, at least 1, got 0"),
     "bytes in a word": (
         lambda: fzero.fit(two(), CFG, world_size=2, device_nbytes="80GB"),
         "device_nbytes: must be a number of bytes",
     ),
-    "a rate of a machine": (lambda: fzero.Machine(flops="x"), "Machine: flops: must be a number, got 'x'"),
+    "a rate of a machine": (lambda: fzero.MachineModel(flops="x"), "Machine: flops: must be a number, got 'x'"),
     # engines
     "an optimizer in a word": (
         lambda: fzero.initialize(model=two(), config=CFG, optimizer="adam"),

@@ -7,7 +7,7 @@ momentum, in a fixed metric: linear, so that an error made in one step can be ma
 its own gradient to the common momentum and sends *signs*, with a scale for each block; so does each worker that added up a
 part of them. What both of them lost, they add to what they send next.
 
-The codec is this page's own, 20 lines: `fzero.coded` makes a wire of it, `fzero.error_feedback` remembers, and
+The codec is this page's own, 20 lines: `fzero.compressed` makes a wire of it, `fzero.error_feedback` remembers, and
 `check_collective` tries the laws that wires keep. Without feedback, the third curve, the same bits teach less.
 
 Shape letters: W workers (the leading dimension), P elements of all parameters, B bytes.
@@ -82,14 +82,14 @@ def gradients_of(batch_W: tuple[Tensor, ...], model: torch.nn.Module, layout: Fl
     return of_all
 
 
-def mean_over(wire: fzero.Wire, x_WP: Tensor, states: tuple[Any, Any]) -> tuple[Tensor, tuple[Any, Any]]:
+def mean_over(wire: fzero.CommHook, x_WP: Tensor, states: tuple[Any, Any]) -> tuple[Tensor, tuple[Any, Any]]:
     """The mean over workers, sent twice: a part of the sum to each worker, and that part of the mean to all."""
     sum_WS, of_workers = wire.reduce_scatter(x_WP, AXIS, states[0])
     mean_WP, of_parts = wire.gather(sum_WS / WORKERS, AXIS, states[1])
     return mean_WP[0], (of_workers, of_parts)  # the same on every worker
 
 
-def train(num_steps: int, num_exact: int, wire: fzero.Wire) -> tuple[list[float], list[float]]:
+def train(num_steps: int, num_exact: int, wire: fzero.CommHook) -> tuple[list[float], list[float]]:
     """After every step the loss, and the megabytes that a worker has sent; from step `num_exact` on through `wire`."""
     model = make_model()
     params = {name: param.detach() for name, param in model.named_parameters()}
@@ -119,7 +119,7 @@ def train(num_steps: int, num_exact: int, wire: fzero.Wire) -> tuple[list[float]
 
 def main() -> None:
     options = parse(__doc__.splitlines()[0], steps=200)
-    signs = fzero.coded(one_bit(BLOCK))
+    signs = fzero.compressed(one_bit(BLOCK))
     check_collective(signs, max_error=1.0)  # an element is at most as far off as the largest is large
     print("the codec keeps the laws of collectives")
     num_exact = max(1, options.steps // 4)

@@ -20,14 +20,14 @@ import fzero
 
 RANKS, NUM_ROWS = 4, 16
 BLOCKS = (16, 64, 256, 1024, 4096)
-REDUCTIONS = fzero.coded(fzero.quantize(4, 1024))
+REDUCTIONS = fzero.compressed(fzero.quantize(4, 1024))
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {},
-    "8-bit gathers": {"gather_wire": fzero.coded(fzero.quantize(8, 256))},
+    "8-bit gathers": {"gather_wire": fzero.compressed(fzero.quantize(8, 256))},
     "4-bit reductions": {"reduce_wire": REDUCTIONS},
     "4-bit reductions with feedback": {"reduce_wire": fzero.error_feedback(REDUCTIONS, decay=0.8)},
     "both": {
-        "gather_wire": fzero.coded(fzero.quantize(8, 256)),
+        "gather_wire": fzero.compressed(fzero.quantize(8, 256)),
         "reduce_wire": fzero.error_feedback(REDUCTIONS, decay=0.8),
     },
 }
@@ -42,7 +42,9 @@ def error_of(codec: fzero.Codec, x: torch.Tensor) -> tuple[float, float]:
 
 def train(num_steps: int, **wires: Any) -> tuple[list[float], int]:
     """The losses, and the bytes that a rank sends in a step."""
-    step = fzero.make_train_step(make_model(), config(stage=3, lr=0.01), mesh=fzero.Fake("data", RANKS), **wires)
+    step = fzero.make_train_step(
+        make_model(), config(stage=3, lr=0.01), mesh=fzero.AbstractAxis("data", RANKS), **wires
+    )
     ranks = fzero.simulate(step, by="lockstep")
     state, losses = ranks.init(), []
     for index in range(num_steps):

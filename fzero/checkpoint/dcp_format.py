@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fzero.checkpoint.folders import CONTENTS, METADATA, CheckpointError, checksum_of, inside
-from fzero.checkpoint.layout import Part, Slice, Stored
+from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.common.pickles import read_metadata
 from sharding import boxes
 from sharding.views import dtype_name, torch_dtype
 
-Fragment = tuple[Part, Any]
+Fragment = tuple[StoredSlice, Any]
 """A part, and its elements as a flat tensor: those to write, or where to write what is read. What is written may be anything
 that gives a tensor for a range (`x[a:b]`), which is asked for when it is written."""
 
@@ -73,7 +73,7 @@ class _Writing(DefaultSavePlanner):
 def write(folder: Path, rank: int, fragments: Iterable[Fragment]) -> list[Slice]:
     """Writes this rank's file, waits until it is on the disk, and tells what is in it."""
     chunks: dict[MetadataIndex, _Chunk] = {}
-    parts: dict[MetadataIndex, Part] = {}
+    parts: dict[MetadataIndex, StoredSlice] = {}
     items = []
     for part, flat in fragments:
         for box in boxes(part.start, part.stop, part.shape):
@@ -95,7 +95,7 @@ def write(folder: Path, rank: int, fragments: Iterable[Fragment]) -> list[Slice]
     ]
 
 
-def _slice(folder: Path, part: Part, result: WriteResult) -> Slice:
+def _slice(folder: Path, part: StoredSlice, result: WriteResult) -> Slice:
     """Where a chunk was written."""
     where, index = result.storage_data, result.index
     sizes = next(box.sizes for box in boxes(part.start, part.stop, part.shape) if box.offsets == index.offset)
@@ -155,7 +155,7 @@ class _Reading(DefaultLoadPlanner):
         return self.chunks[index]
 
 
-class Files:
+class DcpReader:
     """What is stored in a folder, fzero's or any other job's of torch.distributed.checkpoint.
 
     Args:

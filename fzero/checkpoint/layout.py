@@ -6,7 +6,7 @@
    what several ranks hold is written once, by all of them in equal parts.
 3. It reads the fragments in all that it holds. What is made of what is the rule of `fzero.reshard`.
 
-A `Part` is such a fragment, in integers and names. Shape letters: P padded elements of a flat tensor, W ranks.
+A `StoredSlice` is such a fragment, in integers and names. Shape letters: P padded elements of a flat tensor, W ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.plans.plan import BufferPlan, Plan
+from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.resharding.plan import (
     FlatTensor,
     Sources,
@@ -48,7 +48,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredSlice:
     """Elements [start, stop) of what is stored under `key`; in the state they begin at `offset` of the flat tensor `tensor`.
 
     Their shape is that of the whole, their dtype that of the flat tensor.
@@ -87,7 +87,7 @@ OVERHEAD = 3072
 """More bytes than are written for a chunk besides its elements: around these (1.6 kB), and to tell where it is."""
 
 
-def nbytes_of(parts: Iterable[Part]) -> int:
+def nbytes_of(parts: Iterable[StoredSlice]) -> int:
     """At most as many bytes are written for these."""
     return sum(
         box.numel * itemsize(part.dtype) + OVERHEAD
@@ -120,7 +120,7 @@ def own_key(rank: int, name: str) -> str:
 # --- what is written ---------------------------------------------------------------------------------------------
 
 
-def parts_to_save(plan: Plan, rank: int, own: Mapping[str, TensorSpec]) -> Iterator[Part]:
+def parts_to_save(plan: Plan, rank: int, own: Mapping[str, TensorSpec]) -> Iterator[StoredSlice]:
     """What a rank writes. All ranks together write every element once.
 
     Args:
@@ -133,7 +133,7 @@ def parts_to_save(plan: Plan, rank: int, own: Mapping[str, TensorSpec]) -> Itera
         keys = {name: key_of(quantity, name) for name in tensor.layout.names}
         yield from _parts(tensor, keys, piece * length, (piece + 1) * length, held * length)
     for name, spec in own.items():
-        yield Part(own_key(rank, name), spec.shape, spec.dtype, 0, spec.numel, name, 0)
+        yield StoredSlice(own_key(rank, name), spec.shape, spec.dtype, 0, spec.numel, name, 0)
 
 
 def stored_by(plan: Plan, aliases: Mapping[str, str]) -> tuple[dict[str, Stored], dict[str, str]]:
@@ -192,7 +192,7 @@ def numbers_by_name(plan: Plan, numbers: Mapping[str, float | int]) -> dict[str,
 
 def parts_to_load(
     plan: Plan, rank: int, stored: Mapping[str, Stored], *, without: Collection[str] = (), frozen: Collection[str] = ()
-) -> Iterator[tuple[str, list[Part]]]:
+) -> Iterator[tuple[str, list[StoredSlice]]]:
     """What a rank reads, by quantity. Parameters of which it has the master, and no more, it makes of that.
 
     Args:
@@ -223,7 +223,7 @@ def parts_to_load(
 
 def parts_of_weights(
     plan: Plan, rank: int, stored: Mapping[str, Stored], keys: Mapping[str, str]
-) -> Iterator[list[Part]]:
+) -> Iterator[list[StoredSlice]]:
     """What a rank reads where there are weights only: parameters, masters from the same, module buffers as far as they are there.
 
     Args:
@@ -256,9 +256,11 @@ def sources_of_numbers(plan: Plan, frozen: Collection[str] = ()) -> dict[str, So
     return found
 
 
-def parts_of_own(rank: int, own: Mapping[str, TensorSpec], stored: Mapping[str, Stored]) -> list[Part]:
+def parts_of_own(rank: int, own: Mapping[str, TensorSpec], stored: Mapping[str, Stored]) -> list[StoredSlice]:
     """What a rank had for itself, as far as it is stored."""
-    parts = [Part(own_key(rank, name), s.shape, s.dtype, 0, math.prod(s.shape), name, 0) for name, s in own.items()]
+    parts = [
+        StoredSlice(own_key(rank, name), s.shape, s.dtype, 0, math.prod(s.shape), name, 0) for name, s in own.items()
+    ]
     return [part for part in parts if stored.get(part.key) == Stored(part.shape, part.dtype)]
 
 
@@ -301,27 +303,27 @@ def _quantities(plan: Plan) -> Iterator[tuple[str, FlatTensor]]:
         yield "params", tensor
 
 
-def _held(plan: Plan, piece: int, tensor: FlatTensor, keys: Mapping[str, str]) -> list[Part]:
+def _held(plan: Plan, piece: int, tensor: FlatTensor, keys: Mapping[str, str]) -> list[StoredSlice]:
     """The fragments in all that the rank with this piece holds of a flat tensor."""
     length = tensor.layout.partition.padded_numel // plan.world_size
     first = piece - piece % tensor.num_pieces
     return list(_parts(tensor, keys, first * length, (first + tensor.num_pieces) * length, first * length))
 
 
-def _parts(tensor: FlatTensor, keys: Mapping[str, str], start: int, stop: int, first: int) -> Iterator[Part]:
+def _parts(tensor: FlatTensor, keys: Mapping[str, str], start: int, stop: int, first: int) -> Iterator[StoredSlice]:
     """The fragments in elements [start, stop) of a flat tensor, of which a rank has those from `first` on."""
     for fragment in tensor.layout.within(start, stop):
         if fragment.name not in keys:
             continue
         shape, offset = tensor.layout.shape(fragment.name), start - first + fragment.offset
-        yield Part(keys[fragment.name], shape, tensor.dtype, fragment.start, fragment.stop, tensor.name, offset)
+        yield StoredSlice(keys[fragment.name], shape, tensor.dtype, fragment.start, fragment.stop, tensor.name, offset)
 
 
 def _source(
     name: str,
     quantity: str,
     tensor: FlatTensor,
-    buffer: BufferPlan,
+    buffer: FlatParamPlan,
     stored: Mapping[str, Stored],
     *,
     frozen: bool,

@@ -30,9 +30,9 @@ from torch import Tensor
 from fzero.checkpoint import folders as files
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import (
-    Part,
     Slice,
     Stored,
+    StoredSlice,
     check_names,
     check_told,
     key_of,
@@ -61,8 +61,8 @@ from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_store import StoreError
+from fzero.storage.file_tensor import DcpReader as Scratch
 from fzero.storage.file_tensor import FilePart, part_of
-from fzero.storage.file_tensor import Files as Scratch
 from fzero.storage.shard_io import Leaf
 
 if TYPE_CHECKING:
@@ -413,7 +413,7 @@ def _started(
     """Makes the folder to write to, and starts to write: from copies, or from the state itself."""
     axis = step._mesh.everyone
 
-    def prepare() -> list[Part]:
+    def prepare() -> list[StoredSlice]:
         step._check_state(state)
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(
@@ -470,12 +470,12 @@ class Saved(NamedTuple):
 
 
 def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
-    from fzero.checkpoint.dcp_format import Files
+    from fzero.checkpoint.dcp_format import DcpReader
 
     manifest = files.read_manifest(path)
     files.check_beside(path, manifest)
     contents = json.loads((path / files.CONTENTS).read_bytes())
-    found = Files(path, map(Slice.of, contents["slices"]))
+    found = DcpReader(path, map(Slice.of, contents["slices"]))
     saved = Saved(found, contents["numbers"], contents["optimizer"], contents["wires"], manifest["scales_dynamically"])
     client = files.read_client(path)
     return Loaded(restored(saved, step, scratch), client, path)
@@ -498,7 +498,7 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
     numbers = chosen_numbers(sources_of_numbers(plan, frozen), dict(saved.numbers))
     kept = {*step._stored_names.values()}
     missing = [n for n in plan.buffers if n not in kept and key_of("params", n) not in source.stored]
-    wanted: dict[str, list[Part]] = {}
+    wanted: dict[str, list[StoredSlice]] = {}
     for quantity, parts in parts_to_load(plan, rank, source.stored, without=missing, frozen=frozen):
         wanted.setdefault(quantity, []).extend(parts)
     keeps_scale = saved.scales_dynamically and step._scaling.dynamic
@@ -524,7 +524,7 @@ def _tell_of_frozen(plan: Plan, frozen: Collection[str], rank: int) -> None:
         warnings.warn(f"load: other parameters were frozen in the job that saved: {'; '.join(told)}", stacklevel=7)
 
 
-def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[Part]], found: Source) -> None:
+def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[StoredSlice]], found: Source) -> None:
     """Reads parts of a state, group by group; those of tensors that live in files one by one."""
     tensors = by_name(state)
     for parts in groups:
@@ -537,7 +537,7 @@ def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[Part]], found
                 x.copy_(values)
 
 
-def span(tensor: Leaf, part: Part) -> Tensor | FilePart:
+def span(tensor: Leaf, part: StoredSlice) -> Tensor | FilePart:
     """The elements of a part in the flat tensor that holds them: to be written to a file, or to be read into."""
     return part_of(tensor, part.offset, part.offset + part.stop - part.start)  # type: ignore[no-any-return]
 

@@ -23,7 +23,7 @@ from fzero.checkpoint.deepspeed.files import find as find_deepspeeds
 from fzero.checkpoint.deepspeed.files import is_deepspeeds
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 from fzero.checkpoint.folders import CheckpointError
-from fzero.checkpoint.layout import Part, Slice, Stored, parts_of_weights
+from fzero.checkpoint.layout import Slice, Stored, StoredSlice, parts_of_weights
 from fzero.checkpoint.safetensors import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
 from fzero.checkpoint.save_load import Source, aliases_of, check_same_folder, placed, read_into, together
 from fzero.comms import collectives
@@ -31,11 +31,11 @@ from fzero.resharding.reshard import AnyStep, blank, first_optimizer
 from fzero.simulation import LockstepRanks, stacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import Files as Scratch
+from fzero.storage.file_tensor import DcpReader as Scratch
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
-    from fzero.checkpoint.dcp_format import Files
+    from fzero.checkpoint.dcp_format import DcpReader
 
 TORCH_INDEX = "pytorch_model.bin.index.json"
 
@@ -48,7 +48,7 @@ class _Ranges:
         self._file_of = {name: file for file in found for name in file.stored}
         self.stored = {name: file.stored[name] for name, file in self._file_of.items()}
 
-    def read(self, fragments: Iterable[tuple[Part, Tensor]]) -> None:
+    def read(self, fragments: Iterable[tuple[StoredSlice, Tensor]]) -> None:
         for part, flat in fragments:
             flat.copy_(self._file_of[part.key].range(part.key, part.start, part.stop))
 
@@ -109,7 +109,7 @@ def export(
         for name, key in first.items():
             source = next(k for k in (f"master.{name}", f"model.{name}") if k in found.stored)
             like = found.stored[source]
-            part = Part(source, like.shape, like.dtype, 0, math.prod(like.shape), "", 0)
+            part = StoredSlice(source, like.shape, like.dtype, 0, math.prod(like.shape), "", 0)
             flat = torch.empty(part.stop, dtype=torch_dtype(like.dtype))
             found.read([(part, flat)])
             exported.write(key, flat.view(like.shape))
@@ -178,7 +178,7 @@ def _prefix_of(stored: Mapping[str, Stored]) -> str:
     return "model." if any(key.startswith("model.") for key in stored) else ""
 
 
-def chunks_in(folder: Path, contents: Mapping[str, Any] | None) -> Files:
-    from fzero.checkpoint.dcp_format import Files
+def chunks_in(folder: Path, contents: Mapping[str, Any] | None) -> DcpReader:
+    from fzero.checkpoint.dcp_format import DcpReader
 
-    return Files(folder, [] if contents is None else map(Slice.of, contents["slices"]))
+    return DcpReader(folder, [] if contents is None else map(Slice.of, contents["slices"]))

@@ -21,12 +21,12 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from fzero import CheckpointError, ConfigWarning, Machine, compare_plans, fit, make_train_step, profile, save_trace
+from fzero import CheckpointError, ConfigWarning, MachineModel, compare_plans, fit, make_train_step, profile, save_trace
 from fzero.common.flags import Parser
 from fzero.common.text_tables import print_report
 from fzero.config.files import changed
 from fzero.estimation.compare import keys_of, quietly
-from fzero.estimation.dry_run import PaperStep
+from fzero.estimation.dry_run import DryRun
 from fzero.estimation.models import ModelError, Named, filled, named, sample_from, sample_of
 from fzero.profiling.machine import rates_from
 from fzero.profiling.profiler import OF_MANY_RANKS
@@ -136,12 +136,12 @@ RATES = {
 
 
 def _default(name: str) -> float:
-    return float(getattr(Machine(), RATES[name]))
+    return float(getattr(MachineModel(), RATES[name]))
 
 
-def _machine(given: argparse.Namespace) -> Machine:
+def _machine(given: argparse.Namespace) -> MachineModel:
     """The rates of a file, and over them those that were given one by one."""
-    machine = Machine() if given.rates is None else rates_from(given.rates).machine
+    machine = MachineModel() if given.rates is None else rates_from(given.rates).machine
     own = {field: getattr(given, name) for name, field in RATES.items() if getattr(given, name) is not None}
     if "flops" in own:
         own["flops_fp32"] = None  # of all dtypes
@@ -252,7 +252,7 @@ def _told(found: Named, batch: str) -> dict[str, Any]:
     return {"model": found.told} | ({"batch": batch} if batch else {})
 
 
-def _draw(path: str, title: str, step: PaperStep) -> None:
+def _draw(path: str, title: str, step: DryRun) -> None:
     picture = step.draw(title)
     try:
         picture.savefig(path, dpi=120)

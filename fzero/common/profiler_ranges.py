@@ -26,10 +26,10 @@ def is_recording() -> bool:
     return profiler._is_profiler_enabled and not torch.compiler.is_compiling()
 
 
-def ranged(verb: str, what: object = "") -> AbstractContextManager[object]:
+def profiler_range(verb: str, what: object = "") -> AbstractContextManager[object]:
     """What runs inside goes by this name in a trace.
 
-    >>> with ranged("gather", "blocks.0"):
+    >>> with profiler_range("gather", "blocks.0"):
     ...     torch.zeros(2).tolist()
     [0.0, 0.0]
     """

@@ -2,10 +2,10 @@
 
 A collective takes an *axis*, a value that says who takes part, never a process group:
 
-- `Real`: this process is one rank of a torch.distributed group (of one rank alone where there is no group),
-- `Lockstep`: this thread is one rank of several in this process, which run in turn (`fzero.comms.lockstep`),
+- `ProcessAxis`: this process is one rank of a torch.distributed group (of one rank alone where there is no group),
+- `LockstepAxis`: this thread is one rank of several in this process, which run in turn (`fzero.comms.lockstep`),
 - `Sim`: all ranks live in this process, stacked along the first dimension of every tensor,
-- `Fake`: a number of ranks of which none is there, for what can be told before there is a job.
+- `AbstractAxis`: a number of ranks of which none is there, for what can be told before there is a job.
 
 Where the ranks stand in a mesh of several axes, `along` gives the axes one by one.
 
@@ -46,12 +46,12 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.common.pickles import pack, unpack
-from fzero.common.profiler_ranges import ranged
+from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.lockstep import Hub
-from fzero.comms.meeting import LoneCallError, Meeting, Told
-from fzero.comms.records import Label, Sent
+from fzero.comms.meeting import LoneCallError, Meeting, Notified
+from fzero.comms.records import CommRecord, Label
 from fzero.comms.rendezvous import launched
-from fzero.comms.watchdog import HERE, Watch
+from fzero.comms.watchdog import HERE, Watchdog
 from sharding import Mesh, reference
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class CollectiveError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Real:
+class ProcessAxis:
     """One rank of a process group along the mesh axis `name`.
 
     Args:
@@ -91,10 +91,10 @@ class Real:
         size: number of ranks W.
         rank: this process.
         group: the torch.distributed group; None is the default group (one rank alone never communicates).
-        observe: called with a `Sent` for every collective, before it starts.
+        observe: called with a `CommRecord` for every collective, before it starts.
         mesh: how the ranks stand along several axes, of which this one is all together; None is one axis.
 
-    >>> alone = Real("data")
+    >>> alone = ProcessAxis("data")
     >>> alone.size, alone.rank
     (1, 0)
     """
@@ -103,14 +103,18 @@ class Real:
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False)
-    observe: Callable[[Sent], None] | None = field(default=None, repr=False)
+    observe: Callable[[CommRecord], None] | None = field(default=None, repr=False)
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
-            raise ValueError(f"Real: rank must be in [0, {self.size}), got {self.rank}; give the group's own rank")
+            raise ValueError(
+                f"ProcessAxis: rank must be in [0, {self.size}), got {self.rank}; give the group's own rank"
+            )
         if self.size > 1 and not dist.is_initialized():
-            raise ValueError(f"Real: {self.size} ranks need a process group; start with torchrun and use fzero.join()")
+            raise ValueError(
+                f"ProcessAxis: {self.size} ranks need a process group; start with torchrun and use fzero.join()"
+            )
 
     def global_rank(self, rank: int) -> int:
         """The rank in the whole job of `rank` on this axis."""
@@ -118,7 +122,7 @@ class Real:
 
 
 @dataclass(frozen=True, slots=True)
-class Lockstep:
+class LockstepAxis:
     """One of `size` ranks along the mesh axis `name` that run in turn in this process, on the CPU.
 
     Args:
@@ -126,7 +130,7 @@ class Lockstep:
         size: number of ranks W.
         rank: this thread.
         hub: through which they send.
-        observe, mesh: as for `Real`.
+        observe, mesh: as for `ProcessAxis`.
         ranks: by what number the hub knows each; empty is by its rank on this axis.
     """
 
@@ -134,7 +138,7 @@ class Lockstep:
     size: int
     rank: int
     hub: Hub = field(repr=False)
-    observe: Callable[[Sent], None] | None = field(default=None, repr=False)
+    observe: Callable[[CommRecord], None] | None = field(default=None, repr=False)
     mesh: Mesh | None = None
     ranks: tuple[int, ...] = ()
 
@@ -157,7 +161,7 @@ class Sim:
 
 
 @dataclass(frozen=True, slots=True)
-class Fake:
+class AbstractAxis:
     """One rank of `size` along the mesh axis `name`, none of which is there: for plans and schedules, not to be run.
 
     Args:
@@ -165,9 +169,9 @@ class Fake:
         size: number of ranks W.
         rank: whose part.
         backend: `"nccl"` captures the named collectives, `"gloo"` what stands for them there.
-        mesh: as for `Real`; see `of`.
+        mesh: as for `ProcessAxis`; see `of`.
 
-    >>> Fake("data", 1024).rank
+    >>> AbstractAxis("data", 1024).rank
     0
     """
 
@@ -181,25 +185,29 @@ class Fake:
     def of(cls, mesh: Mesh, rank: int = 0, backend: Literal["nccl", "gloo"] = "nccl") -> Self:
         """One rank of a mesh.
 
-        >>> Fake.of(Mesh.of(node=2, data=4)).size
+        >>> AbstractAxis.of(Mesh.of(node=2, data=4)).size
         8
         """
         if not isinstance(mesh, Mesh):
-            raise ValueError(f"Fake.of: mesh must be a sharding.Mesh, got {mesh!r}; pass Mesh.of(node=2, data=4), say")
+            raise ValueError(
+                f"AbstractAxis.of: mesh must be a sharding.Mesh, got {mesh!r}; pass Mesh.of(node=2, data=4), say"
+            )
         return cls("data", mesh.size, rank, backend, mesh)
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, int) or self.size < 1:
             raise ValueError(
-                f"Fake: size must be a whole number, at least 1, got {self.size!r}; pass how many ranks are meant"
+                f"AbstractAxis: size must be a whole number, at least 1, got {self.size!r}; pass how many ranks are meant"
             )
         if not isinstance(self.rank, int) or not 0 <= self.rank < self.size:
-            raise ValueError(f"Fake: rank must be in [0, {self.size}), got {self.rank}; say whose part is meant")
+            raise ValueError(
+                f"AbstractAxis: rank must be in [0, {self.size}), got {self.rank}; say whose part is meant"
+            )
         if self.backend not in ("nccl", "gloo"):
-            raise ValueError(f"Fake: backend must be 'nccl' or 'gloo', got {self.backend!r}; pass one of these")
+            raise ValueError(f"AbstractAxis: backend must be 'nccl' or 'gloo', got {self.backend!r}; pass one of these")
 
 
-Bound = Real | Lockstep
+Bound = ProcessAxis | LockstepAxis
 """An axis of which this process, or this thread, is one rank."""
 Axis = Bound | Sim
 
@@ -227,7 +235,7 @@ class Pending:
         thread, began = get_ident(), time.perf_counter()
         HERE.waits[thread] = self.label
         try:
-            with ranged("wait", self.label):
+            with profiler_range("wait", self.label):
                 for work in self.works.result() if isinstance(self.works, Future) else self.works:
                     work.wait()
         except CollectiveError:
@@ -303,24 +311,24 @@ def failed(label: Label | str, error: Exception) -> CollectiveError:
 # --- the axes of a mesh -------------------------------------------------------------------------------------------
 
 
-AnyRank = TypeVar("AnyRank", Bound, Real | Fake)
+AnyRank = TypeVar("AnyRank", Bound, ProcessAxis | AbstractAxis)
 
 
 def along(everyone: AnyRank, mesh: Mesh, name: str) -> AnyRank:
     """The ranks that differ from this one along the axis `name` of a mesh only; `everyone` are all of its ranks.
 
-    *Collective* on a `Real` axis, where a process group is made the first time: every rank, for one axis after the other.
+    *Collective* on a `ProcessAxis` axis, where a process group is made the first time: every rank, for one axis after the other.
     """
     size, rank = mesh.axis_size(name), mesh.coordinate(everyone.rank)[name]
     if size == everyone.size:
         return replace(everyone, name=name, mesh=None)
-    if isinstance(everyone, Fake):
+    if isinstance(everyone, AbstractAxis):
         return replace(everyone, name=name, size=size, rank=rank, mesh=None)
     ranks = tuple(map(everyone.global_rank, mesh.peers(everyone.rank, name)))
-    if isinstance(everyone, Lockstep):
+    if isinstance(everyone, LockstepAxis):
         return replace(everyone, name=name, size=size, rank=rank, mesh=None, ranks=ranks)
     group = _part_of(everyone.group, ranks, f"fzero {name}") if size > 1 else None
-    return Real(name, size, rank, group, everyone.observe)
+    return ProcessAxis(name, size, rank, group, everyone.observe)
 
 
 def _part_of(whole: dist.ProcessGroup | None, ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
@@ -352,11 +360,11 @@ def _name_of_group(name: str) -> Iterator[None]:
         yield
 
 
-def observed(axis: Bound, observe: Callable[[Sent], None]) -> Bound:
+def observed(axis: Bound, observe: Callable[[CommRecord], None]) -> Bound:
     """The same axis, whose collectives are told to `observe`, too."""
     before = axis.observe
 
-    def both(sent: Sent) -> None:
+    def both(sent: CommRecord) -> None:
         if before is not None:
             before(sent)
         observe(sent)
@@ -385,7 +393,7 @@ def timeout_of(environment: Mapping[str, str]) -> timedelta:
     return TIMEOUT
 
 
-def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: timedelta | None = None) -> Real:
+def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: timedelta | None = None) -> ProcessAxis:
     """This process' place on the axis `name`: in the job that started it, or the group already initialised, or alone.
 
     *Collective:* every rank of the job, when `fzero.launched()` finds one: of torchrun, mpirun or srun.
@@ -399,7 +407,7 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
     if not dist.is_initialized():
         me, kind = launched(), torch.device(device).type
         if me is None:
-            return Real(name)
+            return ProcessAxis(name)
         on_cuda = kind == "cuda"
         if on_cuda:
             torch.cuda.set_device(me.local_rank)
@@ -413,10 +421,10 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
         )
         atexit.register(_leave)
     _keep_watch()
-    return Real(name, dist.get_world_size(), dist.get_rank())
+    return ProcessAxis(name, dist.get_world_size(), dist.get_rank())
 
 
-_WATCHES: list[tuple[ref[dist.ProcessGroup], Watch, Meeting]] = []
+_WATCHES: list[tuple[ref[dist.ProcessGroup], Watchdog, Meeting]] = []
 """The watch of the present default group, if there is one, and the place where its ranks meet."""
 
 
@@ -436,8 +444,8 @@ def _keep_watch() -> None:
     # NCCL ends the process when its own timeout has passed, which began a little before the host stood still.
     seconds = limit - min(30.0, limit / 4) if on_cuda else float("inf")
     is_stuck = _is_device_stuck if on_cuda else None
-    rank, told = dist.get_rank(), Told(store, dist.get_rank())
-    watch = Watch(store, rank, dist.get_world_size(), is_stuck=is_stuck, seconds=seconds, each_tick=told.answer)
+    rank, told = dist.get_rank(), Notified(store, dist.get_rank())
+    watch = Watchdog(store, rank, dist.get_world_size(), is_stuck=is_stuck, seconds=seconds, each_tick=told.answer)
     _WATCHES.append((ref(group), watch, Meeting(store, rank, _is_gone)))
 
 
@@ -455,7 +463,7 @@ def meet(call: str, axis: Axis) -> None:
     Raises:
         CollectiveError: the others are somewhere else and will not come, or did not come in time.
     """
-    if not isinstance(axis, Real) or axis.size == 1:
+    if not isinstance(axis, ProcessAxis) or axis.size == 1:
         return
     _keep_watch()  # some ranks may have joined for a part of the job before, and others not
     group = axis.group or dist.group.WORLD
@@ -473,7 +481,7 @@ def meet(call: str, axis: Axis) -> None:
 
 
 _PROBES: list[Any] = []
-"""Sent to ranks that do not answer; never received."""
+"""CommRecord to ranks that do not answer; never received."""
 
 
 def _is_gone(rank: int) -> bool:
@@ -506,13 +514,13 @@ def waited() -> dict[str, float]:
 
 def next_step(axis: Bound) -> None:
     """Collectives are numbered anew, by which ranks are compared when one does not come; steps of a rank alone do not count."""
-    if isinstance(axis, Real) and axis.size > 1:
+    if isinstance(axis, ProcessAxis) and axis.size > 1:
         HERE.next_step()
 
 
-def job() -> Real:
+def job() -> ProcessAxis:
     """This process among all processes of the default group, whatever axes they form; alone where there is none."""
-    return Real("job", dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else Real("job")
+    return ProcessAxis("job", dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else ProcessAxis("job")
 
 
 def is_joined(*, without: str = "-") -> bool:
@@ -563,7 +571,7 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-# --- collectives that overlap compute (Real and Lockstep axes) ----------------------------------------------------------------
+# --- collectives that overlap compute (ProcessAxis and LockstepAxis axes) ----------------------------------------------------------------
 
 
 def start_all_gather(
@@ -582,7 +590,7 @@ def start_all_gather(
     _tell(axis, "all_gather", label, shard_S.numel() * (axis.size - 1), shard_S)
     if full_P.numel() == 0:
         return _nothing(label, lambda: full_P, after)
-    if isinstance(axis, Real) and full_P.is_cuda:
+    if isinstance(axis, ProcessAxis) and full_P.is_cuda:
         return Pending(label, _start(label, _all_gather, full_P, shard_S, axis=axis, after=after), lambda: full_P)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     if full_WS[axis.rank].data_ptr() != shard_S.data_ptr():
@@ -615,7 +623,7 @@ def start_reduce_scatter(
     _tell(axis, "reduce_scatter", label, shard_numel * (axis.size - 1), full_P)
     if full_P.numel() == 0:
         return _nothing(label, lambda: sum_S, after)
-    if isinstance(axis, Real) and full_P.is_cuda:
+    if isinstance(axis, ProcessAxis) and full_P.is_cuda:
         return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis=axis, after=after), lambda: sum_S)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
@@ -651,7 +659,7 @@ def start_all_to_all(rows_WN: Tensor, axis: Bound, *, after: Pending | None = No
     arrived_WN = torch.empty_like(rows_WN)
     if rows_WN.numel() == 0:
         return _nothing(label, lambda: arrived_WN, after)
-    if isinstance(axis, Real) and rows_WN.is_cuda:
+    if isinstance(axis, ProcessAxis) and rows_WN.is_cuda:
         started = _start(label, dist.all_to_all_single, arrived_WN, rows_WN, axis=axis, after=after)
         return Pending(label, started, lambda: arrived_WN)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
@@ -684,7 +692,7 @@ def start_all_reduce(
     """
     _tell(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)
     is_at_once = after is None or full_P.is_cuda
-    if isinstance(axis, Real) and axis.size == 2 and full_P.numel() and not then and is_at_once:
+    if isinstance(axis, ProcessAxis) and axis.size == 2 and full_P.numel() and not then and is_at_once:
         # Two summands have one order: the same bits. gloo tells collectives of a group by their number, so that one which a
         # thread of its own started later could meet another one on the other rank.
         return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis, after=after), lambda: full_P)
@@ -703,7 +711,7 @@ def start_stack(x: Tensor, axis: Bound, *, label: Label = OTHER) -> Pending:
         return Pending(label, (), lambda: x[None])
     rows = x.new_empty((axis.size, *x.shape))
     _tell(axis, "stack", label, x.numel() * (axis.size - 1), x)
-    if isinstance(axis, Lockstep):
+    if isinstance(axis, LockstepAxis):
         rows[axis.rank].copy_(x)
         received = {rank: rows[rank] for rank in range(axis.size) if rank != axis.rank}
         return Pending(label, _post(received, dict.fromkeys(received, x), axis), lambda: rows)
@@ -727,7 +735,7 @@ def _nothing(label: Label, finish: Callable[[], Tensor], after: Pending | None) 
 
 
 def _start(
-    label: Label, collective: Callable[..., Any], *tensors: Tensor, axis: Real, after: Pending | None = None
+    label: Label, collective: Callable[..., Any], *tensors: Tensor, axis: ProcessAxis, after: Pending | None = None
 ) -> list[dist.Work]:
     """Starts a collective of torch.distributed: at once, or on CUDA on a stream of its own that waits for another."""
 
@@ -756,7 +764,7 @@ def _swap(
     Sends between two ranks arrive in the order in which they were started. They are started on a thread of their own,
     because gloo begins to copy at once and would hold up the compute.
     """
-    if isinstance(axis, Lockstep):
+    if isinstance(axis, LockstepAxis):
         if after is not None:
             after.wait()
         return _post(received, sent, axis)
@@ -777,7 +785,7 @@ def _swap(
     return _STARTER.submit(start)
 
 
-def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: Lockstep) -> Letters:
+def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: LockstepAxis) -> Letters:
     """The same in lockstep: sends copies, one for all ranks that are sent the same tensor."""
     copies, me = {id(x): x.clone() for x in sent.values()}, axis.global_rank(axis.rank)
     for rank, x in sent.items():
@@ -786,17 +794,17 @@ def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: Lockstep) 
 
 
 def _tell(axis: Bound, collective: str, label: Label, num_elements: int, tensor: Tensor) -> None:
-    if isinstance(axis, Real):
+    if isinstance(axis, ProcessAxis):
         HERE.start(label)
     if axis.observe is not None:
-        axis.observe(Sent(collective, axis.name, label, num_elements, num_elements * tensor.element_size()))
+        axis.observe(CommRecord(collective, axis.name, label, num_elements, num_elements * tensor.element_size()))
 
 
-# --- collectives as nodes of a captured graph (Real and Fake axes) -----------------------------------------------
+# --- collectives as nodes of a captured graph (ProcessAxis and AbstractAxis axes) -----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class InGraph:
+class TracedAxis:
     """A rank on an axis, by what a graph can hold: numbers, the name of the axis and that of the group.
 
     The collectives below are traced into a graph and never run as they stand. On gloo they are all-to-alls, and a sum in
@@ -810,10 +818,10 @@ class InGraph:
     name: str = "data"
 
     @classmethod
-    def of(cls, axis: Real | Fake, device: torch.device, *, name: str | None = None) -> Self:
+    def of(cls, axis: ProcessAxis | AbstractAxis, device: torch.device, *, name: str | None = None) -> Self:
         """That of an axis, which may go by another name."""
         name = name or axis.name
-        if isinstance(axis, Fake):
+        if isinstance(axis, AbstractAxis):
             return cls(axis.size, axis.rank, name, axis.backend == "nccl", name)
         group = axis.group or (dist.group.WORLD if axis.size > 1 else None)
         return cls(axis.size, axis.rank, "" if group is None else group.group_name, device.type == "cuda", name)
@@ -917,7 +925,7 @@ def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) 
     """Overwrites `x` with rank `source`'s and returns it. *Collective:* the source sends numel to each other rank."""
     if axis.size > 1 and x.numel():
         _tell(axis, "broadcast", label, x.numel() * (axis.size - 1) * (axis.rank == source), x)
-        if isinstance(axis, Lockstep):
+        if isinstance(axis, LockstepAxis):
             others = [rank for rank in range(axis.size) if rank != source]
             is_source = axis.rank == source
             works = _post({} if is_source else {source: x}, dict.fromkeys(others, x) if is_source else {}, axis)
@@ -940,7 +948,7 @@ def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
     """
     if axis.size == 1:
         return [value]
-    on_nccl = isinstance(axis, Real) and dist.get_backend(axis.group) == "nccl"
+    on_nccl = isinstance(axis, ProcessAxis) and dist.get_backend(axis.group) == "nccl"
     device = torch.device("cuda" if on_nccl else "cpu")
     mine = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
     numels = stack(torch.tensor(mine.numel(), device=device), axis, label=label).tolist()
@@ -957,7 +965,7 @@ def aside(value: int, axis: Bound, *, seconds: float) -> list[int] | None:
     """
     if axis.size == 1:
         return [value]
-    if isinstance(axis, Lockstep):
+    if isinstance(axis, LockstepAxis):
         return axis.hub.aside(axis.global_rank(axis.rank), value)
     store: Any = dist.distributed_c10d._get_default_store()
     rank = axis.global_rank(axis.rank)
@@ -974,7 +982,11 @@ def aside(value: int, axis: Bound, *, seconds: float) -> list[int] | None:
 
 
 def swap(
-    received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]], axis: Real, *, label: Label = OTHER
+    received: Sequence[tuple[int, Tensor]],
+    sent: Sequence[tuple[int, Tensor]],
+    axis: ProcessAxis,
+    *,
+    label: Label = OTHER,
 ) -> None:
     """Receives tensors from some ranks, and sends tensors to some; returns when all have arrived.
 

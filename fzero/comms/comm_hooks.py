@@ -3,11 +3,11 @@
 A wire is a pair of pure functions over the ranks of an axis, with a state of their own that goes in and comes out:
 
     exact()                       the numbers as they are
-    coded(codec)                  what a codec makes of them: fewer bytes, and an error within its bound
-    error_feedback(coded(codec))  the same, and what one round lost is added to what the next one sends
-    restarted(wire, every=n)      the same, with a new state every n rounds
+    compressed(codec)                  what a codec makes of them: fewer bytes, and an error within its bound
+    error_feedback(compressed(codec))  the same, and what one round lost is added to what the next one sends
+    reset_every(wire, every=n)      the same, with a new state every n rounds
 
-With `coded(quantize(8))` for gathers and `coded(quantize(4))` for reductions that is ZeRO++ (Wang et al. 2023, qwZ and qgZ);
+With `compressed(quantize(8))` for gathers and `compressed(quantize(4))` for reductions that is ZeRO++ (Wang et al. 2023, qwZ and qgZ);
 with error feedback on the reductions LoCo (Xie et al. 2024). Every rank decodes its own part like the others', so
 that all of them hold the same numbers. Sums are made in rank order, in fp32 or wider.
 
@@ -50,12 +50,12 @@ class Sending(NamedTuple):
         return self.pending.wait(), self.state()
 
 
-def ended(x: Tensor, state: State) -> Sending:
+def completed(x: Tensor, state: State) -> Sending:
     """What has arrived already."""
     return Sending(Pending(OTHER, (), lambda: x), lambda: state)
 
 
-class Wire(NamedTuple):
+class CommHook(NamedTuple):
     """How shards are gathered and summands reduced.
 
     Attributes:
@@ -86,7 +86,7 @@ class Wire(NamedTuple):
         return self.start_reduce_scatter(full, axis, state).wait()
 
 
-def exact() -> Wire:
+def exact() -> CommHook:
     """The numbers as they are, as a step sends them without a wire. *Collective:* each function sends `(W-1)/W · P` elements."""
     return _EXACT
 
@@ -107,12 +107,12 @@ def _start_exact_reduce_scatter(
     label: Label = REDUCE,
 ) -> Sending:
     if isinstance(axis, Sim):
-        return ended(collectives.in_order(collectives.all_to_all(_rows(full, axis), axis).unbind(-2)), state)
+        return completed(collectives.in_order(collectives.all_to_all(_rows(full, axis), axis).unbind(-2)), state)
     pending = collectives.start_reduce_scatter(full.contiguous(), axis, out_S=out_S, after=after, label=label)
     return Sending(pending, lambda: state)
 
 
-_EXACT = Wire(
+_EXACT = CommHook(
     "exact",
     lambda numel, itemsize: numel * itemsize,
     lambda like: None,
@@ -122,7 +122,7 @@ _EXACT = Wire(
 )
 
 
-def coded(codec: Codec) -> Wire:
+def compressed(codec: Codec) -> CommHook:
     """What `codec` makes of the numbers. *Collective:* each function sends `(W-1) · codec.nbytes(S)` bytes."""
     if not isinstance(codec, Codec):
         raise ValueError(f"coded: codec must be a Codec, got {codec!r}; pass quantize(8), say")
@@ -165,12 +165,12 @@ def coded(codec: Codec) -> Wire:
 
         return Sending(Pending(label, pending.works, finish), lambda: state)
 
-    return Wire(
+    return CommHook(
         codec.name, lambda numel, _: codec.nbytes(numel), lambda like: None, start_gather, start_reduce_scatter, lossy
     )
 
 
-def error_feedback(wire: Wire, *, decay: float = 0.0) -> Wire:
+def error_feedback(wire: CommHook, *, decay: float = 0.0) -> CommHook:
     """What one round lost is added to what this rank sends in the next (Seide et al. 2014; LoCo with `decay` 0.8).
 
     The state is the error so far, as long as what is sent. An error that is not finite is forgotten.
@@ -220,21 +220,21 @@ def error_feedback(wire: Wire, *, decay: float = 0.0) -> Wire:
     def init(like: Tensor) -> Tensor:
         return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
-    return Wire(
+    return CommHook(
         f"error_feedback({wire.name}, {decay})", wire.nbytes, init, start_gather, start_reduce_scatter, wire.lossy
     )
 
 
-def _check_wire(field: str, wire: Wire) -> None:
-    if not isinstance(wire, Wire):
-        raise ValueError(f"{field}: wire must be a Wire, got {wire!r}; pass coded(quantize(4)), say")
+def _check_wire(field: str, wire: CommHook) -> None:
+    if not isinstance(wire, CommHook):
+        raise ValueError(f"{field}: wire must be a CommHook, got {wire!r}; pass compressed(quantize(4)), say")
     if wire.init(torch.empty(2, device="meta")) is not None:
         raise ValueError(
             f"{field}: wire must be without a state of its own, got {wire.name}; pass what is inside of it"
         )
 
 
-class Restarted(NamedTuple):
+class ResetEvery(NamedTuple):
     """The state of a wire that starts anew from time to time."""
 
     state: State
@@ -242,19 +242,19 @@ class Restarted(NamedTuple):
     """0-d int64: rounds made so far."""
 
 
-def restarted(wire: Wire, *, every: int) -> Wire:
+def reset_every(wire: CommHook, *, every: int) -> CommHook:
     """A wire whose state becomes what `init` makes after `every` rounds, and again after as many (LoCo's `reset_T`)."""
-    if not isinstance(wire, Wire):
+    if not isinstance(wire, CommHook):
         raise ValueError(
-            f"restarted: wire must be a Wire, got {type(wire).__name__}; pass error_feedback(coded(quantize(4))), say"
+            f"restarted: wire must be a CommHook, got {type(wire).__name__}; pass error_feedback(compressed(quantize(4))), say"
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"restarted: every must be a positive number of rounds, got {every!r}; 1024 say")
 
-    def init(like: Tensor) -> Restarted:
-        return Restarted(wire.init(like), torch.zeros(like.shape[:-1], dtype=torch.int64, device=like.device))
+    def init(like: Tensor) -> ResetEvery:
+        return ResetEvery(wire.init(like), torch.zeros(like.shape[:-1], dtype=torch.int64, device=like.device))
 
-    def present(x: Tensor, state: Restarted) -> State:
+    def present(x: Tensor, state: ResetEvery) -> State:
         is_new = state.num_rounds % every == 0
         return optree.tree_map(
             lambda first, now: torch.where(is_new.view(is_new.shape + (1,) * (now.ndim - is_new.ndim)), first, now),
@@ -262,8 +262,8 @@ def restarted(wire: Wire, *, every: int) -> Wire:
             state.state,
         )
 
-    def later(sending: Sending, state: Restarted) -> Sending:
-        return sending._replace(state=lambda: Restarted(sending.state(), state.num_rounds + 1))
+    def later(sending: Sending, state: ResetEvery) -> Sending:
+        return sending._replace(state=lambda: ResetEvery(sending.state(), state.num_rounds + 1))
 
     def start_gather(shard: Tensor, axis: Axis, state: State, **how: Any) -> Sending:
         return later(wire.start_gather(shard, axis, present(shard, state), **how), state)
@@ -272,7 +272,7 @@ def restarted(wire: Wire, *, every: int) -> Wire:
         return later(wire.start_reduce_scatter(full, axis, present(full, state), **how), state)
 
     name = f"restarted({wire.name}, {every})"
-    return Wire(name, wire.nbytes, init, start_gather, start_reduce_scatter, wire.lossy)
+    return CommHook(name, wire.nbytes, init, start_gather, start_reduce_scatter, wire.lossy)
 
 
 # --- what they are made of ---------------------------------------------------------------------------------------
@@ -309,10 +309,10 @@ Coded = tuple[int, int]
 def _start_all_gather(shard: Tensor, axis: Axis, full: Tensor | None, label: Label, coded: Coded = (1, 1)) -> Pending:
     """Starts to join what all ranks have, along the last dimension."""
     if isinstance(axis, Sim):
-        return ended(collectives.all_gather(shard, axis), None).pending
+        return completed(collectives.all_gather(shard, axis), None).pending
     if not isinstance(axis, Bound):  # of a graph
         with torch.fx.traceback.annotate({"coded": coded}):
-            return ended(axis.all_gather(shard), None).pending
+            return completed(axis.all_gather(shard), None).pending
     full = shard.new_empty(shard.numel() * axis.size) if full is None else full
     return collectives.start_all_gather(shard, full, _telling(axis, coded), label=label)
 
@@ -320,10 +320,10 @@ def _start_all_gather(shard: Tensor, axis: Axis, full: Tensor | None, label: Lab
 def _start_all_to_all(rows: Tensor, axis: Axis, after: Pending | None, label: Label, coded: Coded) -> Pending:
     """Starts to send row r of (…, W, N) to rank r."""
     if isinstance(axis, Sim):
-        return ended(collectives.all_to_all(rows, axis), None).pending
+        return completed(collectives.all_to_all(rows, axis), None).pending
     if not isinstance(axis, Bound):
         with torch.fx.traceback.annotate({"coded": coded}):
-            return ended(axis.all_to_all(rows.contiguous()), None).pending
+            return completed(axis.all_to_all(rows.contiguous()), None).pending
     return collectives.start_all_to_all(rows.contiguous(), _telling(axis, coded), after=after, label=label)
 
 

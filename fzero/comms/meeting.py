@@ -155,7 +155,7 @@ def _reason(its: dict[str, object], mine: tuple[int, int]) -> str | None:
     return f"waits for {waits}" if waits is not None and is_ahead else None
 
 
-class Told:
+class Notified:
     """What this rank answers to those that ask; each question once."""
 
     def __init__(self, store: Store, rank: int) -> None:

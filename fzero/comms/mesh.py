@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fzero.comms import collectives
 from fzero.comms.collectives import DATA, EVERYONE, GATHER, OTHER, REDUCE, Bound, Pending
-from fzero.comms.comm_hooks import Sending, State, Wire
-from fzero.comms.records import Label, Sent
+from fzero.comms.comm_hooks import CommHook, Sending, State
+from fzero.comms.records import CommRecord, Label
 from sharding import Mesh, Sharded, Spec
 
 AnyAxis = TypeVar("AnyAxis")
@@ -47,7 +47,7 @@ def is_several(mesh: Mesh) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundMesh:
+class RankMesh:
     """The axes of a plan's mesh, of which this process (or this thread) is one rank.
 
     Args:
@@ -79,7 +79,7 @@ class BoundMesh:
         """F."""
         return math.prod(axis.size for axis in self.axes)
 
-    def observed(self, observe: Callable[[Sent], None]) -> Self:
+    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same ranks, whose collectives are told to `observe`, too."""
         axes, further = (
             tuple(collectives.observed(axis, observe) for axis in own) for own in (self.axes, self.further)
@@ -96,7 +96,7 @@ class BoundMesh:
         full: Tensor,
         axes: Sequence[Bound],
         *,
-        wires: Mapping[str, Wire] = {},
+        wires: Mapping[str, CommHook] = {},
         label: Label = GATHER,
     ) -> Pending:
         """Starts to fill `full` with the shards of all ranks along `axes`, of which `shard_S` may be a slice.
@@ -127,7 +127,7 @@ class BoundMesh:
         out_S: Tensor | None = None,
         further: Literal["now", "later"] = "now",
         held_S: Tensor | None = None,
-        wires: Mapping[str, Wire] = {},
+        wires: Mapping[str, CommHook] = {},
         states: Mapping[str, State] = {},
         label: Label = REDUCE,
     ) -> Sending:
@@ -161,7 +161,7 @@ class BoundMesh:
         self,
         full_P: Tensor,
         *,
-        wires: Mapping[str, Wire] = {},
+        wires: Mapping[str, CommHook] = {},
         states: Mapping[str, State] = {},
         label: Label = REDUCE,
     ) -> Sending:
@@ -193,7 +193,7 @@ def stack_along(x: Tensor, axes: Sequence[AnyAxis], stack: Callable[[Tensor, Any
 class _Through(NamedTuple):
     """One reduction, through the wires of some axes."""
 
-    wires: Mapping[str, Wire]
+    wires: Mapping[str, CommHook]
     before: States
     after: dict[str, Callable[[], State]]
     """What gives the new states, by axis."""

@@ -1,6 +1,6 @@
 """What does a captured step send along the axes of a mesh? The collectives of `fzero.comms.mesh`, as nodes of a graph.
 
-A `MeshInGraph` joins axes, each one rank's (`InGraph`) or that of all ranks at once (`StackedAxis`), with what there is to a
+A `TracedMesh` joins axes, each one rank's (`TracedAxis`) or that of all ranks at once (`StackedAxis`), with what there is to a
 rank besides its collectives: which shard is its own, and how a function is run on it (`OneRank`, `Stacked`). The
 collectives along several axes are made of those along one, in the order of the eager step: its bits.
 
@@ -19,8 +19,8 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comms.collectives import EVERYONE, Fake, InGraph, Real, along
-from fzero.comms.comm_hooks import Wire
+from fzero.comms.collectives import EVERYONE, AbstractAxis, ProcessAxis, TracedAxis, along
+from fzero.comms.comm_hooks import CommHook
 from fzero.comms.mesh import Division, stack_along
 from fzero.comms.stacked import Stacked, StackedAxis
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class AxisInGraph(Protocol):
-    """The collectives along one axis, as `InGraph` says what they are."""
+    """The collectives along one axis, as `TracedAxis` says what they are."""
 
     @property
     def name(self) -> str: ...
@@ -74,7 +74,7 @@ class OneRank:
 
 
 @dataclass(frozen=True, slots=True)
-class MeshInGraph:
+class TracedMesh:
     """The axes of a plan's mesh in a graph; `everyone`, `axes` and `further` as in a `BoundMesh`."""
 
     ranks: OneRank | Stacked
@@ -83,15 +83,18 @@ class MeshInGraph:
     further: tuple[AxisInGraph, ...]
 
     @classmethod
-    def of(cls, everyone: Real | Fake, plan: Division, device: torch.device) -> Self:
+    def of(cls, everyone: ProcessAxis | AbstractAxis, plan: Division, device: torch.device) -> Self:
         """One rank's. *Collective* where several axes are real, as `BoundMesh.of`."""
         axes, further = (
-            tuple(InGraph.of(along(everyone, plan.mesh, name), device) for name in names)
+            tuple(TracedAxis.of(along(everyone, plan.mesh, name), device) for name in names)
             for names in (plan.axes, plan.further_axes)
         )
         whole = next((axis for axis in (*axes, *further) if axis.size == everyone.size), None)
         return cls(
-            OneRank(plan.shard_of(everyone.rank)), whole or InGraph.of(everyone, device, name=EVERYONE), axes, further
+            OneRank(plan.shard_of(everyone.rank)),
+            whole or TracedAxis.of(everyone, device, name=EVERYONE),
+            axes,
+            further,
         )
 
     @classmethod
@@ -113,12 +116,12 @@ class MeshInGraph:
         return math.prod([axis.size for axis in self.axes])
 
     @property
-    def by_group(self) -> dict[str, InGraph]:
+    def by_group(self) -> dict[str, TracedAxis]:
         """The axes of one rank by the names that a graph has for them."""
-        axes = [axis for axis in (self.everyone, *self.axes, *self.further) if isinstance(axis, InGraph)]
+        axes = [axis for axis in (self.everyone, *self.axes, *self.further) if isinstance(axis, TracedAxis)]
         return {axis.group_name: axis for axis in axes if axis.size > 1}
 
-    def all_gather(self, shard: Tensor, axes: Sequence[AxisInGraph], wires: Mapping[str, Wire] = {}) -> Tensor:
+    def all_gather(self, shard: Tensor, axes: Sequence[AxisInGraph], wires: Mapping[str, CommHook] = {}) -> Tensor:
         """The shards of all ranks along `axes` joined, neighbours along the last one first; through wires without a state."""
         for axis in reversed(axes):
             if axis.name in wires and axis.size > 1 and shard.numel():
@@ -153,7 +156,7 @@ class MeshInGraph:
 class Through(NamedTuple):
     """The wires that one flat buffer's reductions go through, and what they remember: tensors, to be written; by axis."""
 
-    wires: Mapping[str, Wire]
+    wires: Mapping[str, CommHook]
     states: Mapping[str, Any]
 
     def reduce_scatter(self, full: Tensor, axis: AxisInGraph) -> Tensor:

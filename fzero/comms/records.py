@@ -58,7 +58,7 @@ class Label:
         return f"{PURPOSES[self.purpose]} {self.buffer}".rstrip()
 
 
-class Sent(NamedTuple):
+class CommRecord(NamedTuple):
     """What one collective sends, as told to an axis' `observe`.
 
     `num_elements` counts what this rank sends to all others together, `(W-1)/W · P` for a gather or a reduce-scatter

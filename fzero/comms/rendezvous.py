@@ -14,7 +14,7 @@ DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class RankInfo:
     """A rank's place in a job, and where rank 0 listens."""
 
     rank: int
@@ -52,12 +52,12 @@ def first_node(nodes: str) -> str:
     return "".join(part or "" for part in match.groups())
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+def launched(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
     """This process' place in the job that started it, or None where nothing did.
 
     >>> launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     ...           "MASTER_ADDR": "node1"})
-    Launched(rank=1, world_size=2, local_rank=0, master_addr='node1', master_port=29500, by='mpirun (Open MPI)')
+    RankInfo(rank=1, world_size=2, local_rank=0, master_addr='node1', master_port=29500, by='mpirun (Open MPI)')
 
     Raises:
         ValueError: several ranks on several hosts, and nothing says where rank 0 is.
@@ -77,5 +77,5 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
                 "with the host of rank 0"
             )
         port = int(environment.get("MASTER_PORT", DEFAULT_PORT))
-        return Launched(int(environment[rank]), num_ranks, int(environment.get(local_rank, 0)), address, port, by)
+        return RankInfo(int(environment[rank]), num_ranks, int(environment.get(local_rank, 0)), address, port, by)
     return None

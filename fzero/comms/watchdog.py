@@ -174,7 +174,7 @@ def stacks(answers: Sequence[Answer]) -> str:
     return "\n".join(f"fzero: the stack of {ranks_of(ranks)}:\n{stack}" for stack, ranks in by_stack.items())
 
 
-class Watch:
+class Watchdog:
     """Answers for this rank of a job, and reports when a collective of it does not come back.
 
     Args:
@@ -383,7 +383,7 @@ class Watch:
 
 
 def answer_of(text: str) -> Answer:
-    """What `Watch` wrote."""
+    """What `Watchdog` wrote."""
     told = json.loads(text)
     return Answer(**told | {"place": tuple(told["place"])})
 

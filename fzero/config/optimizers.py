@@ -23,7 +23,7 @@ from fzero.config.files import ConfigError
 from fzero.optim import matrix as matrix_transforms
 from fzero.optim import torch_optim as torch_optimizers
 from fzero.optim import transforms
-from fzero.optim.fragments import Pieces
+from fzero.optim.fragments import ShardContents
 from fzero.optim.transforms import Transform
 
 
@@ -173,7 +173,7 @@ class OptimizerBlock(Block):
         *,
         lr: float | Tensor | None = None,
         momentum: float | Tensor | None = None,
-        pieces: Pieces | None = None,
+        pieces: ShardContents | None = None,
         kind: str = "",
     ) -> Transform:
         """The transform of a flat buffer with parameters of one kind.
@@ -192,10 +192,10 @@ class OptimizerBlock(Block):
         return self._make(values, pieces, kind)
 
     @abstractmethod
-    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
         """The transform of these hyper-parameters."""
 
-    def _needed(self, pieces: Pieces | None) -> Pieces:
+    def _needed(self, pieces: ShardContents | None) -> ShardContents:
         if pieces is None:
             raise ValueError(
                 f"{self.type}: looks at whole parameters, so that its transform needs pieces, got None; pass them"
@@ -207,7 +207,7 @@ class AdamW(OptimizerBlock):
     type: Literal["AdamW"] = "AdamW"
     params: AdamWParams = AdamWParams()
 
-    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
         return transforms.adamw(**values)
 
 
@@ -215,7 +215,7 @@ class Adam(OptimizerBlock):
     type: Literal["Adam"] = "Adam"
     params: AdamParams = AdamParams()
 
-    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
         return (transforms.adamw if values.pop("adam_w_mode") else transforms.adam)(**values)
 
 
@@ -223,7 +223,7 @@ class SGD(OptimizerBlock):
     type: Literal["SGD"] = "SGD"
     params: SGDParams = SGDParams()
 
-    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
         return transforms.sgd(**values)
 
 
@@ -231,7 +231,7 @@ class Adagrad(OptimizerBlock):
     type: Literal["Adagrad"] = "Adagrad"
     params: AdagradParams = AdagradParams()
 
-    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
         return transforms.adagrad(**values)
 
 
@@ -239,7 +239,7 @@ class Lion(OptimizerBlock):
     type: Literal["Lion"] = "Lion"
     params: LionParams = LionParams()
 
-    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
         return transforms.lion(**values)
 
 
@@ -250,7 +250,7 @@ class Lamb(OptimizerBlock):
     def is_elementwise(self, kind: str) -> bool:
         return False
 
-    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
         return matrix_transforms.lamb(**values, pieces=self._needed(pieces))
 
 
@@ -264,7 +264,7 @@ class Adafactor(OptimizerBlock):
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         return "matrix" if len(shape) >= 2 else "vector"
 
-    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
         return matrix_transforms.adafactor(**values, pieces=self._needed(pieces))
 
 
@@ -279,7 +279,7 @@ class Muon(OptimizerBlock):
         """Matrices but for embeddings and the output layer go Muon's way, as in DeepSpeed."""
         return "muon" if len(shape) >= 2 and not any(x in name.lower() for x in ("embed", "lm_head")) else "adam"
 
-    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
         if kind not in ("muon", "adam"):
             raise ValueError(f"Muon: the kind of parameters must be 'muon' or 'adam', got {kind!r}; ask kind_of")
         own_lr, now = values[f"{kind}_lr"], values["lr"]
@@ -309,7 +309,7 @@ class TorchOptimizer(OptimizerBlock):
         torch_optimizers.torch_optimizer(self.type, **self.params.model_dump())
         return self
 
-    def _make(self, values: dict[str, Any], pieces: Pieces | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
         return torch_optimizers.torch_transform(torch_optimizers.find(self.type), values)
 
 

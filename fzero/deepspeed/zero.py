@@ -14,7 +14,7 @@ from fzero.comms import collectives
 from fzero.comms.records import Label
 from fzero.config.config import ConfigWarning
 from fzero.engine.param_views import engine_of
-from fzero.resharding.parameters import params_of, with_weight
+from fzero.resharding.parameters import full_params, with_weight
 
 
 class Init:
@@ -73,7 +73,7 @@ class GatheredParameters:
             return
         engine._here()
         self._outer = engine._is_gathered
-        self._whole = params_of(engine.train_step, engine.state, self._names)
+        self._whole = full_params(engine.train_step, engine.state, self._names)
         self._before = {name: _fingerprint(value) for name, value in self._whole.items()}
         for name, value in self._whole.items():
             engine.live.bring(name, value)

@@ -15,7 +15,7 @@ from fzero.config.config import ConfigError
 from fzero.engine.client_optimizers import lr_of
 from fzero.engine.monitor import CsvMonitor, TensorBoardMonitor
 from fzero.engine.settings import Settings
-from fzero.engine.step_log import CommsLog, StepWatch
+from fzero.engine.step_log import CommsLog, StepLog
 from fzero.profiling.reports import Profile
 from fzero.state import Metrics, TrainState
 
@@ -43,7 +43,7 @@ class Accessors(Settings):
     _boundary: bool | None
     _is_applied: bool
     _monitors: list[CsvMonitor | TensorBoardMonitor]
-    _watch: StepWatch
+    _watch: StepLog
     comms_log: CommsLog | None
 
     # --- batch sizes ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from fzero.config.config import ConfigError
 from fzero.config.optimizers import OPTIMIZERS, Optimizer, OptimizerBlock, with_overrides
 from fzero.optim.torch_optim import torch_optimizer, torch_transform
 from fzero.optim.transforms import Transform
-from fzero.plans.plan import Own, ParamGroup
+from fzero.plans.plan import ParamGroup, UserTransform
 
 _BLOCKS: dict[type[torch.optim.Optimizer], str] = {
     cls: cls.__name__ for cls in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
@@ -108,7 +108,7 @@ def changed(optimizers: Sequence[Any], seen: Sequence[Hyper]) -> list[Any] | Non
     """
     found = list(optimizers)
     for index, (block, group) in enumerate(zip(optimizers, seen, strict=True)):
-        if not isinstance(block, Own):
+        if not isinstance(block, UserTransform):
             now = {k: v for k, v in _values(block, group).items() if k != "lr"}
             if any(_plain(getattr(block.params, key)) != _plain(value) for key, value in now.items()):
                 found[index] = with_overrides(block, now, f"optimizer.param_groups[{index}]")

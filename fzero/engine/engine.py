@@ -6,7 +6,7 @@
         engine.backward(loss)
         engine.step()
 
-It holds a `TrainState`, and between two updates a `Round`; what it computes are functions elsewhere, mostly the parts of
+It holds a `TrainState`, and between two updates a `AccumulationWindow`; what it computes are functions elsewhere, mostly the parts of
 `TrainStep`. What a script asks for that cannot be had is an error that says what to do.
 
 Every rank makes the same calls in the same order. An exception between two calls leaves nothing on its way: when it comes on
@@ -31,10 +31,10 @@ from fzero.engine.dataloader import ResumableLoader
 from fzero.engine.module import HoldsModule
 from fzero.engine.monitor import monitors
 from fzero.engine.optimizer import EngineOptimizer
-from fzero.engine.step_log import CommsLog, StepWatch, dtype_of
+from fzero.engine.step_log import CommsLog, StepLog, dtype_of
 from fzero.runtime.eager import passes_of
 from fzero.state import Metrics, TrainState
-from fzero.step import Round, TrainStep
+from fzero.step import AccumulationWindow, TrainStep
 
 T = TypeVar("T")
 
@@ -72,13 +72,13 @@ class Engine(HoldsModule, KeepsFiles):
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._gas, self._counted_from = train_step.plan.num_micro_steps, 0
         self._micro_batch = train_step._cfg.batch_sizes(train_step.world_size).micro
-        self._round: Round | None = None
+        self._round: AccumulationWindow | None = None
         self._boundary: bool | None = None
         self._is_syncing, self._has_lost, self._is_reduced, self._is_applied = True, False, False, False
         self._monitors = monitors(keys) if train_step.rank == 0 else []
         says, model = train_step.rank == 0, train_step.recipe.model
         dtype = dtype_of(train_step.plan, train_step._autocast)
-        self._watch = StepWatch(keys, model, train_step.plan, train_step.device, dtype, is_on=says)
+        self._watch = StepLog(keys, model, train_step.plan, train_step.device, dtype, is_on=says)
         self.comms_log = None
         if keys.comms_logger.enabled:
             self.comms_log = CommsLog(keys.comms_logger, self._say if says else None)

@@ -24,7 +24,7 @@ from fzero.engine.dataloader import ResumableLoader
 from fzero.engine.engine import Engine
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 from fzero.runtime.activation_checkpointing import Choice
-from fzero.runtime.step_spec import Recipe, bind
+from fzero.runtime.step_spec import StepSpec, bind
 from fzero.runtime.trainability import listed
 from fzero.step import TrainStep
 
@@ -101,7 +101,7 @@ def initialize(
     cfg, groups = _groups(cfg, model, optimizer, model_parameters, trains=trains)
     cfg = _one_scheduler(cfg, lr_scheduler)
     cfg.warn_of_wires()
-    recipe = Recipe(
+    recipe = StepSpec(
         model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform, units=units, schedule=schedule,
         checkpoint=checkpoint, seed=seed,
         trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held,

@@ -19,11 +19,11 @@ from fzero.engine import param_views as live_params
 from fzero.engine.accessors import Accessors
 from fzero.engine.param_views import LiveParams
 from fzero.plans.plan import starts_of
-from fzero.resharding.parameters import params_of, with_weight
+from fzero.resharding.parameters import full_params, with_weight
 from fzero.resharding.reshard import reshard
 from fzero.runtime.trainability import Flags, listed
 from fzero.state import TrainState
-from fzero.step import Round, TrainStep
+from fzero.step import AccumulationWindow, TrainStep
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class HoldsModule(Accessors):
 
     module: nn.Module
     live: LiveParams
-    _round: Round | None
+    _round: AccumulationWindow | None
     _held: frozenset[str]
     """The names of the parameters that the optimizer holds."""
     _flags: Flags
@@ -109,7 +109,7 @@ class HoldsModule(Accessors):
         *Collective* in stage 3: every rank.
         """
         before, self._is_gathered = self._is_gathered, names is None
-        found = params_of(self._here(), self.state, names)
+        found = full_params(self._here(), self.state, names)
         try:
             for name in self.live.own.keys() & found.keys():
                 self.live.bring(name, found[name])

@@ -41,11 +41,11 @@ _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes that hold them."""
 
 
-class AwayError(RuntimeError):
+class PartitionedParameterError(RuntimeError):
     """A parameter's values were asked for where they are not."""
 
 
-class Away(nn.Parameter):
+class PartitionedParameter(nn.Parameter):
     """A parameter that is divided among the ranks: everything but values."""
 
     fzero_name: str
@@ -62,8 +62,8 @@ class Away(nn.Parameter):
             given = (*args, *(kwargs or {}).values())
             if any(map(is_bound, given)):  # inside the forward
                 return with_present(func, args, kwargs or {})
-            found = next((x for x in given if isinstance(x, Away)), None)
-            raise AwayError(
+            found = next((x for x in given if isinstance(x, PartitionedParameter)), None)
+            raise PartitionedParameterError(
                 f"parameter {getattr(found, 'fzero_name', '')!r}: is divided among the ranks and has no values here, and "
                 f"{used} needs them; compute inside the engine's forward, or on all ranks inside "
                 f"`with fzero.deepspeed.zero.GatheredParameters(...)`; engine.gathered() gives a dict of all, for "
@@ -114,7 +114,7 @@ class LiveParams:
     def follow_flags(self) -> None:
         """Tells torch.compile which parameters require gradients now."""
         for param in self.own.values():
-            if isinstance(param, Away):
+            if isinstance(param, PartitionedParameter):
                 param.fzero_plain.requires_grad_(param.requires_grad)
 
     @staticmethod
@@ -143,7 +143,7 @@ class LiveParams:
     def bring(self, name: str, value: Tensor) -> None:
         """Gives a parameter values."""
         param = self.own[name]
-        if isinstance(param, Away):
+        if isinstance(param, PartitionedParameter):
             param.__class__ = nn.Parameter  # type: ignore[assignment]
         param.data = value
         self._given[name] = _identity(param)
@@ -151,7 +151,7 @@ class LiveParams:
     def send_away(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         """Takes a parameter's values away."""
         param = self.own[name]
-        if isinstance(param, Away):
+        if isinstance(param, PartitionedParameter):
             param.__class__ = nn.Parameter  # type: ignore[assignment]
         self._given.pop(name, None)
         nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
@@ -159,7 +159,7 @@ class LiveParams:
         param.grad = None
         if param.numel():
             plain = nn.Parameter(param.data, requires_grad=param.requires_grad)
-            param.__class__ = Away
+            param.__class__ = PartitionedParameter
             param.__dict__ |= {"fzero_name": name, "fzero_plain": plain}
 
     def check(self) -> None:
@@ -204,7 +204,7 @@ class LiveParams:
 
     @property
     def is_away(self) -> bool:
-        return any(isinstance(param, Away) for param in self.own.values())
+        return any(isinstance(param, PartitionedParameter) for param in self.own.values())
 
 
 def _identity(param: Tensor) -> tuple[int, torch.dtype, int]:

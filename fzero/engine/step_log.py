@@ -18,10 +18,10 @@ from rich.console import RenderableType
 from torch import nn
 
 from fzero.comms import collectives
-from fzero.comms.records import PURPOSES, Sent
+from fzero.comms.records import PURPOSES, CommRecord
 from fzero.engine.config_keys import CommsLoggerKeys, EngineKeys
 from fzero.plans.plan import Plan
-from fzero.profiling.module_timer import ModuleWatch
+from fzero.profiling.module_timer import ModuleTimer
 from fzero.profiling.profiler import matrix_rate
 from fzero.profiling.reports import MemoryRow, Profile, comms_table, memory_table, waits_table, wall_clock_table
 from fzero.storage.host_memory import process_memory
@@ -30,7 +30,7 @@ from sharding.views import torch_dtype
 Part = Literal["forward", "backward", "update"]
 
 
-class StepWatch:
+class StepLog:
     """The parts of a step, on rank 0, from its first forward to its update.
 
     Attributes:
@@ -58,7 +58,7 @@ class StepWatch:
         self._seconds: defaultdict[Part, float] = defaultdict(float)
         self._waited: Counter[tuple[Part, str]] = Counter()
         self._memory: list[MemoryRow] = []
-        self._modules: ModuleWatch | None = None
+        self._modules: ModuleTimer | None = None
 
     @contextmanager
     def of(self, part: Part, step: int, *, trains: bool = True) -> Iterator[None]:
@@ -111,7 +111,7 @@ class StepWatch:
     @contextmanager
     def _profiling(self, part: Part) -> Iterator[None]:
         if self._modules is None:
-            self._modules = ModuleWatch(self._model, self._now, counts=True)
+            self._modules = ModuleTimer(self._model, self._now, counts=True)
         how = {"forward": self._modules.forward, "backward": self._modules.backward}.get(part, nullcontext)
         with how():
             yield
@@ -126,7 +126,7 @@ class StepWatch:
                 found[f"  wait: {_said(purpose)} ({part})"] = waited
         return found
 
-    def _profiled(self, modules: ModuleWatch) -> Sequence[RenderableType]:
+    def _profiled(self, modules: ModuleTimer) -> Sequence[RenderableType]:
         """The profile, or nothing where it went into a file."""
         keys, waited = self._keys.flops_profiler, Counter[str]()
         for (_, purpose), seconds in self._waited.items():
@@ -188,7 +188,7 @@ class CommsLog:
         self.counts: Counter[tuple[str, str, int]] = Counter()
         self._waited_before = collectives.waited()
 
-    def __call__(self, sent: Sent) -> None:
+    def __call__(self, sent: CommRecord) -> None:
         if not sent.num_elements or (self.keys.only and sent.collective not in self.keys.only):
             return
         name = f"{sent.collective} ({sent.label})" if self.keys.debug else sent.collective

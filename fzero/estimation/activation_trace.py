@@ -7,7 +7,7 @@ count, and nor does what a kernel needs inside. With `cpu_checkpointing` the inp
 memory and back as a step on a GPU copies them (`fzero.runtime.activation_checkpointing.host_moves`), and count there
 meanwhile. Operators are those of the CPU, where attention without a mask is fused as it is on CUDA.
 
-A trace is cut into `Moment`s wherever a parameter is read, needed again or has its gradient: where a step gathers and reduces.
+A trace is cut into `TraceEvent`s wherever a parameter is read, needed again or has its gradient: where a step gathers and reduces.
 `fzero.estimation.dry_run` follows them. They are the same in all stages and placements.
 """
 
@@ -50,7 +50,7 @@ class Work(NamedTuple):
     is_wide: bool
 
 
-class Moment(NamedTuple):
+class TraceEvent(NamedTuple):
     """Something happens to a parameter, and then operators run until the next moment.
 
     Attributes:
@@ -78,7 +78,7 @@ class Traced:
 
     nbytes: int
     flops: int
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[TraceEvent, ...] = ()
 
     @property
     def host_nbytes(self) -> int:
@@ -86,7 +86,7 @@ class Traced:
         return max((moment.waiting for moment in self.moments), default=0)
 
 
-class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the storages that operators make inside, and their floating point operations.
 
     `FlopCounterMode` would keep what checkpointed modules make when they run again. `moves` are for inputs that wait in host
@@ -96,8 +96,8 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = self.flops = 0
-        self.moments: list[Moment] = []
-        self._event: Moment = Moment("begin")
+        self.moments: list[TraceEvent] = []
+        self._event: TraceEvent = TraceEvent("begin")
         self._most_since, self._work = 0, list[Work]()
         self.moves = Moves(partial(self._copied, "leaves"), partial(self._copied, "returns"))
         self.waiting = self._waiting_since = 0
@@ -117,7 +117,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 leaves=self._copied_since["leaves"], returns=self._copied_since["returns"],
             )
         )  # fmt: skip
-        self._event, self._most_since, self._work = Moment(kind, name), self.now, []
+        self._event, self._most_since, self._work = TraceEvent(kind, name), self.now, []
         self._waiting_since, self._copied_since = self.waiting, Counter()
 
     def __torch_dispatch__(
@@ -222,7 +222,7 @@ def trace_activations(
         every = (every or 1) if checkpoint else None
     chosen = choose_modules(model, every, blocks=blocks_of(model), field="activation_checkpointing.every")
     on_host = cfg.activation_checkpointing.cpu_checkpointing if on_host is None else on_host
-    alive = Alive()
+    alive = ActivationCounter()
     autocast = torch_dtype(cfg.precision.autocast) if cfg.precision.autocast else None
     with FakeTensorMode(allow_non_fake_inputs=True):
         layout = plan(model, alone)
@@ -251,7 +251,7 @@ class _Gate(torch.autograd.Function):
     backward."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, param: Tensor, alive: Alive, name: str) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, param: Tensor, alive: ActivationCounter, name: str) -> Tensor:
         ctx.alive, ctx.name = alive, name
         return param
 
@@ -267,7 +267,7 @@ _gate: Callable[..., Tensor] = _Gate.apply  # type: ignore[assignment]
 class _Recorder:
     """Hands out parameters unit by unit, and tells when they are read, needed again and have their gradients."""
 
-    def __init__(self, alive: Alive, layout: Plan, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, alive: ActivationCounter, layout: Plan, params: Mapping[str, Tensor]) -> None:
         self.alive, self.params = alive, params
         self._buffers = {name: (unit, b) for unit in layout.units for b in unit.buffers for name in b.layout.names}
         self._names = {x.untyped_storage()._cdata: name for name, x in params.items()}

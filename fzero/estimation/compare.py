@@ -27,10 +27,10 @@ from fzero.config.deepspeed_keys import INSTEAD
 from fzero.config.files import changed, read
 from fzero.config.unused_keys import is_off
 from fzero.estimation.activation_trace import Traced, trace_activations
-from fzero.estimation.dry_run import PaperStep, follow
+from fzero.estimation.dry_run import DryRun, dry_run
 from fzero.estimation.ledger import Device
-from fzero.graph.timeline import Machine
-from fzero.plans.mesh_axes import told
+from fzero.graph.timeline import MachineModel
+from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import LiveLimitError, Plan, plan
 from fzero.runtime.loss import LossFn
 from sharding import Mesh, Sharded, TensorSpec
@@ -72,7 +72,7 @@ VARIANTS: dict[str, Keys] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class Candidate:
     """One configuration, and what a rank holds and sends with it.
 
     Attributes:
@@ -91,7 +91,7 @@ class Column:
     name: str
     keys: Keys
     plan: Plan = field(repr=False)
-    step: PaperStep = field(repr=False)
+    step: DryRun = field(repr=False)
     memory: dict[str, dict[str, int]]
     note: str = ""
     tokens: int = 0
@@ -143,12 +143,12 @@ class Comparison:
         given: the name of the column that is the given configuration.
     """
 
-    columns: tuple[Column, ...]
+    columns: tuple[Candidate, ...]
     refused: dict[str, str]
     num_params: int
     given: str = ""
 
-    def __getitem__(self, name: str) -> Column:
+    def __getitem__(self, name: str) -> Candidate:
         return next(column for column in self.columns if column.name == name)
 
     def as_dict(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def compare_plans(
     mesh: Mesh | None = None,
     batch: Any = None,
     loss_fn: LossFn | None = None,
-    machine: Machine | None = None,
+    machine: MachineModel | None = None,
     device: Device = "cuda",
 ) -> Comparison:
     """What a rank holds and sends, for all stages and placements of a configuration.
@@ -199,7 +199,7 @@ def compare_plans(
     given = Config.load(dict(keys))  # tells of keys that are not honoured
     trace = None if batch is None else trace_activations(model, given, batch, loss_fn=loss_fn, device=device)
 
-    def planned(name: str, keys: Keys) -> Column:
+    def planned(name: str, keys: Keys) -> Candidate:
         found = column(model, name, keys, world_size, mesh, trace=trace, machine=machine, device=device)
         return replace(found, tokens=tokens_of(batch) * world_size * found.plan.num_micro_steps)
 
@@ -222,7 +222,7 @@ def tokens_of(batch: Any) -> int:
     return next((x.numel() for x in tensors if not x.is_floating_point()), 0)
 
 
-def _is_like(other: Column, given: Config) -> bool:
+def _is_like(other: Candidate, given: Config) -> bool:
     return quietly(other.keys).zero_optimization == given.zero_optimization
 
 
@@ -234,9 +234,9 @@ def column(
     mesh: Mesh | None = None,
     *,
     trace: Traced | None = None,
-    machine: Machine | None = None,
+    machine: MachineModel | None = None,
     device: Device = "cuda",
-) -> Column:
+) -> Candidate:
     """One configuration, planned. Where stage 3 could not hold its largest unit, `stage3_max_live_parameters` is raised.
 
     Args:
@@ -263,8 +263,8 @@ def column(
             f"{zero.stage3_max_live_parameters} hold none"
         )
         found = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
-    step = follow(found, trace, machine=machine, device=device, title=name)
-    return Column(name, keys, found, step, memory_of(step), note)
+    step = dry_run(found, trace, machine=machine, device=device, title=name)
+    return Candidate(name, keys, found, step, memory_of(step), note)
 
 
 def _names_max_live(keys: Keys) -> bool:
@@ -272,7 +272,7 @@ def _names_max_live(keys: Keys) -> bool:
     return "stage3_max_live_parameters" in zero or "max_live_parameters" in zero
 
 
-def memory_of(step: PaperStep) -> dict[str, dict[str, int]]:
+def memory_of(step: DryRun) -> dict[str, dict[str, int]]:
     """Bytes by kind of memory and by what they are, of which those on the device are at their peak."""
     held = {kind: dict(parts) for kind, parts in step.memory.items()}
     held["device"] = step.at_peak
@@ -363,9 +363,7 @@ TITLES = {
 def _report(comparison: Comparison) -> Group:
     columns = comparison.columns
     scale, unit = scale_of(max(sum(one.plan.bytes_per_rank.values()) for one in columns))
-    title = (
-        f"{comparison.num_params:,} parameters on {told(columns[0].plan.mesh)}: {unit} on a rank, and sent in a step"
-    )
+    title = f"{comparison.num_params:,} parameters on {describe(columns[0].plan.mesh)}: {unit} on a rank, and sent in a step"
     table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold")
     table.add_column("", no_wrap=True)
     for one in columns:
@@ -389,11 +387,11 @@ def _report(comparison: Comparison) -> Group:
     return Group(table, *(["", *notes] if notes else []))
 
 
-def _peak(one: Column) -> str:
+def _peak(one: Candidate) -> str:
     return f"{one.name}: {one.step.told}."
 
 
-def _memory_rows(table: Table, columns: Sequence[Column], scale: float) -> None:
+def _memory_rows(table: Table, columns: Sequence[Candidate], scale: float) -> None:
     for kind, where in MEMORIES.items():
         if not any(one.memory.get(kind) for one in columns):
             continue

@@ -1,4 +1,4 @@
-"""What does a rank hold and move in the forward and backward of one micro-step? The moves of `fzero.runtime.eager.Pass`, on
+"""What does a rank hold and move in the forward and backward of one micro-step? The moves of `fzero.runtime.eager.ForwardBackward`, on
 paper.
 
 Every method here is named after the one of the pass whose moves it makes, in numbers; see there for the reasons.
@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fzero.estimation.ledger import Book, shard_nbytes
+from fzero.estimation.ledger import MemoryLedger, shard_nbytes
 from fzero.estimation.unit_events import Part
 from fzero.plans.mesh_axes import sum_order
-from fzero.plans.plan import BufferPlan, UnitPlan
+from fzero.plans.plan import FlatParamPlan, UnitPlan
 from fzero.plans.unit_scheduler import Event
 from fzero.runtime.eager import may_start_early
 from fzero.storage.shard_io import MOST_LEAVING
@@ -41,13 +41,13 @@ class _Reduction:
     full: list[Taken]
     arriving: int
     """Bytes that are received besides."""
-    ends: list[tuple[BufferPlan, float, bool]] = field(default_factory=list)
+    ends: list[tuple[FlatParamPlan, float, bool]] = field(default_factory=list)
 
 
-class PaperPass:
+class DryPass:
     """One micro-step after the other."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: MemoryLedger) -> None:
         self.book, self.plan = book, book.plan
         self._units = {unit.name: unit for unit in self.plan.units}
         self._held: set[str] = set()  # keys of whole gradients to which the next is added
@@ -160,10 +160,10 @@ class PaperPass:
                     self._ahead[buffer.key] = self._start_bring(buffer)
         book.write()
 
-    def _bring(self, buffer: BufferPlan) -> float:
+    def _bring(self, buffer: FlatParamPlan) -> float:
         return (self._ahead.pop(buffer.key, None) or self._start_bring(buffer))[1]
 
-    def _start_bring(self, buffer: BufferPlan) -> tuple[int, float]:
+    def _start_bring(self, buffer: FlatParamPlan) -> tuple[int, float]:
         nbytes, spec = shard_nbytes(buffer, self.plan), buffer.params
         if not self.book.is_here(spec):
             self.book.add("gathers", nbytes)
@@ -196,13 +196,13 @@ class PaperPass:
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
-    def _is_whole(self, buffer: BufferPlan) -> bool:
+    def _is_whole(self, buffer: FlatParamPlan) -> bool:
         return buffer.grads.local_shape(self.plan.mesh) == (buffer.padded_numel,)
 
-    def _reduce_dtype(self, buffer: BufferPlan) -> str:
+    def _reduce_dtype(self, buffer: FlatParamPlan) -> str:
         return buffer.dtypes.reduce if self.plan.world_size > 1 else buffer.dtypes.grad
 
-    def _flat_grad(self, unit: UnitPlan, buffer: BufferPlan) -> None:
+    def _flat_grad(self, unit: UnitPlan, buffer: FlatParamPlan) -> None:
         filling = self._filling.setdefault(unit.name, {})
         if buffer.key in filling:
             return
@@ -249,7 +249,7 @@ class PaperPass:
             while len(self._in_flight) > (self.plan.world_size > 1):
                 self._end_reduce()
 
-    def _reduce(self, buffer: BufferPlan, reduction: _Reduction, taken: Taken | None) -> tuple[float, bool]:
+    def _reduce(self, buffer: FlatParamPlan, reduction: _Reduction, taken: Taken | None) -> tuple[float, bool]:
         """Starts to add up; tells when that ends, and whether the result is added to what came before."""
         plan, book, dtype = self.plan, self.book, self._reduce_dtype(buffer)
         if taken is None and buffer.dtypes.grad != dtype:
@@ -281,7 +281,7 @@ class PaperPass:
         book.add("arrivals", reduction.arriving)
         return end, adds
 
-    def _sums_in_place(self, buffer: BufferPlan) -> bool:
+    def _sums_in_place(self, buffer: FlatParamPlan) -> bool:
         """Whether the sum takes the place of a summand, as in stage 1."""
         is_one = buffer.dtypes.grad == self._reduce_dtype(buffer)
         return self._is_whole(buffer) and not isinstance(buffer.row.grads, Replicated) and is_one
@@ -301,7 +301,7 @@ class PaperPass:
         for taken in reduction.full:
             self.book.give(taken)
 
-    def _grad_nbytes(self, buffer: BufferPlan) -> int:
+    def _grad_nbytes(self, buffer: FlatParamPlan) -> int:
         return buffer.grads.local_nbytes(self.plan.mesh)
 
     def _finish(self) -> None:

@@ -1,6 +1,6 @@
 """What does a rank hold at each moment of a step, and how long does the step take? The eager step, followed on paper.
 
-    found = follow(plan, trace_activations(model, cfg, batch))
+    found = dry_run(plan, trace_activations(model, cfg, batch))
     found.nbytes, found.told          # the most bytes on the device, when that is, and what they are
     found.draw()                      # the bytes over the step
     print(found.timeline)             # what computes, gathers, reduces and streams, and what waits for what
@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from fzero.common.text_tables import scale_of
 from fzero.estimation.activation_trace import Traced
-from fzero.estimation.dry_pass import PaperPass
+from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_update import update
-from fzero.estimation.ledger import Book, Device, Row
+from fzero.estimation.ledger import Device, MemoryLedger, MemorySample
 from fzero.estimation.unit_events import order_of, parts_of
 from fzero.graph.analysis import Liveness
-from fzero.graph.timeline import Machine, Timeline
+from fzero.graph.timeline import MachineModel, Timeline
 from fzero.plans.plan import Plan
 from fzero.storage.buffer_sizes import pinned_gaps
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class PaperStep:
+class DryRun:
     """One step of one rank.
 
     Attributes:
@@ -50,7 +50,7 @@ class PaperStep:
     """
 
     memory: dict[str, dict[str, int]]
-    rows: tuple[Row, ...] = field(repr=False)
+    rows: tuple[MemorySample, ...] = field(repr=False)
     timeline: Timeline = field(repr=False)
     further_seconds: float
     host_pool: int
@@ -69,7 +69,7 @@ class PaperStep:
         return self.timeline.seconds + self.further_seconds
 
     @property
-    def peak(self) -> Row:
+    def peak(self) -> MemorySample:
         """The first moment at which most is held."""
         return max(self.rows, key=lambda row: sum(row.held.values()))
 
@@ -107,9 +107,14 @@ class PaperStep:
         return figure
 
 
-def follow(
-    plan: Plan, trace: Traced | None = None, *, machine: Machine | None = None, device: Device = "cuda", title: str = ""
-) -> PaperStep:
+def dry_run(
+    plan: Plan,
+    trace: Traced | None = None,
+    *,
+    machine: MachineModel | None = None,
+    device: Device = "cuda",
+    title: str = "",
+) -> DryRun:
     """One step of a plan.
 
     Args:
@@ -119,14 +124,14 @@ def follow(
         device: where the model is; on the CPU collectives are gloo's.
         title: of the timeline.
     """
-    machine = machine or Machine()
+    machine = machine or MachineModel()
     parts = parts_of(plan, trace, machine)
     order, num = order_of(plan, parts), min(plan.num_micro_steps, 2)
-    book = Book(plan, machine, device)
+    book = MemoryLedger(plan, machine, device)
     for _ in range(2 if device == "cpu" else 1):  # the second step begins with what the first one has kept
-        book = Book(plan, machine, device, book.free)
+        book = MemoryLedger(plan, machine, device, book.free)
         book.write()
-        passes, ends = PaperPass(book), list[float]()
+        passes, ends = DryPass(book), list[float]()
         for index in range(num):
             passes.run(parts, order, is_first=index == 0, is_last=index == num - 1)
             ends.append(book.lanes.now)
@@ -137,7 +142,7 @@ def follow(
     inputs = max(part.waiting for part in parts)
     on_cuda = device == "cuda"
     pool, gaps = book.streams.host_pool + book.streams.on_host * on_cuda, pinned_gaps(plan) * on_cuda
-    return PaperStep(memory, tuple(book.rows), timeline, further, pool, gaps, inputs, device)
+    return DryRun(memory, tuple(book.rows), timeline, further, pool, gaps, inputs, device)
 
 
 def _on_device(memory: dict[str, dict[str, int]], device: Device) -> dict[str, int]:
@@ -145,7 +150,7 @@ def _on_device(memory: dict[str, dict[str, int]], device: Device) -> dict[str, i
     return {name: sum(held.get(name, 0) for held in kinds) for held in kinds for name in held}
 
 
-def _timeline(book: Book, state: int, title: str) -> Timeline:
+def _timeline(book: MemoryLedger, state: int, title: str) -> Timeline:
     labels, times, held = zip(*book.rows, strict=True)
     gathered = tuple(one.get("gathers", 0) for one in held)
     live = Liveness(labels, tuple(sum(one.values()) for one in held), gathered, gathered, state)
@@ -169,7 +174,7 @@ COLORS = {
 }
 
 
-def _draw(step: PaperStep, title: str) -> Any:
+def _draw(step: DryRun, title: str) -> Any:
     from matplotlib.figure import Figure
 
     scale, unit = scale_of(step.nbytes)

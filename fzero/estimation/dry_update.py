@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fzero.comms.collectives import EVERYONE
-from fzero.estimation.ledger import Book
+from fzero.estimation.ledger import MemoryLedger
 from fzero.graph.timeline import Lane
-from fzero.plans.plan import BufferPlan
+from fzero.plans.plan import FlatParamPlan
 from fzero.storage.buffer_sizes import updated_numel, updated_specs, updates_on_host
 from sharding import Sharded, TensorSpec
 from sharding.dtypes import itemsize
@@ -25,7 +25,7 @@ MOST_SUB_GROUPS = 16
 """Of one buffer on paper: of more of them, several are taken for one."""
 
 
-def update(book: Book) -> None:
+def update(book: MemoryLedger) -> None:
     """The norm of the gradients, the updates, and the joins of what every rank holds whole."""
     plan = book.plan
     trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
@@ -47,21 +47,21 @@ def update(book: Book) -> None:
     book.write()
 
 
-def _is_here(book: Book, buffer: BufferPlan) -> bool:
+def _is_here(book: MemoryLedger, buffer: FlatParamPlan) -> bool:
     return all(book.is_here(spec) for spec in (buffer.params, *updated_specs(buffer, book.plan)))
 
 
-def _share_nbytes(book: Book, spec: TensorSpec) -> int:
+def _share_nbytes(book: MemoryLedger, spec: TensorSpec) -> int:
     return spec.local_nbytes(book.plan.mesh)
 
 
-def _moved(buffer: BufferPlan, specs: list[TensorSpec]) -> int:
+def _moved(buffer: FlatParamPlan, specs: list[TensorSpec]) -> int:
     """Bytes that an update reads and writes of each element: the gradient is read, and new parameters are written besides."""
     both = sum(2 * itemsize(spec.dtype) for spec in specs)
     return both - itemsize(buffer.dtypes.grad) + itemsize(buffer.dtypes.param) * buffer.has_master
 
 
-def _here(book: Book, buffer: BufferPlan) -> float:
+def _here(book: MemoryLedger, buffer: FlatParamPlan) -> float:
     book.touch(
         updated_numel(buffer, book.plan) * _moved(buffer, list(updated_specs(buffer, book.plan))),
         f"update {buffer.key}",
@@ -69,7 +69,7 @@ def _here(book: Book, buffer: BufferPlan) -> float:
     return _join(book, buffer)
 
 
-def _join(book: Book, buffer: BufferPlan) -> float:
+def _join(book: MemoryLedger, buffer: FlatParamPlan) -> float:
     in_params = buffer.row.params.axes if isinstance(buffer.row.params, Sharded) else ()
     if not isinstance(buffer.row.optimizer, Sharded):
         return 0.0
@@ -87,7 +87,7 @@ class _Group(NamedTuple):
     put: dict[Lane, float]
 
 
-def _groups(book: Book, buffer: BufferPlan) -> Iterator[_Group]:
+def _groups(book: MemoryLedger, buffer: FlatParamPlan) -> Iterator[_Group]:
     plan, machine = book.plan, book.machine
     specs, numel = list(updated_specs(buffer, plan)), updated_numel(buffer, plan)
     on_host = updates_on_host(buffer, plan)
@@ -104,7 +104,7 @@ def _groups(book: Book, buffer: BufferPlan) -> Iterator[_Group]:
         yield _Group(buffer.key, fetch, compute, put)
 
 
-def _moves(book: Book, spec: TensorSpec, on_host: bool) -> Iterator[tuple[Lane, float, bool]]:
+def _moves(book: MemoryLedger, spec: TensorSpec, on_host: bool) -> Iterator[tuple[Lane, float, bool]]:
     """The lanes on which a tensor comes to its update, and goes: with their rates, and whether it comes."""
     machine = book.machine
     if spec.placement.kind == "nvme":
@@ -113,7 +113,7 @@ def _moves(book: Book, spec: TensorSpec, on_host: bool) -> Iterator[tuple[Lane, 
         yield from (("back", machine.host, on_host), ("host", machine.host, not on_host))
 
 
-def _stream(book: Book, buffers: Sequence[BufferPlan]) -> None:
+def _stream(book: MemoryLedger, buffers: Sequence[FlatParamPlan]) -> None:
     """Fetches, updates and puts back, one sub-group after the other."""
     lanes = book.lanes
     groups = [group for buffer in buffers for group in _groups(book, buffer)]

@@ -6,7 +6,7 @@
 
 All combinations of stage, placement, checkpointing and bucket size that the configuration allows are planned. Of those that
 fit, the one whose step takes the fewest seconds on paper counts (`fzero.estimation.dry_run`), at the rates of a
-`fzero.Machine`; without a batch nothing computes but updates. Of equally fast ones that with the fewest bytes on the device
+`fzero.MachineModel`; without a batch nothing computes but updates. Of equally fast ones that with the fewest bytes on the device
 counts, but a small bucket, which overlaps less, is the last resort.
 
 The *ladder* goes from the configuration as it is to the one that needs the least of the device, one change at a time.
@@ -29,9 +29,9 @@ from fzero.common.arguments import check_kind
 from fzero.common.text_tables import as_text, scale_of, shown
 from fzero.config.config import ConfigError
 from fzero.estimation.compare import Keys, keys_of
-from fzero.estimation.fit_search import Choice, Rung, Search
+from fzero.estimation.fit_search import Rung, Search, Setting
 from fzero.estimation.ledger import Device
-from fzero.graph.timeline import Machine
+from fzero.graph.timeline import MachineModel
 from fzero.runtime.loss import LossFn
 
 
@@ -115,7 +115,7 @@ def fit(
     host_nbytes: float = math.inf,
     disk_nbytes: float = math.inf,
     nvme_path: str | None = None,
-    machine: Machine | None = None,
+    machine: MachineModel | None = None,
     batch: Any = None,
     loss_fn: LossFn | None = None,
     device: Device = "cuda",
@@ -138,7 +138,7 @@ def fit(
         ConfigError: the configuration is wrong in itself, or for the model.
         ValueError: the model does not run on that batch.
     """
-    search = Search(model, keys_of(cfg), world_size, machine or Machine(), nvme_path, batch, device, loss_fn)
+    search = Search(model, keys_of(cfg), world_size, machine or MachineModel(), nvme_path, batch, device, loss_fn)
     search.rung("as it is", search.start)  # which must be possible
     for name, value in (("device", device_nbytes), ("host", host_nbytes), ("disk", disk_nbytes)):
         check_kind(f"{name}_nbytes", value, int | float, "a number of bytes", "pass 80e9 for 80 GB, say")
@@ -203,7 +203,7 @@ def _rung_row(table: Table, rung: Rung, scale: float, sign: str, name: str, save
     table.add_row(sign, name, shown(rung.device_nbytes, scale), saves, *numbers, costs)
 
 
-def _told(choice: Choice) -> str:
+def _told(choice: Setting) -> str:
     words: Sequence[str] = [
         f"stage {choice.stage}",
         f"optimizer state on {choice.optimizer}" * (choice.optimizer != "device"),

@@ -12,9 +12,9 @@ from torch import nn
 from fzero.config.config import Config, ConfigError
 from fzero.config.files import changed
 from fzero.estimation.activation_trace import Activations
-from fzero.estimation.compare import Column, Keys, column, quietly
+from fzero.estimation.compare import Candidate, Keys, column, quietly
 from fzero.estimation.ledger import Device
-from fzero.graph.timeline import Machine
+from fzero.graph.timeline import MachineModel
 from fzero.runtime.loss import LossFn
 
 SMALL_BUCKET = 1 << 22
@@ -22,7 +22,7 @@ SMALL_BUCKET = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Setting:
     """What may differ between the configurations that are tried."""
 
     stage: int
@@ -75,8 +75,8 @@ class Rung:
     """
 
     name: str
-    choice: Choice
-    column: Column = field(repr=False)
+    choice: Setting
+    column: Candidate = field(repr=False)
 
     @property
     def seconds(self) -> float:
@@ -98,7 +98,7 @@ class Search:
     """Plans choices, each once."""
 
     def __init__(
-        self, model: nn.Module, keys: Keys, world_size: int, machine: Machine, nvme_path: str | None, batch: Any,
+        self, model: nn.Module, keys: Keys, world_size: int, machine: MachineModel, nvme_path: str | None, batch: Any,
         device: Device = "cuda", loss_fn: LossFn | None = None,
     ) -> None:  # fmt: skip
         self.model, self.keys, self.world_size, self.machine, self.device = model, keys, world_size, machine, device
@@ -106,10 +106,10 @@ class Search:
         zero = cfg.zero_optimization
         paths = [block.nvme_path for block in (zero.offload_optimizer, zero.offload_param) if block and block.nvme_path]
         self.nvme_path = nvme_path or next(iter(paths), None)
-        self.start = Choice.of(cfg)
+        self.start = Setting.of(cfg)
         self.every = cfg.activation_checkpointing.every
         self.activations = Activations(model, keys, batch, loss_fn, device) if batch is not None else None
-        self._found: dict[Choice, Column | None] = {}
+        self._found: dict[Setting, Candidate | None] = {}
         self.refused: dict[str, None] = {}
 
     @property
@@ -122,13 +122,13 @@ class Search:
         can_checkpoint = self.activations is not None and (self.start.checkpoints or self.activations.has_units)
         return can_checkpoint and self.device == "cuda" and self.start.inputs == "device"
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[Setting]:
         """All that are tried, those with fewer changes first."""
         kinds = ["device", "host", *(["nvme"] if self.nvme_path else [])]
         checkpoints = [False, True] if self._adds_checkpoints else [self.start.checkpoints]
         inputs = ["device", "host"] if self._moves_inputs else [self.start.inputs]
         for values in product(range(self.start.stage, 4), kinds, kinds, checkpoints, [False, True], inputs):
-            choice = Choice(*values)
+            choice = Setting(*values)
             is_new = choice.checkpoints or choice.inputs == self.start.inputs
             if is_new and (choice.stage == 3 or choice.params == "device"):
                 yield choice
@@ -156,7 +156,7 @@ class Search:
                 seen.add(following)
                 yield rung
 
-    def rung(self, name: str, choice: Choice) -> Rung | None:
+    def rung(self, name: str, choice: Setting) -> Rung | None:
         """The choice, planned; None if it is not possible, or an error if it is the configuration as it is."""
         if choice not in self._found:
             try:
@@ -169,7 +169,7 @@ class Search:
         found = self._found[choice]
         return None if found is None else Rung(name, choice, found)
 
-    def _planned(self, choice: Choice) -> Column:
+    def _planned(self, choice: Setting) -> Candidate:
         keys = self.keys if choice == self.start else changed(self.keys, choice.keys(self.nvme_path, self.every))
         trace = None
         if self.activations is not None:

@@ -1,8 +1,8 @@
 """What is held, and which lane is busy, while a step is followed on paper? The book that `fzero.estimation.dry_run` keeps.
 
 Bytes are entered by what they are for; whoever takes a flat buffer gives it back. On the CPU a buffer that is given back stays
-with the process for the next taker of its size (`fzero.storage.shard_io.Scratch`), and is entered as `kept`. Whatever moves
-takes a lane for its bytes at the rate of the `Machine`.
+with the process for the next taker of its size (`fzero.storage.shard_io.BufferPool`), and is entered as `kept`. Whatever moves
+takes a lane for its bytes at the rate of the `MachineModel`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from fzero.comms.comm_hooks import Wire
-from fzero.graph.timeline import Lane, Lanes, Machine
-from fzero.plans.plan import BufferPlan, Plan
+from fzero.comms.comm_hooks import CommHook
+from fzero.graph.timeline import Lane, Lanes, MachineModel
+from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.storage.buffer_sizes import stream_buffers
 from sharding import TensorSpec
 from sharding.dtypes import itemsize
@@ -22,7 +22,7 @@ Device = Literal["cuda", "cpu"]
 """Where the model is. On the CPU host memory is the device's, and buffers that are given back stay with the process."""
 
 
-class Row(NamedTuple):
+class MemorySample(NamedTuple):
     """What is held besides the model state from a moment on, in bytes by what it is for."""
 
     label: str
@@ -30,16 +30,16 @@ class Row(NamedTuple):
     held: dict[str, int]
 
 
-class Book:
+class MemoryLedger:
     """What is held and when. `label` is what runs now; `free` counts buffers that are kept, by elements and their size."""
 
     def __init__(
-        self, plan: Plan, machine: Machine, device: Device, kept: Counter[tuple[int, int]] | None = None
+        self, plan: Plan, machine: MachineModel, device: Device, kept: Counter[tuple[int, int]] | None = None
     ) -> None:
         self.plan, self.machine, self.device = plan, machine, device
         self.lanes = Lanes(overlap=machine.overlap)
         self.streams = stream_buffers(plan)
-        self.label, self.rows = "forward", list[Row]()
+        self.label, self.rows = "forward", list[MemorySample]()
         self.activations = 0
         self._held: Counter[str] = Counter()
         self.free = Counter(kept)
@@ -54,7 +54,7 @@ class Book:
         if self.activations:
             held["activations"] = self.activations
         if not self.rows or (self.rows[-1].label, self.rows[-1].held) != (self.label, held):
-            self.rows.append(Row(self.label, self.lanes.now, held))
+            self.rows.append(MemorySample(self.label, self.lanes.now, held))
 
     def take(self, purpose: str, numel: int, dtype: str) -> tuple[str, int, int]:
         """A flat buffer, to be given back as it was taken."""
@@ -84,7 +84,7 @@ class Book:
         self.lanes.compute(label or self.label, nbytes / self.machine.memory)
 
     def send(
-        self, kind: str, numel: int, axes: Sequence[str], dtype: str, *, times: int = 1, wires: Mapping[str, Wire] = {},
+        self, kind: str, numel: int, axes: Sequence[str], dtype: str, *, times: int = 1, wires: Mapping[str, CommHook] = {},
         after: float = 0.0, label: str = "",
     ) -> float:  # fmt: skip
         """A collective along axes, one after the other, as `Plan.sent_nbytes_by_axis` counts it. Tells when it ends."""
@@ -130,6 +130,6 @@ class Book:
         return end
 
 
-def shard_nbytes(buffer: BufferPlan, plan: Plan) -> int:
+def shard_nbytes(buffer: FlatParamPlan, plan: Plan) -> int:
     """Bytes of this rank's shard of parameters."""
     return buffer.params.local_nbytes(plan.mesh)

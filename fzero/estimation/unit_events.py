@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
-from fzero.estimation.activation_trace import Moment, Traced
-from fzero.graph.timeline import Machine
+from fzero.estimation.activation_trace import Traced, TraceEvent
+from fzero.graph.timeline import MachineModel
 from fzero.plans.plan import Plan
 from fzero.plans.unit_scheduler import TURN, Event, early
 from fzero.runtime.eager import may_start_early
@@ -23,13 +23,13 @@ class Part(NamedTuple):
     """What happens to a unit, and what runs until the next part.
 
     Attributes:
-        kind: as of a `Moment`: the unit is entered, its gathered parameters are needed again, or gradients of `key` are there;
+        kind: as of a `TraceEvent`: the unit is entered, its gathered parameters are needed again, or gradients of `key` are there;
             `use`: it needs parameters that every rank holds.
         ends: whether that was the unit's last gradient.
         numel: elements of these gradients.
         most, now: bytes of activations until the next part, and when it comes.
         seconds: of what runs.
-        waiting, leaves, returns: as of a `Moment`.
+        waiting, leaves, returns: as of a `TraceEvent`.
     """
 
     kind: Literal["begin", "fetch", "turn", "unpack", "use", "grad"]
@@ -45,7 +45,7 @@ class Part(NamedTuple):
     returns: int = 0
 
 
-def parts_of(plan: Plan, trace: Traced | None, machine: Machine) -> tuple[Part, ...]:
+def parts_of(plan: Plan, trace: Traced | None, machine: MachineModel) -> tuple[Part, ...]:
     """The parts of one micro-step, in order; without a trace nothing runs, and units come as they are declared."""
     return tuple(_declared(plan) if trace is None else _traced(plan, trace.moments, machine))
 
@@ -60,7 +60,7 @@ def _declared(plan: Plan) -> Iterator[Part]:
             yield Part("grad", unit.name, buffer.key, buffer is trained[-1], buffer.layout.numel)
 
 
-def _traced(plan: Plan, moments: Sequence[Moment], machine: Machine) -> Iterator[Part]:
+def _traced(plan: Plan, moments: Sequence[TraceEvent], machine: MachineModel) -> Iterator[Part]:
     homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
     last = {homes[m.name][0].name: index for index, m in enumerate(moments) if m.kind == "grad"}
     before = Part("begin")

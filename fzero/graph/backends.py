@@ -1,7 +1,7 @@
 """How does a schedule reach `torch.compile`, and how does it survive Inductor, which sorts a graph's operators anew?
 
 - `aot_eager(options)` is a backend without code generation: the graph runs node by node in the order of the passes.
-- `on_paper` is a backend that runs nothing: it hands over the graph as it was captured.
+- `graph_only` is a backend that runs nothing: it hands over the graph as it was captured.
 - `inductor(options)` is Inductor with the passes where it lets others change its graph, after which `pin_order` ties the
   collectives to the compute around them with control dependencies.
 
@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
-from fzero.comms.collectives import InGraph
+from fzero.comms.collectives import TracedAxis
 from fzero.graph import analysis as graph_analysis
 from fzero.graph import buckets as graph_buckets
 from fzero.graph import exchange as graph_exchange
@@ -52,7 +52,7 @@ def aot_eager(
     *,
     units: Sequence[str | None] = (),
     checkpoint: Mapping[str, str] | None = None,
-    axes: Sequence[InGraph] = (),
+    axes: Sequence[TracedAxis] = (),
     observe: Callable[[Graph], None] | None = None,
 ) -> Backend:
     """A backend that runs the scheduled graph without generating code.
@@ -78,8 +78,8 @@ def aot_eager(
     return backend
 
 
-class OnPaper(Exception):
-    """What a function that was compiled with `on_paper` raises where it would run, so that it changes nothing.
+class GraphOnly(Exception):
+    """What a function that was compiled with `graph_only` raises where it would run, so that it changes nothing.
 
     Attributes:
         graph: the aten graph as it was captured.
@@ -91,8 +91,8 @@ class OnPaper(Exception):
         self.graph, self.sources = graph, sources
 
 
-def on_paper(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-    """A backend that captures and runs nothing: calling the compiled function raises `OnPaper`."""
+def graph_only(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+    """A backend that captures and runs nothing: calling the compiled function raises `GraphOnly`."""
     inputs = [node.meta.get("grapharg") for node in module.graph.nodes if node.op == "placeholder"]
 
     def capture(captured: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ def on_paper(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
                 sources[node.name] = inputs[place].source.name
 
         def run(*_: Any) -> None:
-            raise OnPaper(graph, sources)
+            raise GraphOnly(graph, sources)
 
         boxed: Callable[..., Any] = make_boxed_func(run)
         return boxed
@@ -117,7 +117,7 @@ def inductor(
     *,
     units: Sequence[str | None] = (),
     checkpoint: Mapping[str, str] | None = None,
-    axes: Sequence[InGraph] = (),
+    axes: Sequence[TracedAxis] = (),
     observe: Callable[[Graph], None] | None = None,
 ) -> Backend:
     """Inductor, with the passes among its own; arguments as for `aot_eager`."""
@@ -144,7 +144,7 @@ class InductorPass(CustomGraphPass):
         options: PassOptions,
         units: Sequence[str | None] = (),
         checkpoint: Mapping[str, str] | None = None,
-        axes: Sequence[InGraph] = (),
+        axes: Sequence[TracedAxis] = (),
         observe: Callable[[Graph], None] | None = None,
     ) -> None:
         self.options, self.units, self.checkpoint = options, tuple(units), dict(checkpoint or {})

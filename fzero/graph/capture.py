@@ -46,23 +46,23 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fzero.comms.collectives import Fake, InGraph, Real, collective_that_raised, failed
-from fzero.comms.mesh_in_graph import MeshInGraph, Through
-from fzero.comms.records import Sent
+from fzero.comms.collectives import AbstractAxis, ProcessAxis, TracedAxis, collective_that_raised, failed
+from fzero.comms.mesh_in_graph import Through, TracedMesh
+from fzero.comms.records import CommRecord
 from fzero.comms.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
 from fzero.graph.analysis import name_units
 from fzero.graph.backends import Backend as TorchBackend
-from fzero.graph.backends import OnPaper, aot_eager, inductor, on_paper
-from fzero.graph.remat import BACKWARD, CheckpointError, rematerialise
+from fzero.graph.backends import GraphOnly, aot_eager, graph_only, inductor
+from fzero.graph.remat import BACKWARD, RematError, rematerialise
 from fzero.graph.schedule import CompileError, PassOptions, copy_of, run_passes
-from fzero.graph.timeline import Along, Machine, Timeline, make_timeline
+from fzero.graph.timeline import Along, MachineModel, Timeline, make_timeline
 from fzero.graph.traffic import labelled, sent_in
 from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.optim.mixed_precision import cast_leaves, stochastic, to_nearest, update_in_graph
-from fzero.optim.transforms import Transform, unless
-from fzero.plans.plan import BufferPlan, Plan
+from fzero.optim.transforms import Transform, skip_if
+from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.eager import INSIDE, UNRELATED
-from fzero.runtime.loss import LossFn, Measure, agreed_buffers, is_agreed, loss_of, mean_of
+from fzero.runtime.loss import LossFn, LossRules, agreed_buffers, is_agreed, loss_of, mean_of
 from fzero.runtime.metrics import Outcome
 from fzero.runtime.module_binding import with_own_code
 from fzero.runtime.own_params import ParameterError, enter, late, was_changed, wrong_kind
@@ -109,7 +109,7 @@ class Backend:
     units: Mapping[str, str] = field(default_factory=dict)
     checkpoint: dict[str, str] = field(default_factory=dict)
     own: Mapping[Tensor, str] = field(default_factory=WeakTensorKeyDictionary)
-    axes: tuple[InGraph, ...] = ()
+    axes: tuple[TracedAxis, ...] = ()
     stacked: bool = False
     graphs: list[torch.fx.Graph] = field(default_factory=list)
     num_captured: int = 0
@@ -142,10 +142,10 @@ class Backend:
         if not self.stacked:  # whose writes are found before
             check_writes(module)
 
-    def on_paper(self, module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    def graph_only(self, module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """A backend that only shows the graph."""
         self.check(module)
-        return on_paper(module, inputs)
+        return graph_only(module, inputs)
 
     def _keep(self, graph: torch.fx.Graph) -> None:
         if self.stacked:
@@ -248,7 +248,7 @@ class Flat(NamedTuple):
     grad_dtype: torch.dtype
 
     @classmethod
-    def of(cls, buffer: BufferPlan, plan: Plan) -> Self:
+    def of(cls, buffer: FlatParamPlan, plan: Plan) -> Self:
         layout, row, is_shared = buffer.layout, buffer.row, plan.world_size > 1
         updates_shard = isinstance(row.optimizer, Sharded)
         collects_whole = buffer.grads.local_shape(plan.mesh)[0] == buffer.padded_numel
@@ -281,7 +281,7 @@ class Rules(NamedTuple):
     `places` are what stochastic rounding counts a whole flat buffer's elements from, None where it does not round so.
     """
 
-    measures: Measure
+    measures: LossRules
     scaling: LossScaling
     skips_overflow: bool
     transforms: dict[str, Transform]
@@ -306,11 +306,11 @@ class Captured(NamedTuple):
         """The graph as it runs: what is checkpointed is there twice, and all of it in order."""
         return self._replace(graph=run_passes(rematerialise(self.graph, self.checkpoint), self.options))
 
-    def sent(self) -> list[Sent]:
+    def sent(self) -> list[CommRecord]:
         """What it sends, collective by collective."""
         return sent_in(self.graph, self.axes)
 
-    def timeline(self, machine: Machine | None = None, *, title: str = "one step") -> Timeline:
+    def timeline(self, machine: MachineModel | None = None, *, title: str = "one step") -> Timeline:
         """The graph in time, in the order in which it stands."""
         return make_timeline(self.graph, machine, axes=self.axes, title=title)
 
@@ -328,7 +328,7 @@ class CompiledStep:
         self,
         model: nn.Module,
         plan: Plan,
-        axis: Real | Fake,
+        axis: ProcessAxis | AbstractAxis,
         device: torch.device,
         rules: Rules,
         *,
@@ -346,7 +346,7 @@ class CompiledStep:
         units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
         modules = {str(id(model.get_submodule(name))): name for name in checkpoint}
         self._axis, self._device = axis, device
-        self._graph = MeshInGraph.of(axis, plan, device) if stacked is None else MeshInGraph.of_all(stacked, plan)
+        self._graph = TracedMesh.of(axis, plan, device) if stacked is None else TracedMesh.of_all(stacked, plan)
         self._ranks = self._graph.ranks
         self.axes = self._graph.by_group
         exchanges = tuple(along for along in self.axes.values() if not along.is_nccl)
@@ -378,8 +378,8 @@ class CompiledStep:
         self._summed = self._compile(self._sums, self.backend)
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self._graph_of: dict[Callable[..., Any], torch.fx.Graph] = {}  # the last that a function ran as
-        self._sent_by: dict[Callable[..., Any], list[Sent]] = {}
-        self._observers = (axis.observe,) if isinstance(axis, Real) and axis.observe is not None else ()
+        self._sent_by: dict[Callable[..., Any], list[CommRecord]] = {}
+        self._observers = (axis.observe,) if isinstance(axis, ProcessAxis) and axis.observe is not None else ()
 
     def _compile(self, function: Callable[..., Any], backend: TorchBackend) -> Callable[..., Any]:
         if not self._is_captured:
@@ -537,7 +537,7 @@ class CompiledStep:
         try:
             with self._capturing():
                 function(*arguments)
-        except OnPaper as captured:
+        except GraphOnly as captured:
             found = {name: self.backend.unit_of(source) for name, source in captured.sources.items()}
             units = {name: unit for name, unit in found.items() if unit is not None}
             name_units(captured.graph, units)
@@ -860,7 +860,7 @@ class CompiledStep:
             skip: Tensor, grad: Tensor, kept: Tensor, state: Any, factor: Tensor | None, out: Tensor | None, place: int
         ) -> None:
             rounding = to_nearest if rules.places is None else stochastic(rules.salts, place)
-            transform = unless(skip, rules.transforms[flat.key])
+            transform = skip_if(skip, rules.transforms[flat.key])
             update_in_graph(
                 transform, self._is_cast[flat.key], grad, kept, state, factor=factor, rounding=rounding, out=out
             )
@@ -903,7 +903,7 @@ class CompiledStep:
 
     # --- what it sent --------------------------------------------------------------------------------------------
 
-    def observed(self, observe: Callable[[Sent], None]) -> Self:
+    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same captured functions; `observe` is told, too, what they send."""
         twin = copy.copy(self)
         twin._observers = (*self._observers, observe)
@@ -960,7 +960,7 @@ def _one_graph(model: str, *, is_new: bool) -> Iterator[None]:
                 warnings.filterwarnings("ignore", module=r"torch\._dynamo")
             yield
     except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-        if isinstance(inner := getattr(error, "inner_exception", None), CheckpointError | VmapError | ParameterError):
+        if isinstance(inner := getattr(error, "inner_exception", None), RematError | VmapError | ParameterError):
             raise inner from None
         raise CompileError(_what_stopped(error, model)) from None
     except RuntimeError as error:

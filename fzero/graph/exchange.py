@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fzero.comms.collectives import InGraph
+from fzero.comms.collectives import TracedAxis
 from fzero.graph.analysis import ALL_REDUCE, WAIT, aten, c10d
 from fzero.graph.buckets import call
 
@@ -27,7 +27,7 @@ _ALL_TO_ALL = c10d.all_to_all_single.default
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
-def send_to_others(graph: Graph, axes: Iterable[InGraph]) -> None:
+def send_to_others(graph: Graph, axes: Iterable[TracedAxis]) -> None:
     """Takes out of every exchange of equal parts along one of `axes` what this rank would send to itself."""
     by_group = {axis.group_name: axis for axis in axes}
     for start in list(graph.nodes):

@@ -33,7 +33,7 @@ BACKWARD = {"fzero": "backward"}
 _AGAIN = {"fzero": "again"}
 
 
-class CheckpointError(ValueError):
+class RematError(ValueError):
     """A module cannot be checkpointed in a graph."""
 
 
@@ -57,7 +57,7 @@ def rematerialise(graph: Graph, modules: Mapping[str, str]) -> Graph:
             second and later calls add `@1`, `@2`.
 
     Raises:
-        CheckpointError: the forward has no operator of one of the modules.
+        RematError: the forward has no operator of one of the modules.
     """
     copy = copy_of(graph)
     rematerialise_in_place(copy, modules)
@@ -93,7 +93,7 @@ def _regions(forward: list[Node], modules: Mapping[str, str]) -> dict[Node, str]
     found = {key.partition("@")[0] for key in regions.values()}
     missing = [name for key, name in modules.items() if key not in found]
     if missing:
-        raise CheckpointError(
+        raise RematError(
             f"checkpoint: module {missing[0]!r} must run as a module of the captured forward, got no operator of it (it is "
             f"not called, or what calls it hides it); leave it out, or pass compile='block'"
         )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Stay(NamedTuple):
+class LiveRange(NamedTuple):
     """A unit is gathered for the uses from `first` to `last`, positions in the trunk."""
 
     unit: int
@@ -18,9 +18,9 @@ class Stay(NamedTuple):
     last: int
 
 
-def plan_stays(
+def plan_live_ranges(
     uses: Sequence[tuple[int, Sequence[int]]], numels: Sequence[int], *, max_live: int, max_reuse_distance: int
-) -> list[Stay]:
+) -> list[LiveRange]:
     """How often each unit is gathered, and for which uses.
 
     A unit is kept until its next use if that is near enough. Where more would be alive than allowed, the unit whose
@@ -37,10 +37,10 @@ def plan_stays(
         The stays by their first use.
 
     >>> there_and_back = [(i, (unit,)) for i, unit in enumerate([0, 1, 2, 2, 1, 0])]
-    >>> stays = plan_stays(there_and_back, [4, 4, 4], max_live=100, max_reuse_distance=0)
+    >>> stays = plan_live_ranges(there_and_back, [4, 4, 4], max_live=100, max_reuse_distance=0)
     >>> [(stay.unit, stay.first, stay.last) for stay in stays]
     [(0, 0, 0), (1, 1, 1), (2, 2, 3), (1, 4, 4), (0, 5, 5)]
-    >>> len(plan_stays(there_and_back, [4, 4, 4], max_live=100, max_reuse_distance=100))
+    >>> len(plan_live_ranges(there_and_back, [4, 4, 4], max_live=100, max_reuse_distance=100))
     3
     """
     accesses = [(position, unit) for position, units in uses for unit in units]
@@ -51,7 +51,7 @@ def plan_stays(
         if index == 0 or accesses[index - 1][1] != unit:
             entered += numels[unit]
         entered_at.append(entered)
-    stays: list[Stay] = []
+    stays: list[LiveRange] = []
     open_stays: dict[int, tuple[int, int]] = {}  # unit → first position, index of its last access so far
     furthest: list[tuple[int, int, int]] = []  # (-next access, unit, access), of which some are outdated
     live = 0
@@ -59,7 +59,7 @@ def plan_stays(
     def close(unit: int) -> None:
         nonlocal live
         first, access = open_stays.pop(unit)
-        stays.append(Stay(unit, first, accesses[access][0]))
+        stays.append(LiveRange(unit, first, accesses[access][0]))
         live -= numels[unit]
 
     index = 0

@@ -3,7 +3,7 @@
 The captured graph has all gathers first, then forward and backward, then all reductions, then the update. `run_passes`
 gives the same nodes another order, in one walk over the *trunk*, the nodes that keep their order:
 
-1. *Gathers sink* to their first use, and are made again for a later use (`plan_stays`) where keeping the parameters would
+1. *Gathers sink* to their first use, and are made again for a later use (`plan_live_ranges`) where keeping the parameters would
    cost more memory than asked. A gather starts one unit early, so that it runs beside the compute.
 2. *Reductions rise* to where their input is ready. Their waits come as late as the bound on full gradients in flight
    allows, or their consumers need them.
@@ -44,7 +44,7 @@ from fzero.graph.analysis import (
     waits_of,
 )
 from fzero.graph.buckets import bucket_gathers, bucket_reductions, bucket_updates
-from fzero.graph.reuse import plan_stays
+from fzero.graph.reuse import plan_live_ranges
 from fzero.graph.weight_grads import join_products
 
 
@@ -271,7 +271,7 @@ class _Walk:
             for arg in args:
                 parts[self.unit_of[arg]].append((position, self.part_of[arg]))
         stays = []
-        for unit, first, last in plan_stays(
+        for unit, first, last in plan_live_ranges(
             uses, numels, max_live=self.options.max_live, max_reuse_distance=self.options.max_reuse_distance
         ):
             used: set[int] = set()

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineModel:
     """What the model of the machine knows: one rank's rates, per second.
 
     Args:
@@ -72,13 +72,18 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("flops", "memory", "network", "latency", "host", "disk", "processor", "flops_fp32"):
             if not isinstance(getattr(self, name), int | float | None):
-                refuse(f"Machine: {name}", "a number", getattr(self, name), "pass a rate per second (latency: seconds)")
+                refuse(
+                    f"MachineModel: {name}",
+                    "a number",
+                    getattr(self, name),
+                    "pass a rate per second (latency: seconds)",
+                )
         if self.latency < 0:
-            raise ValueError(f"Machine: latency must not be negative, got {self.latency}; it is seconds")
+            raise ValueError(f"MachineModel: latency must not be negative, got {self.latency}; it is seconds")
         for name in ("flops", "memory", "network", "host", "disk", "processor", "flops_fp32"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(
-                    f"Machine: {name} must be positive, got {getattr(self, name)}; it is a rate per second"
+                    f"MachineModel: {name} must be positive, got {getattr(self, name)}; it is a rate per second"
                 )
 
     def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False) -> float:
@@ -227,7 +232,7 @@ class Timeline:
 
 def make_timeline(
     graph: Graph,
-    machine: Machine | None = None,
+    machine: MachineModel | None = None,
     *,
     axes: Mapping[str, Along] | None = None,
     title: str = "one step",
@@ -241,7 +246,7 @@ def make_timeline(
             themselves, and an all-reduce is taken for one of as many ranks as others have.
         title: what the table and the picture are called.
     """
-    machine = Machine() if machine is None else machine
+    machine = MachineModel() if machine is None else machine
     analysis = analyse(graph)
     axes = axes or {}
     most = max(filter(None, map(_num_ranks, graph.nodes)), default=None)
@@ -320,7 +325,7 @@ def joined(timelines: Sequence[Timeline]) -> Timeline:
     return Timeline(tuple(spans), tuple(times), live, timelines[0].title)
 
 
-def _seconds(node: Node, machine: Machine) -> float:
+def _seconds(node: Node, machine: MachineModel) -> float:
     if node.op != "call_function" or is_view(node):
         return 0.0
     moved = nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes))

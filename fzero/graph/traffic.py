@@ -2,7 +2,7 @@
 
 A captured function names its collectives by `labelled`: every node that is traced inside has the label in its `meta`, and
 keeps it when passes move or copy it. A collective that passes join from several keeps the labels of all, with the
-elements of each; it is told as one `Sent` for each flat buffer, so that the records are those of an eager step. An
+elements of each; it is told as one `CommRecord` for each flat buffer, so that the records are those of an eager step. An
 all-reduce that is made of two collectives (on gloo) is told as one.
 """
 
@@ -15,7 +15,7 @@ from typing import get_args
 import torch.fx.traceback
 from torch.fx import Graph, Node
 
-from fzero.comms.records import Label, Phase, Purpose, Sent
+from fzero.comms.records import CommRecord, Label, Phase, Purpose
 from fzero.graph.analysis import GATHERS, contents_of, is_collective
 from fzero.graph.remat import is_again, is_backward
 from fzero.graph.timeline import Along, group_of, kind_of, sent_by
@@ -29,14 +29,14 @@ def labelled(purpose: Purpose, buffer: str = "") -> AbstractContextManager[None]
     return context
 
 
-def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[Sent]:
+def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[CommRecord]:
     """What one run of a graph sends, in the order of its collectives.
 
     Args:
         graph: a training step's, before or after the passes.
         axes: the axis of each group, by the name by which the graph calls it; any other group goes by that name.
     """
-    found: list[Sent] = []
+    found: list[CommRecord] = []
     phase: Phase = "forward" if any(map(is_backward, graph.nodes)) else "update"
     for node in graph.nodes:
         if is_backward(node) or is_again(node):
@@ -51,7 +51,7 @@ def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[Sent]:
     return found
 
 
-def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[Sent]:
+def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[CommRecord]:
     """A record for each flat buffer that a collective moves."""
     group = group_of(node)
     # A group that is none of the step's is a model's own.
@@ -65,7 +65,7 @@ def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[Sent]:
         assert purpose in get_args(Purpose), text
         label = Label(purpose, buffer, _phase_of(purpose, phase))  # type: ignore[arg-type]
         share = nbytes * numel // total
-        records.append(Sent(kind_of(node), name, label, share // itemsize // after * before, share, is_joined))
+        records.append(CommRecord(kind_of(node), name, label, share // itemsize // after * before, share, is_joined))
     return records
 
 
@@ -75,7 +75,7 @@ def _phase_of(purpose: str, phase: Phase) -> Phase:
     return "update" if purpose in _UPDATE else phase
 
 
-def _first_half(node: Node, record: Sent, found: list[Sent]) -> int | None:
+def _first_half(node: Node, record: CommRecord, found: list[CommRecord]) -> int | None:
     """Where the reduce-scatter is told whose sums `node` brings to all: together they are an all-reduce, unless that is coded."""
     if record.label.purpose != "reduce" or not _is_gather(node):
         return None
@@ -93,7 +93,7 @@ def _is_gather(node: Node) -> bool:
     return node.target in GATHERS and (kind_of(node) != "all_to_all" or source.target is torch.ops.aten.repeat.default)
 
 
-def _both(first: Sent, second: Sent) -> Sent:
+def _both(first: CommRecord, second: CommRecord) -> CommRecord:
     return first._replace(
         collective="all_reduce",
         num_elements=first.num_elements + second.num_elements,

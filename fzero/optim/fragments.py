@@ -1,7 +1,7 @@
 """Which parameters does a flat tensor hold, and how is something summed over one of them that several ranks share?
 
 An optimizer that is not elementwise looks at whole parameters: their norms, their rows and columns, their singular
-values. In stage 0 its flat tensor is the whole buffer, in stages 1-3 one shard, whose ends cut parameters. `Pieces`
+values. In stage 0 its flat tensor is the whole buffer, in stages 1-3 one shard, whose ends cut parameters. `ShardContents`
 says what is there. Every stage must give the same bits, so sums are made in one way only: for each shard and parameter
 a partial sum, and then the W partial sums of a parameter in rank order, whoever holds the shards.
 
@@ -30,7 +30,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FragmentSlice:
     """Elements [start, stop) of the flattened parameter `index`, at `offset` of the flat tensor, in its shard `row`."""
 
     row: int
@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class ShardContents:
     """Which parameters a flat tensor holds, and how to reach the ranks that hold the rest.
 
     Args:
@@ -59,9 +59,9 @@ class Pieces:
         ValueError: the ranks are not all and not one.
 
     >>> layout = FlatLayout(names=("w", "b"), shapes=((2, 3), (3,)), world_size=2)
-    >>> Pieces(layout, ranks=(1,)).parts
-    (Part(row=0, index=0, start=5, stop=6, offset=0), Part(row=0, index=1, start=0, stop=3, offset=1))
-    >>> [part.row for part in Pieces.whole(layout).parts]
+    >>> ShardContents(layout, ranks=(1,)).parts
+    (FragmentSlice(row=0, index=0, start=5, stop=6, offset=0), FragmentSlice(row=0, index=1, start=0, stop=3, offset=1))
+    >>> [part.row for part in ShardContents.whole(layout).parts]
     [0, 1, 1]
     """
 
@@ -75,8 +75,8 @@ class Pieces:
         is_one = len(self.ranks) == 1 and self.ranks[0] in everyone  # asked first: a plan asks for each of many buffers
         if not is_one and self.ranks != tuple(everyone):
             raise ValueError(
-                f"Pieces: ranks must be all {self.layout.world_size} in order, or one of them, got {self.ranks}; pass "
-                f"Pieces.whole(layout) for a whole buffer and ranks=(rank,) for a shard"
+                f"ShardContents: ranks must be all {self.layout.world_size} in order, or one of them, got {self.ranks}; pass "
+                f"ShardContents.whole(layout) for a whole buffer and ranks=(rank,) for a shard"
             )
 
     @classmethod
@@ -90,12 +90,14 @@ class Pieces:
         return len(self.ranks) * self.layout.partition.shard_numel
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[FragmentSlice, ...]:
         """The parts of parameters in the flat tensor, in order."""
         index_of = {name: index for index, name in enumerate(self.layout.names)}
         shard_numel = self.layout.partition.shard_numel
         return tuple(
-            Part(row, index_of[fragment.name], fragment.start, fragment.stop, row * shard_numel + fragment.offset)
+            FragmentSlice(
+                row, index_of[fragment.name], fragment.start, fragment.stop, row * shard_numel + fragment.offset
+            )
             for row, rank in enumerate(self.ranks)
             for fragment in self.layout.fragments(rank)
         )
@@ -122,7 +124,7 @@ class Pieces:
         if tuple(flat.shape) != (self.numel,):
             raise ValueError(
                 f"{owner}: the flat tensor must have {self.numel} elements, those of ranks {self.ranks} of the layout, got "
-                f"shape {tuple(flat.shape)}; pass the Pieces of this tensor"
+                f"shape {tuple(flat.shape)}; pass the ShardContents of this tensor"
             )
 
 
@@ -145,7 +147,7 @@ class Box:
         """The elements of the box."""
         return math.prod(self.shape)
 
-    def of(self, part: Part, flat: Tensor) -> Tensor:
+    def of(self, part: FragmentSlice, flat: Tensor) -> Tensor:
         """The box as a view of the flat tensor that holds it as a piece of `part`: (matrices, rows, columns)."""
         return part.of(flat)[self.start - part.start :][: self.numel].view(self.shape)
 
@@ -210,7 +212,7 @@ def grids_of(layout: FlatLayout) -> dict[int, Grid]:
     return grids
 
 
-def boxes_of(parts: tuple[Part, ...], grids: dict[int, Grid]) -> Iterator[tuple[Part, Grid, Box]]:
+def boxes_of(parts: tuple[FragmentSlice, ...], grids: dict[int, Grid]) -> Iterator[tuple[FragmentSlice, Grid, Box]]:
     """The parts of matrices, as boxes."""
     for part in parts:
         if part.index in grids:

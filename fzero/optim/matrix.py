@@ -17,7 +17,7 @@ from typing import Generic, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.optim.fragments import Pieces, boxes_of, grids_of
+from fzero.optim.fragments import ShardContents, boxes_of, grids_of
 from fzero.optim.transforms import Leaf, Transform, check_betas, check_range, no_steps, step_spec
 from sharding import TensorSpec
 from sharding.layout import FlatLayout
@@ -34,7 +34,7 @@ class LambState(NamedTuple, Generic[Leaf]):
 def lamb(
     lr: float,
     *,
-    pieces: Pieces,
+    pieces: ShardContents,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
@@ -98,7 +98,7 @@ class AdafactorState(NamedTuple, Generic[Leaf]):
 def adafactor(
     lr: float,
     *,
-    pieces: Pieces,
+    pieces: ShardContents,
     beta2_decay: float = -0.8,
     eps: tuple[float | None, float] = (None, 1e-3),
     d: float = 1.0,
@@ -187,7 +187,7 @@ class MuonState(NamedTuple, Generic[Leaf]):
 def muon(
     lr: float,
     *,
-    pieces: Pieces,
+    pieces: ShardContents,
     momentum: float = 0.95,
     weight_decay: float = 0.0,
     nesterov: bool = True,
@@ -277,7 +277,7 @@ def is_cut(layout: FlatLayout) -> bool:
     return any(start // shard != (stop - 1) // shard for start, stop in spans if start < stop)
 
 
-def _step(param: Tensor, direction: Tensor, sizes: Tensor, pieces: Pieces) -> None:
+def _step(param: Tensor, direction: Tensor, sizes: Tensor, pieces: ShardContents) -> None:
     """Moves every parameter against its direction, times its size; overwrites the direction."""
     for part in pieces.parts:
         part.of(param).sub_(part.of(direction).mul_(sizes[part.index]))

@@ -4,7 +4,7 @@ A `Precision` is data: the dtypes that a configuration asks for. `dtypes_of` mak
 `Dtypes` of that parameter: what the model computes with, what is sent, what gradients are added up in, what the optimizer
 updates (the *master*) and what it remembers. Nothing else changes a dtype, and `step.plan` shows every one.
 
-An update is computed in fp32 (fp64 for fp64), whatever the dtypes in memory: `widened` makes of a transform one that reads
+An update is computed in fp32 (fp64 for fp64), whatever the dtypes in memory: `mixed_precision` makes of a transform one that reads
 narrow numbers and rounds once, at the end. Rounding to the nearest loses updates below half a last bit, for good; stochastic
 rounding keeps them on average (Gupta et al. 2015, arXiv:1502.02551).
 """
@@ -179,7 +179,7 @@ def _hash(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def widened(
+def mixed_precision(
     transform: Transform,
     *,
     state_dtype: str,
@@ -293,7 +293,7 @@ def update_in_graph(
     rounding: Rounding = to_nearest,
     out: Tensor | None = None,
 ) -> None:
-    """The update of a `widened` transform, all at once, for a compiler to cut into tiles. Leaves the gradient as it is.
+    """The update of a `mixed_precision` transform, all at once, for a compiler to cut into tiles. Leaves the gradient as it is.
 
     Args:
         is_cast: of `cast_leaves`.

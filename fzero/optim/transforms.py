@@ -58,7 +58,7 @@ class Transform(NamedTuple):
     def update_each(self, grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
         """The states after the updates of several buffers, in one call where there is a kernel for that.
 
-        For transforms that write where their arguments are, as those of `fzero.optim.mixed_precision.widened` do.
+        For transforms that write where their arguments are, as those of `fzero.optim.mixed_precision.mixed_precision` do.
         """
         if self.several is not None and self.has_several:
             return self.several[1](grads, params, states)
@@ -88,7 +88,7 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
-def unless(skip: Tensor, transform: Transform) -> Transform:
+def skip_if(skip: Tensor, transform: Transform) -> Transform:
     """The transform whose update leaves parameter and state as they were where `skip` is true (a 0-d bool).
 
     Data-flow: the host does not read `skip`. The gradient may hold anything then, also NaN.

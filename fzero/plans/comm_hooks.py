@@ -16,13 +16,13 @@ import torch
 
 from fzero.comms.codecs import quantize
 from fzero.comms.collectives import DATA
-from fzero.comms.comm_hooks import Wire, coded, error_feedback, exact, restarted
+from fzero.comms.comm_hooks import CommHook, compressed, error_feedback, exact, reset_every
 from fzero.config.config import ConfigError, ZeroOptimization
 from fzero.plans.mesh_axes import sum_order
 from sharding import Mesh
 
-ByAxis = Mapping[str, Wire]
-GivenWire = Wire | ByAxis | None
+ByAxis = Mapping[str, CommHook]
+GivenWire = CommHook | ByAxis | None
 """A wire for all axes, or some by axis; None is as the configuration says."""
 
 BLOCK = 256
@@ -30,7 +30,7 @@ BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Wiring:
+class CommHooks:
     """The wires by axis; along an axis that is not named the numbers go as they are.
 
     Attributes:
@@ -56,7 +56,7 @@ class Wiring:
         )
 
 
-def wiring_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenWire = None, reduce: GivenWire = None) -> Wiring:
+def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenWire = None, reduce: GivenWire = None) -> CommHooks:
     """The wires of a step: those given, or those that the configuration means.
 
     Raises:
@@ -64,9 +64,9 @@ def wiring_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenWire = None, redu
             gather's has a state.
 
     >>> zero = ZeroOptimization(stage=3, zero_quantized_weights=True, zero_quantized_gradients=True)
-    >>> print(wiring_of(zero, Mesh.of(data=4)))
+    >>> print(comm_hooks_of(zero, Mesh.of(data=4)))
     gathers along data through quantize(8, 256), reductions along data through quantize(4, 256)
-    >>> bool(wiring_of(zero, Mesh.of(data=1)))
+    >>> bool(comm_hooks_of(zero, Mesh.of(data=1)))
     False
     """
     is_divided = zero.stage == 3
@@ -78,17 +78,17 @@ def wiring_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenWire = None, redu
             f"gather_wire: needs zero_optimization.stage 3, which gathers parameters in the forward and the backward, got "
             f"stage {zero.stage}; leave it out, or give a reduce_wire"
         )
-    of_8_bits = coded(quantize(8, BLOCK))
+    of_8_bits = compressed(quantize(8, BLOCK))
     frozen = gather
     if is_divided and zero.zero_quantized_weights:
         gather = of_8_bits
     if is_divided and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
         frozen = of_8_bits
     if zero.zero_quantized_gradients:
-        reduce, loco = coded(quantize(4, BLOCK)), zero.zeropp_loco_param
+        reduce, loco = compressed(quantize(4, BLOCK)), zero.zeropp_loco_param
         if loco is not None:
-            reduce = restarted(error_feedback(reduce, decay=loco.err_beta), every=loco.reset_T)
-    return Wiring(
+            reduce = reset_every(error_feedback(reduce, decay=loco.err_beta), every=loco.reset_T)
+    return CommHooks(
         gather=_by_axis("gather_wire", gather, mesh, (DATA,)),
         frozen=_by_axis("gather_wire", frozen, mesh, (DATA,)),
         reduce=_by_axis("reduce_wire", reduce, mesh, sum_order(mesh)),
@@ -102,14 +102,14 @@ def _check_alone(field_: str, wire: GivenWire, key: str, is_on: bool) -> None:
         )
 
 
-def _by_axis(field_: str, wire: GivenWire, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, Wire]:
+def _by_axis(field_: str, wire: GivenWire, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, CommHook]:
     """The wires along those axes that have several ranks, but for exact ones."""
     if wire is None:
         return {}
-    given = dict.fromkeys(axes, wire) if isinstance(wire, Wire) else wire
-    if not isinstance(given, Mapping) or not all(isinstance(one, Wire) for one in given.values()):
+    given = dict.fromkeys(axes, wire) if isinstance(wire, CommHook) else wire
+    if not isinstance(given, Mapping) or not all(isinstance(one, CommHook) for one in given.values()):
         raise ConfigError(
-            f"{field_}: must be a wire, or wires by axis, got {wire!r}; pass fzero.coded(fzero.quantize(8)), say"
+            f"{field_}: must be a wire, or wires by axis, got {wire!r}; pass fzero.compressed(fzero.quantize(8)), say"
         )
     for axis, one in given.items():
         if axis not in axes:
@@ -125,11 +125,11 @@ def _by_axis(field_: str, wire: GivenWire, mesh: Mesh, axes: tuple[str, ...]) ->
     return {axis: given[axis] for axis in axes if axis in given and mesh.axis_size(axis) > 1 and given[axis] != exact()}
 
 
-def has_state(wire: Wire) -> bool:
+def has_state(wire: CommHook) -> bool:
     """Whether a wire remembers anything."""
     return bool(optree.tree_leaves(state_like(wire, 2, torch.float32)))
 
 
-def state_like(wire: Wire, numel: int, dtype: torch.dtype) -> Any:
+def state_like(wire: CommHook, numel: int, dtype: torch.dtype) -> Any:
     """The state of a wire for so many elements, without memory."""
     return wire.init(torch.empty(numel, dtype=dtype, device="meta"))

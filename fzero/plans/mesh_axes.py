@@ -23,7 +23,7 @@ def check_mesh(given: object) -> None:
     """Raises ValueError unless that is a mesh that ranks may stand in, or None."""
     if given is not None and not isinstance(given, Mesh):
         raise ValueError(
-            f"mesh: must be a mesh of named axes, an axis of ranks (fzero.join(), fzero.Fake) or None, got {given!r}; pass "
+            f"mesh: must be a mesh of named axes, an axis of ranks (fzero.join(), fzero.AbstractAxis) or None, got {given!r}; pass "
             f"sharding.Mesh.of(node=2, data=4), say"
         )
     if given is not None and EVERYONE in given.names:
@@ -108,10 +108,10 @@ def _named(zero: ZeroOptimization) -> tuple[str, int | None]:
     return "mics_shard_size", zero.mics_shard_size if zero.stage else None
 
 
-def told(mesh: Mesh) -> str:
+def describe(mesh: Mesh) -> str:
     """How many ranks there are, and how they stand.
 
-    >>> told(Mesh.of(node=2, data=4)), told(Mesh.of(data=4))
+    >>> describe(Mesh.of(node=2, data=4)), describe(Mesh.of(data=4))
     ('8 ranks, node 2 × data 4', '4 ranks')
     """
     axes = " × ".join(f"{name} {size}" for name, size in mesh.axes)

@@ -30,16 +30,16 @@ from torch.nn.parameter import is_lazy
 from fzero.common.arguments import check_model, check_names, refuse, shown
 from fzero.common.text_tables import as_text
 from fzero.comms.collectives import DATA
-from fzero.comms.comm_hooks import Wire
+from fzero.comms.comm_hooks import CommHook
 from fzero.comms.mesh import is_several
 from fzero.config.config import Config, ConfigError, ZeroOptimization
 from fzero.config.optimizers import Optimizer, with_overrides
-from fzero.optim.fragments import Pieces
+from fzero.optim.fragments import ShardContents
 from fzero.optim.matrix import is_cut
-from fzero.optim.mixed_precision import Dtypes, widened
+from fzero.optim.mixed_precision import Dtypes, mixed_precision
 from fzero.optim.transforms import Transform, check_elementwise, leaf_names
-from fzero.plans.comm_hooks import GivenWire, Wiring, state_like, wiring_of
-from fzero.plans.mesh_axes import check_mesh, mesh_of, num_ranks, shard_axes, sum_order, told
+from fzero.plans.comm_hooks import CommHooks, GivenWire, comm_hooks_of, state_like
+from fzero.plans.mesh_axes import check_mesh, describe, mesh_of, num_ranks, shard_axes, sum_order
 from fzero.plans.orders import GivenOrder, OrderFunction, check_named, ordered
 from fzero.plans.placements import Chooser, GivenPlacements, Streaming
 from sharding import (
@@ -67,7 +67,7 @@ BUCKET = 500_000_000
 """Elements of a bucket where the configuration names none: DeepSpeed's default."""
 
 
-class Row(NamedTuple):
+class StageSpecs(NamedTuple):
     """What one ZeRO stage does with a flat buffer (ZeRO §5, figure 1)."""
 
     params: Spec
@@ -76,18 +76,18 @@ class Row(NamedTuple):
 
 
 STAGES = {
-    0: Row(params=Replicated(), grads=Replicated(), optimizer=Replicated()),
-    1: Row(params=Replicated(), grads=Partial(DATA), optimizer=Sharded(DATA)),
-    2: Row(params=Replicated(), grads=Sharded(DATA), optimizer=Sharded(DATA)),
-    3: Row(params=Sharded(DATA), grads=Sharded(DATA), optimizer=Sharded(DATA)),
+    0: StageSpecs(params=Replicated(), grads=Replicated(), optimizer=Replicated()),
+    1: StageSpecs(params=Replicated(), grads=Partial(DATA), optimizer=Sharded(DATA)),
+    2: StageSpecs(params=Replicated(), grads=Sharded(DATA), optimizer=Sharded(DATA)),
+    3: StageSpecs(params=Sharded(DATA), grads=Sharded(DATA), optimizer=Sharded(DATA)),
 }
 
 
-def row_of(stage: int, axes: tuple[str, ...]) -> Row:
+def stage_specs(stage: int, axes: tuple[str, ...]) -> StageSpecs:
     """What a stage does where gradients and optimizer state are sharded over `axes`.
 
-    >>> row_of(3, ("data", "node"))
-    Row(params=Sharded('data'), grads=Sharded('data', 'node'), optimizer=Sharded('data', 'node'))
+    >>> stage_specs(3, ("data", "node"))
+    StageSpecs(params=Sharded('data'), grads=Sharded('data', 'node'), optimizer=Sharded('data', 'node'))
     """
     row = STAGES[stage]
     finest = {"grads": row.grads, "optimizer": row.optimizer}
@@ -95,14 +95,14 @@ def row_of(stage: int, axes: tuple[str, ...]) -> Row:
 
 
 @dataclass(frozen=True, slots=True)
-class BufferPlan:
+class FlatParamPlan:
     """One flat buffer of a unit: parameters of one dtype and group, all trainable or all frozen, all small or all not."""
 
     key: str
     layout: FlatLayout
     dtypes: Dtypes
     trainable: bool
-    row: Row
+    row: StageSpecs
     group: int = 0
     way: str = ""
     """Which of its optimizer's ways the parameters go (`OptimizerBlock.kind_of`)."""
@@ -176,7 +176,7 @@ class UnitPlan:
     """Parameters that are gathered, released and reduced together."""
 
     name: str
-    buffers: tuple[BufferPlan, ...]
+    buffers: tuple[FlatParamPlan, ...]
 
     @property
     def numel(self) -> int:
@@ -238,7 +238,7 @@ class Plan:
     max_reuse_distance: int | None = None
     gather_bucket: int | None = None
     reduce_bucket: int | None = None
-    wiring: Wiring = field(default_factory=Wiring, repr=False, compare=False)
+    wiring: CommHooks = field(default_factory=CommHooks, repr=False, compare=False)
     streaming: Streaming = field(default_factory=Streaming, repr=False, compare=False)
 
     @property
@@ -270,7 +270,7 @@ class Plan:
         return tuple(sorted(range(self.world_size), key=lambda rank: self.mesh.shard_of(rank, order)))
 
     @property
-    def flat_buffers(self) -> tuple[BufferPlan, ...]:
+    def flat_buffers(self) -> tuple[FlatParamPlan, ...]:
         return tuple(buffer for unit in self.units for buffer in unit.buffers)
 
     @property
@@ -295,7 +295,7 @@ class Plan:
         """Of every tensor that may live elsewhere, and of all parameters and gradients, by `quantity/key/leaf`."""
         return {name: spec.placement for buffer in self.flat_buffers for name, spec in self._flat_tensors(buffer)}
 
-    def _flat_tensors(self, buffer: BufferPlan) -> Iterator[tuple[str, TensorSpec]]:
+    def _flat_tensors(self, buffer: FlatParamPlan) -> Iterator[tuple[str, TensorSpec]]:
         """All that is as long as a flat buffer, by `quantity/key/leaf`."""
         yield f"params/{buffer.key}", buffer.params
         if buffer.has_master:
@@ -326,13 +326,13 @@ class Plan:
             if (states := {axis: state for axis, state in self._wire_states(buffer) if optree.tree_leaves(state)})
         }
 
-    def _wire_states(self, buffer: BufferPlan) -> Iterator[tuple[str, Any]]:
+    def _wire_states(self, buffer: FlatParamPlan) -> Iterator[tuple[str, Any]]:
         for axis, numel in self.summands(buffer).items():
             if axis in self.wiring.reduce:
                 like = state_like(self.wiring.reduce[axis], numel, torch_dtype(buffer.dtypes.reduce))
                 yield axis, optree.tree_map(lambda x: TensorSpec(tuple(x.shape), dtype_name(x.dtype)), like)
 
-    def summands(self, buffer: BufferPlan) -> dict[str, int]:
+    def summands(self, buffer: FlatParamPlan) -> dict[str, int]:
         """The elements of what a rank adds along each axis, in the order of the sums: P, P/L, …; none where it is frozen."""
         numel, summands = buffer.padded_numel, {}
         for axis in sum_order(self.mesh) if buffer.trainable else ():
@@ -369,7 +369,7 @@ class Plan:
     def sent_nbytes_by_axis(self) -> dict[str, dict[str, int]]:
         """The same in bytes, which are those of the wires where there are some."""
 
-        def nbytes(numel: int, dtype: str, wire: Wire | None) -> int:
+        def nbytes(numel: int, dtype: str, wire: CommHook | None) -> int:
             return numel * itemsize(dtype) if wire is None else wire.nbytes(numel, itemsize(dtype))
 
         return self._sent(nbytes)
@@ -379,7 +379,7 @@ class Plan:
         """The bytes that one rank sends to the others in a step, by collective, padding included."""
         return _totals(self.sent_nbytes_by_axis)
 
-    def _sent(self, size: Callable[[int, str, Wire | None], int]) -> dict[str, dict[str, int]]:
+    def _sent(self, size: Callable[[int, str, CommHook | None], int]) -> dict[str, dict[str, int]]:
         """What one rank sends; `size` is of one message, by its elements, their dtype and the wire that they go through."""
         every = sum_order(self.mesh)
         micro_steps = self.num_micro_steps if self.num_shards > 1 else 1
@@ -388,7 +388,12 @@ class Plan:
         sent = {name: dict.fromkeys(_COLLECTIVES, 0) for name in self.mesh.names}
 
         def add(
-            collective: str, numel: int, axes: Sequence[str], dtype: str, times: int = 1, wires: Mapping[str, Wire] = {}
+            collective: str,
+            numel: int,
+            axes: Sequence[str],
+            dtype: str,
+            times: int = 1,
+            wires: Mapping[str, CommHook] = {},
         ) -> None:
             for name in axes:
                 num_ranks_ = self.mesh.axis_size(name)
@@ -482,7 +487,7 @@ def plan(
     mesh = mesh_of(zero, world_size, mesh)
     optimizers = optimizers_of(cfg, param_groups, transform)
     for optimizer_ in optimizers:
-        if isinstance(optimizer_, Own):
+        if isinstance(optimizer_, UserTransform):
             optimizer_.check()
     _check_has_shapes(model)
     modules, (owners, aliases) = dict(model.named_modules()), _owners(model)
@@ -536,7 +541,7 @@ def plan(
         gather_bucket=zero.allgather_bucket_size,
         # Full gradients that no rank keeps must not gather in a bucket, either.
         reduce_bucket=max_reducing if zero.reduce_bucket_size and zero.stage >= 2 else zero.reduce_bucket_size,
-        wiring=wiring_of(zero, mesh, gather_wire, reduce_wire),
+        wiring=comm_hooks_of(zero, mesh, gather_wire, reduce_wire),
         streaming=Streaming.of(zero.offload_optimizer, zero.offload_param, cfg.aio, zero.sub_group_size),
     )
 
@@ -576,7 +581,7 @@ The learning rate is a number, and a 0-d tensor where the whole step is compiled
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class UserTransform:
     """A user's transform where otherwise an optimizer of the configuration stands; `check` says whether it can be."""
 
     field: str
@@ -609,7 +614,7 @@ class Own:
             raise ConfigError(str(error)) from error
 
     def __repr__(self) -> str:
-        return f"Own({self.field!r}, lr={self.lr})"  # the same on all ranks
+        return f"UserTransform({self.field!r}, lr={self.lr})"  # the same on all ranks
 
     @property
     def is_fixed(self) -> bool:
@@ -629,14 +634,16 @@ class Own:
 
 def optimizers_of(
     cfg: Config, param_groups: Sequence[ParamGroup] = (), transform: OwnTransform | None = None
-) -> list[Optimizer | Own]:
+) -> list[Optimizer | UserTransform]:
     """The optimizer of each group: 0 is the configuration's or `transform`, for the parameters that no group takes.
 
     Raises:
         ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have.
     """
     lr = cfg.optimizer.lr
-    optimizers: list[Optimizer | Own] = [cfg.optimizer if transform is None else Own("transform", transform, lr)]
+    optimizers: list[Optimizer | UserTransform] = [
+        cfg.optimizer if transform is None else UserTransform("transform", transform, lr)
+    ]
     for index, group in enumerate(param_groups):
         if not isinstance(group.get("params"), str) and not callable(group.get("params")):
             raise ConfigError(
@@ -649,7 +656,7 @@ def optimizers_of(
         if own is None:
             optimizers.append(with_overrides(cfg.optimizer, overrides, field))
             continue
-        optimizers.append(Own(f"{field}.transform", own, overrides.pop("lr", lr)))
+        optimizers.append(UserTransform(f"{field}.transform", own, overrides.pop("lr", lr)))
         if overrides:
             raise ConfigError(
                 f"{field}.{min(overrides)}: a group of a transform has 'params', 'transform' and 'lr' only, got "
@@ -719,7 +726,7 @@ def _by_kind(
     owners: dict[str, nn.Parameter],
     cfg: Config,
     param_groups: Sequence[ParamGroup],
-    optimizers: Sequence[Optimizer | Own],
+    optimizers: Sequence[Optimizer | UserTransform],
     trained: Collection[str],
     starts: Mapping[str, int],
 ) -> dict[Kind, list[str]]:
@@ -743,9 +750,9 @@ def _plan_buffer(
     params: Sequence[tuple[str, nn.Parameter]],
     zero: ZeroOptimization,
     mesh: Mesh,
-    optimizers: Sequence[Optimizer | Own],
+    optimizers: Sequence[Optimizer | UserTransform],
     order: OrderFunction | Sequence[str],
-) -> BufferPlan:
+) -> FlatParamPlan:
     axes = shard_axes(mesh, zero)
     num_shards = num_ranks(mesh, axes)
     of_names = dict(params)
@@ -754,9 +761,9 @@ def _plan_buffer(
         tuple(name for name, _ in params), tuple(tuple(p.shape) for _, p in params), num_shards,
         multiple_of=ALIGNMENT * mesh.size // num_shards,
     )  # fmt: skip
-    row = row_of(2 if kind.small and zero.stage == 3 else zero.stage, axes)
+    row = stage_specs(2 if kind.small and zero.stage == 3 else zero.stage, axes)
     elementwise = optimizers[kind.group].is_elementwise(kind.way)
-    return BufferPlan(
+    return FlatParamPlan(
         f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way, elementwise, kind.start
     )
 
@@ -766,13 +773,15 @@ def starts_of(plan: Plan) -> dict[str, int]:
     return {name: b.start for b in plan.flat_buffers if b.trainable for name in b.layout.names}
 
 
-def place_optimizers(buffers: Sequence[BufferPlan], optimizers: Sequence[Optimizer | Own]) -> dict[str, Any]:
+def place_optimizers(
+    buffers: Sequence[FlatParamPlan], optimizers: Sequence[Optimizer | UserTransform]
+) -> dict[str, Any]:
     """The specs of the optimizer's state of each flat buffer."""
     elementwise: dict[tuple[int, str, str], Transform] = {}  # by what it depends on
 
-    def transform_of(buffer: BufferPlan) -> Transform:
-        made = optimizers[buffer.group].transform(pieces=Pieces(buffer.layout, ranks=(0,)), kind=buffer.way)
-        return widened(made, state_dtype=buffer.dtypes.optimizer)
+    def transform_of(buffer: FlatParamPlan) -> Transform:
+        made = optimizers[buffer.group].transform(pieces=ShardContents(buffer.layout, ranks=(0,)), kind=buffer.way)
+        return mixed_precision(made, state_dtype=buffer.dtypes.optimizer)
 
     specs = {}
     for buffer in buffers:
@@ -807,7 +816,7 @@ def _placed(
     chooser.check_all_used([*names, *(f"grads/{key}" for key in grads), *(f"params/{key}" for key in params)])
     _check_staging(units, shards, params, cfg)
 
-    def with_placements(buffer: BufferPlan) -> BufferPlan:
+    def with_placements(buffer: FlatParamPlan) -> FlatParamPlan:
         master, param, grad = (of_all.get(buffer.key, DEVICE) for of_all in (masters, params, grads))
         return replace(buffer, placement=master, param_placement=param, grad_placement=grad)
 
@@ -834,7 +843,7 @@ def _check_staging(
         )
 
 
-def _long_leaves(optimizer: Mapping[str, Any], buffer: BufferPlan) -> list[tuple[str, TensorSpec]]:
+def _long_leaves(optimizer: Mapping[str, Any], buffer: FlatParamPlan) -> list[tuple[str, TensorSpec]]:
     """The tensors of a buffer's optimizer state that have an element for each of its own, by name."""
     state = optimizer[buffer.key]
     return [
@@ -1006,7 +1015,7 @@ def _nbytes(specs: Any, mesh: Mesh) -> int:
 
 def _report(plan: Plan) -> Group:
     """The units as a table, and in words what a rank holds and sends."""
-    table = Table(title=f"ZeRO stage {plan.stage} on {told(plan.mesh)}", title_justify="left")
+    table = Table(title=f"ZeRO stage {plan.stage} on {describe(plan.mesh)}", title_justify="left")
     table.add_column("unit")
     table.add_column("flat buffer")
     for column in ("parameters", "elements", "padding", "on a rank"):
@@ -1056,7 +1065,7 @@ _MEMORIES = {
 
 def _wires(plan: Plan) -> Iterator[str]:
     yield f"wires: {plan.wiring}"
-    exact = sum(_totals(replace(plan, wiring=Wiring()).sent_nbytes_by_axis).values())
+    exact = sum(_totals(replace(plan, wiring=CommHooks()).sent_nbytes_by_axis).values())
     yield f"bytes that a rank sends in a step: {sum(plan.sent_nbytes_per_step.values()):,}, without wires {exact:,}"
 
 

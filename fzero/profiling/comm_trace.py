@@ -4,7 +4,7 @@
     print(fzero.plan_comm(step, batch))            # the same from the step's graph, of ranks that need not be there
 
 `trace_comm` listens at the axes of a step: of processes, or of ranks in lockstep. A compiled step tells what its graph
-holds. Both ways give the same rows, but for what `Comm` names.
+holds. Both ways give the same rows, but for what `CommTrace` names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rich.table import Table
 from torch import Tensor
 
 from fzero.common.text_tables import as_text
-from fzero.comms.collectives import Fake
-from fzero.comms.records import PURPOSES, Phase, Purpose, Sent
-from fzero.plans.mesh_axes import told
+from fzero.comms.collectives import AbstractAxis
+from fzero.comms.records import PURPOSES, CommRecord, Phase, Purpose
+from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import Plan
 from fzero.resharding.place import copied
 from fzero.simulation import LockstepRanks, VmapRanks
@@ -63,7 +63,7 @@ class CommRow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Comm:
+class CommTrace:
     """What one rank sends in a step. `print(comm)` shows a table, `comm.save("comm.png")` a picture.
 
     From real processes, ranks in lockstep, a compiled step and a plan the rows that move flat buffers (`gather`, `reduce`,
@@ -72,7 +72,7 @@ class Comm:
     - the order, and the collective that a graph calls;
     - `gather` of a unit of several flat buffers: a graph gathers in the backward those that it reads (and what is joined with
       them), an eager step all;
-    - `told`: a rank tells the others four numbers in an eager step, and three in a graph;
+    - `describe`: a rank tells the others four numbers in an eager step, and three in a graph;
     - `buffers`: a graph makes all module buffers equal over the ranks, an eager step those that move;
     - `negotiate`: of eager steps with that schedule;
     - `files`: where state is in files, the ranks of a step tell each other whether theirs are whole; a graph has no files.
@@ -86,7 +86,7 @@ class Comm:
     title: str = "one step"
 
     @classmethod
-    def of(cls, sent: Iterable[Sent], plan: Plan, title: str) -> Comm:
+    def of(cls, sent: Iterable[CommRecord], plan: Plan, title: str) -> CommTrace:
         """The report of what the collectives told, without those that send nothing."""
         units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
         found = [record for record in sent if record.num_elements]
@@ -152,7 +152,7 @@ class Comm:
 # --- where it comes from -----------------------------------------------------------------------------------------
 
 
-def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch: Any) -> Comm:
+def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch: Any) -> CommTrace:
     """What a step on this state and batch sends: runs one, on a copy.
 
     State and step stay as they are. The copy of a state in files is in files as well, beside them, and goes when the step is
@@ -169,7 +169,7 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
         state, batch: as for a step; an iterator loses its next micro-batches.
 
     Raises:
-        ValueError: the step's axis is a `Fake` one, which `plan_comm` takes; and what a step raises.
+        ValueError: the step's axis is a `AbstractAxis` one, which `plan_comm` takes; and what a step raises.
         StoreError, MemoryError: there is no room for the copy of a state in files; the state given is as it was.
     """
     if not isinstance(step, TrainStep | LockstepRanks):
@@ -179,26 +179,26 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
     if isinstance(step, VmapRanks) and not step.is_in_lockstep:
         step.check_state(state)
         return plan_comm(step._step, step._batches(batch)[0])
-    if isinstance(step, TrainStep) and isinstance(step._ranks, Fake):
+    if isinstance(step, TrainStep) and isinstance(step._ranks, AbstractAxis):
         raise ValueError(
             f"trace_comm: the step must be of ranks that are there, got one on {step._ranks}; use plan_comm(step, batch), or "
             f"trace_comm(fzero.simulate(step), state, batch)"
         )
-    log: list[Sent] = []
+    log: list[CommRecord] = []
     twin = step.observed(log.append)
     # An iterator gives its micro-batches once.
     taken = list(islice(batch, step.plan.num_micro_steps)) if isinstance(batch, Iterator) else None
     for _ in range(1 if step.has_agreed else 2):
         log.clear()
         twin(copied(state, step), batch if taken is None else iter(taken))
-    return Comm.of(log, step.plan, _title(step.plan))
+    return CommTrace.of(log, step.plan, _title(step.plan))
 
 
-def plan_comm(step: TrainStep, batch: Any) -> Comm:
+def plan_comm(step: TrainStep, batch: Any) -> CommTrace:
     """What a step on this batch sends with `compile="step"`, from its scheduled graphs; runs and sends nothing.
 
     Args:
-        step: of `make_train_step`, on any axis, a `Fake` one too.
+        step: of `make_train_step`, on any axis, a `AbstractAxis` one too.
         batch: one rank's samples; tensors may be on `meta`. An iterator loses its next micro-batches.
 
     Raises:
@@ -210,17 +210,17 @@ def plan_comm(step: TrainStep, batch: Any) -> Comm:
             f"trace_comm(step, state, batch)"
         )
     sent = [record for captured in step.trace(batch) for record in captured.scheduled().sent()]
-    return Comm.of(sent, step.plan, _title(step.plan))
+    return CommTrace.of(sent, step.plan, _title(step.plan))
 
 
 def _title(plan: Plan) -> str:
-    return f"what a rank sends in a step: ZeRO stage {plan.stage} on {told(plan.mesh)}"
+    return f"what a rank sends in a step: ZeRO stage {plan.stage} on {describe(plan.mesh)}"
 
 
 # --- the table ---------------------------------------------------------------------------------------------------
 
 
-def _report(comm: Comm) -> Group:
+def _report(comm: CommTrace) -> Group:
     table = Table(title=comm.title, title_justify="left")
     for column in ("", "when", "what for", "unit", "collective", "axis"):
         table.add_column(column)
@@ -252,7 +252,7 @@ _NUMBERS = "0.45"  # of a few numbers
 _PHASES = {"forward": "#f3f6fa", "turn": "#ffffff", "backward": "#fbf3ea", "update": "#eef6ee"}
 
 
-def _draw(comm: Comm) -> Any:
+def _draw(comm: CommTrace) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -24,7 +24,7 @@ import torch
 from rich.table import Table
 
 from fzero.comms import collectives
-from fzero.graph.timeline import Machine
+from fzero.graph.timeline import MachineModel
 from fzero.profiling.profiler import matrix_rate
 
 PACKAGES = (
@@ -45,7 +45,7 @@ SECONDS = 0.3  # for each rate
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class MeasuredRates:
     """What was measured, in bytes and floating point operations per second; None where there is nothing to measure."""
 
     host_copy: float
@@ -69,12 +69,12 @@ class Rates:
     """Whether something moves while ranks compute: not on a CPU all of whose cores compute."""
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> MachineModel:
         """What the planner computes with; where nothing was measured, its defaults."""
-        usual = Machine()
+        usual = MachineModel()
         copy = self.device_copy or self.host_copy
         disk = 2 / (1 / self.disk_read + 1 / self.disk_write) if self.disk_read and self.disk_write else usual.disk
-        return Machine(
+        return MachineModel(
             flops=self.flops_bf16,
             flops_fp32=self.flops_fp32,
             memory=2 * copy,
@@ -96,7 +96,7 @@ class MachineReport:
     devices: tuple[str, ...]
     backends: tuple[str, ...]
     launchers: tuple[str, ...]
-    rates: Rates
+    rates: MeasuredRates
 
 
 def best(work: Callable[[], object], *, seconds: float = SECONDS) -> float:
@@ -110,7 +110,7 @@ def best(work: Callable[[], object], *, seconds: float = SECONDS) -> float:
     return found
 
 
-def measure_rates(path: Path | str = ".", *, gather: bool = True, num_ranks: int = 1) -> Rates:
+def measure_rates(path: Path | str = ".", *, gather: bool = True, num_ranks: int = 1) -> MeasuredRates:
     """Measures what this machine can do, in about five seconds.
 
     Args:
@@ -136,12 +136,12 @@ def _device(num_ranks: int) -> torch.device:
     return torch.device("cuda" if torch.cuda.device_count() >= num_ranks else "cpu")
 
 
-def _rates_here(device: torch.device) -> Rates:
+def _rates_here(device: torch.device) -> MeasuredRates:
     """Those of one process by itself, without the disk."""
     has_gpu = device.type == "cuda"
     host = torch.ones(NBYTES // 4)
     target = torch.empty_like(host)
-    return Rates(
+    return MeasuredRates(
         host_copy=NBYTES / best(lambda: target.copy_(host)),
         device_copy=NBYTES / _on_gpu(host.cuda(), host.cuda()) if has_gpu else None,
         to_device=NBYTES / _on_gpu(host.pin_memory(), host.cuda()) if has_gpu else None,
@@ -190,16 +190,16 @@ def gather_rate() -> tuple[float, float] | None:
     return float(rate), float(latency)
 
 
-def rates_of_ranks(num_ranks: int) -> Rates:
+def rates_of_ranks(num_ranks: int) -> MeasuredRates:
     """What one of several processes gets of this machine while the others measure, too; the mean of all.
 
     Raises:
         RuntimeError: they could not be started.
     """
-    return mean_rates([Rates(**told) for told in _run_ranks("measuring", num_ranks)])
+    return mean_rates([MeasuredRates(**told) for told in _run_ranks("measuring", num_ranks)])
 
 
-def rates_of_rank(axis: collectives.Real, device: torch.device) -> Rates:
+def rates_of_rank(axis: collectives.ProcessAxis, device: torch.device) -> MeasuredRates:
     """What this rank gets while the others measure, too, without the disk; takes two seconds. *Collective.*"""
     rate, latency = _gather_rate(axis, device)
     busy = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size)) * torch.get_num_threads()
@@ -207,15 +207,15 @@ def rates_of_rank(axis: collectives.Real, device: torch.device) -> Rates:
     return replace(_rates_here(device), gather=rate or None, latency=latency, overlap=overlap)
 
 
-def mean_rates(found: Sequence[Rates]) -> Rates:
+def mean_rates(found: Sequence[MeasuredRates]) -> MeasuredRates:
     """What one of several ranks gets, which measured at once."""
 
     def mean(name: str) -> float | None:
         numbers = [getattr(rates, name) for rates in found]
         return None if None in numbers else sum(numbers) / len(numbers)
 
-    means: dict[str, Any] = {one.name: mean(one.name) for one in fields(Rates) if one.name != "overlap"}
-    return Rates(**means, overlap=all(rates.overlap for rates in found))
+    means: dict[str, Any] = {one.name: mean(one.name) for one in fields(MeasuredRates) if one.name != "overlap"}
+    return MeasuredRates(**means, overlap=all(rates.overlap for rates in found))
 
 
 def _run_ranks(function: str, num_ranks: int) -> list[Any]:
@@ -248,7 +248,7 @@ def measuring(folder: str) -> None:
     collectives.shutdown()
 
 
-def _gather_rate(axis: collectives.Real, device: torch.device) -> tuple[float, float]:
+def _gather_rate(axis: collectives.ProcessAxis, device: torch.device) -> tuple[float, float]:
     """Bytes per second that this rank receives, and seconds of a collective of next to nothing. *Collective.*"""
     seconds = []
     for numel in (NBYTES // 8, 1):
@@ -265,7 +265,7 @@ def _gather_rate(axis: collectives.Real, device: torch.device) -> tuple[float, f
     return (NBYTES // 8 * 4) * (axis.size - 1) / seconds[0], seconds[1]
 
 
-def rates_from(path: Path | str) -> Rates:
+def rates_from(path: Path | str) -> MeasuredRates:
     """The rates in a file that `fzero env --json` has written.
 
     Raises:
@@ -273,7 +273,7 @@ def rates_from(path: Path | str) -> Rates:
     """
     try:
         told = json.loads(Path(path).read_text("utf-8"))
-        return _checked(Rates(**told["rates"]))
+        return _checked(MeasuredRates(**told["rates"]))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"--rates {path}: must be what `fzero env --json` printed, and is not ({type(error).__name__}: {error}); print it "
@@ -281,8 +281,8 @@ def rates_from(path: Path | str) -> Rates:
         ) from None
 
 
-def _checked(rates: Rates) -> Rates:
-    for field in fields(Rates):
+def _checked(rates: MeasuredRates) -> MeasuredRates:
+    for field in fields(MeasuredRates):
         value, kind = getattr(rates, field.name), str(field.type)
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
         fits = isinstance(value, bool) if kind == "bool" else is_number or (value is None and "None" in kind)

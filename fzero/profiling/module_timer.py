@@ -48,7 +48,7 @@ class _Backward:
         self.name, self.begin, self.end = name, float("inf"), 0.0
 
 
-class ModuleWatch:
+class ModuleTimer:
     """Times, and counts, the modules of a model inside `forward()` and `backward()`, any number of each.
 
     Args:

@@ -25,9 +25,9 @@ from torch import nn
 from fzero.common.arguments import check_loss_fn, check_model
 from fzero.config.files import changed
 from fzero.estimation.compare import keys_of, quietly
-from fzero.optim.fragments import Pieces
+from fzero.optim.fragments import ShardContents
 from fzero.plans.plan import optimizers_of, plan
-from fzero.profiling.module_timer import ModuleWatch
+from fzero.profiling.module_timer import ModuleTimer
 from fzero.profiling.reports import Profile, fastest
 from fzero.runtime.loss import LossFn, loss_of
 from sharding.views import torch_dtype
@@ -63,7 +63,7 @@ def profile(
         )
     device = params[0].device
 
-    def run(clock: _Clock, watch: ModuleWatch | None) -> None:
+    def run(clock: _Clock, watch: ModuleTimer | None) -> None:
         with nullcontext() if watch is None else watch.forward():
             loss, _ = loss_of(model, loss_fn, batch, reduces_by_sum=False)
         clock.mark("forward")
@@ -121,13 +121,13 @@ class _Clock:
         return sum(self.seconds.values())
 
 
-Run = Callable[[_Clock, ModuleWatch | None], None]
+Run = Callable[[_Clock, ModuleTimer | None], None]
 
 
-def _watched(run: Run, device: torch.device, model: nn.Module, *, counts: bool) -> ModuleWatch:
+def _watched(run: Run, device: torch.device, model: nn.Module, *, counts: bool) -> ModuleTimer:
     """One run in which each module is timed, or its operations are counted."""
     clock = _Clock(device)
-    watch = ModuleWatch(model, clock.now, counts=counts)
+    watch = ModuleTimer(model, clock.now, counts=counts)
     run(clock, watch)
     return watch
 
@@ -159,7 +159,9 @@ def _time_update(model: nn.Module, cfg: Any, device: torch.device, num_runs: int
     for buffer in layout.flat_buffers:
         if buffer.trainable:
             param = torch.zeros(buffer.padded_numel, dtype=torch_dtype(buffer.dtypes.master), device=device)
-            transform = optimizers[buffer.group].transform(pieces=Pieces(buffer.layout, ranks=(0,)), kind=buffer.way)
+            transform = optimizers[buffer.group].transform(
+                pieces=ShardContents(buffer.layout, ranks=(0,)), kind=buffer.way
+            )
             updates.append([transform, torch.zeros_like(param), param, transform.init(param)])
     seconds = []
     for _ in range(num_runs + 1):

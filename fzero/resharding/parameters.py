@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.optim.transforms import leaf_names
-from fzero.plans.plan import BufferPlan
+from fzero.plans.plan import FlatParamPlan
 from fzero.runtime.eager import own_shard
 from fzero.state import TrainState
 from fzero.step import TrainStep
@@ -27,7 +27,7 @@ ALSO = {"momentum_buffer": "momentum"}
 """Names of torch.optim for what has another one here."""
 
 
-def params_of(step: TrainStep, state: TrainState[Tensor], names: Iterable[str] | None = None) -> dict[str, Tensor]:
+def full_params(step: TrainStep, state: TrainState[Tensor], names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Copies of whole parameters as the model computes with them, by name, on the step's device.
 
     *Collective* for what is divided (stage 3): every rank with the same names; one flat buffer is gathered at a time.
@@ -107,11 +107,11 @@ def with_optimizer_state(
 # --- helpers -----------------------------------------------------------------------------------------------------
 
 
-def _homes(step: TrainStep) -> dict[str, BufferPlan]:
+def _homes(step: TrainStep) -> dict[str, FlatParamPlan]:
     return {name: buffer for buffer in step.plan.flat_buffers for name in buffer.layout.names}
 
 
-def _home(step: TrainStep, name: str) -> BufferPlan:
+def _home(step: TrainStep, name: str) -> FlatParamPlan:
     homes = _homes(step)
     name = step.plan.aliases.get(name, name)
     if name not in homes:
@@ -121,7 +121,7 @@ def _home(step: TrainStep, name: str) -> BufferPlan:
     return homes[name]
 
 
-def _trained(step: TrainStep, name: str) -> BufferPlan:
+def _trained(step: TrainStep, name: str) -> FlatParamPlan:
     buffer = _home(step, name)
     if not buffer.trainable:
         raise ValueError(
@@ -130,7 +130,7 @@ def _trained(step: TrainStep, name: str) -> BufferPlan:
     return buffer
 
 
-def _leaf(step: TrainStep, state: TrainState[Tensor], buffer: BufferPlan, key: str) -> tuple[Tensor, TensorSpec]:
+def _leaf(step: TrainStep, state: TrainState[Tensor], buffer: FlatParamPlan, key: str) -> tuple[Tensor, TensorSpec]:
     tree = state.optimizer[buffer.key]
     specs = optree.tree_leaves(step.plan.optimizer[buffer.key])
     names = list(_short(leaf_names(tree)))
@@ -151,7 +151,7 @@ def _short(names: Iterable[str]) -> Iterator[str]:
         yield name.rstrip("]'").rpartition("'")[2].rpartition(".")[2]
 
 
-def _whole(step: TrainStep, buffer: BufferPlan, flat: Any, spec: TensorSpec) -> Tensor:
+def _whole(step: TrainStep, buffer: FlatParamPlan, flat: Any, spec: TensorSpec) -> Tensor:
     """The whole flat buffer (P), on the step's device; of gradients that are divided or partial, from reduced shards."""
     held: Tensor = in_memory(flat).to(step.device)
     if isinstance(spec.spec, Replicated):
@@ -162,7 +162,7 @@ def _whole(step: TrainStep, buffer: BufferPlan, flat: Any, spec: TensorSpec) -> 
     return mesh.all_gather(held, mesh.axes_of(spec.spec))
 
 
-def _one(step: TrainStep, buffer: BufferPlan, flat_P: Tensor, name: str) -> Tensor:
+def _one(step: TrainStep, buffer: FlatParamPlan, flat_P: Tensor, name: str) -> Tensor:
     view: Tensor = unflatten(flat_P, buffer.layout)[step.plan.aliases.get(name, name)].detach()
     return view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
 
@@ -177,7 +177,7 @@ def _check_written(name: str, *flats: Any) -> None:
             )
 
 
-def _write(step: TrainStep, buffer: BufferPlan, flat: Any, spec: TensorSpec, name: str, value: Tensor) -> None:
+def _write(step: TrainStep, buffer: FlatParamPlan, flat: Any, spec: TensorSpec, name: str, value: Tensor) -> None:
     whole = _whole(step, buffer, flat, spec).clone()
     target = unflatten(whole, buffer.layout)[step.plan.aliases.get(name, name)]
     if target.shape != value.shape:

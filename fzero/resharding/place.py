@@ -19,14 +19,14 @@ from fzero.runtime.offload import QUANTITIES, agree, files_of
 from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import Files
+from fzero.storage.file_tensor import StateFiles
 
 
 def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState[Any]:
     """The state with every tensor where `step` wants it, and the same bits.
 
     What moves is a tensor at a time, in sub-groups where it goes to files or comes from them. What is there already is the same
-    tensor in both states; so go on with one of them. Files of the old state are removed when nothing holds it any more; until
+    tensor in both states; so go on with one of them. StateFiles of the old state are removed when nothing holds it any more; until
     then both are on the disk.
 
     *Collective* if state goes to files or comes from them: every rank; sends a few bytes.
@@ -70,7 +70,9 @@ def copied(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainStat
     return _brought(in_memory, step, files_of(state), step._offload.make_files(step._mesh.everyone))
 
 
-def _brought(state: TrainState[Any], step: TrainStep, old: Files | None, files: Files | None) -> TrainState[Any]:
+def _brought(
+    state: TrainState[Any], step: TrainStep, old: StateFiles | None, files: StateFiles | None
+) -> TrainState[Any]:
     """The state with every tensor where `step` wants it, in these files."""
     parts: dict[str, Any] = {name: dict(getattr(state, name)) for name in QUANTITIES}
     error: Exception | None = None

@@ -26,8 +26,8 @@ import torch
 
 from fzero.optim.fragments import grids_of
 from fzero.optim.matrix import AdafactorState
-from fzero.plans.mesh_axes import num_ranks, told
-from fzero.plans.plan import ALIGNMENT, BufferPlan, Plan
+from fzero.plans.mesh_axes import describe, num_ranks
+from fzero.plans.plan import ALIGNMENT, FlatParamPlan, Plan
 from sharding import FlatLayout, Move, Sharded, TensorSpec, moves_between, moves_from, moves_to
 from sharding.dtypes import itemsize
 from sharding.transfer import merged
@@ -35,7 +35,7 @@ from sharding.views import torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JobRank:
     """A process' rank in the old job and in the new one; None where it has none."""
 
     old: int | None
@@ -115,7 +115,7 @@ class Sources(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ReshardRound:
     """The flows that run together: those to one unit, or those to the module buffers and random states."""
 
     name: str
@@ -136,8 +136,8 @@ class ReshardPlan:
     """
 
     title: str
-    places: tuple[Place, ...]
-    rounds: tuple[Round, ...] = field(repr=False)
+    places: tuple[JobRank, ...]
+    rounds: tuple[ReshardRound, ...] = field(repr=False)
     numbers: dict[str, Sources] = field(repr=False)
     anew: frozenset[str] = field(repr=False)
     senders: tuple[int, ...] = field(repr=False)
@@ -243,7 +243,7 @@ def plan_reshard(
     old: Plan,
     new: Plan,
     *,
-    places: Sequence[Place] | None = None,
+    places: Sequence[JobRank] | None = None,
     rng: Mapping[str, TensorSpec] | None = None,
 ) -> ReshardPlan:
     """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no tensor.
@@ -282,7 +282,7 @@ def plan_reshard(
     _check_same("module buffer", *({n: spec.shape for n, spec in p.buffers.items()} for p in (old, new)))
     if places is None:
         numbers = range(max(old.world_size, new.world_size))
-        places = [Place(r if r < old.world_size else None, r if r < new.world_size else None) for r in numbers]
+        places = [JobRank(r if r < old.world_size else None, r if r < new.world_size else None) for r in numbers]
     _check_present("old", [place.old for place in places], old.world_size)
     _check_present("new", [place.new for place in places], new.world_size)
     counted: dict[str, Sources] = {}
@@ -305,15 +305,15 @@ def plan_reshard(
             began.update(anew)
             for path, name in target.numbers.items():
                 counted[name] = Sources(tuple(source.numbers[path] for source in known), tuple(anew))
-        rounds.append(Round(unit.name, tuple(flows)))
+        rounds.append(ReshardRound(unit.name, tuple(flows)))
     own = {f"state.rng[{kind!r}]": spec for kind, spec in (rng or {}).items()} | kept_wires(old, new)
     rest = [*_module_buffers(old, new), *(_own(name, spec, old, new) for name, spec in own.items())]
-    rounds.append(Round("module buffers and random states", tuple(rest)))
+    rounds.append(ReshardRound("module buffers and random states", tuple(rest)))
     processes = range(len(places))
     senders = {places[process].old: process for process in processes}
     receivers = {places[process].new: process for process in processes}
     return ReshardPlan(
-        f"ZeRO stage {old.stage} on {told(old.mesh)} -> stage {new.stage} on {told(new.mesh)}", tuple(places), tuple(rounds),
+        f"ZeRO stage {old.stage} on {describe(old.mesh)} -> stage {new.stage} on {describe(new.mesh)}", tuple(places), tuple(rounds),
         counted, frozenset(began), tuple(senders[rank] for rank in old.ranks), tuple(receivers[rank] for rank in new.ranks),
     )  # fmt: skip
 
@@ -326,7 +326,7 @@ class _Kept:
     """One flat buffer, and what of it outlives a step: found once, when it is asked for."""
 
     plan: Plan
-    buffer: BufferPlan
+    buffer: FlatParamPlan
 
     @cached_property
     def leaves(self) -> dict[str, tuple[str, TensorSpec]]:
@@ -371,7 +371,7 @@ def _has_entries(tensor: FlatTensor, names: Iterable[str]) -> bool:
     return any(start < stop for start, stop in (layout.bounds(name) for name in names if name in layout))
 
 
-def quantity_for(quantity: str, param_dtype: str, target: BufferPlan, *, has_master: bool) -> str:
+def quantity_for(quantity: str, param_dtype: str, target: FlatParamPlan, *, has_master: bool) -> str:
     """Which old quantity a new one is made of, from parameters of `param_dtype` that may have a master."""
     if quantity not in ("params", "master"):
         return quantity
@@ -380,12 +380,12 @@ def quantity_for(quantity: str, param_dtype: str, target: BufferPlan, *, has_mas
     return "master" if has_master else "params"
 
 
-def tensors_of(plan: Plan, buffer: BufferPlan) -> dict[str, FlatTensor]:
+def tensors_of(plan: Plan, buffer: FlatParamPlan) -> dict[str, FlatTensor]:
     """The flat tensors of one buffer that outlive a step, by quantity. (Gradients do not.)"""
     return _Kept(plan, buffer).tensors
 
 
-def _tensors(plan: Plan, buffer: BufferPlan, leaves: Mapping[str, tuple[str, TensorSpec]]) -> dict[str, FlatTensor]:
+def _tensors(plan: Plan, buffer: FlatParamPlan, leaves: Mapping[str, tuple[str, TensorSpec]]) -> dict[str, FlatTensor]:
     layout = buffer.layout
     if (layout.world_size, layout.multiple_of) != (plan.world_size, ALIGNMENT):
         layout = FlatLayout(layout.names, layout.shapes, plan.world_size, multiple_of=ALIGNMENT)
@@ -406,12 +406,12 @@ def _tensors(plan: Plan, buffer: BufferPlan, leaves: Mapping[str, tuple[str, Ten
     return tensors
 
 
-def numbers_of(plan: Plan, buffer: BufferPlan) -> dict[str, str]:
+def numbers_of(plan: Plan, buffer: FlatParamPlan) -> dict[str, str]:
     """The names of the 0-d tensors of the optimizer state, by path."""
     return _Kept(plan, buffer).numbers
 
 
-def optimizer_leaves(plan: Plan, buffer: BufferPlan) -> dict[str, tuple[str, TensorSpec]]:
+def optimizer_leaves(plan: Plan, buffer: FlatParamPlan) -> dict[str, tuple[str, TensorSpec]]:
     """The tensors of the optimizer state: their names in the whole state and specs, by path in their own."""
     if not buffer.trainable:
         return {}
@@ -426,7 +426,7 @@ def _is_by_element(spec: TensorSpec, master: TensorSpec) -> bool:
     return (spec.shape, spec.spec, spec.multiple_of) == (master.shape, master.spec, master.multiple_of)
 
 
-def _entries_layout(plan: Plan, buffer: BufferPlan, path: str) -> FlatLayout:
+def _entries_layout(plan: Plan, buffer: FlatParamPlan, path: str) -> FlatLayout:
     """Where the entries of each parameter stand in Adafactor's means over rows and columns, which every rank has."""
     if not isinstance(plan.optimizer[buffer.key], AdafactorState):
         raise ValueError(
@@ -534,7 +534,7 @@ def _check_same_kind(old: _Kept, new: _Kept, shared: Sequence[str]) -> None:
             )
 
 
-def kept_of(plan: Plan, buffer: BufferPlan, names: Sequence[str]) -> dict[str, str]:
+def kept_of(plan: Plan, buffer: FlatParamPlan, names: Sequence[str]) -> dict[str, str]:
     """What the optimizer keeps of some parameters of a buffer, numbers included: the dtypes, by path."""
     return _Kept(plan, buffer).dtypes(names)
 

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from fzero.common.arguments import check_kind
 from fzero.comms import collectives
-from fzero.comms.collectives import Fake, Real
+from fzero.comms.collectives import AbstractAxis, ProcessAxis
 from fzero.comms.records import Label
 from fzero.optim.loss_scale import LossScale
 from fzero.plans.placements import SUB_GROUP
-from fzero.plans.plan import Own
+from fzero.plans.plan import UserTransform
 from fzero.resharding.place import place as put
-from fzero.resharding.plan import Place, ReshardPlan, Round, Sources, kept_wires, plan_reshard
+from fzero.resharding.plan import JobRank, ReshardPlan, ReshardRound, Sources, kept_wires, plan_reshard
 from fzero.runtime.eager import own_shard
 from fzero.runtime.offload import QUANTITIES, agree, files_of
 from fzero.runtime.step_spec import MismatchError
@@ -37,7 +37,7 @@ from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_store import StoreError
-from fzero.storage.file_tensor import Files, handles_of, in_memory, kept
+from fzero.storage.file_tensor import StateFiles, handles_of, in_memory, kept
 from fzero.storage.shard_io import Leaf
 from sharding import Sharded
 from sharding.views import torch_dtype
@@ -69,8 +69,8 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
 
     Args:
         state: this process' part; None where it is not in the old job.
-        old: the step that `state` is of. Outside of its job, one on `Fake("data", W)`.
-        new: the step to continue with, of the same model. Outside of its job, one on `Fake("data", W)`. Simulated steps
+        old: the step that `state` is of. Outside of its job, one on `AbstractAxis("data", W)`.
+        new: the step to continue with, of the same model. Outside of its job, one on `AbstractAxis("data", W)`. Simulated steps
             (`simulate`) have simulated states, and send nothing.
 
     Returns:
@@ -87,13 +87,13 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
         return _reshard_simulated(state, old, new)
     axis = collectives.job()
     for step in (new, old):
-        if isinstance(step._ranks, Real) and step._ranks.observe is not None:
+        if isinstance(step._ranks, ProcessAxis) and step._ranks.observe is not None:
             axis = replace(axis, observe=step._ranks.observe)
     mine = tuple(_tell(state, old, new))
     everyone = [_Told(*told) for told in collectives.exchange(mine, axis, label=Label("compare"))]
     _check_told(everyone)
     _warn_of_wires(old, new)
-    places = [Place(told.old, told.new) for told in everyone]
+    places = [JobRank(told.old, told.new) for told in everyone]
     plan = plan_reshard(old.plan, new.plan, places=places, rng=_rng_specs(old, new))
     numbers = next(told.numbers for told in everyone if told.numbers is not None)
     place = places[axis.rank]
@@ -116,10 +116,10 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     return None if made is None else put(made, new)
 
 
-def _make_files(new: TrainStep, axis: Real) -> Files | None:
+def _make_files(new: TrainStep, axis: ProcessAxis) -> StateFiles | None:
     """The files of this process' part of the new state. *Collective:* every process, whichever job it is in."""
     files, error = None, None
-    if isinstance(new._ranks, Real):
+    if isinstance(new._ranks, ProcessAxis):
         try:
             files = new._offload.make_files(new._mesh.everyone)
         except (StoreError, MemoryError) as raised:
@@ -149,7 +149,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
 
     Args:
         states: in rank order.
-        old, new: steps of one model; both may be on a `Fake` axis.
+        old, new: steps of one model; both may be on a `AbstractAxis` axis.
 
     Raises:
         ValueError: there is not one state of `old` for each rank, or the models or optimizers differ.
@@ -219,11 +219,11 @@ class _Span(NamedTuple):
 
 
 def _run(
-    round_: Round,
+    round_: ReshardRound,
     plan: ReshardPlan,
     sources: Mapping[str, Leaf],
     targets: Mapping[str, Leaf],
-    axis: Real,
+    axis: ProcessAxis,
     device: torch.device,
 ) -> None:
     """Copies what stays in this process, and exchanges the rest of one round, from `device` to `device`."""
@@ -305,7 +305,7 @@ def _keep_scale(old: TrainStep, new: TrainStep) -> bool:
 
 
 def blank(
-    new: TrainStep, rank: int, numbers: Numbers, *, keeps_scale: bool, files: Files | None = None
+    new: TrainStep, rank: int, numbers: Numbers, *, keeps_scale: bool, files: StateFiles | None = None
 ) -> TrainState[Tensor]:
     """A state of `new` for one rank with the numbers given, its own random state, and flat tensors yet to be filled.
 
@@ -354,7 +354,7 @@ def blank(
 
 
 def first_optimizer(
-    new: TrainStep, rank: int, params: Mapping[str, Leaf], master: Mapping[str, Leaf], files: Files | None = None
+    new: TrainStep, rank: int, params: Mapping[str, Leaf], master: Mapping[str, Leaf], files: StateFiles | None = None
 ) -> dict[str, Any]:
     """The optimizer state of a rank as `init` makes it, for parameters and masters that there are.
 
@@ -385,7 +385,7 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
     """
     for buffer in new.plan.flat_buffers:
         begins = [name for name in buffer.layout.names if name in names]
-        if not begins or not buffer.trainable or not isinstance(new._updater.optimizers[buffer.group], Own):
+        if not begins or not buffer.trainable or not isinstance(new._updater.optimizers[buffer.group], UserTransform):
             continue
         param, shard = state.params[buffer.key], new.plan.shard_of(rank)
         is_cut = isinstance(buffer.row.optimizer, Sharded)
@@ -449,14 +449,14 @@ class _Told(NamedTuple):
 
 def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _Told:
     """Finds what is wrong on this process alone, and does not raise it, for the others would wait."""
-    old_rank, new_rank = (None if isinstance(step._ranks, Fake) else step._ranks.rank for step in (old, new))
+    old_rank, new_rank = (None if isinstance(step._ranks, AbstractAxis) else step._ranks.rank for step in (old, new))
     plans = [(p.stage, p.mesh, p.flat_buffers, p.optimizer, p.buffers, str(p.wiring)) for p in (old.plan, new.plan)]
     numbers, problem = None, None
     try:
         _check_devices(old, new)
         if (state is None) != (old_rank is None):
             raise ValueError(
-                f"state: must be this process' part where old is bound to ranks that are there, and None where it is on a Fake "
+                f"state: must be this process' part where old is bound to ranks that are there, and None where it is on a AbstractAxis "
                 f"axis, got {'None' if state is None else 'a state'} with {old._ranks}; pass the step that goes with it"
             )
         if state is not None:

@@ -36,23 +36,23 @@ from torch._C import _len_torch_dispatch_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
-from fzero.common.profiler_ranges import is_recording, ranged
+from fzero.common.profiler_ranges import is_recording, profiler_range
 from fzero.comms import collectives
 from fzero.comms.collectives import Pending
 from fzero.comms.comm_hooks import Sending
-from fzero.comms.mesh import BoundMesh, States
+from fzero.comms.mesh import RankMesh, States
 from fzero.comms.records import Label, Phase
-from fzero.plans.plan import BufferPlan, Plan, UnitPlan
+from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.plans.unit_scheduler import TURN, Event, Orders, Run, ScheduleError, early, is_whole
 from fzero.runtime.module_binding import beneath_modes
 from fzero.runtime.own_params import address, bits_of, flag_changed, has_hook, late, partial_grad, was_changed
 from fzero.storage.file_tensor import part_of
-from fzero.storage.shard_io import Leaf, Stage
+from fzero.storage.shard_io import Leaf, ShardTransfer
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype, unflatten
 
 
-class _Recipe(NamedTuple):
+class _SavedView(NamedTuple):
     """How to view a tensor again that autograd saved, once its flat buffer is gathered."""
 
     unit: UnitPlan
@@ -66,7 +66,7 @@ class _Root(torch.autograd.Function):
     """One stay in a unit; its backward runs when every gradient of that stay has been written."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, work: Pass, unit: str) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, work: ForwardBackward, unit: str) -> Tensor:
         ctx.work, ctx.unit, ctx.index = work, unit, len(work._stays) - 1
         return anchor.new_empty(0)
 
@@ -83,7 +83,7 @@ class _Leaf(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, root: Tensor, view: Tensor, work: Pass, name: str) -> Tensor:
+    def forward(ctx: Any, root: Tensor, view: Tensor, work: ForwardBackward, name: str) -> Tensor:
         ctx.work, ctx.name = work, name
         return view
 
@@ -131,7 +131,7 @@ class _Given(NamedTuple):
 class _OfOneStay:
     """A hook on a parameter as the model got it in one of several stays in its unit: it must not be differentiated by."""
 
-    work: Pass
+    work: ForwardBackward
     name: str
 
     def __call__(self, grad: Tensor) -> None:
@@ -143,7 +143,7 @@ class _OfOneStay:
 class _Gather(NamedTuple):
     """The gather of one flat buffer under way, with the shard that it reads, where it reads one."""
 
-    buffer: BufferPlan
+    buffer: FlatParamPlan
     pending: Pending
     shard: Tensor | None = None
 
@@ -153,10 +153,10 @@ class _Reduction(NamedTuple):
 
     numel: int
     reads: _Grads
-    started: list[tuple[BufferPlan, Sending, bool]]
+    started: list[tuple[FlatParamPlan, Sending, bool]]
 
 
-class Pass:
+class ForwardBackward:
     """Forwards and backwards between two updates on one rank: what is gathered, what has come, which collective is next.
 
     The two halves: run the model, `bound` to `fetch`, inside `forward(...)`; then `backward(loss, row)`, with the model
@@ -181,11 +181,11 @@ class Pass:
     def __init__(
         self,
         plan: Plan,
-        mesh: BoundMesh,
+        mesh: RankMesh,
         params: Mapping[str, Leaf],
         grads: Mapping[str, Leaf] | None,
         orders: Orders | None,
-        stage: Stage,
+        stage: ShardTransfer,
         *,
         wires: Mapping[str, States] = {},
     ) -> None:
@@ -474,7 +474,7 @@ class Pass:
         if self._given is not None and self._present is not None:
             self._compare(self._units[self._present])
         if self._in_forward and is_recording():
-            self._stay = ranged("unit", unit_name)
+            self._stay = profiler_range("unit", unit_name)
             self._stay.__enter__()
         self._entered.add(unit_name)
         # Also inside the model's own no_grad, inference mode, torch.func transform or dispatch mode (selective activation
@@ -604,15 +604,15 @@ class Pass:
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | _Recipe:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | _SavedView:
         if tensor.layout == torch.strided:
             unit, key, dtype = self._by_storage.get(address(tensor), (None, "", None))
             if unit is not None and dtype == tensor.dtype:
-                return _Recipe(unit, key, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride())
+                return _SavedView(unit, key, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride())
         return tensor.detach(), tensor._version
 
-    def _unpack(self, packed: tuple[Tensor, int] | _Recipe) -> Tensor:
-        if isinstance(packed, _Recipe):
+    def _unpack(self, packed: tuple[Tensor, int] | _SavedView) -> Tensor:
+        if isinstance(packed, _SavedView):
             self._check_runs()
             with beneath_modes(self._num_modes):
                 flat = self._gathered(packed.unit)[packed.key]
@@ -649,7 +649,7 @@ class Pass:
             torch.mul(grad, self._share, out=target)
         filling.written.add(name)
 
-    def _flat_grad(self, filling: _Grads, buffer: BufferPlan) -> Tensor:
+    def _flat_grad(self, filling: _Grads, buffer: FlatParamPlan) -> Tensor:
         """Where the unreduced gradient is collected (P).
 
         Where it will stay, if all of it stays on this rank and either is sent as it is kept or waits for more micro-steps; where
@@ -670,7 +670,7 @@ class Pass:
                 filling.written.update(buffer.layout.names)
         return filling.flats[buffer.key]
 
-    def _is_here(self, buffer: BufferPlan) -> bool:
+    def _is_here(self, buffer: FlatParamPlan) -> bool:
         """Whether the gradient is kept where it is made."""
         store = self.grads[buffer.key]
         return isinstance(store, Tensor) and store.device == self._device
@@ -778,7 +778,7 @@ class Pass:
         if event.kind == "turn":
             return
         unit = self._units[event.unit]
-        with ranged(_verb(event, unit), event.unit):
+        with profiler_range(_verb(event, unit), event.unit):
             if event.kind == "gather":
                 self._start_gather(unit)
             else:
@@ -793,7 +793,7 @@ class Pass:
         if self.mesh.num_shards > 1:  # else there is nothing to gather, and what is asked for next comes by itself
             self._read_ahead()
 
-    def _gather(self, buffer: BufferPlan) -> _Gather:
+    def _gather(self, buffer: FlatParamPlan) -> _Gather:
         axes, label = self.mesh.axes_of(buffer.row.params), Label("gather", buffer.key, self._phase)
         if math.prod(axis.size for axis in axes) == 1:
             self.stage.ahead(buffer.key, self.params[buffer.key])
@@ -858,7 +858,7 @@ class Pass:
             while len(self._in_flight) > (self.mesh.everyone.size > 1):
                 self._end_reduce()
 
-    def _reduce(self, flat_P: Tensor, buffer: BufferPlan) -> Sending:
+    def _reduce(self, flat_P: Tensor, buffer: FlatParamPlan) -> Sending:
         """Starts to add up what every rank wrote: to the whole (P) in stage 0, to this rank's shard (S) otherwise."""
         wires, states = self.plan.wiring.reduce, self.wires.get(buffer.key, {})
         label = Label("reduce", buffer.key, self._phase)
@@ -875,22 +875,22 @@ class Pass:
             held_S=held if is_held else None, wires=wires, states=states, label=label,
         )  # fmt: skip
 
-    def _reduce_dtype(self, buffer: BufferPlan) -> torch.dtype:
+    def _reduce_dtype(self, buffer: FlatParamPlan) -> torch.dtype:
         """The dtype in which gradients are sent; where nobody else is, that in which they are kept."""
         return torch_dtype(buffer.dtypes.reduce if self.mesh.everyone.size > 1 else buffer.dtypes.grad)
 
-    def _adds(self, buffer: BufferPlan) -> bool:
+    def _adds(self, buffer: FlatParamPlan) -> bool:
         """Whether a reduction is added to one that came before, in this micro-step or an earlier one."""
         if buffer.key in self._reduced:
             return True
         return not (self.is_first or self._is_whole(buffer) or self._is_held(buffer))
 
-    def _is_held(self, buffer: BufferPlan) -> bool:
+    def _is_held(self, buffer: FlatParamPlan) -> bool:
         """Whether the shard of earlier micro-steps joins this reduction, before it crosses the further axes once for all."""
         is_kept = bool(self.mesh.further) and not (self.is_first or self._is_whole(buffer))
         return is_kept and self.is_last and buffer.key not in self._reduced
 
-    def _is_whole(self, buffer: BufferPlan) -> bool:
+    def _is_whole(self, buffer: FlatParamPlan) -> bool:
         """Whether all of the gradient stays on this rank."""
         return self.grads[buffer.key].numel() == buffer.padded_numel
 
@@ -909,7 +909,7 @@ class Pass:
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)
 
-    def _own(self, buffer: BufferPlan) -> Leaf:
+    def _own(self, buffer: FlatParamPlan) -> Leaf:
         """This rank's shard (S) of the mean gradient."""
         return own_shard(self.grads[buffer.key], buffer, self.mesh.shard)
 
@@ -949,7 +949,7 @@ class Pass:
         self.stage.abandon()
 
 
-def passes_of(loss: Tensor) -> list[Pass]:
+def passes_of(loss: Tensor) -> list[ForwardBackward]:
     """The passes whose forwards a loss is of, in the order of its graph, which is that of all ranks."""
     return list({id(node.work): node.work for node in _roots_of(loss)}.values())
 
@@ -962,7 +962,7 @@ def _roots_of(loss: Tensor) -> Iterator[Any]:
         node = nodes.pop()
         if node not in seen:
             seen.add(node)
-            if isinstance(getattr(node, "work", None), Pass) and hasattr(node, "unit"):
+            if isinstance(getattr(node, "work", None), ForwardBackward) and hasattr(node, "unit"):
                 yield node
             nodes += [following for following, _ in node.next_functions]
 
@@ -1021,7 +1021,7 @@ def _trained_in(unit: UnitPlan) -> Iterator[str]:
     return (name for buffer in unit.buffers if buffer.trainable for name in buffer.layout.names)
 
 
-def _zero_gaps(flat_P: Tensor, buffer: BufferPlan, written: set[str]) -> None:
+def _zero_gaps(flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:
     """Zeros the padding and the gradients of parameters that got none."""
     for name in buffer.layout.names:
         if name not in written:
@@ -1030,7 +1030,7 @@ def _zero_gaps(flat_P: Tensor, buffer: BufferPlan, written: set[str]) -> None:
     flat_P[buffer.layout.numel :].zero_()
 
 
-def own_shard(flat: AnyLeaf, buffer: BufferPlan, shard: int) -> AnyLeaf:
+def own_shard(flat: AnyLeaf, buffer: FlatParamPlan, shard: int) -> AnyLeaf:
     """This rank's shard (S) of a flat buffer that it holds whole (P), or holds just that shard of, or that one and neighbours."""
     numel = buffer.shard_numel
     if flat.numel() == numel:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from fzero.comms import collectives
 from fzero.comms.collectives import Bound
-from fzero.comms.mesh import BoundMesh
+from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
-from fzero.plans.plan import BufferPlan, Plan
+from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.offload import Offload, agree
-from fzero.runtime.step_spec import Recipe
+from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
-from fzero.storage.file_tensor import Files
+from fzero.storage.file_tensor import StateFiles
 from sharding import Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype
 
@@ -33,17 +33,17 @@ InitFn = Callable[[nn.Module], object]
 
 
 @dataclass(frozen=True, slots=True)
-class FirstState:
+class StateBuilder:
     """The state that a step begins with, on one rank."""
 
-    recipe: Recipe
+    recipe: StepSpec
     plan: Plan
     offload: Offload
     updater: Updater
     rank: int
     device: torch.device
 
-    def make(self, mesh: BoundMesh, params: Mapping[str, Tensor] | None, init_fn: InitFn | None) -> TrainState[Tensor]:
+    def make(self, mesh: RankMesh, params: Mapping[str, Tensor] | None, init_fn: InitFn | None) -> TrainState[Tensor]:
         """A new state. *Collective:* every rank; rank 0's values are used.
 
         Args:
@@ -76,7 +76,7 @@ class FirstState:
         )  # fmt: skip
 
     def _buffer(
-        self, buffer: BufferPlan, values: Mapping[str, Tensor], files: Files | None, everyone: Bound
+        self, buffer: FlatParamPlan, values: Mapping[str, Tensor], files: StateFiles | None, everyone: Bound
     ) -> dict[str, Any]:
         """What this rank holds of one flat buffer, from the whole values of its parameters."""
         dtype = torch_dtype(buffer.dtypes.master)

@@ -99,7 +99,7 @@ def check_weight(weight: Tensor, source: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
+class LossRules:
     """The rules by which losses and gradients of all ranks and micro-steps become a mean.
 
     Args:
@@ -157,7 +157,7 @@ class Measure:
         return parts_F.max() if self.is_inf else (mean_in_rank_order(parts_F) * len(parts_F)).sqrt()
 
 
-def row_of(loss: Tensor, weight: Tensor | None, *numbers: float) -> Tensor:
+def loss_row(loss: Tensor, weight: Tensor | None, *numbers: float) -> Tensor:
     """What a rank tells the others of a loss (0-d float64 each): itself, its weight or -1, and the numbers."""
     # A fill does not wait for the device, as a copy of a number does.
     fill = partial(torch.full, (), dtype=torch.float64, device=loss.device)

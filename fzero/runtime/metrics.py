@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms.collectives import Bound, CollectiveError
-from fzero.comms.mesh import BoundMesh
+from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
 from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.plans.plan import Plan
 from fzero.runtime.eager import own_shard
-from fzero.runtime.loss import Measure, check_rows, mean_of
+from fzero.runtime.loss import LossRules, check_rows, mean_of
 from fzero.runtime.offload import Offload
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import Metrics, TrainState
-from fzero.storage.shard_io import Scratch, Stage
+from fzero.storage.shard_io import BufferPool, ShardTransfer
 
 Named = Callable[[], dict[str, dict[str, str]]]
 """Values as text, by subject and name."""
@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class BoundMeasure:
+class StepMetrics:
     """The rules of a step, on one rank.
 
     Attributes:
@@ -57,16 +57,16 @@ class BoundMeasure:
     """
 
     plan: Plan
-    mesh: BoundMesh
+    mesh: RankMesh
     offload: Offload
-    scratch: Scratch
-    measure: Measure
+    scratch: BufferPool
+    measure: LossRules
     scaling: LossScaling
     skips_overflow: bool
     model: nn.Module
 
     def metrics(
-        self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool, rate: float, stage: Stage
+        self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool, rate: float, stage: ShardTransfer
     ) -> tuple[Metrics, Tensor | None]:
         """The metrics, and the factor that the gradients still need, None for 1. *Collective* where they are sharded.
 
@@ -93,7 +93,7 @@ class BoundMeasure:
         scale = state.loss_scale.scale.clone()
         return Metrics(mean_loss.float(), norm.float(), lr, overflow, scale), factor
 
-    def _norm(self, state: TrainState[Any], stage: Stage) -> Tensor:
+    def _norm(self, state: TrainState[Any], stage: ShardTransfer) -> Tensor:
         """The global norm of what was collected (0-d float64): from the same numbers in the same order in all stages."""
         mesh = self.mesh
         held = [shard for shard in range(mesh.num_shards) if self.plan.stage == 0 or shard == mesh.shard]

@@ -3,7 +3,7 @@
 `Offload` is what a plan's placements come to on one rank's device. It makes the tensors of a flat buffer where they shall live,
 updates them there, and moves them elsewhere; each as one stream over sub-groups (`fzero.storage.stream`), whose tensors
 come from where they are: files, host memory, or where the update runs. Parameters, which a pass asks for as whole shards,
-and gradients, which it gives, come and go through a `Stage` (`fzero.storage.shard_io`). Where the model is on the CPU, host
+and gradients, which it gives, come and go through a `ShardTransfer` (`fzero.storage.shard_io`). Where the model is on the CPU, host
 memory is the device's, and nothing moves. A buffer whose master and optimizer state live elsewhere is updated on the CPU
 (`stream_buffers.updates_on_host`).
 
@@ -21,20 +21,20 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.common.profiler_ranges import ranged
+from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.collectives import Bound, Pending
-from fzero.comms.mesh import BoundMesh
+from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
 from fzero.optim.transforms import Transform
-from fzero.plans.plan import BufferPlan, Plan
+from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.eager import own_shard
 from fzero.state import TrainState
 from fzero.storage.buffer_sizes import updates_on_host
 from fzero.storage.file_store import FileSpec, StoreError
-from fzero.storage.file_tensor import FilePlan, Files, FileTensor, handles_of, renewed
+from fzero.storage.file_tensor import FilePlan, FileTensor, StateFiles, handles_of, renewed
 from fzero.storage.movers import ByName, DeviceMover, Resident
-from fzero.storage.shard_io import MOST_LEAVING, Leaf, Scratch, Stage
+from fzero.storage.shard_io import MOST_LEAVING, BufferPool, Leaf, ShardTransfer
 from fzero.storage.stream import Mover, Streamed, SubGroup, cut, init_streamed, stream_update, update_streamed
 from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
@@ -87,7 +87,7 @@ Join = Callable[[Tensor, Tensor], Pending]
 class Update(NamedTuple):
     """One flat buffer to be updated."""
 
-    buffer: BufferPlan
+    buffer: FlatParamPlan
     grad: Leaf
     """This rank's (S)."""
     master: Leaf
@@ -155,10 +155,10 @@ class Offload:
         return any(name in self._files for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
 
     def stage(
-        self, scratch: Scratch, measure: Callable[[Tensor], Tensor] | None = None, *, in_memory: bool = False
-    ) -> Stage:
+        self, scratch: BufferPool, measure: Callable[[Tensor], Tensor] | None = None, *, in_memory: bool = False
+    ) -> ShardTransfer:
         """What brings shards to one pass, and takes gradients from it, of which it may `measure` each."""
-        return Stage(self.device, scratch, self._streaming.num_staged, measure=measure, in_memory=in_memory)
+        return ShardTransfer(self.device, scratch, self._streaming.num_staged, measure=measure, in_memory=in_memory)
 
     def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
         """Starts to read what the next update asks for first, but for gradients: as many sub-groups as have room.
@@ -191,20 +191,20 @@ class Offload:
     def _is_at(self, place: Place, leaves: Leaves, name: str) -> bool:
         return self.kind(leaves.homes[name].placement) == place
 
-    def is_away(self, buffer: BufferPlan) -> bool:
+    def is_away(self, buffer: FlatParamPlan) -> bool:
         """Whether a part of what an update of this buffer reads or writes lives elsewhere."""
         return buffer.key in self._away
 
-    def joins(self, buffer: BufferPlan) -> bool:
+    def joins(self, buffer: FlatParamPlan) -> bool:
         """Whether updated parameters are joined in a shard that lives elsewhere."""
         leaves = self._leaves[buffer.key]
         return buffer.joins_shards and not self._is_here(leaves, leaves.param)
 
-    def runs_on(self, buffer: BufferPlan) -> torch.device:
+    def runs_on(self, buffer: FlatParamPlan) -> torch.device:
         """Where the buffer is updated."""
         return self._device_of(self._runs_at(buffer))
 
-    def _runs_at(self, buffer: BufferPlan) -> Place:
+    def _runs_at(self, buffer: FlatParamPlan) -> Place:
         return self.kind(Placement("host")) if buffer.key in self._on_host else "here"
 
     def _device_of(self, place: Place) -> torch.device:
@@ -212,7 +212,7 @@ class Offload:
 
     # --- making, updating, moving --------------------------------------------------------------------------------
 
-    def make_files(self, everyone: Bound) -> Files | None:
+    def make_files(self, everyone: Bound) -> StateFiles | None:
         """The files of a new state, for this rank; None if nothing lives in files.
 
         *Collective* where something does: every rank.
@@ -224,7 +224,7 @@ class Offload:
             return None
         files, error = None, None
         try:
-            files = Files(
+            files = StateFiles(
                 self._files, self._streaming, sub_group_numel=self.sub_group_numel, most=self._most,
                 further=self._further, staged_nbytes=self._staged_nbytes, rank=everyone.rank,
             )  # fmt: skip
@@ -238,19 +238,24 @@ class Offload:
             raise
         return files
 
-    def is_served_by(self, files: Files | None) -> bool:
+    def is_served_by(self, files: StateFiles | None) -> bool:
         """Whether a state with these files (None: without any) has in files just what this plan wants there, and room to move."""
         if files is None:
             return not self._files
         return self._files == files.plan and self._has_room(files)
 
-    def _has_room(self, files: Files) -> bool:
+    def _has_room(self, files: StateFiles) -> bool:
         return files.has_room(
             self._streaming, sub_group_numel=self.sub_group_numel, most=self._most, further=self._further
         )
 
     def init(
-        self, buffer: BufferPlan, files: Files | None, param: Tensor, values_S: Tensor, make: Callable[[], Transform]
+        self,
+        buffer: FlatParamPlan,
+        files: StateFiles | None,
+        param: Tensor,
+        values_S: Tensor,
+        make: Callable[[], Transform],
     ) -> Parts:
         """A new state's part of one flat buffer, each tensor where it shall live; gradients are zeros.
 
@@ -284,7 +289,7 @@ class Offload:
         return parts | ({"master": found[leaves.updated]} if buffer.has_master else {})
 
     def _init_streamed(
-        self, buffer: BufferPlan, files: Files | None, found: Mapping[str, Leaf], values_S: Tensor, state: Any,
+        self, buffer: FlatParamPlan, files: StateFiles | None, found: Mapping[str, Leaf], values_S: Tensor, state: Any,
         transform: Transform,
     ) -> None:  # fmt: skip
         """Writes first values to where they live. Errors are kept for `agree` where there are files."""
@@ -300,7 +305,7 @@ class Offload:
         )
 
     def _streamed(
-        self, buffer: BufferPlan, transform_at: Callable[..., Transform], tensors: Mapping[str, Leaf], state: Any
+        self, buffer: FlatParamPlan, transform_at: Callable[..., Transform], tensors: Mapping[str, Leaf], state: Any
     ) -> Streamed:
         leaves = self._leaves[buffer.key]
         out = leaves.param if leaves.param != leaves.updated and leaves.param in tensors else None
@@ -344,10 +349,10 @@ class Offload:
         self,
         state: TrainState[Any],
         updates: Sequence[Update],
-        mesh: BoundMesh,
+        mesh: RankMesh,
         skip: Tensor | None,
         *,
-        scratch: Scratch,
+        scratch: BufferPool,
     ) -> TrainState[Any]:
         """The state after these updates; where files are updated, with handles of the next generation.
 
@@ -382,12 +387,12 @@ class Offload:
         files.generation += 1
         return state._replace(**{name: renewed(getattr(state, name)) for name in QUANTITIES})
 
-    def _update_wholes(self, updates: Sequence[Update], shard: int, scratch: Scratch) -> None:
+    def _update_wholes(self, updates: Sequence[Update], shard: int, scratch: BufferPool) -> None:
         """Updates buffers one after the other, while the next one's tensors are on their way and the last one's are put back.
 
         What fails of files raises nothing here. A rank goes on with zeros, for others wait for its part of the sums.
         """
-        stage, rest = Stage(self.device, scratch), deque(updates)
+        stage, rest = ShardTransfer(self.device, scratch), deque(updates)
         while rest:
             update = rest.popleft()
             buffer, leaves, homes = update.buffer, self._leaves[update.buffer.key], self._tensors(update)
@@ -402,7 +407,7 @@ class Offload:
             share = own_shard(param, buffer, shard) if self.joins(buffer) else param
             transform = update.transform_at(0, leaves.numel, share if buffer.has_master else None)
             updated = here[leaves.updated] if buffer.has_master else share
-            with ranged("update", buffer.key):
+            with profiler_range("update", buffer.key):
                 transform.update(grad, updated, _with_long(update.state, leaves, here))
             if self.joins(buffer):
                 update.join(share, param).wait()
@@ -413,7 +418,7 @@ class Offload:
                 scratch.give(here.pop(name))
         stage.settle()
 
-    def _is_made(self, buffer: BufferPlan, name: str) -> bool:
+    def _is_made(self, buffer: FlatParamPlan, name: str) -> bool:
         """Whether nobody asks for the old numbers of a tensor of this buffer: of parameters that are made of a master."""
         return buffer.has_master and name == self._leaves[buffer.key].param
 
@@ -423,7 +428,7 @@ class Offload:
         found = dict(zip(leaves.names, (update.master, *_long(update.state, leaves)), strict=True))
         return {leaves.param: update.param, leaves.grad: update.grad} | found
 
-    def _update(self, updates: Sequence[Update], files: Files | None) -> None:
+    def _update(self, updates: Sequence[Update], files: StateFiles | None) -> None:
         """Updates buffers where their tensors live. Errors are kept for `agree` where there are files."""
         if files is not None and files.cause is not None:
             return
@@ -437,7 +442,7 @@ class Offload:
             lambda: update_streamed(streamed, mover, sub_group_numel=self.sub_group_numel, **self._ahead),
         )
 
-    def move(self, buffer: BufferPlan, files: Files | None, parts: Parts) -> Parts:
+    def move(self, buffer: FlatParamPlan, files: StateFiles | None, parts: Parts) -> Parts:
         """A state's part of one flat buffer, brought to where this plan says; what is there stays itself."""
         leaves = self._leaves[buffer.key]
         moved = {"params": self._moved(parts["params"], leaves.param, leaves, files)}
@@ -455,7 +460,7 @@ class Offload:
         ]
         return moved | {"optimizer": _with_long(treespec.unflatten(short), leaves, made)}
 
-    def _moved(self, x: Leaf, name: str, leaves: Leaves, files: Files | None) -> Leaf:
+    def _moved(self, x: Leaf, name: str, leaves: Leaves, files: StateFiles | None) -> Leaf:
         if isinstance(x, FileTensor) and x.files is files:
             return x
         kind = self.kind(leaves.homes[name].placement)
@@ -476,7 +481,7 @@ class Offload:
             self._stream(files, lambda: stream_update(copy, files.mover(name), groups, **self._ahead))
         return files.handle(name)
 
-    def _stream(self, files: Files | None, run: Callable[[], None]) -> None:
+    def _stream(self, files: StateFiles | None, run: Callable[[], None]) -> None:
         """Runs a stream. Where files are part of it, an error breaks them and waits for `agree`; else it is raised."""
         try:
             run()
@@ -485,7 +490,7 @@ class Offload:
                 raise
             files.fail(error)
 
-    def _empty(self, leaves: Leaves, files: Files | None) -> dict[str, Leaf]:
+    def _empty(self, leaves: Leaves, files: StateFiles | None) -> dict[str, Leaf]:
         """Of a buffer with a tensor elsewhere: the tensors that live there, and those of the optimizer's state and the gradient
         that do not."""
         tensors: dict[str, Leaf] = {}
@@ -507,7 +512,7 @@ class Offload:
         crosses = name in (leaves.param, leaves.grad) or leaves.updated not in self._on_host
         return leaves.homes[name].placement.pinned and crosses
 
-    def _mover(self, tensors: Sequence[tuple[BufferPlan, Mapping[str, Leaf]]]) -> Mover:
+    def _mover(self, tensors: Sequence[tuple[FlatParamPlan, Mapping[str, Leaf]]]) -> Mover:
         """What brings each tensor to where its buffer is updated."""
         mover_of: dict[str, Mover] = {}
         there: dict[str, Tensor] = {}
@@ -526,7 +531,7 @@ class Offload:
         return ByName(mover_of)
 
 
-def agree(files: Files | None, everyone: Bound, *, error: BaseException | None = None) -> None:
+def agree(files: StateFiles | None, everyone: Bound, *, error: BaseException | None = None) -> None:
     """Raises on every rank, when the files of one have failed; nobody's can be used then.
 
     *Collective:* every rank of a job with state in files; sends a few bytes.
@@ -554,7 +559,7 @@ def agree(files: Files | None, everyone: Bound, *, error: BaseException | None =
         del cause, error  # of which this frame is a part
 
 
-def files_of(tree: Any) -> Files | None:
+def files_of(tree: Any) -> StateFiles | None:
     """The files of a state, after a look whether they are good; None if there are none."""
     handles = handles_of(tree)
     for handle in handles:
@@ -565,7 +570,7 @@ def files_of(tree: Any) -> Files | None:
 # --- helpers -----------------------------------------------------------------------------------------------------
 
 
-def _leaves_of(plan: Plan, buffer: BufferPlan) -> Leaves:
+def _leaves_of(plan: Plan, buffer: FlatParamPlan) -> Leaves:
     updated = param = buffer.key
     params = buffer.params
     shard_of_params = Home(params.placement, params.dtype, params.local_shape(plan.mesh)[0])

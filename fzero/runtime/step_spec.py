@@ -1,6 +1,6 @@
 """What is a train step made from, whoever its ranks are?
 
-A `Recipe` holds what `make_train_step` is given, but for the ranks. `TrainStep(recipe, axis)` binds it to one rank of an
+A `StepSpec` holds what `make_train_step` is given, but for the ranks. `TrainStep(recipe, axis)` binds it to one rank of an
 axis: of a job, of a simulation or of none. What depends on the model and the configuration alone is worked out here.
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from fzero.common.arguments import check_callable, check_kind, check_loss_fn, check_model, check_whole
 from fzero.comms import collectives
-from fzero.comms.collectives import Bound, Real
+from fzero.comms.collectives import Bound, ProcessAxis
 from fzero.comms.records import Label
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer
@@ -27,9 +27,9 @@ from fzero.optim.lr_schedules import Schedule
 from fzero.plans.comm_hooks import GivenWire
 from fzero.plans.orders import GivenOrder
 from fzero.plans.placements import GivenPlacements
-from fzero.plans.plan import Own, OwnTransform, ParamGroup, Plan, blocks_of, optimizers_of, plan
+from fzero.plans.plan import OwnTransform, ParamGroup, Plan, UserTransform, blocks_of, optimizers_of, plan
 from fzero.runtime.activation_checkpointing import Checkpointing, Choice, choose_modules, host_moves
-from fzero.runtime.loss import LossFn, Measure
+from fzero.runtime.loss import LossFn, LossRules
 from fzero.runtime.own_params import check_tensors
 from sharding import Mesh
 
@@ -39,7 +39,7 @@ class MismatchError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class StepSpec:
     """The arguments of `make_train_step`, which says what they mean, checked; and where a model on `meta` goes."""
 
     model: nn.Module
@@ -153,7 +153,7 @@ class Recipe:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
     @property
-    def optimizers(self) -> Sequence[Optimizer | Own]:
+    def optimizers(self) -> Sequence[Optimizer | UserTransform]:
         """Of each parameter group."""
         return optimizers_of(self.cfg, self.param_groups, self.transform)
 
@@ -162,7 +162,7 @@ class Recipe:
         """The learning rate of each parameter group, as a function of the number of updates so far."""
         cfg, optimizers = self.cfg, self.optimizers
         rate = self.lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else None)
-        if rate is not None and any(isinstance(group, Own) and group.is_fixed for group in optimizers):
+        if rate is not None and any(isinstance(group, UserTransform) and group.is_fixed for group in optimizers):
             raise ConfigError(
                 "transform: must be a function of the learning rate where a schedule moves that, got a Transform; pass "
                 "lambda lr: ..."
@@ -182,7 +182,9 @@ class Recipe:
         """The first beta as a function of the number of updates so far, where the scheduler moves it."""
         cfg = self.cfg
         momentum = cfg.scheduler.momentum() if cfg.scheduler and not self.lr_schedule else None
-        has_betas = hasattr(cfg.optimizer.params, "betas") and not any(isinstance(g, Own) for g in self.optimizers)
+        has_betas = hasattr(cfg.optimizer.params, "betas") and not any(
+            isinstance(g, UserTransform) for g in self.optimizers
+        )
         if momentum is not None and not has_betas:
             warnings.warn(
                 f"scheduler.params.cycle_momentum: {'a transform' if self.transform else cfg.optimizer.type} has no betas, so "
@@ -212,11 +214,11 @@ class Recipe:
             )
         return names
 
-    def measures(self, world_size: int) -> Measure:
+    def measures(self, world_size: int) -> LossRules:
         """How losses and gradients of so many ranks become numbers."""
         cfg, is_mean = self.cfg, self.cfg.gradient_allreduce_op == "mean"
         predivide = None if cfg.prescale_gradients else cfg.gradient_predivide_factor
-        return Measure(
+        return LossRules(
             world_size=world_size,
             predivide=predivide or (world_size if is_mean else 1),
             is_mean=is_mean,
@@ -272,7 +274,7 @@ class Recipe:
         }
 
 
-def bind(mesh: Mesh | None, device: torch.device) -> Real:
+def bind(mesh: Mesh | None, device: torch.device) -> ProcessAxis:
     """The ranks of this job, which stand in a mesh. *Collective:* every rank; joins them where nobody did."""
     axis = collectives.join(device)
     collectives.meet("fzero.make_train_step", axis)

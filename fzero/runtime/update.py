@@ -1,9 +1,9 @@
 """What does an update do to a state? It changes this rank's share of each flat buffer, and joins what every rank holds whole.
 
 The transform of a flat buffer is that of its parameter group, for the learning rate and momentum of this update, and in the
-buffer's dtypes (`fzero.optim.mixed_precision.widened`). Neighbours that are alike are updated in one call. What lives
+buffer's dtypes (`fzero.optim.mixed_precision.mixed_precision`). Neighbours that are alike are updated in one call. What lives
 elsewhere streams through its update (`fzero.runtime.offload`). A captured step has the update in its graph, and reads what
-changes about it from `Knobs`.
+changes about it from `TracedHyperparams`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.common.profiler_ranges import ranged
+from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.collectives import Pending
-from fzero.comms.mesh import BoundMesh
+from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizers import Optimizer, TorchOptimizer
-from fzero.optim.fragments import Pieces
+from fzero.optim.fragments import ShardContents
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.lr_schedules import Schedule, constant
-from fzero.optim.mixed_precision import NUM_SALTS, salts_of, stochastic, widened
-from fzero.optim.transforms import Transform, unless
-from fzero.plans.plan import BufferPlan, Own, Plan
+from fzero.optim.mixed_precision import NUM_SALTS, mixed_precision, salts_of, stochastic
+from fzero.optim.transforms import Transform, skip_if
+from fzero.plans.plan import FlatParamPlan, Plan, UserTransform
 from fzero.runtime.eager import own_shard
 from fzero.runtime.offload import Offload, Update
 from fzero.state import Metrics, TrainState
-from fzero.storage.shard_io import Scratch
+from fzero.storage.shard_io import BufferPool
 from sharding import Sharded
 from sharding.views import torch_dtype
 
@@ -44,7 +44,7 @@ MOST_TOGETHER = 1 << 24
 """Elements that one call updates of several flat buffers; those of the next call are updated while these are joined."""
 
 
-class Knobs(NamedTuple):
+class TracedHyperparams(NamedTuple):
     """What changes about the update of a captured step: tensors, to be written before each."""
 
     lr: list[Tensor]
@@ -90,11 +90,11 @@ class Updater:
     """
 
     plan: Plan
-    mesh: BoundMesh | None
+    mesh: RankMesh | None
     shard: int
     offload: Offload
-    scratch: Scratch
-    optimizers: Sequence[Optimizer | Own]
+    scratch: BufferPool
+    optimizers: Sequence[Optimizer | UserTransform]
     rates: Sequence[Schedule]
     momentum: Schedule | None
     skips_overflow: bool
@@ -105,7 +105,7 @@ class Updater:
     _made: dict[tuple[int, str], tuple[Any, Transform]] = field(default_factory=dict)
     """The transforms made last, with their rate and momentum."""
 
-    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | Own] | None) -> Self:
+    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None) -> Self:
         """The same with other learning rates, and other optimizers unless these are None."""
         twin = replace(self, rates=list(map(constant, rates)), momentum=None)
         if optimizers is None:
@@ -215,7 +215,7 @@ class Updater:
             yield alike
 
     def _transforms_of(
-        self, buffer: BufferPlan, hyper: Hyper, skip: Tensor | None, factor: Tensor | None, out: Any
+        self, buffer: FlatParamPlan, hyper: Hyper, skip: Tensor | None, factor: Tensor | None, out: Any
     ) -> Callable[..., Transform]:
         """The transform of elements [start, stop) of what this rank updates of a flat buffer; as the third
         what takes the new parameters, if not that part of `out`."""
@@ -228,18 +228,24 @@ class Updater:
         return at
 
     def transform_of(
-        self, buffer: BufferPlan, hyper: Hyper | None = None, *, start: int = 0, skip: Tensor | None = None, **how: Any
+        self,
+        buffer: FlatParamPlan,
+        hyper: Hyper | None = None,
+        *,
+        start: int = 0,
+        skip: Tensor | None = None,
+        **how: Any,
     ) -> Transform:
         """The transform of a flat buffer, from element `start` of what this rank updates on, with the numbers of an update,
-        None for the first; `how` is for `widened`."""
+        None for the first; `how` is for `mixed_precision`."""
         optimizer, way = self.optimizers[buffer.group], (buffer.group, buffer.way)
         hyper = self.hyper(0) if hyper is None else hyper
         lr, momentum = hyper.rates[buffer.group], hyper.momentum
         is_cut = isinstance(buffer.row.optimizer, Sharded)
         if not optimizer.is_elementwise(buffer.way):
-            pieces = Pieces.whole(buffer.layout)
+            pieces = ShardContents.whole(buffer.layout)
             if is_cut:
-                pieces = Pieces(buffer.layout, (self.shard,), stack=self._stack, join=self._join)
+                pieces = ShardContents(buffer.layout, (self.shard,), stack=self._stack, join=self._join)
             transform = optimizer.transform(lr=lr, momentum=momentum, pieces=pieces, kind=buffer.way)
             how["tile"] = None
         elif self._made.get(way, (None,))[0] == (lr, momentum):
@@ -248,14 +254,14 @@ class Updater:
             transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.way)
             self._made[way] = (lr, momentum), transform
         if skip is not None:
-            transform = unless(skip, transform)
+            transform = skip_if(skip, transform)
         if self.places is not None:
             own = self.shard * buffer.shard_numel if is_cut else 0
             how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + own + start)
-        return widened(transform, state_dtype=buffer.dtypes.optimizer, **how)
+        return mixed_precision(transform, state_dtype=buffer.dtypes.optimizer, **how)
 
     @property
-    def _ranks(self) -> BoundMesh:
+    def _ranks(self) -> RankMesh:
         assert self.mesh is not None, "a step on a Fake axis updates nothing"
         return self.mesh
 
@@ -267,17 +273,17 @@ class Updater:
 
     # --- in a graph ----------------------------------------------------------------------------------------------
 
-    def knobs(self, device: torch.device) -> Knobs:
+    def knobs(self, device: torch.device) -> TracedHyperparams:
         """What a graph of this step reads, not yet turned."""
         masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
         dtype = torch.float64 if torch.float64 in masters else torch.float32
-        return Knobs(
+        return TracedHyperparams(
             [torch.zeros((), dtype=dtype, device=device) for _ in self.rates],
             torch.full((), 0.9, dtype=dtype, device=device) if self.momentum else None,
             torch.zeros(NUM_SALTS, dtype=torch.int64, device=device),
         )
 
-    def turn(self, knobs: Knobs, hyper: Hyper) -> None:
+    def turn(self, knobs: TracedHyperparams, hyper: Hyper) -> None:
         """Writes what the graph reads about an update."""
         for lr, rate in zip(knobs.lr, hyper.rates, strict=True):
             lr.fill_(rate)
@@ -286,7 +292,7 @@ class Updater:
         if self.places is not None:
             knobs.salts.copy_(torch.tensor(salts_of(hyper.num_updates, NUM_SALTS)))
 
-    def transforms_by(self, knobs: Knobs) -> dict[str, Transform]:
+    def transforms_by(self, knobs: TracedHyperparams) -> dict[str, Transform]:
         """The transforms of all flat buffers that are trained, in a graph that reads the knobs.
 
         Raises:
@@ -324,6 +330,6 @@ def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> lis
     for update in updates:
         key, share = update.buffer.key, cast(Tensor, update.param)  # a file's is no share
         if share is not params[key]:
-            with ranged("join", key):
+            with profiler_range("join", key):
                 started.append(update.join(share, params[key]))
     return started

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import optree
 
-from fzero.plans.plan import BufferPlan, Plan
+from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.storage.shard_io import MOST_LEAVING
 from sharding import TensorSpec
 from sharding.dtypes import itemsize
@@ -79,12 +79,12 @@ def pinned_nbytes(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
-def updated_numel(buffer: BufferPlan, plan: Plan) -> int:
+def updated_numel(buffer: FlatParamPlan, plan: Plan) -> int:
     """Elements that a rank updates."""
     return buffer.master.local_shape(plan.mesh)[0]
 
 
-def updated_specs(buffer: BufferPlan, plan: Plan) -> Iterator[TensorSpec]:
+def updated_specs(buffer: FlatParamPlan, plan: Plan) -> Iterator[TensorSpec]:
     """The specs of what an update reads and writes: what is updated, the gradient, and the optimizer's long tensors."""
     yield buffer.master if buffer.has_master else buffer.params
     yield buffer.grads
@@ -93,7 +93,7 @@ def updated_specs(buffer: BufferPlan, plan: Plan) -> Iterator[TensorSpec]:
             yield spec
 
 
-def updates_on_host(buffer: BufferPlan, plan: Plan) -> bool:
+def updates_on_host(buffer: FlatParamPlan, plan: Plan) -> bool:
     """Whether the processor updates a buffer where the device has a memory of its own: by sub-groups, if a part of it is in a
     file, or all of what updates keep, parameters of the model and gradients aside, is off the device."""
     updated, grad, *kept = updated_specs(buffer, plan)
@@ -104,7 +104,7 @@ def updates_on_host(buffer: BufferPlan, plan: Plan) -> bool:
     return (in_files or is_away) and not buffer.updates_whole
 
 
-def _away(buffer: BufferPlan, plan: Plan, *kinds: str) -> list[int]:
+def _away(buffer: FlatParamPlan, plan: Plan, *kinds: str) -> list[int]:
     """The bytes of each of a buffer's tensors that lives in one of these memories."""
     made = [buffer.params] if buffer.has_master else []
     return [x.local_nbytes(plan.mesh) for x in (*made, *updated_specs(buffer, plan)) if x.placement.kind in kinds]

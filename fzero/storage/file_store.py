@@ -35,7 +35,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from fzero.common.profiler_ranges import ranged
+from fzero.common.profiler_ranges import profiler_range
 from fzero.storage import ownership as claims
 from fzero.storage.direct_io import CHECKED, SECTOR, DirectFile
 from fzero.storage.host_memory import PAGE
@@ -302,7 +302,7 @@ class FileStore:
 
 
 def _move_block(verb: Literal["read", "write"], name: str, file: DirectFile, at: int, block: memoryview) -> None:
-    with ranged(verb, name):
+    with profiler_range(verb, name):
         (file.read if verb == "read" else file.write)(at, block)
 
 

@@ -22,7 +22,7 @@ from fzero.plans.placements import Streaming
 from fzero.storage import ownership as claims
 from fzero.storage.file_store import FileSpec, FileStore, StoreError, bare
 from fzero.storage.host_memory import bytes_of, check_host_memory
-from fzero.storage.movers import FileMover, Part
+from fzero.storage.movers import FileMover, TensorRange
 from sharding.dtypes import itemsize
 from sharding.views import dtype_name, torch_dtype
 
@@ -32,7 +32,7 @@ FilePlan = Mapping[str, tuple[str, FileSpec]]
 """The files of one rank's state: the folder of each, and what it holds, by name."""
 
 
-class Files:
+class StateFiles:
     """The files of one rank's state, what moves them, and their generation.
 
     Args:
@@ -135,7 +135,7 @@ class Files:
         """Starts to read what a sub-group has of a tensor, where there is room for it; an error breaks the files."""
         mover = self.mover(name)
         try:
-            mover.ahead(Part(name, start, stop))
+            mover.ahead(TensorRange(name, start, stop))
         except StoreError as error:
             self.fail(error)
 
@@ -146,7 +146,7 @@ class Files:
     def start_write(self, name: str, flat: Tensor) -> Callable[[], object]:
         """Starts to write such a tensor, which must not change until the end. The error of `start_read`."""
         mover = self.mover(name)
-        mover.forget(Part(name, 0, flat.numel()))
+        mover.forget(TensorRange(name, 0, flat.numel()))
         return mover.store.write(name, 0, flat.numel(), bytes_of(flat))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -162,7 +162,7 @@ class Files:
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Writes elements from `start` on, any of them, and returns when they are in the file; others stay."""
         store, stop = self.mover(name).store, start + values.numel()
-        self.mover(name).forget(Part(name, start, stop))
+        self.mover(name).forget(TensorRange(name, start, stop))
         with self._pieces(name, start, stop) as pieces:
             for begin, end, buffer in pieces:
                 first, last = max(begin, start), min(end, stop)
@@ -198,7 +198,7 @@ class FileTensor:
         generation: how often the files had been updated when this handle was made.
     """
 
-    files: Files
+    files: StateFiles
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -263,7 +263,7 @@ class FilePart:
         return self.stop - self.start
 
     @property
-    def files(self) -> Files:
+    def files(self) -> StateFiles:
         return self.tensor.files
 
     @property

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.common.profiler_ranges import ranged
+from fzero.common.profiler_ranges import profiler_range
 from fzero.storage.file_store import FileStore
 from fzero.storage.host_memory import Pool
 from fzero.storage.stream import Mover, SubGroup
 
 
-class Part(NamedTuple):
+class TensorRange(NamedTuple):
     """Elements [start, stop) of the tensor of that name."""
 
     name: str
@@ -53,7 +53,7 @@ class FileMover:
         # Room for the padding behind the last elements.
         self.pool = Pool(num_buffers, -(-buffer_nbytes // store.grain) * store.grain)
         self._here: dict[SubGroup, list[Tensor]] = {}
-        self._coming: dict[Part, tuple[Tensor, Callable[[], Tensor]]] = {}
+        self._coming: dict[TensorRange, tuple[Tensor, Callable[[], Tensor]]] = {}
 
     def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
         """See `Mover`."""
@@ -73,19 +73,19 @@ class FileMover:
                     f"{self.pool.nbytes}; pass buffer_nbytes={nbytes}, or a smaller sub_group_numel"
                 )
 
-    def ahead(self, part: Part) -> None:
+    def ahead(self, part: TensorRange) -> None:
         """Starts to read what a sub-group has of one tensor before that is fetched, if there is a buffer for it."""
         if part not in self._coming and self.pool.num_free:
             buffer = self.pool.take()
             try:
-                with ranged("ahead", part):
+                with profiler_range("ahead", part):
                     wait = self.store.read(part.name, part.start, part.stop, buffer)
             except BaseException:
                 self.pool.give_back(buffer)
                 raise
             self._coming[part] = buffer, wait
 
-    def forget(self, part: Part) -> None:
+    def forget(self, part: TensorRange) -> None:
         """Drops what was read ahead of elements that are written now."""
         for read in [x for x in self._coming if x.name == part.name and x.start < part.stop and part.start < x.stop]:
             self.pool.give_back(self._come(read))
@@ -94,7 +94,7 @@ class FileMover:
         """A buffer: a free one, or that of what was read ahead last."""
         return self.pool.take() if self.pool.num_free or not self._coming else self._come(next(reversed(self._coming)))
 
-    def _come(self, part: Part) -> Tensor:
+    def _come(self, part: TensorRange) -> Tensor:
         """The buffer of what was read ahead, when nothing moves in it any more."""
         buffer, wait = self._coming.pop(part)
         wait()
@@ -104,7 +104,7 @@ class FileMover:
         """See `Mover`."""
         buffers, waits = [], []
         for name in sub_group.names:
-            part = Part(name, sub_group.start, sub_group.stop)
+            part = TensorRange(name, sub_group.start, sub_group.stop)
             if part in self._coming and name not in sub_group.made:
                 buffer, wait = self._coming.pop(part)
             else:
@@ -122,7 +122,7 @@ class FileMover:
         buffers = self._here.pop(sub_group)
         for name in sub_group.names:
             if name not in sub_group.kept:
-                self.forget(Part(name, sub_group.start, sub_group.stop))
+                self.forget(TensorRange(name, sub_group.start, sub_group.stop))
         waits = [
             None if name in sub_group.kept else self.store.write(name, sub_group.start, sub_group.stop, buffer)
             for name, buffer in zip(sub_group.names, buffers, strict=True)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from fzero.common.profiler_ranges import ranged
+from fzero.common.profiler_ranges import profiler_range
 from fzero.storage.file_tensor import FileTensor, kept
 from fzero.storage.host_memory import CHUNK, PAGE, paged
 
@@ -31,7 +31,7 @@ MOST_LEAVING = 2
 """Shards of gradients that are written to files while the backward goes on."""
 
 
-class Scratch:
+class BufferPool:
     """Flat buffers for gathered parameters, unreduced gradients and shards on their way, kept for the next taker of that size.
 
     Memory that is new to the process costs a page fault for every 4 kB. CUDA's allocator keeps memory by itself.
@@ -59,7 +59,7 @@ class Scratch:
             (self._paged if is_paged else self._free)[flat.numel(), flat.dtype].append(flat)
 
 
-class Stage:
+class ShardTransfer:
     """Brings shards to where a pass works, and takes gradients from there.
 
     Args:
@@ -73,7 +73,7 @@ class Stage:
     def __init__(
         self,
         device: torch.device,
-        scratch: Scratch,
+        scratch: BufferPool,
         most: int | None = None,
         *,
         measure: Callable[[Tensor], Tensor] | None = None,
@@ -123,7 +123,7 @@ class Stage:
     def _start(self, name: str, x: Leaf) -> Callable[[], Tensor]:
         if isinstance(x, Tensor) and x.device == self.device:
             return lambda: x
-        with ranged("bring", name):
+        with profiler_range("bring", name):
             return self._start_file(name, x) if isinstance(x, FileTensor) else self._start_copy(x)
 
     def _start_copy(self, x: Tensor) -> Callable[[], Tensor]:
@@ -148,7 +148,7 @@ class Stage:
         wait = kept(x, lambda: x.files.start_read(x.name, flat))
 
         def finish() -> Tensor:
-            with ranged("wait bring", name):
+            with profiler_range("wait bring", name):
                 is_read = wait is not None and kept(x, wait) is not None
             if not is_read:
                 flat.zero_()
@@ -175,10 +175,10 @@ class Stage:
         """
         self._measured.pop(name, None)
         if isinstance(home, FileTensor):
-            with ranged("put", name):
+            with profiler_range("put", name):
                 here = self._put_in_file(name, home, values, adds=adds)
         elif home.device != values.device:
-            with ranged("put", name):
+            with profiler_range("put", name):
                 here = self._put_in_memory(home, values, adds=adds)
         else:
             here = self._put_in_memory(home, values, adds=adds)
@@ -221,7 +221,7 @@ class Stage:
     def _end_copies_out(self) -> None:
         """Waits until the host may read what was copied there."""
         if self._copies_out is not None:
-            with ranged("wait put", "to host memory"):
+            with profiler_range("wait put", "to host memory"):
                 self._copies_out.synchronize()
             self._copies_out = None
 
@@ -240,7 +240,7 @@ class Stage:
 
     def _end_leaving(self) -> None:
         name, home, flat, wait = self._leaving.popleft()
-        with ranged("wait put", name):
+        with profiler_range("wait put", name):
             kept(home, wait)
         del wait
         self.scratch.give(flat)

@@ -13,7 +13,7 @@ A stream that fails midway leaves part of the state updated. It then tells the m
 
 `update_streamed` does so with the update of a transform, which must be elementwise. It gives the bits of the update of the whole:
 sub-groups are multiples of 32 elements, counters advance once, with the last one, and a transform may be told which elements it
-is given (`stochastic` rounding and `out` of `fzero.widened` need their place).
+is given (`stochastic` rounding and `out` of `fzero.mixed_precision` need their place).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import optree
 from torch import Tensor
 
-from fzero.common.profiler_ranges import ranged
+from fzero.common.profiler_ranges import profiler_range
 from fzero.optim.mixed_precision import long_leaves
 from fzero.optim.transforms import Transform, leaf_names, separate
 
@@ -139,16 +139,16 @@ def stream_update(
     try:
         for index, sub_group in enumerate(sub_groups):
             for following in sub_groups[index + len(fetched) : index + read_ahead + 1]:
-                with ranged("fetch", following):
+                with profiler_range("fetch", following):
                     fetched.append(mover.fetch(following))
             _update_fetched(update, sub_group, fetched.popleft())
-            with ranged("put", sub_group):
+            with profiler_range("put", sub_group):
                 written.append((sub_group, mover.put(sub_group)))
             if len(written) > write_behind:
                 _end_put(*written.popleft())
         for put in written:
             _end_put(*put)
-        with ranged("wait fence"):
+        with profiler_range("wait fence"):
             mover.fence()
     except BaseException as error:
         mover.fail(error)
@@ -159,14 +159,14 @@ def _update_fetched(
     update: Callable[[SubGroup, list[Tensor]], None], sub_group: SubGroup, wait: Callable[[], list[Tensor]]
 ) -> None:
     """A function, so that nothing holds the tensors when they are put."""
-    with ranged("wait fetch", sub_group):
+    with profiler_range("wait fetch", sub_group):
         tensors = wait()
-    with ranged("update", sub_group):
+    with profiler_range("update", sub_group):
         update(sub_group, tensors)
 
 
 def _end_put(sub_group: SubGroup, wait: Callable[[], object]) -> None:
-    with ranged("wait put", sub_group):
+    with profiler_range("wait put", sub_group):
         wait()
 
 

@@ -23,7 +23,7 @@ from typing import Literal
 
 import sharding.testing  # noqa: F401 - first of all: it names the extra where hypothesis is not installed
 from fzero.common.arguments import check_callable, check_kind, check_whole
-from fzero.comms.comm_hooks import Wire
+from fzero.comms.comm_hooks import CommHook
 from fzero.optim.transforms import LONG_RUN, Transform
 from fzero.plans.orders import OrderFunction, in_two_numbers
 from fzero.plans.plan import OwnTransform
@@ -119,7 +119,9 @@ example: OrderExample(length=0, world_size=1). Name every index from 0 to length
         try_law(law, in_two_numbers(order), name, max_examples)
 
 
-def check_collective(wire: Wire, *, max_error: float = 0.0, name: str = "collective", max_examples: int = 25) -> None:
+def check_collective(
+    wire: CommHook, *, max_error: float = 0.0, name: str = "collective", max_examples: int = 25
+) -> None:
     """Raises unless a wire's gather and reduce-scatter can take the place of the exact ones.
 
     Both run on 1 to 4 ranks of this process, some rounds one after the other. A rank that would wait for ever is told.
@@ -146,7 +148,7 @@ def check_collective(wire: Wire, *, max_error: float = 0.0, name: str = "collect
     ...
     AssertionError: collective: reduce_scatter must give this rank's shard of the sum over ranks, ... Add up, do not average; ...
     """
-    check_kind("wire", wire, Wire, "a fzero.Wire", "pass fzero.coded(codec), say, for a codec")
+    check_kind("wire", wire, CommHook, "a fzero.CommHook", "pass fzero.compressed(codec), say, for a codec")
     check_whole("max_examples", max_examples, 1)
     for law in COLLECTIVE_LAWS:
         try_law(law, Declared(wire, max_error), name, max_examples)

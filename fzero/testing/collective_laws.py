@@ -17,10 +17,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fzero.comms.collectives import REDUCE, CollectiveError, Lockstep, Pending
-from fzero.comms.comm_hooks import Wire
+from fzero.comms.collectives import REDUCE, CollectiveError, LockstepAxis, Pending
+from fzero.comms.comm_hooks import CommHook
 from fzero.comms.lockstep import Hub, StuckError
-from fzero.comms.records import Sent
+from fzero.comms.records import CommRecord
 from fzero.optim.transforms import leaf_names, same_bits
 from fzero.testing.laws import Law
 from sharding.views import torch_dtype
@@ -130,7 +130,7 @@ class _Run(NamedTuple):
     first_states: list[tuple[Any, Any]]
     """Of gather and of reduce_scatter."""
     rounds: list[list[_Round]]
-    sent: list[list[Sent]]
+    sent: list[list[CommRecord]]
     sent_nbytes: list[int]
     num_left: int
 
@@ -138,18 +138,18 @@ class _Run(NamedTuple):
 class Declared(NamedTuple):
     """A wire with the error that it may make."""
 
-    wire: Wire
+    wire: CommHook
     max_error: float
 
 
 def _run(declared: Declared, example: Rounds, *, is_late: bool = False) -> _Run:
     wire, hub = declared.wire, _Counter(example.world_size)
-    sent: list[list[Sent]] = [[] for _ in range(example.world_size)]
+    sent: list[list[CommRecord]] = [[] for _ in range(example.world_size)]
     shards, fulls = example.shards, example.fulls
     first: list[tuple[Any, Any]] = [(None, None)] * example.world_size
 
     def on_rank(rank: int) -> list[_Round]:
-        axis = Lockstep("data", example.world_size, rank, hub, sent[rank].append)
+        axis = LockstepAxis("data", example.world_size, rank, hub, sent[rank].append)
         of_gather, of_reduce = wire.init(shards[0, rank].clone()), wire.init(fulls[0, rank].clone())
         first[rank] = _copy((of_gather, of_reduce))
         found = []
@@ -166,7 +166,7 @@ def _run(declared: Declared, example: Rounds, *, is_late: bool = False) -> _Run:
     return _Run(first, by_rank, sent, hub.sent_nbytes, hub.num_left)
 
 
-def _reduce(wire: Wire, full_P: Tensor, axis: Lockstep, state: Any, *, is_late: bool) -> tuple[Tensor, Any]:
+def _reduce(wire: CommHook, full_P: Tensor, axis: LockstepAxis, state: Any, *, is_late: bool) -> tuple[Tensor, Any]:
     """A reduction as a step makes it: at once, or of what an earlier collective has still to write."""
     if not is_late:
         return wire.reduce_scatter(full_P, axis, state)

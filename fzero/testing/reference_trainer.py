@@ -98,7 +98,7 @@ class Job:
 # --- optimizers --------------------------------------------------------------------------------------------------
 
 
-class PlainOptimizer(NamedTuple):
+class ReferenceOptimizer(NamedTuple):
     """An optimizer of one tensor: `init(param)` is its state, `update(grad, param, state)` the new parameter and state."""
 
     init: Callable[[Tensor], Numbers]
@@ -107,7 +107,7 @@ class PlainOptimizer(NamedTuple):
 
 def optimizer_of_torch(
     make: Callable[[list[Tensor]], torch.optim.Optimizer], names: Mapping[str, str]
-) -> PlainOptimizer:
+) -> ReferenceOptimizer:
     """A class of torch.optim, made anew for every update.
 
     Args:
@@ -126,10 +126,10 @@ def optimizer_of_torch(
         optimizer.step()
         return param.detach(), {ours: optimizer.state[param][theirs] for ours, theirs in names.items()}
 
-    return PlainOptimizer(init, update)
+    return ReferenceOptimizer(init, update)
 
 
-def optimizer_of_transform(make: Callable[[], Transform]) -> PlainOptimizer:
+def optimizer_of_transform(make: Callable[[], Transform]) -> ReferenceOptimizer:
     """A transform, which meets each parameter by itself and whole."""
 
     def init(param: Tensor) -> Numbers:
@@ -143,13 +143,13 @@ def optimizer_of_transform(make: Callable[[], Transform]) -> PlainOptimizer:
         _, param, tree = transform.update(grad.clone(), param.clone(), tree)
         return param, dict(zip(state, optree.tree_leaves(tree), strict=True))
 
-    return PlainOptimizer(init, update)
+    return ReferenceOptimizer(init, update)
 
 
-class PlainLossScale:
+class ReferenceLossScale:
     """DeepSpeed's dynamic loss scale, with its two counters of steps.
 
-    >>> scale = PlainLossScale(LossScaling(4.0, dynamic=True, window=3, hysteresis=2))
+    >>> scale = ReferenceLossScale(LossScaling(4.0, dynamic=True, window=3, hysteresis=2))
     >>> for overflow in (True, True):
     ...     scale.step(overflow)
     >>> scale.scale, scale.left
@@ -197,7 +197,7 @@ class PlainLossScale:
 # --- training ----------------------------------------------------------------------------------------------------
 
 
-class PlainOutcome(NamedTuple):
+class ReferenceOutcome(NamedTuple):
     """What a step of the plain model came to."""
 
     loss: float
@@ -211,7 +211,7 @@ class PlainOutcome(NamedTuple):
     """By which share of the gradient's norm a job's numbers may differ; 0 asks for the same bits."""
 
 
-class PlainTraining:
+class ReferenceTrainer:
     """A model in training, in one process.
 
     Attributes:
@@ -224,7 +224,7 @@ class PlainTraining:
     """
 
     def __init__(
-        self, model: nn.Module, job: Job, optimizer: PlainOptimizer, compares: Literal["bits", "numbers"] = "bits"
+        self, model: nn.Module, job: Job, optimizer: ReferenceOptimizer, compares: Literal["bits", "numbers"] = "bits"
     ) -> None:
         self.optimizer, self.compares, self._module = optimizer, compares, copy.deepcopy(model)
         self._own_dtypes = {name: param.dtype for name, param in self._module.named_parameters()}
@@ -245,9 +245,9 @@ class PlainTraining:
     def begin(self, scaling: LossScaling) -> None:
         """Training begins with the weights that there are."""
         self.state = {name: self.optimizer.init(_lengthened(self.weights[name])) for name in self.trained}
-        self.num_updates, self.loss_scale = 0, PlainLossScale(scaling)
+        self.num_updates, self.loss_scale = 0, ReferenceLossScale(scaling)
 
-    def step(self, job: Job, batch_W: Any) -> PlainOutcome:
+    def step(self, job: Job, batch_W: Any) -> ReferenceOutcome:
         """One step on the batches of all ranks, stacked (W, A·B, …)."""
         self._load()
         losses, grads = [], {}
@@ -270,13 +270,13 @@ class PlainTraining:
                 end = "error"
             else:
                 self.loss_scale.step(True)
-            return PlainOutcome(mean, norm, scale, end, rounding)
+            return ReferenceOutcome(mean, norm, scale, end, rounding)
         factor = (min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0) / scale
         for name, grad in collected.items():
             self._update(name, grad.to(self.weights[name].dtype) * factor)
         self.num_updates += 1
         self.loss_scale.step(False)
-        return PlainOutcome(mean, norm, scale, "update", rounding)
+        return ReferenceOutcome(mean, norm, scale, "update", rounding)
 
     def take(self, weights: Numbers, state: Mapping[str, Numbers]) -> None:
         """Goes on with these numbers."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fzero.checkpoint.save_load import load, save
 from fzero.optim.transforms import Transform, leaf_names, same_bits
-from fzero.plans.plan import BufferPlan, OwnTransform
+from fzero.plans.plan import FlatParamPlan, OwnTransform
 from fzero.resharding.place import place
 from fzero.resharding.reshard import reshard
 from fzero.simulation import LockstepRanks, simulate
@@ -33,10 +33,10 @@ from fzero.storage.file_tensor import FileTensors, in_memory
 from fzero.testing.reference_trainer import (
     Job,
     Numbers,
-    PlainLossScale,
-    PlainOptimizer,
-    PlainOutcome,
-    PlainTraining,
+    ReferenceLossScale,
+    ReferenceOptimizer,
+    ReferenceOutcome,
+    ReferenceTrainer,
     optimizer_of_torch,
     optimizer_of_transform,
 )
@@ -58,7 +58,7 @@ class Optimizer(NamedTuple):
     """
 
     config: dict[str, Any]
-    plain: PlainOptimizer
+    plain: ReferenceOptimizer
 
 
 def _adam(params: list[Tensor]) -> torch.optim.Optimizer:
@@ -177,7 +177,7 @@ class TrainingMachine(RuleBasedStateMachine):
         self.job = self._fitting(job)
         self.step = self.step_of(self.job)
         self.state = self.step.init()
-        self.plain = PlainTraining(model, self.job, self.optimizer.plain, self.compares)
+        self.plain = ReferenceTrainer(model, self.job, self.optimizer.plain, self.compares)
         self.train(then)
 
     @rule(seeds=st.lists(seeds, min_size=1, max_size=3))
@@ -242,7 +242,7 @@ class TrainingMachine(RuleBasedStateMachine):
         self.move(replace(self.job, precision=other.precision))
         self.plain.compute_in(self.job.precision)
         if not (old.dynamic and self.job.scaling.dynamic):
-            self.plain.loss_scale = PlainLossScale(self.job.scaling)
+            self.plain.loss_scale = ReferenceLossScale(self.job.scaling)
         self.train(then)
 
     @rule(other=st.runner().flatmap(lambda machine: machine.jobs()), then=steps)
@@ -258,7 +258,7 @@ class TrainingMachine(RuleBasedStateMachine):
         self.job, self.step, self.state = job, step, state
         self.plain.compute_in(job.precision)
         if not (old.scaling.dynamic and job.scaling.dynamic):
-            self.plain.loss_scale = PlainLossScale(job.scaling)
+            self.plain.loss_scale = ReferenceLossScale(job.scaling)
         self.train(then)
 
     @rule(then=steps)
@@ -435,7 +435,7 @@ class TrainingMachine(RuleBasedStateMachine):
             self._compare(rounding=expected.rounding, norm=expected.norm)
             self.plain.take(self.weights(), self.optimizer_state())
 
-    def _check_metrics(self, metrics: Metrics, expected: PlainOutcome) -> None:
+    def _check_metrics(self, metrics: Metrics, expected: ReferenceOutcome) -> None:
         pairs = {"loss": (metrics.loss, expected.loss), "loss_scale": (metrics.loss_scale, expected.scale)}
         if expected.end == "update":
             pairs["grad_norm"] = (metrics.grad_norm, expected.norm)
@@ -463,7 +463,7 @@ class TrainingMachine(RuleBasedStateMachine):
             found = fault(spec, x_W)
             yield f"{name} {found}" if found else None
 
-    def _flat_tensors(self) -> Iterator[tuple[str, BufferPlan, TensorSpec, Tensor]]:
+    def _flat_tensors(self) -> Iterator[tuple[str, FlatParamPlan, TensorSpec, Tensor]]:
         specs, state = self.step.specs, self.held
         for buffer in self.step.plan.flat_buffers:
             for part in ("params", "master", "grads", "optimizer"):

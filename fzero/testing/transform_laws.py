@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.optim.mixed_precision import widened
+from fzero.optim.mixed_precision import mixed_precision
 from fzero.optim.transforms import (
     LATE_STARTS,
     LONG_RUN,
@@ -27,8 +27,8 @@ from fzero.optim.transforms import (
     find_cut,
     leaf_names,
     same_bits,
+    skip_if,
     started,
-    unless,
 )
 from fzero.plans.plan import ALIGNMENT
 from fzero.testing.laws import Law
@@ -294,7 +294,7 @@ def _is_not_skipped(make: Make, example: Skips) -> str | None:
         if grad is None:
             break
         kept = _copy((param, state))
-        _, param, state = unless(torch.tensor(skip), transform).update(grad.clone(), param, state)
+        _, param, state = skip_if(torch.tensor(skip), transform).update(grad.clone(), param, state)
         if skip and (differs := _differs((param, state), kept)):
             return f"a skipped update changes {differs}"
     differs = _differs((param, state), expected)
@@ -310,7 +310,9 @@ def _is_not_widened(make: Make, example: Updates) -> str | None:
     counts = counts_of(transform)
     for tile in (None, tiled):
         own, out = param.clone(), param.bfloat16()
-        how = widened(unless(torch.tensor(False), transform), state_dtype="float32", factor=factor, out=out, tile=tile)
+        how = mixed_precision(
+            skip_if(torch.tensor(False), transform), state_dtype="float32", factor=factor, out=out, tile=tile
+        )
         state = at_count(how.init(own), counts, example.start) if example.start else how.init(own)
         for grad in grads:
             _, own, state = how.update(grad.clone(), own, state)
@@ -320,7 +322,7 @@ def _is_not_widened(make: Make, example: Updates) -> str | None:
         assert torch.equal(out, own.bfloat16())
     narrow = []
     for tile in (None, tiled):
-        how = widened(transform, state_dtype="bfloat16", tile=tile)
+        how = mixed_precision(transform, state_dtype="bfloat16", tile=tile)
         narrow.append(_run(how, param.bfloat16(), grads, example.start))
     differs = _differs(*narrow)
     return f"all in bf16, tiles of {tiled} elements give another {differs} than one" if differs else None
@@ -460,7 +462,7 @@ def transform_laws(num_updates: int = LONG_RUN) -> tuple[Law[Make, Any], ...]:
         ),
         Law(
             "the update of a shard must be the shard of the update, bit for bit",
-            "Let each element go its own way; a transform that needs norms or sums over others takes `pieces` (fzero.Pieces)",
+            "Let each element go its own way; a transform that needs norms or sums over others takes `pieces` (fzero.ShardContents)",
             updates(),
             _sees_others,
             (long, *late, large),

@@ -26,7 +26,7 @@ from fzero.cli.plan_profile import positive, told
 from fzero.config.autotuning import ABOUT_MODELS, Autotuning, autotuning
 from fzero.config.files import changed, read
 from fzero.estimation.compare import Keys
-from fzero.estimation.fit_search import Choice
+from fzero.estimation.fit_search import Setting
 from fzero.launch import cli as launch
 from fzero.tuning.probe import Request
 from fzero.tuning.report import Row, Tuned
@@ -210,7 +210,7 @@ class Tuning:
         limit = self.request.memory or described["memory"]
         rows = []
         for one in described["candidates"]:
-            candidate = Candidate(**one["candidate"] | {"choice": Choice(**one["candidate"]["choice"])})
+            candidate = Candidate(**one["candidate"] | {"choice": Setting(**one["candidate"]["choice"])})
             nbytes = one["nbytes"].get("device", 0)
             nbytes += one["nbytes"].get("host", 0) if described["device"] == "cpu" else 0
             why = one["refused"]

@@ -27,15 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms import collectives
-from fzero.comms.collectives import Real
+from fzero.comms.collectives import ProcessAxis
 from fzero.config.autotuning import autotuning
 from fzero.config.config import Config
 from fzero.config.files import changed
 from fzero.estimation.activation_trace import trace_activations
 from fzero.estimation.compare import Keys, keys_of
 from fzero.estimation.ledger import Device
-from fzero.graph.timeline import Machine
-from fzero.profiling.machine import Rates, mean_rates, rates_of_rank
+from fzero.graph.timeline import MachineModel
+from fzero.profiling.machine import MeasuredRates, mean_rates, rates_of_rank
 from fzero.runtime.batches import map_tensors
 from fzero.runtime.loss import LossFn
 from fzero.runtime.module_binding import replaced_forwards
@@ -87,7 +87,13 @@ class Probe:
     """Watches the steps of one rank, and ends it when it has seen enough."""
 
     def __init__(
-        self, request: Request, axis: Real, model: nn.Module, cfg: Config, loss_fn: LossFn | None, device: torch.device
+        self,
+        request: Request,
+        axis: ProcessAxis,
+        model: nn.Module,
+        cfg: Config,
+        loss_fn: LossFn | None,
+        device: torch.device,
     ) -> None:
         self._request, self._axis, self._cfg, self._loss_fn, self._device = request, axis, cfg, loss_fn, device
         self._num_begun, self._num_samples = 0, cfg.batch_sizes(axis.size).train
@@ -206,7 +212,7 @@ class Probe:
             }
         self._end(described)
 
-    def _planned(self, batch: Any, machine: Machine, *, is_call: bool, limit: float) -> tuple[list[Planned], str]:
+    def _planned(self, batch: Any, machine: MachineModel, *, is_call: bool, limit: float) -> tuple[list[Planned], str]:
         """The plans of all candidates, and what is not counted in them."""
         request = self._request
         assert request.keys is not None
@@ -232,7 +238,9 @@ class Probe:
                     found += [planner.planned(one) for one in space if one.name not in known]
         return found, note
 
-    def _planner(self, keys: Keys, machine: Machine, batch: Any, *, is_call: bool, steps: int) -> tuple[Planner, str]:
+    def _planner(
+        self, keys: Keys, machine: MachineModel, batch: Any, *, is_call: bool, steps: int
+    ) -> tuple[Planner, str]:
         """A planner that counts activations, unless the model cannot be traced; then the reason."""
         request, note = self._request, "no batch came: activations are not counted"
         device: Device = "cpu" if self._device.type == "cpu" else "cuda"
@@ -265,16 +273,16 @@ class Probe:
 def probe_of(axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, device: torch.device) -> Probe | None:
     """The probe that the environment asks for, of a step whose ranks are there."""
     request = Request.of(os.environ)
-    if request is None or not isinstance(axis, Real):
+    if request is None or not isinstance(axis, ProcessAxis):
         return None
     return Probe(request, axis, model, cfg, loss_fn, device)
 
 
-def measured_machine(axis: Real, device: torch.device) -> Machine:
-    """The rates of a rank while all work at once; those that are not measured are `Machine`'s own. *Collective.*"""
+def measured_machine(axis: ProcessAxis, device: torch.device) -> MachineModel:
+    """The rates of a rank while all work at once; those that are not measured are `MachineModel`'s own. *Collective.*"""
     collectives.exchange(None, axis)  # all begin together
     return mean_rates(
-        [Rates(**told) for told in collectives.exchange(asdict(rates_of_rank(axis, device)), axis)]
+        [MeasuredRates(**told) for told in collectives.exchange(asdict(rates_of_rank(axis, device)), axis)]
     ).machine
 
 

@@ -22,9 +22,9 @@ from fzero.config.autotuning import Autotuning
 from fzero.config.config import ConfigError
 from fzero.config.files import changed
 from fzero.estimation.compare import Keys, quietly
-from fzero.estimation.fit_search import Choice, Rung, Search
+from fzero.estimation.fit_search import Rung, Search, Setting
 from fzero.estimation.ledger import Device
-from fzero.graph.timeline import Machine
+from fzero.graph.timeline import MachineModel
 
 Kind = Literal["device", "host", "nvme"]
 STAGES = (0, 1, 2, 3)
@@ -42,7 +42,7 @@ class Candidate:
         is_given: whether it is the one that the script was given.
     """
 
-    choice: Choice
+    choice: Setting
     micro: int | None
     num_micro_steps: int
     keys: Keys
@@ -117,7 +117,7 @@ def candidates(
     for stage, (micro, steps), has, opt, params, small in product(
         stages, sizes, with_or_without, offload, offload, buckets
     ):
-        choice = Choice(stage, opt, params, has, small, given.choice.inputs)
+        choice = Setting(stage, opt, params, has, small, given.choice.inputs)
         is_possible = (params == "device" or (stage == 3 and opt != "device")) and (opt == "device" or stage > 0)
         if is_possible and (choice, micro, steps) != (given.choice, given.micro, given.num_micro_steps):
             changes = {**choice.keys(nvme_path, every), **batch_keys(keys, micro, steps)}
@@ -129,7 +129,7 @@ def candidates(
 def _given(keys: Keys, world_size: int) -> Candidate:
     cfg = quietly(keys)
     _, micro, steps = cfg.batch_sizes(world_size)
-    return Candidate(Choice.of(cfg), micro, steps, keys, is_given=True)
+    return Candidate(Setting.of(cfg), micro, steps, keys, is_given=True)
 
 
 def micro_batches(keys: Keys, settings: Autotuning, world_size: int) -> Iterator[tuple[int | None, int]]:
@@ -178,7 +178,7 @@ class Planner:
         model: nn.Module,
         keys: Keys,
         world_size: int,
-        machine: Machine,
+        machine: MachineModel,
         *,
         device: Device,
         sample: Callable[[int | None], Any] | None,

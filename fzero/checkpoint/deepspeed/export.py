@@ -27,13 +27,13 @@ from fzero.checkpoint.deepspeed.files import MODEL, MODEL_OF_RANK, StandIn
 from fzero.checkpoint.deepspeed.flat import MASTER
 from fzero.checkpoint.deepspeed.source import KINDS, RULES
 from fzero.checkpoint.folders import CheckpointError
-from fzero.checkpoint.layout import Part, key_of
+from fzero.checkpoint.layout import StoredSlice, key_of
 from fzero.checkpoint.weights import chunks_in
 from fzero.common.safe_files import refuse_link
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
-    from fzero.checkpoint.dcp_format import Files
+    from fzero.checkpoint.dcp_format import DcpReader
 
 VERSION = "0.19.6"
 """The DeepSpeed whose form is written."""
@@ -115,7 +115,7 @@ def _write_parameter(
     folder: Path,
     name: str,
     leaves: Mapping[str, str] | None,
-    found: Files,
+    found: DcpReader,
     numbers: Mapping[str, float | int],
     steps: Literal["number", "tensor"],
 ) -> None:
@@ -135,10 +135,10 @@ def _count(number: float, steps: Literal["number", "tensor"]) -> int | Tensor:
     return int(number) if steps == "number" else torch.tensor(float(number))
 
 
-def _read(found: Files, key: str) -> Tensor:
+def _read(found: DcpReader, key: str) -> Tensor:
     like = found.stored[key]
     flat = torch.empty(math.prod(like.shape), dtype=torch_dtype(like.dtype))
-    found.read([(Part(key, like.shape, like.dtype, 0, flat.numel(), "", 0), flat)])
+    found.read([(StoredSlice(key, like.shape, like.dtype, 0, flat.numel(), "", 0), flat)])
     return flat.view(like.shape)
 
 
@@ -184,7 +184,7 @@ def _scaler(numbers: Mapping[str, float | int], rules: Mapping[str, Any]) -> _Sc
     return scaler
 
 
-def _model(contents: Mapping[str, Any], found: Files, client: Any) -> dict[str, Any]:
+def _model(contents: Mapping[str, Any], found: DcpReader, client: Any) -> dict[str, Any]:
     """The model's file: names, shapes, counters, module buffers, and the user's own."""
     num_updates, optimizer = int(contents["numbers"]["state.step"]), contents["optimizer"]
     module = {}

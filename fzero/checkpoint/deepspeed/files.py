@@ -58,12 +58,12 @@ class StandIn:
     """What is made of an object of DeepSpeed's: its attributes."""
 
 
-class Stage(int):
+class ZeroStage(int):
     """What is made of its ZeroStageEnum."""
 
 
 ALLOWED: dict[str, type] = {
-    "deepspeed.runtime.zero.config.ZeroStageEnum": Stage,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStage,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": StandIn,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": StandIn,
     "deepspeed.utils.tensor_fragment.fragment_address": StandIn,

@@ -20,7 +20,7 @@ import torch
 from fzero.checkpoint import folders as files
 from fzero.checkpoint.deepspeed.files import WORD, find
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
-from fzero.checkpoint.layout import Part, nbytes_of
+from fzero.checkpoint.layout import StoredSlice, nbytes_of
 from fzero.checkpoint.save_load import (
     FEW_BYTES,
     Contents,
@@ -105,7 +105,7 @@ def convert_deepspeed(dir: str | Path, out: str | Path) -> Path:
 
     found, path = DeepSpeedFiles(find(Path(dir))), Path(out)
     found.check_optimizer()
-    parts = [Part(key, x.shape, x.dtype, 0, math.prod(x.shape), "", 0) for key, x in found.stored.items()]
+    parts = [StoredSlice(key, x.shape, x.dtype, 0, math.prod(x.shape), "", 0) for key, x in found.stored.items()]
     content = content_of(found.client)
     batches = list(_batches(part for part in parts if part.stop))
     needed = {number: nbytes_of(batch) for number, batch in enumerate(batches)}
@@ -126,8 +126,8 @@ def convert_deepspeed(dir: str | Path, out: str | Path) -> Path:
         raise
 
 
-def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    batch: list[Part] = []
+def _batches(parts: Iterable[StoredSlice]) -> Iterator[list[StoredSlice]]:
+    batch: list[StoredSlice] = []
     nbytes = 0
     for part in parts:
         own = part.stop * itemsize(part.dtype)

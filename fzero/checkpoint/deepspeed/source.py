@@ -20,7 +20,7 @@ from fzero.checkpoint.deepspeed.files import MODEL, MODEL_OF_RANK, WEIGHTS_ALONE
 from fzero.checkpoint.deepspeed.flat import MASTER, Flats, Place, need, of_ranks
 from fzero.checkpoint.deepspeed.universal import tensor_in, universal, whole
 from fzero.checkpoint.folders import CheckpointError, inside
-from fzero.checkpoint.layout import Part, Stored, key_of
+from fzero.checkpoint.layout import Stored, StoredSlice, key_of
 from sharding.views import dtype_name
 
 KINDS: dict[tuple[str, ...], tuple[str, dict[str, str]]] = {
@@ -204,7 +204,7 @@ class DeepSpeedFiles:
 
     # --- what is read --------------------------------------------------------------------------------------------
 
-    def read(self, fragments: Iterable[tuple[Part, Tensor]]) -> None:
+    def read(self, fragments: Iterable[tuple[StoredSlice, Tensor]]) -> None:
         """Fills each flat tensor with the elements of its part, cast to its dtype.
 
         Raises:
