@@ -72,9 +72,9 @@ def parse_options() -> argparse.Namespace:
         "--save", type=Path, metavar="DIR", help="save there every 100 steps, and go on from what is there"
     )
     options = parser.parse_args()
-    if options.config and (options.stage is not None or options.dtype or options.wires or options.offload):
+    if options.config and (options.stage is not None or options.dtype or options.hooks or options.offload):
         parser.error(
-            "--config FILE says the stage, the dtype, the wires and what is offloaded; leave out --stage, --dtype, --wires and "
+            "--config FILE says the stage, the dtype, the comm hooks and what is offloaded; leave out --stage, --dtype, --wires and "
             "--offload"
         )
     return options
@@ -110,8 +110,8 @@ def train(options: argparse.Namespace) -> None:
             files = {"nvme_path": str(options.out / "files"), "leftover": "clean"} if options.offload == "nvme" else {}
             offload = {"offload_optimizer": {"device": {"host": "cpu"}.get(options.offload, "nvme"), **files}}
         configs, schedule = {"": config(stage, dtype, **offload)}, smaller_at_the_end
-        if options.wires:
-            configs = {"exact": configs[""], options.wires: config(stage, dtype, **offload, **WIRES[options.wires])}
+        if options.hooks:
+            configs = {"exact": configs[""], options.hooks: config(stage, dtype, **offload, **WIRES[options.hooks])}
     training_text, held_out_text = read_text()
     results: dict[str, dict[str, Any]] = {}
     for name, cfg in configs.items():

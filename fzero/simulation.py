@@ -226,7 +226,7 @@ class VmapRanks(LockstepRanks):
         self._way: Literal["vmap", "either", "lockstep"] = way
         self._backend = compile
         self._stacked = Stacked(self.plan.mesh, self.plan.axes)
-        self._step, self._made, self._knobs = self._make(compile)
+        self._step, self._made, self._hyperparams = self._make(compile)
 
     @property
     def is_in_lockstep(self) -> bool:
@@ -286,13 +286,13 @@ class VmapRanks(LockstepRanks):
         step = self._step
         state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
-        wires = optree.tree_map(torch.clone, state.wires)
-        step._updater.turn(self._knobs, step._updater.hyper(int(state.step[0])))
+        hook_states = optree.tree_map(torch.clone, state.hook_states)
+        step._updater.turn(self._hyperparams, step._updater.hyper(int(state.step[0])))
         numbers = torch.zeros(self.world_size, 2, dtype=torch.float64)  # there is one pass, of one step
         self._stacked.random = drawn = RandomByRank(state.rng["cpu"]) if self._backend is None else None
         with _quietly():
             batches = [step._batches.cast(b) for b in micro_batches]
-            outcome_W, is_sum = self._made(state, buffers, wires, batches, numbers)
+            outcome_W, is_sum = self._made(state, buffers, hook_states, batches, numbers)
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
             states = unstacked(state, self.world_size)
@@ -301,8 +301,8 @@ class VmapRanks(LockstepRanks):
             )
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
-        metrics = Metrics(outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, scale)
-        return step._updater.next_state(taken(state), metrics, outcome_W.loss_scale, buffers, rng, wires), metrics
+        metrics = Metrics(outcome.loss, outcome.norm, self._hyperparams.lr[0].float(), outcome.overflow, scale)
+        return step._updater.next_state(taken(state), metrics, outcome_W.loss_scale, buffers, rng, hook_states), metrics
 
 
 def simulate(

@@ -39,9 +39,9 @@ class TrainState(NamedTuple, Generic[Leaf]):
     """What the loss is multiplied by, and what decides when that changes; 1 where nothing scales the loss."""
     rng: dict[str, Leaf]
     """The state of the random generators by device type; every rank has its own."""
-    wires: dict[str, dict[str, Any]]
-    """What the wires of reductions remember (`fzero.comms.comm_hooks`: what was lost so far), by flat buffer and mesh axis,
-    for what is added up along it; every rank has its own. Empty where no wire remembers anything."""
+    hook_states: dict[str, dict[str, Any]]
+    """What the comm hooks of reductions remember (`fzero.comms.comm_hooks`: what was lost so far), by flat buffer and mesh axis,
+    for what is added up along it; every rank has its own. Empty where no comm hook remembers anything."""
 
 
 def taken(state: TrainState[Tensor]) -> TrainState[Tensor]:

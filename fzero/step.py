@@ -41,7 +41,7 @@ from fzero.config.optimizers import Optimizer
 from fzero.graph.timeline import MachineModel, Timeline, joined, make_timeline
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.lr_schedules import Schedule
-from fzero.plans.comm_hooks import GivenWire
+from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.mesh_axes import check_mesh, describe
 from fzero.plans.orders import GivenOrder
 from fzero.plans.placements import GivenPlacements
@@ -85,8 +85,8 @@ def make_train_step(
     units: Sequence[str] | None = None,
     param_groups: Sequence[ParamGroup] = (),
     transform: OwnTransform | None = None,
-    gather_wire: GivenWire = None,
-    reduce_wire: GivenWire = None,
+    gather_hook: GivenHook = None,
+    reduce_hook: GivenHook = None,
     placements: GivenPlacements = None,
     order: GivenOrder = None,
     donate: bool = True,
@@ -122,10 +122,10 @@ def make_train_step(
             schedule: what a schedule makes of the configuration's lr it makes of the group's.
         transform: in place of the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or
             a function of the learning rate that makes one; `fzero.optim.transforms` says how one is made.
-        gather_wire: how the parameters that stage 3 gathers travel in the forward, the backward and `evaluate`
+        gather_hook: how the parameters that stage 3 gathers travel in the forward, the backward and `evaluate`
             (`fzero.compressed(fzero.quantize(8))`, say): a `Wire` without a state. None is as the configuration says, or exactly.
-        reduce_wire: how gradients travel: a `Wire` for all axes of the mesh, or wires by axis, through which they are added up
-            along one axis after the other. What it remembers is in `state.wires`. What has been added up travels as it is.
+        reduce_hook: how gradients travel: a `Wire` for all axes of the mesh, or comm hooks by axis, through which they are added up
+            along one axis after the other. What it remembers is in `state.hook_states`. What has been added up travels as it is.
         placements: where masters and tensors of the optimizer's state live, in place of what the configuration says: by
             pattern, `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and
             leaf (`fzero.plans.placements`). The state then streams through each update, with the same bits on the CPU.
@@ -171,10 +171,10 @@ def make_train_step(
     if not isinstance(mesh, ProcessAxis | AbstractAxis):
         check_mesh(mesh)
     cfg = Config.load(cfg)
-    cfg.warn_of_wires()
+    cfg.warn_of_hooks()
     recipe = StepSpec(
         model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
-        gather_wire=gather_wire, reduce_wire=reduce_wire, placements=placements, order=order, donate=donate,
+        gather_hook=gather_hook, reduce_hook=reduce_hook, placements=placements, order=order, donate=donate,
         lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
         check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
     )  # fmt: skip
@@ -289,7 +289,7 @@ class TrainStep:
         is_away = any(map(self._offload.is_away, self.plan.flat_buffers))
         self._until: Literal["gradients", "update"] = "gradients" if is_away else "update"
         if recipe.compile == "step":
-            self._compiled, self._knobs = self._one_graph(recipe.compile_backend, until=self._until)
+            self._compiled, self._hyperparams = self._one_graph(recipe.compile_backend, until=self._until)
         elif recipe.compile == "block":
             from fzero.graph.blocks import CompiledBlocks
 
@@ -341,10 +341,10 @@ class TrainStep:
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
                 "it out, or pass compile='block'"
             )
-        knobs = self._updater.knobs(self.device)
-        transforms = self._updater.transforms_by(knobs) if until == "update" else {}
+        hyperparams = self._updater.hyperparams(self.device)
+        transforms = self._updater.transforms_by(hyperparams) if until == "update" else {}
         rules = Rules(
-            self._measures, self._scaling, self._cfg.skips_overflow, transforms, self._updater.places, knobs.salts
+            self._measures, self._scaling, self._cfg.skips_overflow, transforms, self._updater.places, hyperparams.salts
         )
         axis = self._ranks
         if isinstance(axis, LockstepAxis):
@@ -354,7 +354,7 @@ class TrainStep:
             loss_fn=self._loss_fn, autocast=self._autocast, backend=backend,
             checkpoint=self._checkpointing.names, stacked=stacked,
         )  # fmt: skip
-        return compiled, knobs
+        return compiled, hyperparams
 
     @property
     def specs(self) -> TrainState[TensorSpec]:
@@ -368,7 +368,7 @@ class TrainStep:
             buffers=dict(self.plan.buffers),
             loss_scale=LossScale(TensorSpec((), "float32"), TensorSpec((), "int64"), TensorSpec((), "int64")),
             rng={kind: TensorSpec(tuple(x.shape), "uint8") for kind, x in self._first_state.rng(0).items()},
-            wires=self.plan.wires,
+            hook_states=self.plan.hook_states,
         )
 
     # --- state ---------------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ class TrainStep:
         if params is not None:
             _check_values(params)
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
-        collectives.meet("TrainStep.init", self._mesh.everyone)
+        collectives.meet("TrainStep.init", self._mesh.world)
         self._origin.look(given=params is not None)
         return self._first_state.make(self._mesh, params, init_fn)
 
@@ -411,7 +411,7 @@ class TrainStep:
         if to not in ("all", "rank0"):
             raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
         self._check_state(state)
-        collectives.meet("TrainStep.gather", self._mesh.everyone)
+        collectives.meet("TrainStep.gather", self._mesh.world)
         full: dict[str, Tensor] = {}
         keep = to == "all" or self.rank == 0
         for views in self._whole_weights(state):
@@ -513,7 +513,7 @@ class TrainStep:
         """
         check_path("out", out)
         self._check_state(state)
-        collectives.meet("TrainStep.save_16bit_model", self._mesh.everyone)
+        collectives.meet("TrainStep.save_16bit_model", self._mesh.world)
         keys = {name: key for key, name in reversed(self._stored_names.items())}
         aliases = {key: keys[name] for key, name in self._stored_names.items() if keys[name] != key}
         stored = {n: Stored(spec.shape, spec.dtype) for n, spec in self.plan.buffers.items()} | {
@@ -535,14 +535,14 @@ class TrainStep:
         for _ in views:  # the other ranks gather with rank 0, whatever happened there
             pass
         self._agree_on_files(state)
-        told = collectives.exchange(problem, self._mesh.everyone, label=Label("save"))
+        told = collectives.exchange(problem, self._mesh.world, label=Label("save"))
         if told[0]:
             raise CheckpointError(told[0])
 
     def _agree_on_files(self, state: TrainState[Tensor]) -> None:
         """Raises a StoreError on every rank when the files of one have failed. *Collective* where there are files."""
         if self._offload.has_files:
-            agree(next(handle.files for handle in handles_of(state)), self._mesh.everyone)
+            agree(next(handle.files for handle in handles_of(state)), self._mesh.world)
 
     def _check_state(self, state: TrainState[Tensor]) -> None:
         """Raises unless every tensor has this step's shape and dtype, and is in a file or not as it says."""
@@ -658,7 +658,7 @@ class TrainStep:
 
     def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> AccumulationWindow:
         check_trains("step")
-        collectives.next_step(self._mesh.everyone)
+        collectives.next_step(self._mesh.world)
         if self._observer:
             self._observer.begins()
         self._origin.leave()
@@ -668,7 +668,9 @@ class TrainStep:
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
         stage = self._offload.stage(self._scratch, self._measures.of_shard, in_memory=measures_early)
-        work = ForwardBackward(self.plan, self._mesh, state.params, state.grads, self._orders, stage, wires=state.wires)
+        work = ForwardBackward(
+            self.plan, self._mesh, state.params, state.grads, self._orders, stage, hook_states=state.hook_states
+        )
         return AccumulationWindow(state, work, buffers, before)
 
     def forward(
@@ -750,7 +752,7 @@ class TrainStep:
                 share=1 / (self._measures.predivide * num_parts), is_first=not round_.told, is_last=is_last, keeps=keeps,
                 check=(lambda rows: check_passes(rows[:, 3])) if self._holds_still else None,
             )  # fmt: skip
-        check_alike(told[:, 3:], self._mesh.everyone, partial(self._named_hyper, num_parts))
+        check_alike(told[:, 3:], self._mesh.world, partial(self._named_hyper, num_parts))
         if self._own_grads is not None:
             self._own_grads.check()
         return round_._replace(told=(*round_.told, told), is_sum=weight is not None)
@@ -831,19 +833,19 @@ class TrainStep:
                 changed |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
             # Whether a rank has news would have to be read on a CUDA device, for which the host would wait.
             has_news = bool(told_AW5[..., 2].any()) if self.device.type == "cpu" else not self._learns
-            self._moving_buffers = make_equal(buffers, changed, moving, self._mesh.everyone, has_news=has_news)
+            self._moving_buffers = make_equal(buffers, changed, moving, self._mesh.world, has_news=has_news)
             self._own_grads = None
-            wires: dict[str, Any] = round_.work.wires
+            hook_states: dict[str, Any] = round_.work.hook_states
             rng = state.rng if rng is None else rng
             work = round_.work
             return self._updated(
-                state, told_AW5[..., :2], buffers, rng, wires, is_sum=round_.is_sum, stage=work.stage,
+                state, told_AW5[..., :2], buffers, rng, hook_states, is_sum=round_.is_sum, stage=work.stage,
                 still=work.still_buffers,
             )  # fmt: skip
 
     def _updated(
         self, state: TrainState[Tensor], losses: Tensor, buffers: dict[str, Tensor], rng: dict[str, Tensor],
-        wires: dict[str, dict[str, Any]], *, is_sum: bool, stage: ShardTransfer, still: Collection[str] = (),
+        hook_states: dict[str, dict[str, Any]], *, is_sum: bool, stage: ShardTransfer, still: Collection[str] = (),
     ) -> tuple[TrainState[Tensor], Metrics]:  # fmt: skip
         """The state after the update with the gradients that it holds; `losses` and `stage` as in `StepMetrics.metrics`,
         `still` as in `Updater.update`."""
@@ -857,7 +859,7 @@ class TrainStep:
             loss_scale = self._scaling.update(loss_scale, metrics.overflow)
         if self._observer:
             self._observer.has_updated()
-        return self._updater.next_state(state, metrics, loss_scale, buffers, rng, wires), metrics
+        return self._updater.next_state(state, metrics, loss_scale, buffers, rng, hook_states), metrics
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None = None) -> Self:
         """The same step, whose updates use other learning rates, and optimizers with other hyper-parameters.
@@ -910,15 +912,19 @@ class TrainStep:
     ) -> tuple[TrainState[Tensor], Metrics]:
         """The step as a graph: writes its numbers where the graph reads them, and raises what the graph found."""
         hyper = self._updater.hyper(int(state.step))
-        self._updater.turn(self._knobs, hyper)
-        (outcome, is_sum), rng, wires = self._run(compiled, state, buffers, micro_batches, hyper)
+        self._updater.turn(self._hyperparams, hyper)
+        (outcome, is_sum), rng, hook_states = self._run(compiled, state, buffers, micro_batches, hyper)
         self._bound_measure.check_outcome(outcome, state, self._named_hyper, is_sum=is_sum)
         metrics = Metrics(
-            outcome.loss, outcome.norm, self._knobs.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
+            outcome.loss,
+            outcome.norm,
+            self._hyperparams.lr[0].float(),
+            outcome.overflow,
+            state.loss_scale.scale.clone(),
         )
         if self._observer:
             self._observer.has_updated()
-        return self._updater.next_state(taken(state), metrics, outcome.loss_scale, buffers, rng, wires), metrics
+        return self._updater.next_state(taken(state), metrics, outcome.loss_scale, buffers, rng, hook_states), metrics
 
     def _call_and_update(
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
@@ -934,7 +940,7 @@ class TrainStep:
             for key, x in state.grads.items()
         }
         collecting = state._replace(grads=grads)
-        (told_AW4, is_sum), rng, wires = self._run(compiled.collect, collecting, buffers, micro_batches)
+        (told_AW4, is_sum), rng, hook_states = self._run(compiled.collect, collecting, buffers, micro_batches)
         for key, home in state.grads.items():
             grad = grads.pop(key)
             if grad is not home:
@@ -943,23 +949,23 @@ class TrainStep:
         del grad
         stage.settle()
         self._agree_on_files(state)
-        check_alike(told_AW4[..., 2:].flatten(0, 1), self._mesh.everyone, self._named_hyper)
+        check_alike(told_AW4[..., 2:].flatten(0, 1), self._mesh.world, self._named_hyper)
         with profiler_range("update"):
-            return self._updated(state, told_AW4[..., :2], buffers, rng, wires, is_sum=is_sum, stage=stage)
+            return self._updated(state, told_AW4[..., :2], buffers, rng, hook_states, is_sum=is_sum, stage=stage)
 
     def _run(
         self, graph: Callable[..., T], state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any],
         hyper: Hyper | None = None,
     ) -> tuple[T, dict[str, Tensor], dict[str, dict[str, Any]]]:  # fmt: skip
-        """What a graph gives; and the random state and what the wires remember after it."""
+        """What a graph gives; and the random state and what the comm hooks remember after it."""
         self._num_passes += 1
         batches = [self._batches.cast(batch) for batch in micro_batches]
-        wires = optree.tree_map(torch.clone, state.wires)
+        hook_states = optree.tree_map(torch.clone, state.hook_states)
         with random_state(state.rng, self.device) as rng, profiler_range("step", "in one graph"):
             numbers = torch.full((2,), float(self._num_passes), dtype=torch.float64, device=self.device)
             numbers[1:].fill_(self._say(state, hyper))  # fills do not wait for the device
-            told = graph(state, buffers, wires, batches, numbers)
-        return told, rng, wires
+            told = graph(state, buffers, hook_states, batches, numbers)
+        return told, rng, hook_states
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
@@ -969,7 +975,7 @@ class TrainStep:
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
         self._check_state(state)
-        collectives.meet("TrainStep.evaluate", self._mesh.everyone)
+        collectives.meet("TrainStep.evaluate", self._mesh.world)
         modes = [(module, module.training) for module in self._model.modules()]
 
         def loss_of_batch() -> tuple[Tensor, Tensor | None]:
@@ -983,7 +989,7 @@ class TrainStep:
             for module, mode in modes:
                 module.training = mode
         row = loss_row(loss, weight, self._num_passes)
-        told = collectives.stack(row, self._mesh.everyone, label=Label("told", phase="turn"))
+        told = collectives.stack(row, self._mesh.world, label=Label("told", phase="turn"))
         check_passes(told[:, 2])
         check_rows(told[:, :2], is_sum=weight is not None)
         return mean_of(told[:, :2], is_sum=weight is not None)[0].float()
@@ -1006,7 +1012,7 @@ class TrainStep:
         check_callable("inspect", function, "a function without arguments that calls the model")
         self._check_state(state)
         if self.plan.stage == 3:
-            collectives.meet("TrainStep.inspect", self._mesh.everyone)
+            collectives.meet("TrainStep.inspect", self._mesh.world)
         return self._inspect(state, function, run)
 
     def _inspect(self, state: TrainState[Tensor], function: Callable[[], T], run: str) -> T:

@@ -166,7 +166,7 @@ def test_a_mesh_that_does_not_fit_the_job_is_told_with_its_axes(ranks: RankPool,
     assert_all_raise(errors, ValueError, r"mesh: its axes must hold all 2 ranks of the job, got .* in Mesh\(axes=")
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), 4, "data", Mesh.of(everyone=2, data=2)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 2), 4, "data", Mesh.of(world=2, data=2)], ids=str)
 def test_what_is_no_mesh_or_has_an_axis_that_means_all_ranks_is_told(mesh: Any) -> None:
     words = "no axis may be named 'everyone'" if isinstance(mesh, Mesh) else "must be a mesh of named axes, .* got"
     step = fzero.make_train_step(Plain(), config(3), mesh=fzero.AbstractAxis("data", 4))

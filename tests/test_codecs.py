@@ -31,9 +31,9 @@ def numbers(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 @given(codecs(), numbers())
 def test_what_arrives_is_within_the_bound_and_as_long_as_told(codec: Codec, x: torch.Tensor) -> None:
-    wire = codec.encode(x)
-    assert wire.dtype == torch.uint8 and wire.shape == (*x.shape[:-1], codec.nbytes(x.shape[-1]))
-    arrived = codec.decode(wire, x.shape[-1], torch.float32)
+    hook = codec.encode(x)
+    assert hook.dtype == torch.uint8 and hook.shape == (*x.shape[:-1], codec.nbytes(x.shape[-1]))
+    arrived = codec.decode(hook, x.shape[-1], torch.float32)
     assert arrived.dtype == torch.float32 and arrived.shape == x.shape
     assert ((arrived.double() - x.double()).abs() <= codec.bound(x)).all()
 
@@ -76,9 +76,9 @@ def test_at_the_edges_of_the_range_what_is_finite_stays_so_and_within_the_bound(
 @given(codecs(), numbers())
 def test_rows_travel_as_they_would_alone(codec: Codec, x: torch.Tensor) -> None:
     together = codec.encode(x)
-    for row, wire in zip(x, together, strict=True):
-        assert torch.equal(codec.encode(row), wire)
-    arrived = [codec.decode(wire, x.shape[-1], torch.float32) for wire in together]
+    for row, hook in zip(x, together, strict=True):
+        assert torch.equal(codec.encode(row), hook)
+    arrived = [codec.decode(hook, x.shape[-1], torch.float32) for hook in together]
     assert torch.equal(torch.stack(arrived), codec.decode(together, x.shape[-1], torch.float32))
 
 

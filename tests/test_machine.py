@@ -67,7 +67,7 @@ def skipping_an_update_on_rank_1() -> Any:
     update = Updater.update
 
     def broken(self: Updater, state: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._ranks.everyone.rank != 1:
+        if self._ranks.world.rank != 1:
             return update(self, state, *args, **kwargs)
         own = state._replace(params=optree.tree_map(torch.clone, state.params))
         return update(self, own, *args, **kwargs)._replace(params=state.params)
@@ -163,7 +163,7 @@ def overflowing_alone() -> Any:
 
     def broken(self: StepMetrics, losses: Tensor, *args: Any, **kwargs: Any) -> Any:
         metrics, factor = told(self, losses, *args, **kwargs)
-        own = ~losses[:, self.mesh.everyone.rank, 0].isfinite().all()
+        own = ~losses[:, self.mesh.world.rank, 0].isfinite().all()
         return metrics._replace(overflow=own), factor
 
     return patch.object(StepMetrics, "metrics", broken)

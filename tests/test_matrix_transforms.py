@@ -72,10 +72,10 @@ class Ranks:
             self.calls[rank].append(kind)
             self.slots[rank] = (kind, x.clone())
             self.barrier.wait()
-            kinds, everyone = zip(*self.slots, strict=True)
+            kinds, world = zip(*self.slots, strict=True)
             self.barrier.wait()
             assert set(kinds) == {kind}, "the ranks are in different collectives"
-            return list(everyone)
+            return list(world)
 
         return ShardContents(
             self.layout,

@@ -381,8 +381,8 @@ def _sent_in_third_step(mode: str, mesh: Mesh, keys: Mapping[str, Any]) -> tuple
 
 def _check_sent(sent: dict[str, Counter[str]], plan: fzero.Plan, mode: str) -> None:
     planned = plan.sent_by_axis
-    assert set(sent) <= {*planned, "everyone"}
-    assert set(sent.get("everyone", ())) <= {"metrics"}
+    assert set(sent) <= {*planned, "world"}
+    assert set(sent.get("world", ())) <= {"metrics"}
     for axis, kinds in planned.items():
         found = sent.get(axis, Counter())
         for kind in ("all_reduce of gradients", "reduce_scatter of gradients"):
@@ -530,7 +530,7 @@ def test_a_captured_step_has_the_bits_of_the_eager_one_and_sends_what_the_plan_s
     plan = in_lockstep(GRAPHS[case][0], SQUARE, Short, **GRAPHS[case][1]).plan
     for same, planned, sent, gathered, is_as_on_paper in ranks(4, _captured, case):
         assert same and is_as_on_paper
-        assert {name: sent[name] for name in planned} == planned and set(sent) <= {*planned, "everyone"}
+        assert {name: sent[name] for name in planned} == planned and set(sent) <= {*planned, "world"}
         assert all(numel <= 2 * max(unit.gathered_numel for unit in plan.units) for numel in gathered)
         assert any(gathered) == (plan.stage == 3)
 
@@ -546,7 +546,7 @@ def test_a_step_of_a_mesh_on_paper_tells_what_crosses_each_axis() -> None:
         )
         timeline = step.explain(vectors(0, 2))
         planned = {name: 4 * sum(kinds.values()) for name, kinds in step.plan.sent_by_axis.items()}
-        numbers = {"everyone": 4 * 8 * 63, "data": 8 * 7, "node": 0}  # losses; norms, of hpZ within data shards first
+        numbers = {"world": 4 * 8 * 63, "data": 8 * 7, "node": 0}  # losses; norms, of hpZ within data shards first
         if mode == "hpz 3":
             numbers |= {"data": 8 * 8 * 7, "node": 8 * 7}
         assert timeline.sent_by_axis == {axis: planned.get(axis, 0) + sent for axis, sent in numbers.items()}

@@ -537,7 +537,7 @@ def _train_through(jobs: list[Job], num_steps: int = 3, model: Any = Lively, dat
 
 
 SQUARE = Mesh.of(node=2, data=2)
-EVERYONE = {w: tuple(range(w)) for w in (1, 2, 3, 4)}
+WORLD = {w: tuple(range(w)) for w in (1, 2, 3, 4)}
 
 
 @pytest.mark.covering(1)
@@ -546,7 +546,7 @@ EVERYONE = {w: tuple(range(w)) for w in (1, 2, 3, 4)}
 def test_training_goes_on_as_if_it_had_been_in_the_new_stage_all_along(
     ranks: RankPool, world_size: int, stages: tuple[int, int]
 ) -> None:
-    old, new = (Job(stage, EVERYONE[world_size]) for stage in stages)
+    old, new = (Job(stage, WORLD[world_size]) for stage in stages)
     moved = ranks(world_size, _train_through, [old, new])
     always = ranks(world_size, _train_through, [new], 6)
     for (curve, state, weights), (curve_always, state_always, weights_always) in zip(moved, always, strict=True):
@@ -558,7 +558,7 @@ def test_training_goes_on_as_if_it_had_been_in_the_new_stage_all_along(
 @pytest.mark.parametrize("stages", [(1, 3), (3, 2), (0, 3)])
 def test_training_in_16_bits_goes_on_in_the_new_stage(ranks: RankPool, stages: tuple[int, int], precision: str) -> None:
     cfg = ((precision, {"enabled": True} | ({"initial_scale_power": 8} if precision == "fp16" else {})),)
-    old, new = (Job(stage, EVERYONE[2], cfg) for stage in stages)
+    old, new = (Job(stage, WORLD[2], cfg) for stage in stages)
     moved = ranks(2, _train_through, [old, new], 3, Odd)
     always = ranks(2, _train_through, [new], 6, Odd)
     for (curve, state, _), (curve_always, state_always, _) in zip(moved, always, strict=True):
@@ -569,7 +569,7 @@ def test_training_in_16_bits_goes_on_in_the_new_stage(ranks: RankPool, stages: t
 @pytest.mark.parametrize("name", ["Lamb", "Adafactor", "Muon", "Adamax"])
 def test_training_with_every_kind_of_optimizer_goes_on_in_the_new_stage(ranks: RankPool, name: str) -> None:
     cfg = (("optimizer", OPTIMIZERS[name]),)
-    old, new = (Job(stage, EVERYONE[2], cfg) for stage in (1, 3))
+    old, new = (Job(stage, WORLD[2], cfg) for stage in (1, 3))
     moved = ranks(2, _train_through, [old, new], 3, Plain, vectors)
     always = ranks(2, _train_through, [new], 6, Plain, vectors)
     for (curve, state, _), (curve_always, state_always, _) in zip(moved, always, strict=True):
@@ -621,7 +621,7 @@ def _on_paper(job: Job) -> fzero.TrainStep:
 
 
 def _train_from(job: Job, states: list[TrainState[Tensor]], index: int) -> TrainState[Tensor]:
-    step = bind(replace(job, processes=EVERYONE[len(states)]))
+    step = bind(replace(job, processes=WORLD[len(states)]))
     state = states[step.rank]
     for offset in range(3):
         state, _ = step(state, _batch(step, tokens, index + offset))
@@ -809,9 +809,9 @@ def _reshard_wrongly(case: str) -> None:
     elif case == "steps":
         other = fzero.make_train_step(make(Lively), config(2), mesh=fzero.AbstractAxis("data", 2))
         fzero.reshard(state, old, new if rank == 0 else other)
-    elif case == "wires":
-        fake, wire = fzero.AbstractAxis("data", 2), fzero.compressed(fzero.quantize(8))
-        other = fzero.make_train_step(make(Lively), Job(3, (0, 1)).config, mesh=fake, reduce_wire=wire)
+    elif case == "comm hooks":
+        fake, hook = fzero.AbstractAxis("data", 2), fzero.compressed(fzero.quantize(8))
+        other = fzero.make_train_step(make(Lively), Job(3, (0, 1)).config, mesh=fake, reduce_hook=hook)
         fzero.reshard(state, old, new if rank == 0 else other)
     elif case == "nobody":
         fzero.reshard(state, old, fzero.make_train_step(make(Lively), config(2), mesh=fzero.AbstractAxis("data", 2)))
@@ -826,7 +826,7 @@ def _reshard_wrongly(case: str) -> None:
             "on process 1: state: must be one of this step's, got one with state.master['x']; pass the step that",
         ),
         ("steps", "processes [1] have other plans"),
-        ("wires", "processes [1] have other plans"),
+        ("comm hooks", "processes [1] have other plans"),
         ("nobody", "each of the 2 ranks of the new job"),
     ],
 )

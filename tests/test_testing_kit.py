@@ -470,18 +470,18 @@ EXACT = fzero.exact()
 OF_8_BITS = fzero.compressed(fzero.quantize(8))
 
 
-def gather_by(function: Callable[..., tuple[Tensor, Any]], wire: CommHook = EXACT) -> CommHook:
-    """A wire with another gather, which sends at once: (shard_S, axis, state) -> (full_P, state)."""
-    return wire._replace(start_gather=lambda *given, **_: completed(*function(*given)))
+def gather_by(function: Callable[..., tuple[Tensor, Any]], hook: CommHook = EXACT) -> CommHook:
+    """A comm hook with another gather, which sends at once: (shard_S, axis, state) -> (full_P, state)."""
+    return hook._replace(start_gather=lambda *given, **_: completed(*function(*given)))
 
 
 def reduce_by(function: Callable[..., tuple[Tensor, Any]]) -> CommHook:
-    """The exact wire with another reduction."""
+    """The exact comm hook with another reduction."""
     return EXACT._replace(start_reduce_scatter=lambda *given, **_: completed(*function(*given)))
 
 
 def gathering(change: Callable[[Tensor, Tensor, Any], Tensor]) -> CommHook:
-    """The exact wire, with the gathered tensor as `change(full_P, shard_S, axis)` makes it."""
+    """The exact comm hook, with the gathered tensor as `change(full_P, shard_S, axis)` makes it."""
 
     def gather(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
         return change(EXACT.gather(shard_S, axis, None)[0], shard_S, axis), state
@@ -490,7 +490,7 @@ def gathering(change: Callable[[Tensor, Tensor, Any], Tensor]) -> CommHook:
 
 
 def reducing(change: Callable[[Tensor, Tensor, Any], Tensor]) -> CommHook:
-    """The exact wire, with the sum as `change(sum_S, full_P, axis)` makes it."""
+    """The exact comm hook, with the sum as `change(sum_S, full_P, axis)` makes it."""
 
     def reduce_scatter(full_P: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any]:
         return change(EXACT.reduce_scatter(full_P, axis, None)[0], full_P, axis), state
@@ -584,9 +584,9 @@ BROKEN_COLLECTIVES: dict[str, tuple[CommHook, float, str, str]] = {
 
 @pytest.mark.parametrize("name", BROKEN_COLLECTIVES)
 def test_a_broken_collective_is_caught_for_the_right_reason(name: str) -> None:
-    wire, max_error, sentence, found = BROKEN_COLLECTIVES[name]
+    hook, max_error, sentence, found = BROKEN_COLLECTIVES[name]
     with pytest.raises(AssertionError, match=found) as raised:
-        check_collective(wire, max_error=max_error, name=name)
+        check_collective(hook, max_error=max_error, name=name)
     assert str(raised.value).startswith(f"{name}: {sentence}. Found that ")
 
 
@@ -601,8 +601,8 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_collectives_here_pass(name: str) -> None:
-    wire, max_error = RIGHT[name]
-    check_collective(wire, max_error=max_error)
+    hook, max_error = RIGHT[name]
+    check_collective(hook, max_error=max_error)
 
 
 def test_every_law_of_collectives_is_broken_by_one() -> None:

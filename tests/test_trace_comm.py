@@ -263,8 +263,8 @@ def test_on_several_axes_processes_and_lockstep_tell_what_the_plan_says_of_each(
     step = fzero.make_train_step(make(Plain), _mesh_config(stage, keys), mesh=axis)
     simulated = in_lockstep(step, vectors)
     check_plan(simulated, step.plan)
-    assert set(simulated.by_axis()) == {"data", "node", "everyone"}
-    assert {row.purpose for row in simulated.rows if row.axis == "everyone"} == {"told"}
+    assert set(simulated.by_axis()) == {"data", "node", "world"}
+    assert {row.purpose for row in simulated.rows if row.axis == "world"} == {"told"}
     for comm in ranks(4, _traced_on_a_mesh, stage, keys):
         assert comm.rows == simulated.rows
 

@@ -7,8 +7,8 @@ momentum, in a fixed metric: linear, so that an error made in one step can be ma
 its own gradient to the common momentum and sends *signs*, with a scale for each block; so does each worker that added up a
 part of them. What both of them lost, they add to what they send next.
 
-The codec is this page's own, 20 lines: `fzero.compressed` makes a wire of it, `fzero.error_feedback` remembers, and
-`check_collective` tries the laws that wires keep. Without feedback, the third curve, the same bits teach less.
+The codec is this page's own, 20 lines: `fzero.compressed` makes a comm hook of it, `fzero.error_feedback` remembers, and
+`check_collective` tries the laws that comm hooks keep. Without feedback, the third curve, the same bits teach less.
 
 Shape letters: W workers (the leading dimension), P elements of all parameters, B bytes.
 """
@@ -48,13 +48,13 @@ def one_bit(block: int) -> fzero.Codec:
         signs = (bits * POWERS).sum(-1, dtype=torch.uint8)
         return torch.cat([signs, scales_of(x).contiguous().view(torch.uint8)], dim=-1)
 
-    def decode(wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    def decode(hook: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         if not numel:
-            return wire.to(dtype)
+            return hook.to(dtype)
         length = -(-numel // 8)
-        is_negative = (wire[..., :length, None] & POWERS).flatten(-2)[..., :numel] != 0
+        is_negative = (hook[..., :length, None] & POWERS).flatten(-2)[..., :numel] != 0
         sizes = (
-            wire[..., length:]
+            hook[..., length:]
             .clone(memory_format=torch.contiguous_format)
             .view(torch.float32)
             .repeat_interleave(block, -1)[..., :numel]
@@ -82,15 +82,15 @@ def gradients_of(batch_W: tuple[Tensor, ...], model: torch.nn.Module, layout: Fl
     return of_all
 
 
-def mean_over(wire: fzero.CommHook, x_WP: Tensor, states: tuple[Any, Any]) -> tuple[Tensor, tuple[Any, Any]]:
+def mean_over(hook: fzero.CommHook, x_WP: Tensor, states: tuple[Any, Any]) -> tuple[Tensor, tuple[Any, Any]]:
     """The mean over workers, sent twice: a part of the sum to each worker, and that part of the mean to all."""
-    sum_WS, of_workers = wire.reduce_scatter(x_WP, AXIS, states[0])
-    mean_WP, of_parts = wire.gather(sum_WS / WORKERS, AXIS, states[1])
+    sum_WS, of_workers = hook.reduce_scatter(x_WP, AXIS, states[0])
+    mean_WP, of_parts = hook.gather(sum_WS / WORKERS, AXIS, states[1])
     return mean_WP[0], (of_workers, of_parts)  # the same on every worker
 
 
-def train(num_steps: int, num_exact: int, wire: fzero.CommHook) -> tuple[list[float], list[float]]:
-    """After every step the loss, and the megabytes that a worker has sent; from step `num_exact` on through `wire`."""
+def train(num_steps: int, num_exact: int, hook: fzero.CommHook) -> tuple[list[float], list[float]]:
+    """After every step the loss, and the megabytes that a worker has sent; from step `num_exact` on through `hook`."""
     model = make_model()
     params = {name: param.detach() for name, param in model.named_parameters()}
     shapes = tuple(tuple(param.shape) for param in params.values())
@@ -101,8 +101,8 @@ def train(num_steps: int, num_exact: int, wire: fzero.CommHook) -> tuple[list[fl
     states: tuple[Any, Any] = (None, None)
     for index in range(num_steps):
         if index == num_exact:
-            now = wire
-            states = wire.init(torch.zeros(WORKERS, params_P.numel())), wire.init(torch.zeros(WORKERS, shard_numel))
+            now = hook
+            states = hook.init(torch.zeros(WORKERS, params_P.numel())), hook.init(torch.zeros(WORKERS, shard_numel))
             v_P = v_P.maximum(v_P.mean() / 10)  # signs move elements, too, that hardly ever had a gradient
         batch_W = draw_batch(index, num_rows=NUM_ROWS, world_size=WORKERS)
         loss, grads_WP = gradients_of(batch_W, model, layout)(params_P)

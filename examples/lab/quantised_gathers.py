@@ -5,7 +5,7 @@
 Left: the error of a gather. A block of elements shares a scale, so a small block errs less and has more scales to send.
 The parameters are those of the demo's model, the error is its size over theirs (root mean squares).
 
-Right: four ranks of ZeRO-3 train through wires; the curves are their losses, less those of the exact run. Gathers in 8 bits
+Right: four ranks of ZeRO-3 train through comm hooks; the curves are their losses, less those of the exact run. Gathers in 8 bits
 (qwZ) are hardly seen. Reductions in 4 bits (qgZ) are, where a block has numbers of very different size, and remembering
 what was lost (LoCo) makes good for much of it.
 """
@@ -23,12 +23,12 @@ BLOCKS = (16, 64, 256, 1024, 4096)
 REDUCTIONS = fzero.compressed(fzero.quantize(4, 1024))
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {},
-    "8-bit gathers": {"gather_wire": fzero.compressed(fzero.quantize(8, 256))},
-    "4-bit reductions": {"reduce_wire": REDUCTIONS},
-    "4-bit reductions with feedback": {"reduce_wire": fzero.error_feedback(REDUCTIONS, decay=0.8)},
+    "8-bit gathers": {"gather_hook": fzero.compressed(fzero.quantize(8, 256))},
+    "4-bit reductions": {"reduce_hook": REDUCTIONS},
+    "4-bit reductions with feedback": {"reduce_hook": fzero.error_feedback(REDUCTIONS, decay=0.8)},
     "both": {
-        "gather_wire": fzero.compressed(fzero.quantize(8, 256)),
-        "reduce_wire": fzero.error_feedback(REDUCTIONS, decay=0.8),
+        "gather_hook": fzero.compressed(fzero.quantize(8, 256)),
+        "reduce_hook": fzero.error_feedback(REDUCTIONS, decay=0.8),
     },
 }
 
@@ -40,10 +40,10 @@ def error_of(codec: fzero.Codec, x: torch.Tensor) -> tuple[float, float]:
     return codec.nbytes(x.numel()) / x.numel(), ((arrived - x).norm() / x.norm()).item()
 
 
-def train(num_steps: int, **wires: Any) -> tuple[list[float], int]:
+def train(num_steps: int, **hooks: Any) -> tuple[list[float], int]:
     """The losses, and the bytes that a rank sends in a step."""
     step = fzero.make_train_step(
-        make_model(), config(stage=3, lr=0.01), mesh=fzero.AbstractAxis("data", RANKS), **wires
+        make_model(), config(stage=3, lr=0.01), mesh=fzero.AbstractAxis("data", RANKS), **hooks
     )
     ranks = fzero.simulate(step, by="lockstep")
     state, losses = ranks.init(), []
@@ -71,8 +71,8 @@ def main() -> None:
     errors.set_title("Parameters in fewer bits", loc="left")
     errors.legend(frameon=False)
     exact: list[float] = []
-    for name, wires in WIRES.items():
-        losses, nbytes = train(options.steps, **wires)
+    for name, hooks in WIRES.items():
+        losses, nbytes = train(options.steps, **hooks)
         exact = exact or losses
         print(f"{name}: loss {losses[0]:.3f} -> {sum(losses[-5:]) / 5:.3f}, {nbytes:,} bytes sent in a step")
         above = [loss - other for loss, other in zip(losses, exact, strict=True)]

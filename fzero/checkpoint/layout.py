@@ -24,11 +24,11 @@ from fzero.resharding.plan import (
     FlatTensor,
     Sources,
     buffers_of,
+    hook_states_of,
     kept_of,
     numbers_of,
     quantity_for,
     tensors_of,
-    wires_of,
 )
 from sharding import TensorSpec, boxes
 from sharding.dtypes import itemsize
@@ -352,11 +352,13 @@ def _check_shape(key: str, shape: tuple[int, ...], stored: Mapping[str, Stored])
         )
 
 
-def wires_told(plan: Plan) -> dict[str, str]:
-    """By the names of what the wires remember: what is sent by whom through what."""
-    return {name: told for name, (_, told) in wires_of(plan).items()}
+def describe_hook_states(plan: Plan) -> dict[str, str]:
+    """By the names of what the comm hooks remember: what is sent by whom through what."""
+    return {name: told for name, (_, told) in hook_states_of(plan).items()}
 
 
 def own_specs(plan: Plan, rng: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """What each rank has for itself: its random generators, and what its wires remember."""
-    return {f"state.rng[{kind!r}]": spec for kind, spec in rng.items()} | {n: s for n, (s, _) in wires_of(plan).items()}
+    """What each rank has for itself: its random generators, and what its comm hooks remember."""
+    return {f"state.rng[{kind!r}]": spec for kind, spec in rng.items()} | {
+        n: s for n, (s, _) in hook_states_of(plan).items()
+    }

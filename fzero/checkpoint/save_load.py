@@ -35,6 +35,7 @@ from fzero.checkpoint.layout import (
     StoredSlice,
     check_names,
     check_told,
+    describe_hook_states,
     key_of,
     nbytes_of,
     numbers_by_name,
@@ -45,7 +46,6 @@ from fzero.checkpoint.layout import (
     sources_of_numbers,
     stored_by,
     told_of,
-    wires_told,
 )
 from fzero.common.arguments import check_kind, check_no_inference, check_path
 from fzero.common.pickles import load_tensors
@@ -61,7 +61,7 @@ from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_store import StoreError
-from fzero.storage.file_tensor import DcpReader as Scratch
+from fzero.storage.file_tensor import StateFiles as Scratch
 from fzero.storage.file_tensor import FilePart, part_of
 from fzero.storage.shard_io import Leaf
 
@@ -190,7 +190,7 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
     if isinstance(step, LockstepRanks):
         loaded = step._run(lambda rank: load(dir, step=step.steps[rank]))
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
-    axis = step._mesh.everyone
+    axis = step._mesh.world
     collectives.meet("fzero.load", axis)
     check_same_folder(axis, dir, "load")
     path = Path(of_rank_0(axis, lambda: str(files.find(Path(dir)))))
@@ -202,7 +202,7 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
 def placed(state: TrainState[Tensor], step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
     """A state that was read, where the step wants it. *Collective* where there are files, which may have failed."""
     if scratch is not None:
-        agree(scratch, step._mesh.everyone)
+        agree(scratch, step._mesh.world)
     return place(state, step)
 
 
@@ -341,7 +341,7 @@ class Contents(NamedTuple):
         stored: what there is, by key, but for what each rank has for itself; and `aliases`, further keys of it.
         numbers: the 0-d tensors, those of the optimizer state for each parameter.
         optimizer: what kind of optimizer state each parameter has (`fzero.checkpoint.layout.told_of`).
-        wires: what the wires of reductions remember.
+        hooks: what the comm hooks of reductions remember.
         names: the keys of the model's state dict, each with the name under which its tensor is stored.
         rates: the learning rate of each parameter's next update; and `loss_scaling`, the rules of the loss scale: for others,
             as fzero's steps have their own.
@@ -352,7 +352,7 @@ class Contents(NamedTuple):
     aliases: Mapping[str, str]
     numbers: Mapping[str, float | int]
     optimizer: Mapping[str, Any]
-    wires: Mapping[str, str]
+    hook_states: Mapping[str, str]
     names: Mapping[str, str]
     rates: Mapping[str, float]
     loss_scaling: Mapping[str, Any]
@@ -364,7 +364,7 @@ class Contents(NamedTuple):
 def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Mapping[str, float]) -> Contents:
     plan = step.plan
     return Contents(
-        *stored_by(plan, aliases_of(step)), numbers_by_name(plan, numbers), told_of(plan), wires_told(plan),
+        *stored_by(plan, aliases_of(step)), numbers_by_name(plan, numbers), told_of(plan), describe_hook_states(plan),
         step._stored_names, rates, asdict(step._scaling), plan.stage, plan.mesh.axes, step._scaling.dynamic,
     )  # fmt: skip
 
@@ -383,7 +383,7 @@ def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Content
     from fzero.checkpoint.dcp_format import write_metadata
 
     write_metadata(folder, slices, contents.stored, contents.aliases)
-    fields = ("numbers", "optimizer", "wires", "names", "rates", "loss_scaling")
+    fields = ("numbers", "optimizer", "comm hooks", "names", "rates", "loss_scaling")
     told = {name: getattr(contents, name) for name in fields} | {"slices": slices}
     files.write_whole(folder / files.CONTENTS, json.dumps(told).encode())
     files.write_whole(folder / files.CLIENT, client)
@@ -411,7 +411,7 @@ def _started(
     state: TrainState[Tensor], path: Path, step: TrainStep, client: Any, keep: int | None, *, copies: bool
 ) -> Saving:
     """Makes the folder to write to, and starts to write: from copies, or from the state itself."""
-    axis = step._mesh.everyone
+    axis = step._mesh.world
 
     def prepare() -> list[StoredSlice]:
         step._check_state(state)
@@ -465,7 +465,7 @@ class Saved(NamedTuple):
     source: Source
     numbers: Mapping[str, float | int]
     optimizer: Mapping[str, Any]
-    wires: Mapping[str, str]
+    hook_states: Mapping[str, str]
     scales_dynamically: bool
 
 
@@ -476,7 +476,9 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
     files.check_beside(path, manifest)
     contents = json.loads((path / files.CONTENTS).read_bytes())
     found = DcpReader(path, map(Slice.of, contents["slices"]))
-    saved = Saved(found, contents["numbers"], contents["optimizer"], contents["wires"], manifest["scales_dynamically"])
+    saved = Saved(
+        found, contents["numbers"], contents["optimizer"], contents["comm hooks"], manifest["scales_dynamically"]
+    )
     client = files.read_client(path)
     return Loaded(restored(saved, step, scratch), client, path)
 
@@ -503,7 +505,7 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
         wanted.setdefault(quantity, []).extend(parts)
     keeps_scale = saved.scales_dynamically and step._scaling.dynamic
     state = blank(step, rank, numbers, keeps_scale=keeps_scale, files=scratch)
-    wanted["own"] = parts_of_own(rank, _kept_own(step, saved.wires), source.stored)
+    wanted["own"] = parts_of_own(rank, _kept_own(step, saved.hook_states), source.stored)
     read_into(state, wanted.values(), source)
     for name, value in step._first_state.values(missing, None, None).items():
         state.buffers[name].copy_(value)
@@ -557,13 +559,13 @@ def aliases_of(step: TrainStep) -> dict[str, str]:
     return step.plan.aliases | {key: name for key, name in step._stored_names.items() if key != name}
 
 
-def _kept_own(step: TrainStep, wires: Mapping[str, str]) -> dict[str, Any]:
+def _kept_own(step: TrainStep, hook_states: Mapping[str, str]) -> dict[str, Any]:
     """What this rank has for itself and may go on with."""
-    own, now = own_specs(step.plan, step.specs.rng), wires_told(step.plan)
-    forgotten = [name for name in now if wires.get(name) != now[name]]
-    if wires and forgotten:
+    own, now = own_specs(step.plan, step.specs.rng), describe_hook_states(step.plan)
+    forgotten = [name for name in now if hook_states.get(name) != now[name]]
+    if hook_states and forgotten:
         warnings.warn(
-            f"load: what reductions lost so far is forgotten where ranks, flat buffers or wires change: now {step.plan.wiring} "
+            f"load: what reductions lost so far is forgotten where ranks, flat buffers or comm hooks change: now {step.plan.comm_hooks} "
             f"on {step.world_size} ranks",
             stacklevel=4,
         )
@@ -586,11 +588,11 @@ def together(axis: Bound, function: Callable[[], T]) -> T:
     except (CheckpointError, ValueError, OSError, StoreError) as error:
         problem = error
     index = next((i for i, kind in enumerate(_RAISED) if isinstance(problem, kind)), len(_RAISED))
-    everyone = collectives.exchange((_told(problem), index), axis, label=Label("save"))
-    for rank, (told, index) in enumerate(everyone):
+    world = collectives.exchange((_told(problem), index), axis, label=Label("save"))
+    for rank, (told, index) in enumerate(world):
         if told:
             kind = [*_RAISED, CheckpointError][index]
-            raise kind(told if len(everyone) == 1 else f"{told} (on rank {rank})") from problem
+            raise kind(told if len(world) == 1 else f"{told} (on rank {rank})") from problem
     return values[0]
 
 

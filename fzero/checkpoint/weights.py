@@ -31,7 +31,7 @@ from fzero.resharding.reshard import AnyStep, blank, first_optimizer
 from fzero.simulation import LockstepRanks, stacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import DcpReader as Scratch
+from fzero.storage.file_tensor import StateFiles as Scratch
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
     if isinstance(step, LockstepRanks):
         state: TrainState[Tensor] = stacked(step._run(lambda rank: load_weights(path, step=step.steps[rank])))
         return state
-    collectives.meet("fzero.load_weights", step._mesh.everyone)
-    scratch = step._offload.make_files(step._mesh.everyone)
-    check_same_folder(step._mesh.everyone, path, "load_weights")
-    read = together(step._mesh.everyone, lambda: _load(Path(path), step, scratch))
+    collectives.meet("fzero.load_weights", step._mesh.world)
+    scratch = step._offload.make_files(step._mesh.world)
+    check_same_folder(step._mesh.world, path, "load_weights")
+    read = together(step._mesh.world, lambda: _load(Path(path), step, scratch))
     return placed(read, step, scratch)
 
 

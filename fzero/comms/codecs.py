@@ -8,7 +8,7 @@ dimension; leading ones (ranks, rows) stay. As many elements always make as many
 
 `bound` tells how far `decode(encode(x))` may be from `x`, for each element.
 
-Shape letters: N elements, B bytes of the wire.
+Shape letters: N elements, B bytes of what is sent.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def cast(dtype: str) -> Codec:
     def encode(x: Tensor) -> Tensor:
         return _bits(x.to(narrow), torch.uint8)
 
-    def decode(wire: Tensor, numel: int, wide: torch.dtype) -> Tensor:
-        return _bits(wire, narrow)[..., :numel].to(wide)
+    def decode(hook: Tensor, numel: int, wide: torch.dtype) -> Tensor:
+        return _bits(hook, narrow)[..., :numel].to(wide)
 
     def bound(x: Tensor) -> Tensor:
         info = torch.finfo(narrow)
@@ -126,8 +126,8 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
             codes = (low & 0xF) | ((high & 0xF) << 4)
         return torch.cat([codes[..., : length(x.shape[-1])], _bits(scales.squeeze(-1), torch.uint8)], dim=-1)
 
-    def decode(wire: Tensor, numel: int, wide: torch.dtype) -> Tensor:
-        codes, scales = wire[..., : length(numel)], _bits(wire[..., length(numel) :], torch.float32)
+    def decode(hook: Tensor, numel: int, wide: torch.dtype) -> Tensor:
+        codes, scales = hook[..., : length(numel)], _bits(hook[..., length(numel) :], torch.float32)
         codes = torch.nn.functional.pad(codes, (0, length(num_blocks(numel) * block) - length(numel)))
         if bits == 4:
             codes = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)

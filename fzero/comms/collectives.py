@@ -61,7 +61,7 @@ TIMEOUTS = {"FZERO_TIMEOUT": "seconds", "DEEPSPEED_TIMEOUT": "minutes"}
 """Variables that say how long a collective waits, and their units; the first that is set counts."""
 DATA = "data"
 """The name of the axis that the state is sharded over."""
-EVERYONE = "everyone"
+WORLD = "world"
 """The name of all ranks together, where they stand in a mesh of several axes."""
 GATHER, REDUCE, OTHER = Label("gather"), Label("reduce"), Label("other")
 """The labels of collectives that are given none."""
@@ -314,21 +314,21 @@ def failed(label: Label | str, error: Exception) -> CollectiveError:
 AnyRank = TypeVar("AnyRank", Bound, ProcessAxis | AbstractAxis)
 
 
-def along(everyone: AnyRank, mesh: Mesh, name: str) -> AnyRank:
-    """The ranks that differ from this one along the axis `name` of a mesh only; `everyone` are all of its ranks.
+def along(world: AnyRank, mesh: Mesh, name: str) -> AnyRank:
+    """The ranks that differ from this one along the axis `name` of a mesh only; `world` are all of its ranks.
 
     *Collective* on a `ProcessAxis` axis, where a process group is made the first time: every rank, for one axis after the other.
     """
-    size, rank = mesh.axis_size(name), mesh.coordinate(everyone.rank)[name]
-    if size == everyone.size:
-        return replace(everyone, name=name, mesh=None)
-    if isinstance(everyone, AbstractAxis):
-        return replace(everyone, name=name, size=size, rank=rank, mesh=None)
-    ranks = tuple(map(everyone.global_rank, mesh.peers(everyone.rank, name)))
-    if isinstance(everyone, LockstepAxis):
-        return replace(everyone, name=name, size=size, rank=rank, mesh=None, ranks=ranks)
-    group = _part_of(everyone.group, ranks, f"fzero {name}") if size > 1 else None
-    return ProcessAxis(name, size, rank, group, everyone.observe)
+    size, rank = mesh.axis_size(name), mesh.coordinate(world.rank)[name]
+    if size == world.size:
+        return replace(world, name=name, mesh=None)
+    if isinstance(world, AbstractAxis):
+        return replace(world, name=name, size=size, rank=rank, mesh=None)
+    ranks = tuple(map(world.global_rank, mesh.peers(world.rank, name)))
+    if isinstance(world, LockstepAxis):
+        return replace(world, name=name, size=size, rank=rank, mesh=None, ranks=ranks)
+    group = _part_of(world.group, ranks, f"fzero {name}") if size > 1 else None
+    return ProcessAxis(name, size, rank, group, world.observe)
 
 
 def _part_of(whole: dist.ProcessGroup | None, ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
@@ -687,7 +687,7 @@ def start_all_reduce(
     of P/W elements sends.
 
     Args:
-        then: further axes to sum over: between the reduce-scatter and the all-gather that an all-reduce is made of.
+        then: replicate axes to sum over: between the reduce-scatter and the all-gather that an all-reduce is made of.
         after: the collective that writes `full_P`; it is ended first, without holding up the caller.
     """
     _tell(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)

@@ -1,11 +1,11 @@
 """What does a gather or a reduce-scatter send? Collectives as values that compose.
 
-A wire is a pair of pure functions over the ranks of an axis, with a state of their own that goes in and comes out:
+A comm hook is a pair of pure functions over the ranks of an axis, with a state of their own that goes in and comes out:
 
     exact()                       the numbers as they are
     compressed(codec)                  what a codec makes of them: fewer bytes, and an error within its bound
     error_feedback(compressed(codec))  the same, and what one round lost is added to what the next one sends
-    reset_every(wire, every=n)      the same, with a new state every n rounds
+    reset_every(hook, every=n)      the same, with a new state every n rounds
 
 With `compressed(quantize(8))` for gathers and `compressed(quantize(4))` for reductions that is ZeRO++ (Wang et al. 2023, qwZ and qgZ);
 with error feedback on the reductions LoCo (Xie et al. 2024). Every rank decodes its own part like the others', so
@@ -87,7 +87,7 @@ class CommHook(NamedTuple):
 
 
 def exact() -> CommHook:
-    """The numbers as they are, as a step sends them without a wire. *Collective:* each function sends `(W-1)/W · P` elements."""
+    """The numbers as they are, as a step sends them without a comm hook. *Collective:* each function sends `(W-1)/W · P` elements."""
     return _EXACT
 
 
@@ -170,23 +170,23 @@ def compressed(codec: Codec) -> CommHook:
     )
 
 
-def error_feedback(wire: CommHook, *, decay: float = 0.0) -> CommHook:
+def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
     """What one round lost is added to what this rank sends in the next (Seide et al. 2014; LoCo with `decay` 0.8).
 
     The state is the error so far, as long as what is sent. An error that is not finite is forgotten.
 
     Args:
-        wire: without a state of its own.
+        hook: without a state of its own.
         decay: the share of the old error that stays beside the new one: error ← decay · error + (1 - decay) · lost.
     """
-    _check_wire("error_feedback", wire)
+    _check_hook("error_feedback", hook)
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise ValueError(f"error_feedback: decay must be in [0, 1), got {decay!r}; 0 keeps the last round's error only")
 
     def corrected(x: Tensor, error: Tensor, parts: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """What is sent in place of `x`, in the error's dtype, and the new error."""
         sent = x.to(error.dtype) + error
-        lost = sent - wire.lossy(parts(sent)).reshape(sent.shape)
+        lost = sent - hook.lossy(parts(sent)).reshape(sent.shape)
         error = decay * error + (1 - decay) * lost
         return sent, torch.where(error.isfinite(), error, 0.0)
 
@@ -194,7 +194,7 @@ def error_feedback(wire: CommHook, *, decay: float = 0.0) -> CommHook:
         shard: Tensor, axis: Axis, error: State, *, full_P: Tensor | None = None, label: Label = GATHER
     ) -> Sending:
         sent, error = corrected(shard, error, lambda x: x)
-        pending = wire.start_gather(sent, axis, None, label=label).pending
+        pending = hook.start_gather(sent, axis, None, label=label).pending
         return Sending(_copied(pending, full_P, shard.dtype), lambda: error)
 
     def start_reduce_scatter(
@@ -214,51 +214,51 @@ def error_feedback(wire: CommHook, *, decay: float = 0.0) -> CommHook:
             return sent
 
         sent, after = _made(make, full.shape, error.dtype, full, after)
-        pending = wire.start_reduce_scatter(sent, axis, None, after=after, label=label).pending
+        pending = hook.start_reduce_scatter(sent, axis, None, after=after, label=label).pending
         return Sending(_copied(pending, out_S, full.dtype), lambda: errors[0])
 
     def init(like: Tensor) -> Tensor:
         return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
     return CommHook(
-        f"error_feedback({wire.name}, {decay})", wire.nbytes, init, start_gather, start_reduce_scatter, wire.lossy
+        f"error_feedback({hook.name}, {decay})", hook.nbytes, init, start_gather, start_reduce_scatter, hook.lossy
     )
 
 
-def _check_wire(field: str, wire: CommHook) -> None:
-    if not isinstance(wire, CommHook):
-        raise ValueError(f"{field}: wire must be a CommHook, got {wire!r}; pass compressed(quantize(4)), say")
-    if wire.init(torch.empty(2, device="meta")) is not None:
+def _check_hook(field: str, hook: CommHook) -> None:
+    if not isinstance(hook, CommHook):
+        raise ValueError(f"{field}: comm hook must be a CommHook, got {hook!r}; pass compressed(quantize(4)), say")
+    if hook.init(torch.empty(2, device="meta")) is not None:
         raise ValueError(
-            f"{field}: wire must be without a state of its own, got {wire.name}; pass what is inside of it"
+            f"{field}: comm hook must be without a state of its own, got {hook.name}; pass what is inside of it"
         )
 
 
 class ResetEvery(NamedTuple):
-    """The state of a wire that starts anew from time to time."""
+    """The state of a comm hook that starts anew from time to time."""
 
     state: State
     num_rounds: Tensor
     """0-d int64: rounds made so far."""
 
 
-def reset_every(wire: CommHook, *, every: int) -> CommHook:
-    """A wire whose state becomes what `init` makes after `every` rounds, and again after as many (LoCo's `reset_T`)."""
-    if not isinstance(wire, CommHook):
+def reset_every(hook: CommHook, *, every: int) -> CommHook:
+    """A comm hook whose state becomes what `init` makes after `every` rounds, and again after as many (LoCo's `reset_T`)."""
+    if not isinstance(hook, CommHook):
         raise ValueError(
-            f"restarted: wire must be a CommHook, got {type(wire).__name__}; pass error_feedback(compressed(quantize(4))), say"
+            f"restarted: comm hook must be a CommHook, got {type(hook).__name__}; pass error_feedback(compressed(quantize(4))), say"
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"restarted: every must be a positive number of rounds, got {every!r}; 1024 say")
 
     def init(like: Tensor) -> ResetEvery:
-        return ResetEvery(wire.init(like), torch.zeros(like.shape[:-1], dtype=torch.int64, device=like.device))
+        return ResetEvery(hook.init(like), torch.zeros(like.shape[:-1], dtype=torch.int64, device=like.device))
 
     def present(x: Tensor, state: ResetEvery) -> State:
         is_new = state.num_rounds % every == 0
         return optree.tree_map(
             lambda first, now: torch.where(is_new.view(is_new.shape + (1,) * (now.ndim - is_new.ndim)), first, now),
-            wire.init(x),
+            hook.init(x),
             state.state,
         )
 
@@ -266,13 +266,13 @@ def reset_every(wire: CommHook, *, every: int) -> CommHook:
         return sending._replace(state=lambda: ResetEvery(sending.state(), state.num_rounds + 1))
 
     def start_gather(shard: Tensor, axis: Axis, state: State, **how: Any) -> Sending:
-        return later(wire.start_gather(shard, axis, present(shard, state), **how), state)
+        return later(hook.start_gather(shard, axis, present(shard, state), **how), state)
 
     def start_reduce_scatter(full: Tensor, axis: Axis, state: State, **how: Any) -> Sending:
-        return later(wire.start_reduce_scatter(full, axis, present(full, state), **how), state)
+        return later(hook.start_reduce_scatter(full, axis, present(full, state), **how), state)
 
-    name = f"restarted({wire.name}, {every})"
-    return CommHook(name, wire.nbytes, init, start_gather, start_reduce_scatter, wire.lossy)
+    name = f"restarted({hook.name}, {every})"
+    return CommHook(name, hook.nbytes, init, start_gather, start_reduce_scatter, hook.lossy)
 
 
 # --- what they are made of ---------------------------------------------------------------------------------------

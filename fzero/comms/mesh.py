@@ -17,14 +17,14 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.collectives import DATA, EVERYONE, GATHER, OTHER, REDUCE, Bound, Pending
+from fzero.comms.collectives import DATA, GATHER, OTHER, REDUCE, WORLD, Bound, Pending
 from fzero.comms.comm_hooks import CommHook, Sending, State
 from fzero.comms.records import CommRecord, Label
 from sharding import Mesh, Sharded, Spec
 
 AnyAxis = TypeVar("AnyAxis")
 States = Mapping[str, State]
-"""What the wires of one flat buffer remember, by axis."""
+"""What the comm hooks of one flat buffer remember, by axis."""
 
 
 class Division(Protocol):
@@ -37,7 +37,7 @@ class Division(Protocol):
     @property
     def axes(self) -> tuple[str, ...]: ...
     @property
-    def further_axes(self) -> tuple[str, ...]: ...
+    def replicate_axes(self) -> tuple[str, ...]: ...
     def shard_of(self, rank: int) -> int: ...
 
 
@@ -51,28 +51,28 @@ class RankMesh:
     """The axes of a plan's mesh, of which this process (or this thread) is one rank.
 
     Args:
-        everyone: all ranks of the job; on one axis, that axis.
+        world: all ranks of the job; on one axis, that axis.
         axes: over which the finest shards lie, major first (`Plan.axes`).
-        further: those along which other ranks hold the same shards (`Plan.further_axes`).
+        replicate_axes: those along which other ranks hold the same shards (`Plan.replicate_axes`).
         shard: which of the finest shards this rank holds.
     """
 
-    everyone: Bound
+    world: Bound
     axes: tuple[Bound, ...]
-    further: tuple[Bound, ...]
+    replicate_axes: tuple[Bound, ...]
     shard: int
 
     @classmethod
-    def of(cls, everyone: Bound, plan: Division) -> Self:
+    def of(cls, world: Bound, plan: Division) -> Self:
         """*Collective* where several axes are real: every rank; makes a process group for each, the first time."""
-        mesh, shard = plan.mesh, plan.shard_of(everyone.rank)
+        mesh, shard = plan.mesh, plan.shard_of(world.rank)
         if not is_several(mesh):
-            everyone = replace(everyone, name=plan.axes[0])
-            return cls(everyone, (everyone,), (), shard)
-        axes, further = (
-            tuple(collectives.along(everyone, mesh, name) for name in names) for names in (plan.axes, plan.further_axes)
+            world = replace(world, name=plan.axes[0])
+            return cls(world, (world,), (), shard)
+        axes, replicate_axes = (
+            tuple(collectives.along(world, mesh, name) for name in names) for names in (plan.axes, plan.replicate_axes)
         )
-        return cls(replace(everyone, name=EVERYONE), axes, further, shard)
+        return cls(replace(world, name=WORLD), axes, replicate_axes, shard)
 
     @property
     def num_shards(self) -> int:
@@ -81,10 +81,10 @@ class RankMesh:
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same ranks, whose collectives are told to `observe`, too."""
-        axes, further = (
-            tuple(collectives.observed(axis, observe) for axis in own) for own in (self.axes, self.further)
+        axes, replicate_axes = (
+            tuple(collectives.observed(axis, observe) for axis in own) for own in (self.axes, self.replicate_axes)
         )
-        return replace(self, everyone=collectives.observed(self.everyone, observe), axes=axes, further=further)
+        return replace(self, world=collectives.observed(self.world, observe), axes=axes, replicate_axes=replicate_axes)
 
     def axes_of(self, spec: Spec) -> tuple[Bound, ...]:
         """Those that the spec of a part of the state names: the first ones of `axes`."""
@@ -96,7 +96,7 @@ class RankMesh:
         full: Tensor,
         axes: Sequence[Bound],
         *,
-        wires: Mapping[str, CommHook] = {},
+        hooks: Mapping[str, CommHook] = {},
         label: Label = GATHER,
     ) -> Pending:
         """Starts to fill `full` with the shards of all ranks along `axes`, of which `shard_S` may be a slice.
@@ -104,11 +104,11 @@ class RankMesh:
         *Collective:* every rank of `axes`.
 
         Args:
-            wires: without a state, where there is one axis.
+            hooks: without a state, where there is one axis.
         """
-        if wires:
+        if hooks:
             (axis,) = axes
-            return wires[axis.name].start_gather(shard_S, axis, None, full_P=full, label=label).pending
+            return hooks[axis.name].start_gather(shard_S, axis, None, full_P=full, label=label).pending
         wholes = [full]
         for axis in axes[:-1]:
             wholes.append(_own(wholes[-1], axis))
@@ -125,49 +125,49 @@ class RankMesh:
         full_P: Tensor,
         *,
         out_S: Tensor | None = None,
-        further: Literal["now", "later"] = "now",
+        sum_replicas: Literal["now", "later"] = "now",
         held_S: Tensor | None = None,
-        wires: Mapping[str, CommHook] = {},
+        hooks: Mapping[str, CommHook] = {},
         states: Mapping[str, State] = {},
         label: Label = REDUCE,
     ) -> Sending:
-        """Starts to sum `full_P` over all ranks: along `axes` in order, each in rank order, and then along the further ones.
+        """Starts to sum `full_P` over all ranks: along `axes` in order, each in rank order, and then along the replicate axes.
 
         *Collective:* every rank.
 
         Args:
             full_P: this rank's summand; must not change until the end, and is written where there are several axes.
             out_S: takes the result; may be this rank's shard of `full_P`. None makes a new tensor, or uses that shard.
-            further: `"later"` leaves the sum along the further axes to a later call, which is given this result.
-            held_S: what earlier calls left. The shard is added to it, in its dtype, before the sum along the further axes.
-            wires: that it goes through, by axis.
+            sum_replicas: `"later"` leaves the sum along the replicate axes to a later call, which is given this result.
+            held_S: what earlier calls left. The shard is added to it, in its dtype, before the sum along the replicate axes.
+            hooks: that it goes through, by axis.
             states: theirs, by axis; what is under way gives the new ones.
         """
-        pending, summand, through = None, full_P, _Through(wires, states, {})
+        pending, summand, through = None, full_P, _Through(hooks, states, {})
         for axis in self.axes:
             is_last = axis is self.axes[-1]
             target = out_S if is_last else None
-            if target is None and (self.further or not is_last):
+            if target is None and (self.replicate_axes or not is_last):
                 target = _own(summand, axis)
             pending = through.start_along(axis, summand, target, pending, label)
             summand = full_P if target is None else target
         assert pending is not None
-        if self.further and further == "now":
+        if self.replicate_axes and sum_replicas == "now":
             pending = pending if held_S is None else _plus(pending, held_S)
-            pending = through.start_sum(summand, self.further, pending, label)
+            pending = through.start_sum(summand, self.replicate_axes, pending, label)
         return Sending(pending, through.now)
 
     def start_all_reduce(
         self,
         full_P: Tensor,
         *,
-        wires: Mapping[str, CommHook] = {},
+        hooks: Mapping[str, CommHook] = {},
         states: Mapping[str, State] = {},
         label: Label = REDUCE,
     ) -> Sending:
         """Starts to sum `full_P` over all ranks, in place and in the same order. *Collective:* every rank."""
-        axes = [axis for axis in (*self.axes, *self.further) if axis.size > 1] or [self.everyone]
-        through = _Through(wires, states, {})
+        axes = [axis for axis in (*self.axes, *self.replicate_axes) if axis.size > 1] or [self.world]
+        through = _Through(hooks, states, {})
         return Sending(through.start_sum(full_P, axes, None, label), through.now)
 
     def all_gather(self, shard: Tensor, axes: Sequence[Bound], *, label: Label = GATHER) -> Tensor:
@@ -191,25 +191,25 @@ def stack_along(x: Tensor, axes: Sequence[AnyAxis], stack: Callable[[Tensor, Any
 
 
 class _Through(NamedTuple):
-    """One reduction, through the wires of some axes."""
+    """One reduction, through the comm hooks of some axes."""
 
-    wires: Mapping[str, CommHook]
+    hooks: Mapping[str, CommHook]
     before: States
     after: dict[str, Callable[[], State]]
     """What gives the new states, by axis."""
 
     def now(self) -> States:
-        """What the wires remember, when all has ended."""
+        """What the comm hooks remember, when all has ended."""
         return {**self.before, **{axis: state() for axis, state in self.after.items()}}
 
     def start_along(
         self, axis: Bound, full: Tensor, out: Tensor | None, after: Pending | None, label: Label
     ) -> Pending:
         """Starts a reduce-scatter along one axis."""
-        if axis.name not in self.wires:
+        if axis.name not in self.hooks:
             return collectives.start_reduce_scatter(full, axis, out_S=out, after=after, label=label)
-        wire, state = self.wires[axis.name], self.before.get(axis.name)
-        sending = wire.start_reduce_scatter(full, axis, state, out_S=out, after=after, label=label)
+        hook, state = self.hooks[axis.name], self.before.get(axis.name)
+        sending = hook.start_reduce_scatter(full, axis, state, out_S=out, after=after, label=label)
         if axis.name in self.before:
             self.after[axis.name] = sending.state
         return sending.pending if out is None else _into(out, sending.pending)
@@ -217,7 +217,7 @@ class _Through(NamedTuple):
     def start_sum(self, full: Tensor, axes: Sequence[Bound], after: Pending | None, label: Label) -> Pending:
         """Starts to sum along one axis after the other, in place. What has been added up is gathered as it is."""
         first, *then = axes
-        if not any(axis.name in self.wires for axis in axes):
+        if not any(axis.name in self.hooks for axis in axes):
             return collectives.start_all_reduce(full, first, then=then, after=after, label=label)
         own = _own(full, first)
         reduction = self.start_along(first, full, own, after, label)
@@ -227,7 +227,7 @@ class _Through(NamedTuple):
 
 
 def _into(out: Tensor, pending: Pending) -> Pending:
-    """The same collective, with its result in `out`, where a wire may have left it elsewhere."""
+    """The same collective, with its result in `out`, where a comm hook may have left it elsewhere."""
 
     def finish() -> Tensor:
         result = pending.finish()

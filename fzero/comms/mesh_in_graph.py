@@ -19,7 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comms.collectives import EVERYONE, AbstractAxis, ProcessAxis, TracedAxis, along
+from fzero.comms.collectives import WORLD, AbstractAxis, ProcessAxis, TracedAxis, along
 from fzero.comms.comm_hooks import CommHook
 from fzero.comms.mesh import Division, stack_along
 from fzero.comms.stacked import Stacked, StackedAxis
@@ -75,40 +75,40 @@ class OneRank:
 
 @dataclass(frozen=True, slots=True)
 class TracedMesh:
-    """The axes of a plan's mesh in a graph; `everyone`, `axes` and `further` as in a `BoundMesh`."""
+    """The axes of a plan's mesh in a graph; `world`, `axes` and `replicate_axes` as in a `RankMesh`."""
 
     ranks: OneRank | Stacked
-    everyone: AxisInGraph
+    world: AxisInGraph
     axes: tuple[AxisInGraph, ...]
-    further: tuple[AxisInGraph, ...]
+    replicate_axes: tuple[AxisInGraph, ...]
 
     @classmethod
-    def of(cls, everyone: ProcessAxis | AbstractAxis, plan: Division, device: torch.device) -> Self:
-        """One rank's. *Collective* where several axes are real, as `BoundMesh.of`."""
-        axes, further = (
-            tuple(TracedAxis.of(along(everyone, plan.mesh, name), device) for name in names)
-            for names in (plan.axes, plan.further_axes)
+    def of(cls, world: ProcessAxis | AbstractAxis, plan: Division, device: torch.device) -> Self:
+        """One rank's. *Collective* where several axes are real, as `RankMesh.of`."""
+        axes, replicate_axes = (
+            tuple(TracedAxis.of(along(world, plan.mesh, name), device) for name in names)
+            for names in (plan.axes, plan.replicate_axes)
         )
-        whole = next((axis for axis in (*axes, *further) if axis.size == everyone.size), None)
+        whole = next((axis for axis in (*axes, *replicate_axes) if axis.size == world.size), None)
         return cls(
-            OneRank(plan.shard_of(everyone.rank)),
-            whole or TracedAxis.of(everyone, device, name=EVERYONE),
+            OneRank(plan.shard_of(world.rank)),
+            whole or TracedAxis.of(world, device, name=WORLD),
             axes,
-            further,
+            replicate_axes,
         )
 
     @classmethod
     def of_all(cls, ranks: Stacked, plan: Division) -> Self:
         """All ranks' at once."""
-        axes, further = (
-            tuple(StackedAxis.of(plan.mesh, name) for name in names) for names in (plan.axes, plan.further_axes)
+        axes, replicate_axes = (
+            tuple(StackedAxis.of(plan.mesh, name) for name in names) for names in (plan.axes, plan.replicate_axes)
         )
-        return cls(ranks, StackedAxis(plan.world_size), axes, further)
+        return cls(ranks, StackedAxis(plan.world_size), axes, replicate_axes)
 
     @property
     def num_ranks(self) -> int:
         """W."""
-        return self.everyone.size
+        return self.world.size
 
     @property
     def num_shards(self) -> int:
@@ -118,14 +118,14 @@ class TracedMesh:
     @property
     def by_group(self) -> dict[str, TracedAxis]:
         """The axes of one rank by the names that a graph has for them."""
-        axes = [axis for axis in (self.everyone, *self.axes, *self.further) if isinstance(axis, TracedAxis)]
+        axes = [axis for axis in (self.world, *self.axes, *self.replicate_axes) if isinstance(axis, TracedAxis)]
         return {axis.group_name: axis for axis in axes if axis.size > 1}
 
-    def all_gather(self, shard: Tensor, axes: Sequence[AxisInGraph], wires: Mapping[str, CommHook] = {}) -> Tensor:
-        """The shards of all ranks along `axes` joined, neighbours along the last one first; through wires without a state."""
+    def all_gather(self, shard: Tensor, axes: Sequence[AxisInGraph], hooks: Mapping[str, CommHook] = {}) -> Tensor:
+        """The shards of all ranks along `axes` joined, neighbours along the last one first; through comm hooks without a state."""
         for axis in reversed(axes):
-            if axis.name in wires and axis.size > 1 and shard.numel():
-                shard = wires[axis.name].gather(shard, axis, None)[0]
+            if axis.name in hooks and axis.size > 1 and shard.numel():
+                shard = hooks[axis.name].gather(shard, axis, None)[0]
             else:
                 shard = axis.all_gather(shard)
         return shard
@@ -136,17 +136,17 @@ class TracedMesh:
             full_P = through.reduce_scatter(full_P, axis)
         return full_P
 
-    def sum_further(self, shard_S: Tensor, through: Through) -> Tensor:
-        """The sum along the further axes."""
-        return _all_reduce(shard_S, self.further, through)
+    def sum_replicas(self, shard_S: Tensor, through: Through) -> Tensor:
+        """The sum along the replicate axes."""
+        return _all_reduce(shard_S, self.replicate_axes, through)
 
     def all_reduce(self, full_P: Tensor, through: Through) -> Tensor:
-        """The sum over all ranks: along `axes`, and then along the further ones."""
-        return _all_reduce(full_P, (*self.axes, *self.further), through)
+        """The sum over all ranks: along `axes`, and then along the replicate axes."""
+        return _all_reduce(full_P, (*self.axes, *self.replicate_axes), through)
 
     def stack(self, x: Tensor) -> Tensor:
         """The small tensors of all ranks along a new first dimension."""
-        return self.everyone.stack(x)
+        return self.world.stack(x)
 
     def stack_shards(self, x: Tensor) -> Tensor:
         """Those of all shards."""
@@ -154,26 +154,26 @@ class TracedMesh:
 
 
 class Through(NamedTuple):
-    """The wires that one flat buffer's reductions go through, and what they remember: tensors, to be written; by axis."""
+    """The comm hooks that one flat buffer's reductions go through, and what they remember: tensors, to be written; by axis."""
 
-    wires: Mapping[str, CommHook]
+    hooks: Mapping[str, CommHook]
     states: Mapping[str, Any]
 
     def reduce_scatter(self, full: Tensor, axis: AxisInGraph) -> Tensor:
         """This rank's shard of the sum along one axis."""
-        if axis.name not in self.wires or axis.size == 1 or not full.numel():
+        if axis.name not in self.hooks or axis.size == 1 or not full.numel():
             return axis.reduce_scatter(full)
         state = self.states.get(axis.name)
-        shard, after = self.wires[axis.name].reduce_scatter(full, axis, state)
+        shard, after = self.hooks[axis.name].reduce_scatter(full, axis, state)
         for kept, now in zip(optree.tree_leaves(state), optree.tree_leaves(after), strict=True):
             kept.copy_(now)
         return shard
 
 
 def _all_reduce(x: Tensor, axes: Sequence[AxisInGraph], through: Through) -> Tensor:
-    """The sum along several axes: the further ones between the two halves of the first, where tensors are small."""
+    """The sum along several axes: the replicate axes between the two halves of the first, where tensors are small."""
     several = [axis for axis in axes if axis.size > 1]
-    is_exact = not any(axis.name in through.wires for axis in several)
+    is_exact = not any(axis.name in through.hooks for axis in several)
     if is_exact and len(several) < 2:
         return several[0].all_reduce(x) if several else x
     first, *then = several

@@ -62,7 +62,7 @@ class CommRecord(NamedTuple):
     """What one collective sends, as told to an axis' `observe`.
 
     `num_elements` counts what this rank sends to all others together, `(W-1)/W · P` for a gather or a reduce-scatter
-    of P elements, in a wire as they were before they are coded; `nbytes` is what travels, in bytes. `axis` is the mesh axis
+    of P elements, in a comm hook as they were before they are coded; `nbytes` is what travels, in bytes. `axis` is the mesh axis
     that it crosses: "everyone" where ranks of a mesh of several axes tell all others something. `is_joined` is of what
     shares one call with other flat buffers.
     """

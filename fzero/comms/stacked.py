@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.comms.collectives import EVERYONE, in_order
+from fzero.comms.collectives import WORLD, in_order
 from sharding import Mesh
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class StackedAxis:
 
     size: int
     stride: int = 1
-    name: str = EVERYONE
+    name: str = WORLD
 
     @classmethod
     def of(cls, mesh: Mesh, name: str) -> Self:

@@ -338,7 +338,7 @@ class Config(Block):
         """The keys that were given and are useless beside the others, or contradict them, each with the reason."""
         return conflicts(self, self._notes)
 
-    def warn_of_wires(self) -> None:
+    def warn_of_hooks(self) -> None:
         """Warns (`ConfigWarning`) of those `conflicts` that ask for fewer bytes on the way and have no effect."""
         for note in self.conflicts:
             if "zero_quantized" in note.key or "zeropp_loco_param" in note.key:

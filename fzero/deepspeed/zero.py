@@ -90,7 +90,7 @@ class GatheredParameters:
         engine._look()
         if kind is not None:
             return
-        axis = engine.train_step._mesh.everyone
+        axis = engine.train_step._mesh.world
         if self._modifier is not None:
             for name, value in values.items():
                 told = collectives.broadcast(
@@ -99,8 +99,8 @@ class GatheredParameters:
                 engine.state = with_weight(engine.train_step, engine.state, name, told)
             return
         changed = [name for name, value in values.items() if _fingerprint(value) != self._before[name]]
-        everyone = collectives.exchange(changed, axis, label=Label("other"))
-        for rank, names in enumerate(everyone):
+        world = collectives.exchange(changed, axis, label=Label("other"))
+        for rank, names in enumerate(world):
             if names:
                 raise RuntimeError(
                     f"GatheredParameters: {names[0]!r} was changed on rank {rank} while modifier_rank is None, so that it is "

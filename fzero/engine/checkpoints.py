@@ -103,7 +103,7 @@ class KeepsFiles(Accessors):
 def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *, save_latest: bool) -> None:
     """See `KeepsFiles.save_checkpoint`."""
     step = engine.train_step
-    collectives.meet("Engine.save_checkpoint", step._mesh.everyone)
+    collectives.meet("Engine.save_checkpoint", step._mesh.world)
     tag = _agreed_tag(engine, str(tag if tag is not None else f"global_step{engine.global_steps}"))
     if engine._round is not None and engine._round.told:
         warnings.warn(
@@ -117,11 +117,11 @@ def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *,
         "data": None if engine.training_dataloader is None else engine.training_dataloader.state_dict(),
     }
     state = engine.state._replace(rng=_random_state_of(engine))
-    check_same_folder(step._mesh.everyone, folder, "save_checkpoint")
-    of_rank_0(step._mesh.everyone, lambda: files.claim(folder))
+    check_same_folder(step._mesh.world, folder, "save_checkpoint")
+    of_rank_0(step._mesh.world, lambda: files.claim(folder))
     save_state(state, folder / tag, step=step, client={"engine": told, "client": client}, keep=1)
     if save_latest:
-        of_rank_0(step._mesh.everyone, lambda: files.write_whole(folder / files.LATEST, f"{tag}\n".encode()))
+        of_rank_0(step._mesh.world, lambda: files.write_whole(folder / files.LATEST, f"{tag}\n".encode()))
 
 
 def _load(
@@ -129,20 +129,20 @@ def _load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `KeepsFiles.load_checkpoint`."""
     step = engine.train_step
-    collectives.meet("Engine.load_checkpoint", step._mesh.everyone)
+    collectives.meet("Engine.load_checkpoint", step._mesh.world)
     if tag is None:
-        tag = of_rank_0(step._mesh.everyone, lambda: _latest(folder))
+        tag = of_rank_0(step._mesh.world, lambda: _latest(folder))
         if tag is None:
             warnings.warn(f"load_checkpoint: {folder} has no file {files.LATEST!r}; nothing was loaded", stacklevel=3)
             return None, None
     path = folder / tag
     if optimizer and engine.optimizer is not None:
-        step = engine._step_to_load(of_rank_0(step._mesh.everyone, lambda: _starts(path)))
+        step = engine._step_to_load(of_rank_0(step._mesh.world, lambda: _starts(path)))
         state, client, _ = load_state(path, step=step)
         engine._take(step, state)
     else:
         engine._take(step, load_weights(path, step=step))
-        client = together(step._mesh.everyone, lambda: files.read_client(files.find(path)))
+        client = together(step._mesh.world, lambda: files.read_client(files.find(path)))
     told = client["engine"] if isinstance(client, dict) and "engine" in client else None
     if told is None:
         raise CheckpointError(
@@ -184,7 +184,7 @@ def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -
             torch.save(full, file)
         beside.rename(folder / name)
 
-    of_rank_0(step._mesh.everyone, write)
+    of_rank_0(step._mesh.world, write)
     return True
 
 
@@ -194,7 +194,7 @@ def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -
 def _agreed_tag(engine: Accessors, tag: str) -> str:
     """The tag of rank 0; those of all ranks must be the same, by `checkpoint.tag_validation`."""
     how, step = engine.keys.checkpoint.tag_validation, engine.train_step
-    tags: list[str] = collectives.exchange(tag, step._mesh.everyone, label=Label("save"))
+    tags: list[str] = collectives.exchange(tag, step._mesh.world, label=Label("save"))
     if len(set(tags)) > 1 and how != "IGNORE":
         told = f"save_checkpoint: tag must be the same on all ranks, got {tags}; rank 0's is used"
         if how == "FAIL":

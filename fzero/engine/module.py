@@ -227,7 +227,7 @@ class HoldsModule(Accessors):
                 round_.work.close()
                 self._round = None
             old = self.train_step
-            collectives.meet("Engine.forward with other requires_grad flags", old._mesh.everyone)
+            collectives.meet("Engine.forward with other requires_grad flags", old._mesh.world)
             new = self._step_for(wanted | known.keys(), known)
             state = reshard(self.state, old, new)
             assert state is not None, "every rank is in both jobs"

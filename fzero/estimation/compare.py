@@ -43,7 +43,7 @@ QUANTITIES = (
     "gradients",
     "master",
     "optimizer",
-    "wires",
+    "comm hooks",
     "gathers",
     "reductions",
     "arrivals",

@@ -47,8 +47,8 @@ class _Reduction:
 class DryPass:
     """One micro-step after the other."""
 
-    def __init__(self, book: MemoryLedger) -> None:
-        self.book, self.plan = book, book.plan
+    def __init__(self, ledger: MemoryLedger) -> None:
+        self.ledger, self.plan = ledger, ledger.plan
         self._units = {unit.name: unit for unit in self.plan.units}
         self._held: set[str] = set()  # keys of whole gradients to which the next is added
 
@@ -73,26 +73,26 @@ class DryPass:
         self._finish()
 
     def _follow(self, part: Part) -> None:
-        book, unit = self.book, self._units.get(part.unit)
+        ledger, unit = self.ledger, self._units.get(part.unit)
         if part.kind == "turn":
             self._advance_to(part.kind, "")
             self._drop_gathers()
             self._in_forward = False
         if unit is not None:
-            book.label = f"{'forward' if self._in_forward else 'backward'} of {part.unit}"
+            ledger.label = f"{'forward' if self._in_forward else 'backward'} of {part.unit}"
         if unit is not None and (part.kind == "unpack" or (part.kind == "fetch" and self._is_asked(part.unit))):
             self._gathered(unit)
             self._present = part.unit if part.kind == "fetch" else self._present
         if unit is not None and part.kind == "grad":
             self._flat_grad(unit, next(b for b in unit.buffers if b.key == part.key))
-        book.write()  # before anything is computed
-        book.write(part.most)
-        book.lanes.compute(book.label, part.seconds)
-        book.copy_inputs(part.leaves, part.returns)
-        book.activations = part.now
+        ledger.write()  # before anything is computed
+        ledger.write(part.most)
+        ledger.lanes.compute(ledger.label, part.seconds)
+        ledger.copy_inputs(part.leaves, part.returns)
+        ledger.activations = part.now
         if part.kind == "grad" and unit is not None:
             buffer = next(b for b in unit.buffers if b.key == part.key)
-            book.touch(part.numel * (itemsize(buffer.dtypes.param) + itemsize(buffer.dtypes.reduce)))
+            ledger.touch(part.numel * (itemsize(buffer.dtypes.param) + itemsize(buffer.dtypes.reduce)))
         if part.ends:
             self._ready.add(part.unit)
             self._reduce_ready()
@@ -134,23 +134,23 @@ class DryPass:
 
     def _start_gather(self, unit: UnitPlan) -> None:
         self._drop_gathers()
-        plan, book = self.plan, self.book
+        plan, ledger = self.plan, self.ledger
         full, shards, end = list[Taken](), 0, 0.0
         for buffer in unit.buffers:
             if not isinstance(buffer.row.params, Sharded):
                 continue
             brought = self._bring(buffer)
-            shards += 0 if book.is_here(buffer.params) else shard_nbytes(buffer, plan)
+            shards += 0 if ledger.is_here(buffer.params) else shard_nbytes(buffer, plan)
             axes = buffer.row.params.axes
             if buffer.params.local_shape(plan.mesh) == (buffer.padded_numel,):
                 end = max(end, brought)
                 continue
-            full.append(book.take("gathers", buffer.padded_numel, buffer.dtypes.param))
-            wires = plan.wiring.gather if buffer.trainable else plan.wiring.frozen
-            if book.device == "cpu":  # this rank's own shard joins the others
-                book.touch(2 * shard_nbytes(buffer, plan))
+            full.append(ledger.take("gathers", buffer.padded_numel, buffer.dtypes.param))
+            hooks = plan.comm_hooks.gather if buffer.trainable else plan.comm_hooks.frozen
+            if ledger.device == "cpu":  # this rank's own shard joins the others
+                ledger.touch(2 * shard_nbytes(buffer, plan))
             label = f"gather {unit.name}"
-            sent = book.send(label, buffer.padded_numel, axes, buffer.dtypes.param, wires=wires, after=brought)
+            sent = ledger.send(label, buffer.padded_numel, axes, buffer.dtypes.param, hooks=hooks, after=brought)
             end = max(end, sent)
         self._gathering[unit.name] = _Gather(full, shards, end)
         following = next((e.unit for e in self._schedule[self._place :] if e.kind == "gather"), None)
@@ -158,22 +158,22 @@ class DryPass:
             for buffer in self._units[following].buffers:
                 if isinstance(buffer.row.params, Sharded) and buffer.key not in self._ahead:
                     self._ahead[buffer.key] = self._start_bring(buffer)
-        book.write()
+        ledger.write()
 
     def _bring(self, buffer: FlatParamPlan) -> float:
         return (self._ahead.pop(buffer.key, None) or self._start_bring(buffer))[1]
 
     def _start_bring(self, buffer: FlatParamPlan) -> tuple[int, float]:
         nbytes, spec = shard_nbytes(buffer, self.plan), buffer.params
-        if not self.book.is_here(spec):
-            self.book.add("gathers", nbytes)
-        return nbytes, self.book.bring(spec, nbytes, f"bring {buffer.key}")
+        if not self.ledger.is_here(spec):
+            self.ledger.add("gathers", nbytes)
+        return nbytes, self.ledger.bring(spec, nbytes, f"bring {buffer.key}")
 
     def _end_gather(self, unit: str) -> list[Taken]:
         gather = self._gathering.pop(unit)
-        self.book.lanes.wait(f"gather {unit}", gather.end)
+        self.ledger.lanes.wait(f"gather {unit}", gather.end)
         if gather.full:
-            self.book.add("gathers", -gather.shards)
+            self.ledger.add("gathers", -gather.shards)
             return gather.full
         return [("gathers", gather.shards, -1)] if gather.shards else []  # the copy is what the model computes with
 
@@ -190,9 +190,9 @@ class DryPass:
     def _give_back(self, full: Sequence[Taken]) -> None:
         for taken in full:
             if taken[2] < 0:
-                self.book.add("gathers", -taken[1])
+                self.ledger.add("gathers", -taken[1])
             else:
-                self.book.give(taken)
+                self.ledger.give(taken)
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
@@ -208,13 +208,13 @@ class DryPass:
             return
         stays = self._is_whole(buffer) and buffer.key not in self._reduced
         stays &= buffer.dtypes.grad == self._reduce_dtype(buffer) or not (self.is_first and self.is_last)
-        if stays and self.book.is_here(buffer.grads):
+        if stays and self.ledger.is_here(buffer.grads):
             filling[buffer.key] = None
         else:
             dtype = buffer.dtypes.grad if stays else self._reduce_dtype(buffer)
-            filling[buffer.key] = self.book.take("reductions", buffer.padded_numel, dtype)
+            filling[buffer.key] = self.ledger.take("reductions", buffer.padded_numel, dtype)
         if stays and buffer.key in self._held:
-            self.book.lanes.wait(buffer.key, self.book.bring(buffer.grads, self._grad_nbytes(buffer), buffer.key))
+            self.ledger.lanes.wait(buffer.key, self.ledger.bring(buffer.grads, self._grad_nbytes(buffer), buffer.key))
 
     def _reduce_ready(self) -> None:
         while (event := self._next) is not None and event.kind == "reduce":
@@ -236,49 +236,49 @@ class DryPass:
             if not self.is_last and self._is_whole(buffer):
                 self._held.add(buffer.key)
                 if taken is not None:
-                    self.book.carry(buffer.grads, self._grad_nbytes(buffer), buffer.key)
-                    self.book.give(taken)
+                    self.ledger.carry(buffer.grads, self._grad_nbytes(buffer), buffer.key)
+                    self.ledger.give(taken)
                 continue
             reduction.full += [] if taken is None else [taken]
             reduction.ends.append((buffer, *self._reduce(buffer, reduction, taken)))
             self._reduced.add(buffer.key)
         if reduction.ends:
             self._in_flight.append(reduction)
-        self.book.write()
-        if not all(self.book.is_here(buffer.grads) for buffer, *_ in reduction.ends):
+        self.ledger.write()
+        if not all(self.ledger.is_here(buffer.grads) for buffer, *_ in reduction.ends):
             while len(self._in_flight) > (self.plan.world_size > 1):
                 self._end_reduce()
 
     def _reduce(self, buffer: FlatParamPlan, reduction: _Reduction, taken: Taken | None) -> tuple[float, bool]:
         """Starts to add up; tells when that ends, and whether the result is added to what came before."""
-        plan, book, dtype = self.plan, self.book, self._reduce_dtype(buffer)
+        plan, ledger, dtype = self.plan, self.ledger, self._reduce_dtype(buffer)
         if taken is None and buffer.dtypes.grad != dtype:
             reduction.arriving += buffer.padded_numel * itemsize(dtype)  # a copy in the dtype that is sent
-        wires, end = plan.wiring.reduce, 0.0
+        hooks, end = plan.comm_hooks.reduce, 0.0
         numel, shard = buffer.padded_numel, buffer.shard_numel * itemsize(dtype)
         adds = not (self.is_first or self._is_whole(buffer))
         if isinstance(buffer.row.grads, Replicated):
             for axis in sum_order(plan.mesh):
-                for through in (wires, {}):
-                    end = book.send("all_reduce", numel, (axis,), dtype, wires=through, after=end, label="reduce")
+                for through in (hooks, {}):
+                    end = ledger.send("all_reduce", numel, (axis,), dtype, hooks=through, after=end, label="reduce")
                 numel //= plan.mesh.axis_size(axis)
         else:
-            end = book.send("reduce_scatter", numel, plan.axes, dtype, wires=wires, label="reduce")
-            for axis in plan.further_axes if self.is_last else ():
-                for through in (wires, {}):
-                    end = book.send(
-                        "all_reduce", buffer.shard_numel, (axis,), dtype, wires=through, after=end, label="reduce"
+            end = ledger.send("reduce_scatter", numel, plan.axes, dtype, hooks=hooks, label="reduce")
+            for axis in plan.replicate_axes if self.is_last else ():
+                for through in (hooks, {}):
+                    end = ledger.send(
+                        "all_reduce", buffer.shard_numel, (axis,), dtype, hooks=through, after=end, label="reduce"
                     )
-            is_new = adds or buffer.dtypes.grad != dtype or not book.is_here(buffer.grads)
+            is_new = adds or buffer.dtypes.grad != dtype or not ledger.is_here(buffer.grads)
             reduction.arriving += shard * (is_new and plan.num_shards > 1)
-        if book.device == "cpu" and plan.num_shards > 1:
+        if ledger.device == "cpu" and plan.num_shards > 1:
             # Shards are received one by one, the first in the place of the result unless that is a summand.
             is_whole = isinstance(buffer.row.grads, Replicated)
             is_summand = is_whole or self._sums_in_place(buffer)
             if not (is_whole and plan.world_size == 2):  # which is one collective of gloo
                 reduction.arriving += shard * (plan.num_shards - 2 + is_summand)
-            book.touch(shard * (plan.num_shards + 1))
-        book.add("arrivals", reduction.arriving)
+            ledger.touch(shard * (plan.num_shards + 1))
+        ledger.add("arrivals", reduction.arriving)
         return end, adds
 
     def _sums_in_place(self, buffer: FlatParamPlan) -> bool:
@@ -289,17 +289,17 @@ class DryPass:
     def _end_reduce(self) -> None:
         reduction = self._in_flight.popleft()
         for buffer, end, adds in reduction.ends:
-            self.book.lanes.wait(f"reduce {buffer.key}", end)
+            self.ledger.lanes.wait(f"reduce {buffer.key}", end)
             if adds:
-                self.book.touch(3 * self._grad_nbytes(buffer))
-            if not self.book.is_here(buffer.grads):
+                self.ledger.touch(3 * self._grad_nbytes(buffer))
+            if not self.ledger.is_here(buffer.grads):
                 while len(self._leaving) >= MOST_LEAVING and buffer.grads.placement.kind == "nvme":
-                    self.book.lanes.wait(buffer.key, self._leaving.popleft())
+                    self.ledger.lanes.wait(buffer.key, self._leaving.popleft())
                 nbytes = self._grad_nbytes(buffer)
-                self._leaving.append(self.book.carry(buffer.grads, nbytes, f"put {buffer.key}", adds=adds))
-        self.book.add("arrivals", -reduction.arriving)
+                self._leaving.append(self.ledger.carry(buffer.grads, nbytes, f"put {buffer.key}", adds=adds))
+        self.ledger.add("arrivals", -reduction.arriving)
         for taken in reduction.full:
-            self.book.give(taken)
+            self.ledger.give(taken)
 
     def _grad_nbytes(self, buffer: FlatParamPlan) -> int:
         return buffer.grads.local_nbytes(self.plan.mesh)
@@ -308,12 +308,12 @@ class DryPass:
         self._entered.clear()
         while (event := self._next) is not None:
             self._issue(event)
-        self.book.write()
+        self.ledger.write()
         while self._in_flight:
             self._end_reduce()
         while self._leaving:
-            self.book.lanes.wait("put", self._leaving.popleft())
+            self.ledger.lanes.wait("put", self._leaving.popleft())
         self._drop_gathers()
         self._release_all_but("")
-        self.book.activations = 0
-        self.book.write()
+        self.ledger.activations = 0
+        self.ledger.write()

@@ -127,22 +127,22 @@ def dry_run(
     machine = machine or MachineModel()
     parts = parts_of(plan, trace, machine)
     order, num = order_of(plan, parts), min(plan.num_micro_steps, 2)
-    book = MemoryLedger(plan, machine, device)
+    ledger = MemoryLedger(plan, machine, device)
     for _ in range(2 if device == "cpu" else 1):  # the second step begins with what the first one has kept
-        book = MemoryLedger(plan, machine, device, book.free)
-        book.write()
-        passes, ends = DryPass(book), list[float]()
+        ledger = MemoryLedger(plan, machine, device, ledger.free)
+        ledger.write()
+        passes, ends = DryPass(ledger), list[float]()
         for index in range(num):
             passes.run(parts, order, is_first=index == 0, is_last=index == num - 1)
-            ends.append(book.lanes.now)
-        update(book)
-    further = ends[0] * (plan.num_micro_steps - num)
+            ends.append(ledger.lanes.now)
+        update(ledger)
+    replicate_axes = ends[0] * (plan.num_micro_steps - num)
     memory = plan.bytes_by_memory
-    timeline = _timeline(book, sum(_on_device(memory, device).values()), title or f"stage {plan.stage}")
+    timeline = _timeline(ledger, sum(_on_device(memory, device).values()), title or f"stage {plan.stage}")
     inputs = max(part.waiting for part in parts)
     on_cuda = device == "cuda"
-    pool, gaps = book.streams.host_pool + book.streams.on_host * on_cuda, pinned_gaps(plan) * on_cuda
-    return DryRun(memory, tuple(book.rows), timeline, further, pool, gaps, inputs, device)
+    pool, gaps = ledger.streams.host_pool + ledger.streams.on_host * on_cuda, pinned_gaps(plan) * on_cuda
+    return DryRun(memory, tuple(ledger.rows), timeline, replicate_axes, pool, gaps, inputs, device)
 
 
 def _on_device(memory: dict[str, dict[str, int]], device: Device) -> dict[str, int]:
@@ -150,11 +150,11 @@ def _on_device(memory: dict[str, dict[str, int]], device: Device) -> dict[str, i
     return {name: sum(held.get(name, 0) for held in kinds) for held in kinds for name in held}
 
 
-def _timeline(book: MemoryLedger, state: int, title: str) -> Timeline:
-    labels, times, held = zip(*book.rows, strict=True)
+def _timeline(ledger: MemoryLedger, state: int, title: str) -> Timeline:
+    labels, times, held = zip(*ledger.rows, strict=True)
     gathered = tuple(one.get("gathers", 0) for one in held)
     live = Liveness(labels, tuple(sum(one.values()) for one in held), gathered, gathered, state)
-    return Timeline(tuple(book.lanes.spans), times, live, title)
+    return Timeline(tuple(ledger.lanes.spans), times, live, title)
 
 
 # --- the picture -------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ COLORS = {
     "gradients": "#c98b5b",
     "master": "#7b6a9b",
     "optimizer": "#b9aec9",
-    "wires": "#8c8c8c",
+    "comm hooks": "#8c8c8c",
     "kept": "#d9d9d9",
     "gathers": "#8fc1e3",
     "reductions": "#f0b27a",

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fzero.comms.collectives import EVERYONE
+from fzero.comms.collectives import WORLD
 from fzero.estimation.ledger import MemoryLedger
 from fzero.graph.timeline import Lane
 from fzero.plans.plan import FlatParamPlan
@@ -25,34 +25,34 @@ MOST_SUB_GROUPS = 16
 """Of one buffer on paper: of more of them, several are taken for one."""
 
 
-def update(book: MemoryLedger) -> None:
+def update(ledger: MemoryLedger) -> None:
     """The norm of the gradients, the updates, and the joins of what every rank holds whole."""
-    plan = book.plan
+    plan = ledger.plan
     trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
-    book.label = "update"
+    ledger.label = "update"
     for buffer in trained:
-        book.touch(_share_nbytes(book, buffer.grads), "norm")  # wherever it lives, measured as it went there
+        ledger.touch(_share_nbytes(ledger, buffer.grads), "norm")  # wherever it lives, measured as it went there
     if plan.world_size > 1:
-        axis = plan.mesh.names[0] if len(plan.mesh.names) == 1 else EVERYONE
-        book.lanes.wait("norm", book.lanes.start("collective", "norm", book.machine.latency, axis=axis))
-    book.add("streams", book.streams.on_device if book.device == "cuda" else 0)
-    book.write()
-    ends = [_here(book, buffer) for buffer in trained if _is_here(book, buffer)]
-    away = [buffer for buffer in trained if not _is_here(book, buffer)]
-    _stream(book, away)
-    ends += [_join(book, buffer) for buffer in away]
+        axis = plan.mesh.names[0] if len(plan.mesh.names) == 1 else WORLD
+        ledger.lanes.wait("norm", ledger.lanes.start("collective", "norm", ledger.machine.latency, axis=axis))
+    ledger.add("streams", ledger.streams.on_device if ledger.device == "cuda" else 0)
+    ledger.write()
+    ends = [_here(ledger, buffer) for buffer in trained if _is_here(ledger, buffer)]
+    away = [buffer for buffer in trained if not _is_here(ledger, buffer)]
+    _stream(ledger, away)
+    ends += [_join(ledger, buffer) for buffer in away]
     for end in ends:
-        book.lanes.wait("join", end)
-    book.lanes.settle()
-    book.write()
+        ledger.lanes.wait("join", end)
+    ledger.lanes.settle()
+    ledger.write()
 
 
-def _is_here(book: MemoryLedger, buffer: FlatParamPlan) -> bool:
-    return all(book.is_here(spec) for spec in (buffer.params, *updated_specs(buffer, book.plan)))
+def _is_here(ledger: MemoryLedger, buffer: FlatParamPlan) -> bool:
+    return all(ledger.is_here(spec) for spec in (buffer.params, *updated_specs(buffer, ledger.plan)))
 
 
-def _share_nbytes(book: MemoryLedger, spec: TensorSpec) -> int:
-    return spec.local_nbytes(book.plan.mesh)
+def _share_nbytes(ledger: MemoryLedger, spec: TensorSpec) -> int:
+    return spec.local_nbytes(ledger.plan.mesh)
 
 
 def _moved(buffer: FlatParamPlan, specs: list[TensorSpec]) -> int:
@@ -61,21 +61,21 @@ def _moved(buffer: FlatParamPlan, specs: list[TensorSpec]) -> int:
     return both - itemsize(buffer.dtypes.grad) + itemsize(buffer.dtypes.param) * buffer.has_master
 
 
-def _here(book: MemoryLedger, buffer: FlatParamPlan) -> float:
-    book.touch(
-        updated_numel(buffer, book.plan) * _moved(buffer, list(updated_specs(buffer, book.plan))),
+def _here(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
+    ledger.touch(
+        updated_numel(buffer, ledger.plan) * _moved(buffer, list(updated_specs(buffer, ledger.plan))),
         f"update {buffer.key}",
     )
-    return _join(book, buffer)
+    return _join(ledger, buffer)
 
 
-def _join(book: MemoryLedger, buffer: FlatParamPlan) -> float:
+def _join(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
     in_params = buffer.row.params.axes if isinstance(buffer.row.params, Sharded) else ()
     if not isinstance(buffer.row.optimizer, Sharded):
         return 0.0
-    axes = book.plan.axes[len(in_params) :]
-    numel = buffer.params.local_shape(book.plan.mesh)[0]
-    return book.send("all_gather", numel, axes, buffer.dtypes.param, label="join")
+    axes = ledger.plan.axes[len(in_params) :]
+    numel = buffer.params.local_shape(ledger.plan.mesh)[0]
+    return ledger.send("all_gather", numel, axes, buffer.dtypes.param, label="join")
 
 
 class _Group(NamedTuple):
@@ -87,14 +87,14 @@ class _Group(NamedTuple):
     put: dict[Lane, float]
 
 
-def _groups(book: MemoryLedger, buffer: FlatParamPlan) -> Iterator[_Group]:
-    plan, machine = book.plan, book.machine
+def _groups(ledger: MemoryLedger, buffer: FlatParamPlan) -> Iterator[_Group]:
+    plan, machine = ledger.plan, ledger.machine
     specs, numel = list(updated_specs(buffer, plan)), updated_numel(buffer, plan)
     on_host = updates_on_host(buffer, plan)
     num = 1 if buffer.updates_whole else max(min(-(-numel // plan.streaming.sub_group_numel), MOST_SUB_GROUPS), 1)
     fetch, put = defaultdict[Lane, float](float), defaultdict[Lane, float](float)
     for index, spec in enumerate((*specs, *([buffer.params] if buffer.has_master else ()))):
-        for lane, rate, comes in _moves(book, spec, on_host):
+        for lane, rate, comes in _moves(ledger, spec, on_host):
             if comes and index < len(specs):  # new parameters are made
                 fetch[lane] += numel / num * itemsize(spec.dtype) / rate
             if not comes and index != 1:  # the gradient stays as it is
@@ -104,22 +104,22 @@ def _groups(book: MemoryLedger, buffer: FlatParamPlan) -> Iterator[_Group]:
         yield _Group(buffer.key, fetch, compute, put)
 
 
-def _moves(book: MemoryLedger, spec: TensorSpec, on_host: bool) -> Iterator[tuple[Lane, float, bool]]:
+def _moves(ledger: MemoryLedger, spec: TensorSpec, on_host: bool) -> Iterator[tuple[Lane, float, bool]]:
     """The lanes on which a tensor comes to its update, and goes: with their rates, and whether it comes."""
-    machine = book.machine
+    machine = ledger.machine
     if spec.placement.kind == "nvme":
         yield from (("files", machine.disk, True), ("files", machine.disk, False))
-    elif book.is_here(spec) == (on_host and book.device == "cuda"):
+    elif ledger.is_here(spec) == (on_host and ledger.device == "cuda"):
         yield from (("back", machine.host, on_host), ("host", machine.host, not on_host))
 
 
-def _stream(book: MemoryLedger, buffers: Sequence[FlatParamPlan]) -> None:
+def _stream(ledger: MemoryLedger, buffers: Sequence[FlatParamPlan]) -> None:
     """Fetches, updates and puts back, one sub-group after the other."""
-    lanes = book.lanes
-    groups = [group for buffer in buffers for group in _groups(book, buffer)]
+    lanes = ledger.lanes
+    groups = [group for buffer in buffers for group in _groups(ledger, buffer)]
     coming = deque[float]()
     for index, group in enumerate(groups):
-        for following in groups[index + len(coming) : index + 1 + book.plan.streaming.read_ahead]:
+        for following in groups[index + len(coming) : index + 1 + ledger.plan.streaming.read_ahead]:
             ends = [lanes.start(lane, f"fetch {following.label}", time) for lane, time in following.fetch.items()]
             coming.append(max(ends, default=0.0))
         lanes.wait("update", coming.popleft())

@@ -84,7 +84,7 @@ class MemoryLedger:
         self.lanes.compute(label or self.label, nbytes / self.machine.memory)
 
     def send(
-        self, kind: str, numel: int, axes: Sequence[str], dtype: str, *, times: int = 1, wires: Mapping[str, CommHook] = {},
+        self, kind: str, numel: int, axes: Sequence[str], dtype: str, *, times: int = 1, hooks: Mapping[str, CommHook] = {},
         after: float = 0.0, label: str = "",
     ) -> float:  # fmt: skip
         """A collective along axes, one after the other, as `Plan.sent_nbytes_by_axis` counts it. Tells when it ends."""
@@ -93,8 +93,8 @@ class MemoryLedger:
             if num_ranks == 1:
                 continue
             numel //= num_ranks
-            wire = wires.get(axis)
-            nbytes = numel * itemsize(dtype) if wire is None else wire.nbytes(numel, itemsize(dtype))
+            hook = hooks.get(axis)
+            nbytes = numel * itemsize(dtype) if hook is None else hook.nbytes(numel, itemsize(dtype))
             nbytes *= times * (num_ranks - 1)
             seconds = self.machine.latency + nbytes / self.machine.network
             after = self.lanes.start("collective", label or kind, seconds, after=after, nbytes=nbytes, axis=axis)

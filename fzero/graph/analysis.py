@@ -5,7 +5,7 @@ placeholders, into which `copy_` writes the new state at the end. This file read
 
 1. `storages`: which nodes share memory (a view shares with its base, a `wait_tensor` with its collective).
 2. `analyse`: the *gathers*, collectives that make full parameters from placeholders, with everything that is cheap to
-   make again from their result; and the *reductions*, all other collectives. What a wire makes of shards before a gather,
+   make again from their result; and the *reductions*, all other collectives. What a comm hook makes of shards before a gather,
    and of codes after it, belongs to it: the captured step says so by the label of these nodes (`fzero.graph.traffic`).
 3. `liveness`: the bytes that are alive while each node runs.
 
@@ -124,7 +124,7 @@ def _label(node: Node) -> str:
 
 
 def is_coding(node: Node, purpose: str) -> bool:
-    """Whether a wire made the node on the way to or from a collective with this purpose, and would make the same again."""
+    """Whether a comm hook made the node on the way to or from a collective with this purpose, and would make the same again."""
     if not _label(node).startswith(purpose) or node.op != "call_function":
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -297,7 +297,7 @@ class Gather:
         sources: the placeholders that it reads.
         issue: the nodes up to the collectives' start, in order.
         settle: the waits, and what is cheap to make again from them, in order.
-        codes: those of `settle` that a wire decodes the parameters from; they go as soon as these are there.
+        codes: those of `settle` that a comm hook decodes the parameters from; they go as soon as these are there.
         numel: elements of parameters that it brings to life.
         nbytes: the same in bytes.
     """
@@ -452,7 +452,7 @@ def _gather(starts: list[Node], settle: list[Node]) -> Gather:
 
 
 def _decoded(settle: list[Node]) -> tuple[list[Node], frozenset[Node]]:
-    """Where a wire ends, and what it makes its result from; neither where the collectives' results are the parameters."""
+    """Where a comm hook ends, and what it makes its result from; neither where the collectives' results are the parameters."""
     coding = {node for node in settle if is_coding(node, "gather")}
     decoded = [node for node in settle if node in coding and not any(user in coding for user in node.users)]
     codes: set[Node] = set()
@@ -493,7 +493,7 @@ class Content(NamedTuple):
     numel: int
     """Elements, as they travel."""
     coded: tuple[int, int]
-    """How many elements become how many of these, in a wire."""
+    """How many elements become how many of these, in a comm hook."""
 
 
 def contents_of(start: Node) -> tuple[Content, ...]:
@@ -521,7 +521,7 @@ class Liveness:
     Attributes:
         nodes: the names of the nodes, in order.
         live: bytes while each runs, what it reads and makes included.
-        gathered: bytes of gathered parameters, without the codes that a wire makes them of.
+        gathered: bytes of gathered parameters, without the codes that a comm hook makes them of.
         gathered_numel: the same in elements.
         arguments: bytes of the placeholders, alive all the time.
     """

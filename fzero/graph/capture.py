@@ -71,8 +71,8 @@ from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
 
 BackendName = Literal["inductor", "aot_eager"]
-Wires = Mapping[str, Mapping[str, Any]]
-"""What the wires of reductions remember, by flat buffer and axis: tensors, which a graph writes."""
+HookStates = Mapping[str, Mapping[str, Any]]
+"""What the comm hooks of reductions remember, by flat buffer and axis: tensors, which a graph writes."""
 
 _STATE = re.compile(r"L\['\w+'\](?:\[\d+\])?\['([^']*)'\]")  # a tensor of a dict: of a flat buffer, if its key is one
 
@@ -239,7 +239,7 @@ class Flat(NamedTuple):
     collects_whole: bool
     """Whether micro-steps add up all of the gradient on each rank."""
     sums_late: bool
-    """Whether they add up what is summed along the further axes at the end."""
+    """Whether they add up what is summed along the replicate axes at the end."""
     updates_shard: bool
     joins: bool
     """Whether updated shards are joined."""
@@ -263,7 +263,7 @@ class Flat(NamedTuple):
             len(row.params.axes) if isinstance(row.params, Sharded) else 0,
             isinstance(row.grads, Replicated),
             collects_whole,
-            bool(plan.further_axes) and not collects_whole,
+            bool(plan.replicate_axes) and not collects_whole,
             updates_shard,
             updates_shard and buffer.params.local_shape(plan.mesh)[0] != buffer.shard_numel,
             buffer.has_master,
@@ -365,7 +365,7 @@ class CompiledStep:
             for listed in (module.named_parameters, module.named_buffers):
                 slots.update(key for key, _ in listed(name, recurse=False, remove_duplicate=False))
         self._aliases = {alias: owner for alias, owner in plan.aliases.items() if alias in slots}
-        self._num_micro_steps, self._stage, self._wiring = plan.num_micro_steps, plan.stage, plan.wiring
+        self._num_micro_steps, self._stage, self._comm_hooks = plan.num_micro_steps, plan.stage, plan.comm_hooks
         self._flats = tuple(Flat.of(buffer, plan) for buffer in plan.flat_buffers)
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
@@ -390,7 +390,7 @@ class CompiledStep:
         self,
         state: TrainState[Tensor],
         buffers: dict[str, Tensor],
-        wires: Wires,
+        hook_states: HookStates,
         micro_batches: Sequence[Any],
         numbers: Tensor,
     ) -> tuple[Outcome, bool]:
@@ -399,7 +399,7 @@ class CompiledStep:
         Args:
             state: donated.
             buffers: the module's, which are written.
-            wires: what they remember, which is written.
+            hook_states: what they remember, which is written.
             micro_batches: A batches.
             numbers: of this pass, and a checksum of the hyper-parameters (2,), float64; must be the same on all ranks.
         """
@@ -407,17 +407,17 @@ class CompiledStep:
         buffers = _shielded(buffers)
         if len(micro_batches) == 1:
             made: tuple[Outcome, bool] = self._run(
-                self._whole, *flat, buffers, wires, state.loss_scale, micro_batches[0], numbers
+                self._whole, *flat, buffers, hook_states, state.loss_scale, micro_batches[0], numbers
             )
             return made
-        told_A, is_sum = self._accumulate(state, buffers, wires, micro_batches, numbers)
-        return self._run(self._end, *flat, buffers, wires, state.loss_scale, told_A, is_sum), is_sum
+        told_A, is_sum = self._accumulate(state, buffers, hook_states, micro_batches, numbers)
+        return self._run(self._end, *flat, buffers, hook_states, state.loss_scale, told_A, is_sum), is_sum
 
     def _accumulate(
         self,
         state: TrainState[Tensor],
         buffers: dict[str, Tensor],
-        wires: Wires,
+        hook_states: HookStates,
         micro_batches: Sequence[Any],
         numbers: Tensor,
     ) -> tuple[Tensor, bool]:
@@ -427,7 +427,7 @@ class CompiledStep:
         told = []
         for batch in micro_batches:
             rows, is_sum = self._run(
-                self._micro, state.params, state.grads, buffers, wires, state.loss_scale, batch, numbers
+                self._micro, state.params, state.grads, buffers, hook_states, state.loss_scale, batch, numbers
             )
             told.append(rows)
         return torch.stack(told, rows.dim() - 2), is_sum
@@ -436,7 +436,7 @@ class CompiledStep:
         self,
         state: TrainState[Tensor],
         buffers: dict[str, Tensor],
-        wires: Wires,
+        hook_states: HookStates,
         micro_batches: Sequence[Any],
         numbers: Tensor,
     ) -> tuple[Tensor, bool]:
@@ -450,11 +450,18 @@ class CompiledStep:
         buffers = _shielded(buffers)
         if len(micro_batches) == 1:
             rows, is_sum = self._run(
-                self._alone, state.params, state.grads, buffers, wires, state.loss_scale, micro_batches[0], numbers
+                self._alone,
+                state.params,
+                state.grads,
+                buffers,
+                hook_states,
+                state.loss_scale,
+                micro_batches[0],
+                numbers,
             )
             return rows[None], is_sum
-        told_A, is_sum = self._accumulate(state, buffers, wires, micro_batches, numbers)
-        self._run(self._summed, state.grads, wires, buffers)
+        told_A, is_sum = self._accumulate(state, buffers, hook_states, micro_batches, numbers)
+        self._run(self._summed, state.grads, hook_states, buffers)
         return told_A, is_sum
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -511,8 +518,10 @@ class CompiledStep:
         buffers = _shielded(dict(state.buffers))
         numbers = torch.empty((2,), dtype=torch.float64, device=self._device)
         if len(micro_batches) == 1:
-            whole = self._compile(self._whole_step, self.backend.on_paper)
-            return [self._captured(whole, *flat, buffers, state.wires, state.loss_scale, micro_batches[0], numbers)]
+            whole = self._compile(self._whole_step, self.backend.graph_only)
+            return [
+                self._captured(whole, *flat, buffers, state.hook_states, state.loss_scale, micro_batches[0], numbers)
+            ]
         sums: list[bool] = []
 
         @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # it is called in the capture
@@ -524,14 +533,16 @@ class CompiledStep:
             note(is_sum)
             return rows, is_sum
 
-        shown = self.backend.on_paper
+        shown = self.backend.graph_only
         micro, update = self._compile(micro_step, shown), self._compile(self._update, shown)
         graphs = [
-            self._captured(micro, state.params, state.grads, buffers, state.wires, state.loss_scale, batch, numbers)
+            self._captured(
+                micro, state.params, state.grads, buffers, state.hook_states, state.loss_scale, batch, numbers
+            )
             for batch in micro_batches
         ]
         told = numbers.new_empty(len(micro_batches), self._graph.num_ranks, 4)
-        return [*graphs, self._captured(update, *flat, buffers, state.wires, state.loss_scale, told, sums[-1])]
+        return [*graphs, self._captured(update, *flat, buffers, state.hook_states, state.loss_scale, told, sums[-1])]
 
     def _captured(self, function: Callable[..., Any], *arguments: Any) -> Captured:
         try:
@@ -553,7 +564,7 @@ class CompiledStep:
         grads: dict[str, Tensor],
         optimizer: dict[str, Any],
         buffers: dict[str, Tensor],
-        wires: Wires,
+        hook_states: HookStates,
         loss_scale: LossScale[Tensor],
         batch: Any,
         numbers: Tensor,
@@ -567,23 +578,23 @@ class CompiledStep:
             grads: dict[str, Tensor],
             optimizer: dict[str, Any],
             buffers: dict[str, Tensor],
-            wires: Wires,
+            hook_states: HookStates,
             loss_scale: LossScale[Tensor],
             row: Tensor,
             gradients: dict[str, Tensor],
         ) -> Outcome:
-            told, reduced = self._told(row)[None], self._reduced(gradients, grads, wires, is_sum=is_sum)
+            told, reduced = self._told(row)[None], self._reduced(gradients, grads, hook_states, is_sum=is_sum)
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
         finished = self._ranks.each(finish)
-        return finished(params, master, grads, optimizer, buffers, wires, loss_scale, row, gradients), is_sum
+        return finished(params, master, grads, optimizer, buffers, hook_states, loss_scale, row, gradients), is_sum
 
     def _gradients(
         self,
         params: dict[str, Tensor],
         grads: dict[str, Tensor],
         buffers: dict[str, Tensor],
-        wires: Wires,
+        hook_states: HookStates,
         loss_scale: LossScale[Tensor],
         batch: Any,
         numbers: Tensor,
@@ -592,13 +603,13 @@ class CompiledStep:
         buffers = _bare(buffers)
         row, gradients, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, numbers)
         told = self._told(row)
-        self._reduced(gradients, grads, wires, is_sum=is_sum)
+        self._reduced(gradients, grads, hook_states, is_sum=is_sum)
         self._agree(buffers)
         return told, is_sum
 
-    def _sums(self, grads: dict[str, Tensor], wires: Wires, buffers: dict[str, Tensor]) -> None:
+    def _sums(self, grads: dict[str, Tensor], hook_states: HookStates, buffers: dict[str, Tensor]) -> None:
         """What is left to be added up over ranks, when all micro-steps are made without an update."""
-        self._summed_up(grads, wires)
+        self._summed_up(grads, hook_states)
         self._agree(_bare(buffers))
 
     def _micro_step(
@@ -606,7 +617,7 @@ class CompiledStep:
         params: dict[str, Tensor],
         grads: dict[str, Tensor],
         buffers: dict[str, Tensor],
-        wires: Wires,
+        hook_states: HookStates,
         loss_scale: LossScale[Tensor],
         batch: Any,
         numbers: Tensor,
@@ -614,7 +625,7 @@ class CompiledStep:
         """Adds the gradients of one micro-batch to `grads`; reduces what a rank does not keep whole."""
         row, gradients, is_sum = self._value_and_grad(params, _bare(buffers), loss_scale, batch, numbers)
 
-        def add(grads: dict[str, Tensor], wires: Wires, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
+        def add(grads: dict[str, Tensor], hook_states: HookStates, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
             share = self._share(is_sum)
             for flat, grad in self._flattened(gradients):
                 kept = grads[flat.key]
@@ -622,10 +633,10 @@ class CompiledStep:
                     wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
                     kept.copy_(kept.to(wide).add(grad.to(wide), alpha=share))
                 else:
-                    kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat, wires))
+                    kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat, hook_states))
             return self._told(row)
 
-        return self._ranks.each(add)(grads, wires, row, gradients), is_sum
+        return self._ranks.each(add)(grads, hook_states, row, gradients), is_sum
 
     def _update(
         self,
@@ -634,44 +645,44 @@ class CompiledStep:
         grads: dict[str, Tensor],
         optimizer: dict[str, Any],
         buffers: dict[str, Tensor],
-        wires: Wires,
+        hook_states: HookStates,
         loss_scale: LossScale[Tensor],
         told: Tensor,
         is_sum: bool,
     ) -> Outcome:
         """Measures and updates, when all micro-steps are made."""
 
-        def finish(grads: dict[str, Tensor], wires: Wires, *state: Any) -> Outcome:
+        def finish(grads: dict[str, Tensor], hook_states: HookStates, *state: Any) -> Outcome:
             params, master, optimizer, buffers, loss_scale, told = state
-            reduced = self._summed_up(grads, wires)
+            reduced = self._summed_up(grads, hook_states)
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
         return self._ranks.each(finish)(
-            grads, wires, params, master, _bare(optimizer), _bare(buffers), loss_scale, told
+            grads, hook_states, params, master, _bare(optimizer), _bare(buffers), loss_scale, told
         )
 
     # --- its parts: on one rank --------------------------------------------------------------------------------------
 
     def _reduced(
-        self, gradients: dict[str, Tensor], grads: dict[str, Tensor], wires: Wires, *, is_sum: bool
+        self, gradients: dict[str, Tensor], grads: dict[str, Tensor], hook_states: HookStates, *, is_sum: bool
     ) -> dict[str, Tensor]:
         """The sums over ranks of the gradients of the only micro-step, written to `grads` as well."""
         reduced = {}
         for flat, grad_P in self._flattened(gradients):
-            grad = self._reduce(_times(grad_P, self._share(is_sum), flat.reduce_dtype), flat, wires)
-            grad = self._sum_late(grad, flat, wires) if flat.sums_late else grad
+            grad = self._reduce(_times(grad_P, self._share(is_sum), flat.reduce_dtype), flat, hook_states)
+            grad = self._sum_late(grad, flat, hook_states) if flat.sums_late else grad
             reduced[flat.key] = self._keep(grads, flat, grad)
         return reduced
 
-    def _summed_up(self, grads: dict[str, Tensor], wires: Wires) -> dict[str, Tensor]:
+    def _summed_up(self, grads: dict[str, Tensor], hook_states: HookStates) -> dict[str, Tensor]:
         """The sums over ranks of what micro-steps have collected in `grads`, written there as well."""
         reduced = {}
         for flat in self._trained:
             grad = grads[flat.key]
             if flat.collects_whole:
-                grad = self._keep(grads, flat, self._reduce(grad, flat, wires))
+                grad = self._keep(grads, flat, self._reduce(grad, flat, hook_states))
             elif flat.sums_late:
-                grad = self._keep(grads, flat, self._sum_late(grad, flat, wires))
+                grad = self._keep(grads, flat, self._sum_late(grad, flat, hook_states))
             reduced[flat.key] = grad
         return reduced
 
@@ -757,9 +768,9 @@ class CompiledStep:
         """The parameters by name, of what is gathered."""
         tensors: dict[str, Tensor] = {}
         for flat in self._flats:
-            wires = self._wiring.gather if flat.trainable else self._wiring.frozen
+            hooks = self._comm_hooks.gather if flat.trainable else self._comm_hooks.frozen
             with labelled("gather", flat.key):
-                param_P = self._graph.all_gather(params[flat.key], self._graph.axes[: flat.num_param_axes], wires)
+                param_P = self._graph.all_gather(params[flat.key], self._graph.axes[: flat.num_param_axes], hooks)
             parts = torch.split(param_P, list(flat.numels))
             tensors |= {name: part.view(shape) for name, shape, part in zip(flat.names, flat.shapes, parts)}
         return tensors
@@ -814,22 +825,22 @@ class CompiledStep:
             pieces = [grads[name].reshape(-1) for name in flat.names]
             yield flat, torch.cat([*pieces, pieces[0].new_zeros(flat.numels[-1])])
 
-    def _reduce(self, grad_P: Tensor, flat: Flat, wires: Wires) -> Tensor:
+    def _reduce(self, grad_P: Tensor, flat: Flat, hook_states: HookStates) -> Tensor:
         """The sum over ranks: whole (P) in stage 0, this rank's shard (S) otherwise, of ranks along `axes` if it `sums_late`."""
-        grad_P, through = grad_P.to(flat.reduce_dtype), self._through(flat, wires)
+        grad_P, through = grad_P.to(flat.reduce_dtype), self._through(flat, hook_states)
         with labelled("reduce", flat.key):
             if flat.sums_whole:
                 return self._graph.all_reduce(grad_P, through)
             grad_S = self._graph.reduce_scatter(grad_P, through)
-            return grad_S if flat.sums_late else self._graph.sum_further(grad_S, through)
+            return grad_S if flat.sums_late else self._graph.sum_replicas(grad_S, through)
 
-    def _sum_late(self, grad_S: Tensor, flat: Flat, wires: Wires) -> Tensor:
-        """The sum along the further axes of what micro-steps have added up."""
+    def _sum_late(self, grad_S: Tensor, flat: Flat, hook_states: HookStates) -> Tensor:
+        """The sum along the replicate axes of what micro-steps have added up."""
         with labelled("reduce", flat.key):
-            return self._graph.sum_further(grad_S.to(flat.reduce_dtype), self._through(flat, wires))
+            return self._graph.sum_replicas(grad_S.to(flat.reduce_dtype), self._through(flat, hook_states))
 
-    def _through(self, flat: Flat, wires: Wires) -> Through:
-        return Through(self._wiring.reduce, wires.get(flat.key, {}))
+    def _through(self, flat: Flat, hook_states: HookStates) -> Through:
+        return Through(self._comm_hooks.reduce, hook_states.get(flat.key, {}))
 
     def _keep(self, grads: dict[str, Tensor], flat: Flat, reduced: Tensor) -> Tensor:
         """Writes a reduced gradient to `grads`; returns it in the dtype in which it is kept."""

@@ -479,7 +479,7 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], optio
             eager.add(node)
         elif node in cheap and all(arg.op in ("placeholder", "get_attr") or arg in lazy for arg in args):
             lazy.add(node)
-    # What a wire remembers is written as soon as it is there, like what it sends: both are made of the full gradient.
+    # What a comm hook remembers is written as soon as it is there, like what it sends: both are made of the full gradient.
     prepares = [*starts, *(w for w in writes if any(is_coding(arg, "reduce") for arg in w.all_input_nodes))]
     while prepares:
         for arg in prepares.pop().all_input_nodes:

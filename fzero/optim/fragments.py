@@ -71,9 +71,9 @@ class ShardContents:
     join: Callable[[Tensor], Tensor] = _same
 
     def __post_init__(self) -> None:
-        everyone = range(self.layout.world_size)
-        is_one = len(self.ranks) == 1 and self.ranks[0] in everyone  # asked first: a plan asks for each of many buffers
-        if not is_one and self.ranks != tuple(everyone):
+        world = range(self.layout.world_size)
+        is_one = len(self.ranks) == 1 and self.ranks[0] in world  # asked first: a plan asks for each of many buffers
+        if not is_one and self.ranks != tuple(world):
             raise ValueError(
                 f"ShardContents: ranks must be all {self.layout.world_size} in order, or one of them, got {self.ranks}; pass "
                 f"ShardContents.whole(layout) for a whole buffer and ranks=(rank,) for a shard"

@@ -1,8 +1,8 @@
-"""Through which wires does a step gather and reduce, along which axis of its mesh?
+"""Through which comm hooks does a step gather and reduce, along which axis of its mesh?
 
-A wire is given for all axes, or for each by its name: gradients are added up along one axis after the other
+A comm hook is given for all axes, or for each by its name: gradients are added up along one axis after the other
 (`fzero.plans.mesh_axes`), so that a coarser code may be used where ranks are near each other. Along an axis of one rank
-nothing is sent, and there is no wire.
+nothing is sent, and there is no comm hook.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fzero.plans.mesh_axes import sum_order
 from sharding import Mesh
 
 ByAxis = Mapping[str, CommHook]
-GivenWire = CommHook | ByAxis | None
-"""A wire for all axes, or some by axis; None is as the configuration says."""
+GivenHook = CommHook | ByAxis | None
+"""A comm hook for all axes, or some by axis; None is as the configuration says."""
 
 BLOCK = 256
 """Elements that share a scale where the configuration asks for quantization; DeepSpeed has no key for it."""
@@ -31,7 +31,7 @@ BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class CommHooks:
-    """The wires by axis; along an axis that is not named the numbers go as they are.
+    """The comm hooks by axis; along an axis that is not named the numbers go as they are.
 
     Attributes:
         gather: of parameters that are trained, in the forward and the backward of stage 3.
@@ -49,18 +49,18 @@ class CommHooks:
     def __str__(self) -> str:
         parts = {"gathers": self.gather, "gathers of frozen parameters": self.frozen, "reductions": self.reduce}
         return ", ".join(
-            f"{name} along {axis} through {wire.name}"
-            for name, wires in parts.items()
-            for axis, wire in wires.items()
-            if not (wires is self.frozen and self.frozen == self.gather)
+            f"{name} along {axis} through {hook.name}"
+            for name, hooks in parts.items()
+            for axis, hook in hooks.items()
+            if not (hooks is self.frozen and self.frozen == self.gather)
         )
 
 
-def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenWire = None, reduce: GivenWire = None) -> CommHooks:
-    """The wires of a step: those given, or those that the configuration means.
+def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenHook = None, reduce: GivenHook = None) -> CommHooks:
+    """The comm hooks of a step: those given, or those that the configuration means.
 
     Raises:
-        ConfigError: a wire is given beside the key that means one, or of no use, or names an axis that there is not, or a
+        ConfigError: a comm hook is given beside the key that means one, or of no use, or names an axis that there is not, or a
             gather's has a state.
 
     >>> zero = ZeroOptimization(stage=3, zero_quantized_weights=True, zero_quantized_gradients=True)
@@ -70,13 +70,13 @@ def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenWire = None, 
     False
     """
     is_divided = zero.stage == 3
-    _check_alone("gather_wire", gather, "zero_quantized_weights", zero.zero_quantized_weights)
-    _check_alone("gather_wire", gather, "zero_quantized_nontrainable_weights", zero.zero_quantized_nontrainable_weights)
-    _check_alone("reduce_wire", reduce, "zero_quantized_gradients", zero.zero_quantized_gradients)
+    _check_alone("gather_hook", gather, "zero_quantized_weights", zero.zero_quantized_weights)
+    _check_alone("gather_hook", gather, "zero_quantized_nontrainable_weights", zero.zero_quantized_nontrainable_weights)
+    _check_alone("reduce_hook", reduce, "zero_quantized_gradients", zero.zero_quantized_gradients)
     if gather is not None and not is_divided:
         raise ConfigError(
-            f"gather_wire: needs zero_optimization.stage 3, which gathers parameters in the forward and the backward, got "
-            f"stage {zero.stage}; leave it out, or give a reduce_wire"
+            f"gather_hook: needs zero_optimization.stage 3, which gathers parameters in the forward and the backward, got "
+            f"stage {zero.stage}; leave it out, or give a reduce_hook"
         )
     of_8_bits = compressed(quantize(8, BLOCK))
     frozen = gather
@@ -89,27 +89,27 @@ def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenWire = None, 
         if loco is not None:
             reduce = reset_every(error_feedback(reduce, decay=loco.err_beta), every=loco.reset_T)
     return CommHooks(
-        gather=_by_axis("gather_wire", gather, mesh, (DATA,)),
-        frozen=_by_axis("gather_wire", frozen, mesh, (DATA,)),
-        reduce=_by_axis("reduce_wire", reduce, mesh, sum_order(mesh)),
+        gather=_by_axis("gather_hook", gather, mesh, (DATA,)),
+        frozen=_by_axis("gather_hook", frozen, mesh, (DATA,)),
+        reduce=_by_axis("reduce_hook", reduce, mesh, sum_order(mesh)),
     )
 
 
-def _check_alone(field_: str, wire: GivenWire, key: str, is_on: bool) -> None:
-    if wire is not None and is_on:
+def _check_alone(field_: str, hook: GivenHook, key: str, is_on: bool) -> None:
+    if hook is not None and is_on:
         raise ConfigError(
-            f"{field_}: excludes zero_optimization.{key}, which means a wire too, got both; leave one of them out"
+            f"{field_}: excludes zero_optimization.{key}, which means a comm hook too, got both; leave one of them out"
         )
 
 
-def _by_axis(field_: str, wire: GivenWire, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, CommHook]:
-    """The wires along those axes that have several ranks, but for exact ones."""
-    if wire is None:
+def _by_axis(field_: str, hook: GivenHook, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, CommHook]:
+    """The comm hooks along those axes that have several ranks, but for exact ones."""
+    if hook is None:
         return {}
-    given = dict.fromkeys(axes, wire) if isinstance(wire, CommHook) else wire
+    given = dict.fromkeys(axes, hook) if isinstance(hook, CommHook) else hook
     if not isinstance(given, Mapping) or not all(isinstance(one, CommHook) for one in given.values()):
         raise ConfigError(
-            f"{field_}: must be a wire, or wires by axis, got {wire!r}; pass fzero.compressed(fzero.quantize(8)), say"
+            f"{field_}: must be a comm hook, or comm hooks by axis, got {hook!r}; pass fzero.compressed(fzero.quantize(8)), say"
         )
     for axis, one in given.items():
         if axis not in axes:
@@ -117,19 +117,19 @@ def _by_axis(field_: str, wire: GivenWire, mesh: Mesh, axes: tuple[str, ...]) ->
                 f"{field_}: must name axes that are sent along, which are {', '.join(map(repr, axes))} of {mesh}, got "
                 f"{axis!r}; leave that out"
             )
-        if field_ == "gather_wire" and has_state(one):
+        if field_ == "gather_hook" and has_state(one):
             raise ConfigError(
-                f"gather_wire: must be without a state, so that the forward, the backward and an evaluation are given the same "
+                f"gather_hook: must be without a state, so that the forward, the backward and an evaluation are given the same "
                 f"parameters, got {one.name}; leave the error feedback out"
             )
     return {axis: given[axis] for axis in axes if axis in given and mesh.axis_size(axis) > 1 and given[axis] != exact()}
 
 
-def has_state(wire: CommHook) -> bool:
-    """Whether a wire remembers anything."""
-    return bool(optree.tree_leaves(state_like(wire, 2, torch.float32)))
+def has_state(hook: CommHook) -> bool:
+    """Whether a comm hook remembers anything."""
+    return bool(optree.tree_leaves(state_like(hook, 2, torch.float32)))
 
 
-def state_like(wire: CommHook, numel: int, dtype: torch.dtype) -> Any:
-    """The state of a wire for so many elements, without memory."""
-    return wire.init(torch.empty(numel, dtype=dtype, device="meta"))
+def state_like(hook: CommHook, numel: int, dtype: torch.dtype) -> Any:
+    """The state of a comm hook for so many elements, without memory."""
+    return hook.init(torch.empty(numel, dtype=dtype, device="meta"))

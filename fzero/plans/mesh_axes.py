@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from fzero.comms.collectives import DATA, EVERYONE
+from fzero.comms.collectives import DATA, WORLD
 from fzero.comms.mesh import is_several
 from fzero.config.config import ConfigError, ZeroOptimization
 from sharding import Mesh
@@ -26,9 +26,9 @@ def check_mesh(given: object) -> None:
             f"mesh: must be a mesh of named axes, an axis of ranks (fzero.join(), fzero.AbstractAxis) or None, got {given!r}; pass "
             f"sharding.Mesh.of(node=2, data=4), say"
         )
-    if given is not None and EVERYONE in given.names:
+    if given is not None and WORLD in given.names:
         raise ValueError(
-            f"mesh: no axis may be named {EVERYONE!r}, for in what is told of a step that is all ranks, got {given}; give the "
+            f"mesh: no axis may be named {WORLD!r}, for in what is told of a step that is all ranks, got {given}; give the "
             f"axis another name"
         )
 

@@ -38,7 +38,7 @@ from fzero.optim.fragments import ShardContents
 from fzero.optim.matrix import is_cut
 from fzero.optim.mixed_precision import Dtypes, mixed_precision
 from fzero.optim.transforms import Transform, check_elementwise, leaf_names
-from fzero.plans.comm_hooks import CommHooks, GivenWire, comm_hooks_of, state_like
+from fzero.plans.comm_hooks import CommHooks, GivenHook, comm_hooks_of, state_like
 from fzero.plans.mesh_axes import check_mesh, describe, mesh_of, num_ranks, shard_axes, sum_order
 from fzero.plans.orders import GivenOrder, OrderFunction, check_named, ordered
 from fzero.plans.placements import Chooser, GivenPlacements, Streaming
@@ -220,7 +220,7 @@ class Plan:
         num_micro_steps: micro-batches in one step.
         max_reducing: most elements of full gradients that wait for their reduction, besides those of one unit.
         max_reuse_distance, gather_bucket, reduce_bucket: for the compiled step (`PassOptions`); None where it chooses itself.
-        wiring: through which wires parameters are gathered and gradients are reduced.
+        comm hooks: through which comm hooks parameters are gathered and gradients are reduced.
         streaming: how state that lives off the device moves.
     """
 
@@ -238,7 +238,7 @@ class Plan:
     max_reuse_distance: int | None = None
     gather_bucket: int | None = None
     reduce_bucket: int | None = None
-    wiring: CommHooks = field(default_factory=CommHooks, repr=False, compare=False)
+    comm_hooks: CommHooks = field(default_factory=CommHooks, repr=False, compare=False)
     streaming: Streaming = field(default_factory=Streaming, repr=False, compare=False)
 
     @property
@@ -256,7 +256,7 @@ class Plan:
         return self.mesh.shard_of(rank, Sharded(*self.axes))
 
     @property
-    def further_axes(self) -> tuple[str, ...]:
+    def replicate_axes(self) -> tuple[str, ...]:
         """Those along which ranks hold the same shards, in the order in which gradients are added up."""
         return tuple(name for name in sum_order(self.mesh) if name not in self.axes and self.mesh.axis_size(name) > 1)
 
@@ -266,7 +266,7 @@ class Plan:
 
         A rank holds the shard, or the whole, that it shares with its neighbours in this order.
         """
-        order = Sharded(*self.axes, *self.further_axes)
+        order = Sharded(*self.axes, *self.replicate_axes)
         return tuple(sorted(range(self.world_size), key=lambda rank: self.mesh.shard_of(rank, order)))
 
     @property
@@ -288,7 +288,7 @@ class Plan:
             "gradients": sum(b.grads.local_nbytes(self.mesh) for b in trainable),
             "optimizer": sum(_nbytes(self.optimizer[b.key], self.mesh) for b in trainable),
         }
-        return held | ({"wires": _nbytes(self.wires, self.mesh)} if self.wires else {})
+        return held | ({"comm hooks": _nbytes(self.hook_states, self.mesh)} if self.hook_states else {})
 
     @property
     def placements(self) -> dict[str, Placement]:
@@ -318,18 +318,18 @@ class Plan:
         return {kind: of_kind for kind, of_kind in parts.items() if of_kind}
 
     @property
-    def wires(self) -> dict[str, dict[str, Any]]:
-        """The specs of what the wires of reductions remember, by flat buffer and axis; every rank has its own."""
+    def hook_states(self) -> dict[str, dict[str, Any]]:
+        """The specs of what the comm hooks of reductions remember, by flat buffer and axis; every rank has its own."""
         return {
             buffer.key: states
             for buffer in self.flat_buffers
-            if (states := {axis: state for axis, state in self._wire_states(buffer) if optree.tree_leaves(state)})
+            if (states := {axis: state for axis, state in self._hook_states(buffer) if optree.tree_leaves(state)})
         }
 
-    def _wire_states(self, buffer: FlatParamPlan) -> Iterator[tuple[str, Any]]:
+    def _hook_states(self, buffer: FlatParamPlan) -> Iterator[tuple[str, Any]]:
         for axis, numel in self.summands(buffer).items():
-            if axis in self.wiring.reduce:
-                like = state_like(self.wiring.reduce[axis], numel, torch_dtype(buffer.dtypes.reduce))
+            if axis in self.comm_hooks.reduce:
+                like = state_like(self.comm_hooks.reduce[axis], numel, torch_dtype(buffer.dtypes.reduce))
                 yield axis, optree.tree_map(lambda x: TensorSpec(tuple(x.shape), dtype_name(x.dtype)), like)
 
     def summands(self, buffer: FlatParamPlan) -> dict[str, int]:
@@ -363,14 +363,14 @@ class Plan:
         A reduce-scatter over `"data"` and then `"node"` sends P(L-1)/L along the first and P/L · (N-1)/N along the second, and
         so does the all-gather over both; an all-reduce sends twice that.
         """
-        return self._sent(lambda numel, dtype, wire: numel)
+        return self._sent(lambda numel, dtype, hook: numel)
 
     @property
     def sent_nbytes_by_axis(self) -> dict[str, dict[str, int]]:
-        """The same in bytes, which are those of the wires where there are some."""
+        """The same in bytes, which are those of the comm hooks where there are some."""
 
-        def nbytes(numel: int, dtype: str, wire: CommHook | None) -> int:
-            return numel * itemsize(dtype) if wire is None else wire.nbytes(numel, itemsize(dtype))
+        def nbytes(numel: int, dtype: str, hook: CommHook | None) -> int:
+            return numel * itemsize(dtype) if hook is None else hook.nbytes(numel, itemsize(dtype))
 
         return self._sent(nbytes)
 
@@ -380,7 +380,7 @@ class Plan:
         return _totals(self.sent_nbytes_by_axis)
 
     def _sent(self, size: Callable[[int, str, CommHook | None], int]) -> dict[str, dict[str, int]]:
-        """What one rank sends; `size` is of one message, by its elements, their dtype and the wire that they go through."""
+        """What one rank sends; `size` is of one message, by its elements, their dtype and the comm hook that they go through."""
         every = sum_order(self.mesh)
         micro_steps = self.num_micro_steps if self.num_shards > 1 else 1
         gathered = [unit for unit in self.units if unit.gathered_numel]
@@ -393,34 +393,34 @@ class Plan:
             axes: Sequence[str],
             dtype: str,
             times: int = 1,
-            wires: Mapping[str, CommHook] = {},
+            hooks: Mapping[str, CommHook] = {},
         ) -> None:
             for name in axes:
                 num_ranks_ = self.mesh.axis_size(name)
                 numel //= num_ranks_
-                sent[name][collective] += times * size(numel, dtype, wires.get(name)) * (num_ranks_ - 1)
+                sent[name][collective] += times * size(numel, dtype, hooks.get(name)) * (num_ranks_ - 1)
 
         for buffer in self.flat_buffers:
             row, numel, dtypes = buffer.row, buffer.padded_numel, buffer.dtypes
             in_params = row.params.axes if isinstance(row.params, Sharded) else ()
-            wires = self.wiring.gather if buffer.trainable else self.wiring.frozen
-            add("all_gather in the forward", numel, in_params, dtypes.param, self.num_micro_steps, wires)
+            hooks = self.comm_hooks.gather if buffer.trainable else self.comm_hooks.frozen
+            add("all_gather in the forward", numel, in_params, dtypes.param, self.num_micro_steps, hooks)
             num_backward = self.num_micro_steps * (buffer not in last)
-            add("all_gather in the backward", numel, in_params, dtypes.param, num_backward, wires)
+            add("all_gather in the backward", numel, in_params, dtypes.param, num_backward, hooks)
             if not buffer.trainable:
                 continue
 
             def add_sums(numel: int, axes: Sequence[str], dtype: str = dtypes.reduce) -> None:
                 """Of an all-reduce, whose sums are sent as they are."""
-                add("all_reduce of gradients", numel, axes, dtype, wires=self.wiring.reduce)
+                add("all_reduce of gradients", numel, axes, dtype, hooks=self.comm_hooks.reduce)
                 add("all_reduce of gradients", numel, axes, dtype)
 
             if isinstance(row.grads, Replicated):
                 add_sums(numel, every)
                 continue
             times = micro_steps if isinstance(row.grads, Sharded) else 1
-            add("reduce_scatter of gradients", numel, self.axes, dtypes.reduce, times, self.wiring.reduce)
-            add_sums(buffer.shard_numel, self.further_axes)
+            add("reduce_scatter of gradients", numel, self.axes, dtypes.reduce, times, self.comm_hooks.reduce)
+            add_sums(buffer.shard_numel, self.replicate_axes)
             local_numel = buffer.params.local_shape(self.mesh)[0]
             add("all_gather of updated parameters", local_numel, self.axes[len(in_params) :], dtypes.param)
             if buffer.way == "muon" and is_cut(buffer.layout):
@@ -444,8 +444,8 @@ def plan(
     units: Sequence[str] | None = None,
     param_groups: Sequence[ParamGroup] = (),
     transform: OwnTransform | None = None,
-    gather_wire: GivenWire = None,
-    reduce_wire: GivenWire = None,
+    gather_hook: GivenHook = None,
+    reduce_hook: GivenHook = None,
     placements: GivenPlacements = None,
     trained: Collection[str] | None = None,
     starts: Mapping[str, int] | None = None,
@@ -462,7 +462,7 @@ def plan(
             repeated blocks.
         param_groups: parameters with hyper-parameters of their own; see `ParamGroup`. The first that matches counts.
         transform: in place of the configuration's optimizer; see `make_train_step`.
-        gather_wire, reduce_wire, placements, order: see `make_train_step`.
+        gather_hook, reduce_hook, placements, order: see `make_train_step`.
         trained: the names of the parameters that are trained; None is those that require gradients.
         starts: when the optimizer state of each parameter began, by name (`starts_of`); 0 where it has no name. One counter
             of updates serves a flat buffer, so parameters that began in different updates have flat buffers of their own.
@@ -541,7 +541,7 @@ def plan(
         gather_bucket=zero.allgather_bucket_size,
         # Full gradients that no rank keeps must not gather in a bucket, either.
         reduce_bucket=max_reducing if zero.reduce_bucket_size and zero.stage >= 2 else zero.reduce_bucket_size,
-        wiring=comm_hooks_of(zero, mesh, gather_wire, reduce_wire),
+        comm_hooks=comm_hooks_of(zero, mesh, gather_hook, reduce_hook),
         streaming=Streaming.of(zero.offload_optimizer, zero.offload_param, cfg.aio, zero.sub_group_size),
     )
 
@@ -1053,7 +1053,7 @@ def _report(plan: Plan) -> Group:
             + (", ".join(f"{numel:,} in {name}" for name, numel in sent.items() if numel) or "none")
             for along, sent in lines.items()
         ),
-        *(_wires(plan) if plan.wiring else ()),
+        *(_hook_states(plan) if plan.comm_hooks else ()),
     )
 
 
@@ -1063,10 +1063,10 @@ _MEMORIES = {
 }
 
 
-def _wires(plan: Plan) -> Iterator[str]:
-    yield f"wires: {plan.wiring}"
-    exact = sum(_totals(replace(plan, wiring=CommHooks()).sent_nbytes_by_axis).values())
-    yield f"bytes that a rank sends in a step: {sum(plan.sent_nbytes_per_step.values()):,}, without wires {exact:,}"
+def _hook_states(plan: Plan) -> Iterator[str]:
+    yield f"comm hooks: {plan.comm_hooks}"
+    exact = sum(_totals(replace(plan, comm_hooks=CommHooks()).sent_nbytes_by_axis).values())
+    yield f"bytes that a rank sends in a step: {sum(plan.sent_nbytes_per_step.values()):,}, without comm hooks {exact:,}"
 
 
 def _human(nbytes: float) -> str:

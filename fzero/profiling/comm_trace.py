@@ -45,7 +45,7 @@ class CommRow(NamedTuple):
         buffer: the key of that.
         purpose: see `fzero.Label`.
         phase: when it starts: in the forward, at the turn, in the backward or in the update.
-        num_elements: that this rank sends to all others together; in a wire those before they are coded.
+        num_elements: that this rank sends to all others together; in a comm hook those before they are coded.
         nbytes: the same in bytes, as they travel.
         is_joined: whether it shares its call with neighbouring rows (buckets of a compiled step).
     """

@@ -49,7 +49,7 @@ def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState
     step._check_shapes(state)
     old = files_of(state)
     is_served = step._offload.is_served_by(old)
-    return _brought(state, step, old, old if is_served else step._offload.make_files(step._mesh.everyone))
+    return _brought(state, step, old, old if is_served else step._offload.make_files(step._mesh.world))
 
 
 def copied(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState[Any]:
@@ -67,7 +67,7 @@ def copied(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainStat
         return found
     step._check_state(state)
     in_memory: TrainState[Any] = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
-    return _brought(in_memory, step, files_of(state), step._offload.make_files(step._mesh.everyone))
+    return _brought(in_memory, step, files_of(state), step._offload.make_files(step._mesh.world))
 
 
 def _brought(
@@ -84,7 +84,7 @@ def _brought(
     except Exception as raised:
         error = raised
     if old is not None or files is not None:
-        agree(files, step._mesh.everyone, error=error)
+        agree(files, step._mesh.world, error=error)
     elif error is not None:
         raise error
     return state._replace(**parts)

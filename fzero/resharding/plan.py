@@ -248,7 +248,7 @@ def plan_reshard(
 ) -> ReshardPlan:
     """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no tensor.
 
-    Stage, mesh, world size, units, order, parameter groups, wires, dtypes and what is frozen may differ, but no master or
+    Stage, mesh, world size, units, order, parameter groups, comm hooks, dtypes and what is frozen may differ, but no master or
     optimizer state may become narrower. A master comes from the old master, or else from the parameters, which then are the
     master. A parameter that is frozen in the old step alone brings its values; in the new step alone, it leaves the rest.
 
@@ -306,7 +306,7 @@ def plan_reshard(
             for path, name in target.numbers.items():
                 counted[name] = Sources(tuple(source.numbers[path] for source in known), tuple(anew))
         rounds.append(ReshardRound(unit.name, tuple(flows)))
-    own = {f"state.rng[{kind!r}]": spec for kind, spec in (rng or {}).items()} | kept_wires(old, new)
+    own = {f"state.rng[{kind!r}]": spec for kind, spec in (rng or {}).items()} | kept_hook_states(old, new)
     rest = [*_module_buffers(old, new), *(_own(name, spec, old, new) for name, spec in own.items())]
     rounds.append(ReshardRound("module buffers and random states", tuple(rest)))
     processes = range(len(places))
@@ -455,26 +455,26 @@ def _module_buffers(old: Plan, new: Plan) -> Iterator[Flow]:
         yield Flow(before[name], tensor)
 
 
-def wires_of(plan: Plan) -> dict[str, tuple[TensorSpec, str]]:
-    """What the wires of reductions remember, by its name in the whole state: the spec, and what is sent by whom through what.
+def hook_states_of(plan: Plan) -> dict[str, tuple[TensorSpec, str]]:
+    """What the comm hooks of reductions remember, by its name in the whole state: the spec, and what is sent by whom through what.
 
     Where the latter is the same in another step, whatever its stage, a rank may go on with what it remembers.
     """
     found: dict[str, tuple[TensorSpec, str]] = {}
-    wires = plan.wires  # made anew for each that asks
+    hook_states = plan.hook_states  # made anew for each that asks
     for buffer in plan.flat_buffers:
-        for axis, specs in wires.get(buffer.key, {}).items():
-            told = repr((plan.mesh.axes, buffer.layout, plan.wiring.reduce[axis].name))
+        for axis, specs in hook_states.get(buffer.key, {}).items():
+            told = repr((plan.mesh.axes, buffer.layout, plan.comm_hooks.reduce[axis].name))
             accessors, leaves, _ = optree.tree_flatten_with_accessor(specs)
             for accessor, spec in zip(accessors, leaves, strict=True):
-                found[accessor.codify(f"state.wires[{buffer.key!r}][{axis!r}]")] = spec, f"{told} {spec}"
+                found[accessor.codify(f"state.hook_states[{buffer.key!r}][{axis!r}]")] = spec, f"{told} {spec}"
     return found
 
 
-def kept_wires(old: Plan, new: Plan) -> dict[str, TensorSpec]:
-    """The tensors that the wires of reductions remember and keep, by their names in the whole state. Others start anew."""
-    before = wires_of(old)
-    return {name: spec for name, (spec, told) in wires_of(new).items() if before.get(name, ("", ""))[1] == told}
+def kept_hook_states(old: Plan, new: Plan) -> dict[str, TensorSpec]:
+    """The tensors that the comm hooks of reductions remember and keep, by their names in the whole state. Others start anew."""
+    before = hook_states_of(old)
+    return {name: spec for name, (spec, told) in hook_states_of(new).items() if before.get(name, ("", ""))[1] == told}
 
 
 def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:

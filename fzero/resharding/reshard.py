@@ -28,7 +28,7 @@ from fzero.optim.loss_scale import LossScale
 from fzero.plans.placements import SUB_GROUP
 from fzero.plans.plan import UserTransform
 from fzero.resharding.place import place as put
-from fzero.resharding.plan import JobRank, ReshardPlan, ReshardRound, Sources, kept_wires, plan_reshard
+from fzero.resharding.plan import JobRank, ReshardPlan, ReshardRound, Sources, kept_hook_states, plan_reshard
 from fzero.runtime.eager import own_shard
 from fzero.runtime.offload import QUANTITIES, agree, files_of
 from fzero.runtime.step_spec import MismatchError
@@ -56,8 +56,8 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     Parameters, master, optimizer state, counters, loss scale and module buffers go over bit by bit; where the new dtypes
     are others, parameters are the master's, rounded. A rank keeps its random state, a further one starts as in `init`. The
     gradients are zeros: a step collects them anew. The loss scale stays where both steps scale dynamically, else it is the
-    new step's first. What the wires of reductions remember stays where the same ranks send the same flat buffers through the
-    same wires, whatever the stage, and starts anew otherwise, which a warning tells. The state given is left as it is.
+    new step's first. What the comm hooks of reductions remember stays where the same ranks send the same flat buffers through the
+    same comm hooks, whatever the stage, and starts anew otherwise, which a warning tells. The state given is left as it is.
     A parameter that was frozen and is trained brings its values, and its optimizer state begins as in `init`; of one that was
     trained and is frozen the values stay, and the rest goes.
     Where the two steps place state differently, it ends where `new` wants it: what goes to files is written as it arrives, and
@@ -90,12 +90,12 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
         if isinstance(step._ranks, ProcessAxis) and step._ranks.observe is not None:
             axis = replace(axis, observe=step._ranks.observe)
     mine = tuple(_tell(state, old, new))
-    everyone = [_Told(*told) for told in collectives.exchange(mine, axis, label=Label("compare"))]
-    _check_told(everyone)
-    _warn_of_wires(old, new)
-    places = [JobRank(told.old, told.new) for told in everyone]
+    world = [_Told(*told) for told in collectives.exchange(mine, axis, label=Label("compare"))]
+    _check_told(world)
+    _warn_of_hooks(old, new)
+    places = [JobRank(told.old, told.new) for told in world]
     plan = plan_reshard(old.plan, new.plan, places=places, rng=_rng_specs(old, new))
-    numbers = next(told.numbers for told in everyone if told.numbers is not None)
+    numbers = next(told.numbers for told in world if told.numbers is not None)
     place = places[axis.rank]
     chosen = chosen_numbers(plan.numbers, numbers)
     files = _make_files(new, axis) if new._offload.has_files else None
@@ -121,7 +121,7 @@ def _make_files(new: TrainStep, axis: ProcessAxis) -> StateFiles | None:
     files, error = None, None
     if isinstance(new._ranks, ProcessAxis):
         try:
-            files = new._offload.make_files(new._mesh.everyone)
+            files = new._offload.make_files(new._mesh.world)
         except (StoreError, MemoryError) as raised:
             error = raised
     agree(files, axis, error=error)
@@ -162,7 +162,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
             f"pass them all"
         )
     _check_devices(old, new)
-    _warn_of_wires(old, new)
+    _warn_of_hooks(old, new)
     for state in states:
         old._check_shapes(state, fix=_FIX)
     plan = plan_reshard(old.plan, new.plan, rng=_rng_specs(old, new))
@@ -271,7 +271,7 @@ def by_name(state: TrainState[Any]) -> dict[str, Any]:
 
 def numbers_of(state: TrainState[Tensor]) -> Numbers:
     """The 0-d tensors of a state that the step made; a module's own buffers move as tensors."""
-    parts = state._replace(params={}, master={}, grads={}, buffers={}, rng={}, wires={})
+    parts = state._replace(params={}, master={}, grads={}, buffers={}, rng={}, hook_states={})
     accessors, tensors, _ = optree.tree_flatten_with_accessor(parts)
     named = zip(accessors, tensors, strict=True)
     return {accessor.codify("state"): x.item() for accessor, x in named if x.ndim == 0}
@@ -345,7 +345,7 @@ def blank(
         buffers=zeros(specs.buffers),
         loss_scale=loss_scale,
         rng=new._first_state.rng(rank),
-        wires=new._first_state.wires(),
+        hook_states=new._first_state.hook_states(),
     )
     for name, x in by_name(state).items():
         if name.startswith("state.optimizer") and name in numbers:
@@ -425,9 +425,9 @@ def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:
 
 
 def rescale(state: TrainState[Tensor], numbers: Numbers) -> None:
-    """Makes what the wires remember that of a loss with the new scale."""
+    """Makes what the comm hooks remember that of a loss with the new scale."""
     ratio = state.loss_scale.scale / numbers["state.loss_scale.scale"]
-    for x in optree.tree_leaves(state.wires):
+    for x in optree.tree_leaves(state.hook_states):
         if x.is_floating_point():
             x.mul_(ratio)
 
@@ -450,7 +450,7 @@ class _Told(NamedTuple):
 def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _Told:
     """Finds what is wrong on this process alone, and does not raise it, for the others would wait."""
     old_rank, new_rank = (None if isinstance(step._ranks, AbstractAxis) else step._ranks.rank for step in (old, new))
-    plans = [(p.stage, p.mesh, p.flat_buffers, p.optimizer, p.buffers, str(p.wiring)) for p in (old.plan, new.plan)]
+    plans = [(p.stage, p.mesh, p.flat_buffers, p.optimizer, p.buffers, str(p.comm_hooks)) for p in (old.plan, new.plan)]
     numbers, problem = None, None
     try:
         _check_devices(old, new)
@@ -468,12 +468,12 @@ def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _
     return _Told(old_rank, new_rank, zlib.crc32(repr(plans).encode()), numbers, problem)
 
 
-def _check_told(everyone: Sequence[_Told]) -> None:
+def _check_told(world: Sequence[_Told]) -> None:
     """Raises on every process what is wrong on any."""
-    problems = [f"on process {process}: {told.problem}" for process, told in enumerate(everyone) if told.problem]
+    problems = [f"on process {process}: {told.problem}" for process, told in enumerate(world) if told.problem]
     if problems:
         raise ValueError(f"reshard: {problems[0]}")
-    differing = [process for process, told in enumerate(everyone) if told.steps != everyone[0].steps]
+    differing = [process for process, told in enumerate(world) if told.steps != world[0].steps]
     if differing:
         raise MismatchError(
             f"reshard: old and new must be the same two steps on every process, and those of processes {differing} have other "
@@ -497,15 +497,15 @@ def _check_devices(old: TrainStep, new: TrainStep) -> None:
         )
 
 
-def _warn_of_wires(old: TrainStep, new: TrainStep) -> None:
+def _warn_of_hooks(old: TrainStep, new: TrainStep) -> None:
     if (
-        old.plan.wires
-        and new.plan.wires
-        and len(kept_wires(old.plan, new.plan)) < len(optree.tree_leaves(new.plan.wires))
+        old.plan.hook_states
+        and new.plan.hook_states
+        and len(kept_hook_states(old.plan, new.plan)) < len(optree.tree_leaves(new.plan.hook_states))
     ):
         warnings.warn(
-            f"reshard: what reductions lost so far is forgotten where ranks, flat buffers or wires change: from "
-            f"{old.plan.wiring} on {old.world_size} ranks to {new.plan.wiring} on {new.world_size}",
+            f"reshard: what reductions lost so far is forgotten where ranks, flat buffers or comm hooks change: from "
+            f"{old.plan.comm_hooks} on {old.world_size} ranks to {new.plan.comm_hooks} on {new.world_size}",
             stacklevel=3,
         )
 

@@ -172,7 +172,7 @@ class ForwardBackward:
             is forwards only.
         orders: the events to follow, by what runs; what is not there is negotiated, and learned. None negotiates all.
         stage: what brings shards from where they live, and takes those of gradients there.
-        wires: what the wires of reductions remember, by flat buffer and axis; what they do afterwards stands in their place.
+        hooks: what the comm hooks of reductions remember, by flat buffer and axis; what they do afterwards stands in their place.
 
     Attributes:
         is_over: whether it was closed, or an error ended it.
@@ -187,9 +187,9 @@ class ForwardBackward:
         orders: Orders | None,
         stage: ShardTransfer,
         *,
-        wires: Mapping[str, States] = {},
+        hook_states: Mapping[str, States] = {},
     ) -> None:
-        self.wires = dict(wires)
+        self.hook_states = dict(hook_states)
         self.plan, self.mesh, self.params = plan, mesh, params
         self.stage, self.scratch, self._device = stage, stage.scratch, stage.device
         self.trains, self.grads = grads is not None, grads or {}
@@ -321,7 +321,7 @@ class ForwardBackward:
             self._held = set() if is_first else {b.key for b in self.plan.flat_buffers if b.trainable}
             self._is_kept |= keeps
             self._num_forwards, self._num_backwards = 0, self._num_backwards + 1
-            self._rows = collectives.start_stack(row, self.mesh.everyone, label=Label("told", phase="turn"))
+            self._rows = collectives.start_stack(row, self.mesh.world, label=Label("told", phase="turn"))
             told = None
             if check is not None:
                 told, self._rows = self._rows.wait(), None
@@ -713,7 +713,7 @@ class ForwardBackward:
                 self._negotiate(wanted)
             return
         raise ScheduleError(
-            f"rank {self.mesh.everyone.rank} needs to {wanted} where the schedule of collectives has no place for it: the model "
+            f"rank {self.mesh.world.rank} needs to {wanted} where the schedule of collectives has no place for it: the model "
             f"runs its units in another order than in the first step (a branch on data, a router, layer drop); pass "
             f"schedule='negotiated', or name a module that holds the whole branch in units="
         )
@@ -723,8 +723,8 @@ class ForwardBackward:
 
         They have come to different places of it: a rank stops before the reduction of a unit that it uses.
         """
-        everyone, schedule = self.mesh.everyone, self.schedule
-        places = collectives.aside(len(self.executed), everyone, seconds=PATIENCE)
+        world, schedule = self.mesh.world, self.schedule
+        places = collectives.aside(len(self.executed), world, seconds=PATIENCE)
         if places is None or schedule is None or self._orders is None:
             return False
         for event in schedule[len(self.executed) : max(places)]:
@@ -736,7 +736,7 @@ class ForwardBackward:
 
     def _warn(self) -> None:
         """Logs on rank 0, once for what runs, that its order is negotiated."""
-        if self.mesh.everyone.rank == 0 and self.mesh.everyone.size > 1:
+        if self.mesh.world.rank == 0 and self.mesh.world.size > 1:
             warnings.warn(
                 f"the {self._run[0]} runs its units in an order that differs from step to step (layer drop, a branch), so all "
                 f"ranks negotiate it from now on, which is slower; name a module that holds the whole branch in units=, or "
@@ -746,7 +746,7 @@ class ForwardBackward:
 
     def _negotiate(self, wanted: Event | None) -> None:
         """Agrees with all ranks on each next event until `wanted` has been served; None takes part to the end."""
-        if self.mesh.everyone.size == 1:
+        if self.mesh.world.size == 1:
             if wanted is not None:
                 self._issue(wanted)
             return
@@ -758,7 +758,7 @@ class ForwardBackward:
                 else [_KINDS.index(wanted.kind), names.index(wanted.unit) if wanted.unit else -1]
             )
             row = torch.tensor(code, device=self._device)
-            rows = collectives.stack(row, self.mesh.everyone, label=Label("negotiate", phase=self._phase)).tolist()
+            rows = collectives.stack(row, self.mesh.world, label=Label("negotiate", phase=self._phase)).tolist()
             served = _serve(rows, in_forward=self._in_forward)
             if served is None:
                 return
@@ -800,9 +800,9 @@ class ForwardBackward:
             return _Gather(buffer, Pending(label, (), lambda: self.stage.bring(buffer.key, self.params[buffer.key])))
         shard = self.stage.bring(buffer.key, self.params[buffer.key])
         full = self.scratch.take(buffer.padded_numel, shard.dtype, self._device)
-        wiring = self.plan.wiring
-        wires = wiring.gather if buffer.trainable else wiring.frozen
-        return _Gather(buffer, self.mesh.start_all_gather(shard, full, axes, wires=wires, label=label), shard)
+        comm_hooks = self.plan.comm_hooks
+        hooks = comm_hooks.gather if buffer.trainable else comm_hooks.frozen
+        return _Gather(buffer, self.mesh.start_all_gather(shard, full, axes, hooks=hooks, label=label), shard)
 
     def _end_gathers(self, unit: str) -> dict[str, Tensor]:
         """Waits for the gathers of a unit, and gives back the shards that were copies."""
@@ -834,8 +834,8 @@ class ForwardBackward:
         numel = sum(buffer.padded_numel for buffer in unit.buffers if buffer.trainable)
         while self._in_flight and sum(r.numel for r in self._in_flight) + numel > self.plan.max_reducing:
             self._end_reduce()
-        while any(b.key in self.wires and b in unit.buffers for r in self._in_flight for b, _, _ in r.started):
-            self._end_reduce()  # what its wire remembers is what the next one needs
+        while any(b.key in self.hook_states and b in unit.buffers for r in self._in_flight for b, _, _ in r.started):
+            self._end_reduce()  # what its comm hook remembers is what the next one needs
         self._ready.discard(unit.name)
         filling = self._filling.pop(unit.name, _Grads())
         started = []
@@ -855,29 +855,29 @@ class ForwardBackward:
             self._in_flight.append(_Reduction(numel, filling, started))
         if not all(self._is_here(buffer) for buffer, _, _ in started):
             # What is kept elsewhere leaves as soon as it has been added up: while the next unit's backward runs.
-            while len(self._in_flight) > (self.mesh.everyone.size > 1):
+            while len(self._in_flight) > (self.mesh.world.size > 1):
                 self._end_reduce()
 
     def _reduce(self, flat_P: Tensor, buffer: FlatParamPlan) -> Sending:
         """Starts to add up what every rank wrote: to the whole (P) in stage 0, to this rank's shard (S) otherwise."""
-        wires, states = self.plan.wiring.reduce, self.wires.get(buffer.key, {})
+        hooks, states = self.plan.comm_hooks.reduce, self.hook_states.get(buffer.key, {})
         label = Label("reduce", buffer.key, self._phase)
         flat_P = flat_P.to(self._reduce_dtype(buffer))
         if isinstance(buffer.row.grads, Replicated):
-            return self.mesh.start_all_reduce(flat_P, wires=wires, states=states, label=label)
+            return self.mesh.start_all_reduce(flat_P, hooks=hooks, states=states, label=label)
         own_S, is_held = self._own(buffer), self._is_held(buffer)
         is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype or not self._is_here(buffer)
         held: Any = own_S
         if is_held and not self._is_here(buffer):
             held = self.stage.bring(f"{buffer.key}/grads", own_S)
         return self.mesh.start_reduce_scatter(
-            flat_P, out_S=None if is_new else held, further="now" if self.is_last else "later",
-            held_S=held if is_held else None, wires=wires, states=states, label=label,
+            flat_P, out_S=None if is_new else held, sum_replicas="now" if self.is_last else "later",
+            held_S=held if is_held else None, hooks=hooks, states=states, label=label,
         )  # fmt: skip
 
     def _reduce_dtype(self, buffer: FlatParamPlan) -> torch.dtype:
         """The dtype in which gradients are sent; where nobody else is, that in which they are kept."""
-        return torch_dtype(buffer.dtypes.reduce if self.mesh.everyone.size > 1 else buffer.dtypes.grad)
+        return torch_dtype(buffer.dtypes.reduce if self.mesh.world.size > 1 else buffer.dtypes.grad)
 
     def _adds(self, buffer: FlatParamPlan) -> bool:
         """Whether a reduction is added to one that came before, in this micro-step or an earlier one."""
@@ -886,8 +886,8 @@ class ForwardBackward:
         return not (self.is_first or self._is_whole(buffer) or self._is_held(buffer))
 
     def _is_held(self, buffer: FlatParamPlan) -> bool:
-        """Whether the shard of earlier micro-steps joins this reduction, before it crosses the further axes once for all."""
-        is_kept = bool(self.mesh.further) and not (self.is_first or self._is_whole(buffer))
+        """Whether the shard of earlier micro-steps joins this reduction, before it crosses the replicate axes once for all."""
+        is_kept = bool(self.mesh.replicate_axes) and not (self.is_first or self._is_whole(buffer))
         return is_kept and self.is_last and buffer.key not in self._reduced
 
     def _is_whole(self, buffer: FlatParamPlan) -> bool:
@@ -900,8 +900,8 @@ class ForwardBackward:
         while started:  # emptied, so that nothing here holds the gradients that are given back
             buffer, sending, is_late = started.pop(0)
             mean, states = sending.wait()
-            if buffer.key in self.wires:
-                self.wires[buffer.key] = states
+            if buffer.key in self.hook_states:
+                self.hook_states[buffer.key] = states
             kept = self.grads[buffer.key] if mean.numel() == buffer.padded_numel else self._own(buffer)
             measures = self.is_last and kept.numel() == buffer.shard_numel
             self.stage.put(f"{buffer.key}/grads", kept, mean, adds=is_late, measures=measures)

@@ -49,39 +49,39 @@ class StateBuilder:
         Args:
             params, init_fn: as `given` and `init_fn` of `values`.
         """
-        cfg, everyone = self.recipe.cfg, mesh.everyone
+        cfg, world = self.recipe.cfg, mesh.world
         if params is not None:
             _check_names(self.recipe.model, params)
-        files = self.offload.make_files(everyone)
+        files = self.offload.make_files(world)
         state: dict[str, dict[str, Any]] = {"params": {}, "master": {}, "grads": {}, "optimizer": {}}
         for unit in self.plan.units:
             names = [name for buffer in unit.buffers for name in buffer.layout.names]
             values = self.values(names, params, init_fn)
             for buffer in unit.buffers:
-                for part, tensors in self._buffer(buffer, values, files, everyone).items():
+                for part, tensors in self._buffer(buffer, values, files, world).items():
                     state[part][buffer.key] = tensors
             del values  # before the next unit's are made
         found = self.values(list(self.plan.buffers), params, init_fn)
         buffers = {
-            name: _from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), everyone, name)
+            name: _from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), world, name)
             for name, spec in self.plan.buffers.items()
         }
         if files is not None:
-            agree(files, everyone)
+            agree(files, world)
         num_updates = torch.zeros((), dtype=torch.int64, device=self.device if cfg.skips_overflow else "cpu")
         loss_scale = cfg.loss_scaling().init(self.device)
         return TrainState(
-            step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=self.rng(everyone.rank),
-            wires=self.wires(),
+            step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=self.rng(world.rank),
+            hook_states=self.hook_states(),
         )  # fmt: skip
 
     def _buffer(
-        self, buffer: FlatParamPlan, values: Mapping[str, Tensor], files: StateFiles | None, everyone: Bound
+        self, buffer: FlatParamPlan, values: Mapping[str, Tensor], files: StateFiles | None, world: Bound
     ) -> dict[str, Any]:
         """What this rank holds of one flat buffer, from the whole values of its parameters."""
         dtype = torch_dtype(buffer.dtypes.master)
         flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
-        flat_P = _from_rank_0(flat_P, everyone, buffer.key)
+        flat_P = _from_rank_0(flat_P, world, buffer.key)
         param = self.cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
         updated = self.cut(flat_P, buffer.master) if buffer.trainable or buffer.has_master else param
         make = functools.partial(self.updater.transform_of, buffer)
@@ -132,15 +132,15 @@ class StateBuilder:
                 values[name] = initialised[prefix][name]
         return values
 
-    def wires(self) -> dict[str, dict[str, Any]]:
-        """What the wires of reductions remember."""
+    def hook_states(self) -> dict[str, dict[str, Any]]:
+        """What the comm hooks of reductions remember."""
         found: dict[str, dict[str, Any]] = {}
-        planned = self.plan.wires
+        planned = self.plan.hook_states
         for buffer in self.plan.flat_buffers:
             dtype, summands = torch_dtype(buffer.dtypes.reduce), self.plan.summands(buffer)
             for axis in planned.get(buffer.key, {}):
                 like = torch.zeros(summands[axis], dtype=dtype, device=self.device)
-                found.setdefault(buffer.key, {})[axis] = self.plan.wiring.reduce[axis].init(like)
+                found.setdefault(buffer.key, {})[axis] = self.plan.comm_hooks.reduce[axis].init(like)
         return found
 
     def rng(self, rank: int) -> dict[str, Tensor]:
@@ -150,8 +150,8 @@ class StateBuilder:
         return {kind: torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds}
 
 
-def _from_rank_0(value: Tensor, everyone: Bound, name: str) -> Tensor:
-    return collectives.broadcast(value, everyone, label=Label("init", name))
+def _from_rank_0(value: Tensor, world: Bound, name: str) -> Tensor:
+    return collectives.broadcast(value, world, label=Label("init", name))
 
 
 def _check_names(model: nn.Module, given: Mapping[str, Tensor]) -> None:

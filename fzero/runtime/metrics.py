@@ -129,7 +129,7 @@ class StepMetrics:
         if outcome.ok.device.type != "cpu":
             torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
         elif not outcome.ok:
-            check_alike(outcome.told[..., 2:].flatten(0, 1), self.mesh.everyone, hyper)
+            check_alike(outcome.told[..., 2:].flatten(0, 1), self.mesh.world, hyper)
             check_rows(outcome.told[..., :2].flatten(0, 1), is_sum=is_sum)
             if self.skips_overflow:
                 self._check_loss_scale(state, outcome.overflow)
@@ -160,7 +160,7 @@ class StepMetrics:
         )
 
 
-def check_alike(numbers_M2: Tensor, everyone: Bound, hyper: Named) -> None:
+def check_alike(numbers_M2: Tensor, world: Bound, hyper: Named) -> None:
     """Raises on every rank when the ranks' passes, by number, are not the same, or the hyper-parameters, by checksum.
 
     On the CPU alone, where reading is free: elsewhere `assert_alike` and a graph do it.
@@ -178,7 +178,7 @@ def check_alike(numbers_M2: Tensor, everyone: Bound, hyper: Named) -> None:
         return
     check_passes(numbers_M2[:, 0])
     check_same(
-        everyone, hyper(),
+        world, hyper(),
         fix="compute it from what is the same on all ranks (metrics.loss is the mean over them), or on rank 0 for all",
     )  # fmt: skip
     raise MismatchError(

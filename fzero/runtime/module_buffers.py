@@ -23,7 +23,7 @@ def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]
 
 
 def make_equal(
-    buffers: Mapping[str, Tensor], moved: set[str], moving: frozenset[str] | None, everyone: Bound, *, has_news: bool
+    buffers: Mapping[str, Tensor], moved: set[str], moving: frozenset[str] | None, world: Bound, *, has_news: bool
 ) -> frozenset[str]:
     """Makes buffers that steps change equal on all ranks, in place: floating ones are averaged, others rank 0's.
 
@@ -41,10 +41,10 @@ def make_equal(
     Raises:
         ValueError: a buffer changed too late to be agreed on.
     """
-    if everyone.size == 1 or not buffers:
+    if world.size == 1 or not buffers:
         return (moving or frozenset()) | moved
     if moving is None or has_news:
-        told = collectives.exchange(moved, everyone, label=Label("agree", phase="update"))
+        told = collectives.exchange(moved, world, label=Label("agree", phase="update"))
         moving = (moving or frozenset()).union(*told)
     unexpected = moved - moving
     if unexpected:
@@ -58,7 +58,7 @@ def make_equal(
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for alike in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in alike])
-        agreed = agreed_buffers(collectives.stack(flat, everyone, label=Label("buffers", phase="update")))
+        agreed = agreed_buffers(collectives.stack(flat, world, label=Label("buffers", phase="update")))
         for buffer, values in zip(alike, torch.split(agreed, [buffer.numel() for buffer in alike]), strict=True):
             buffer.copy_(values.view(buffer.shape))
     return moving

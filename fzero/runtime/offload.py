@@ -121,10 +121,10 @@ class Offload:
         self._on_host = {b.key for b in trained if updates_on_host(b, plan)}
         cut_ = [self._leaves[b.key] for b in trained if b.key not in self._wholes]
         self._most = max((sum(n in self._files for n in (*of.names, of.grad)) for of in cut_), default=0)
-        self._further = max((of.param != of.updated and of.param in self._files for of in cut_), default=False)
+        self._replicate_axes = max((of.param != of.updated and of.param in self._files for of in cut_), default=False)
         self._ahead = plan.streaming.ahead(self._most)
-        alive, spare = 1 + sum(self._ahead.values()), plan.streaming.num_pooled(self._most, self._further)
-        spare -= alive * (self._most + self._further)
+        alive, spare = 1 + sum(self._ahead.values()), plan.streaming.num_pooled(self._most, self._replicate_axes)
+        spare -= alive * (self._most + self._replicate_axes)
         early = max((sum(name in self._files for name in of.names) for of in cut_), default=0)
         self._num_early = alive + spare // max(early, 1) if plan.streaming.read_ahead else 0
         longest = max((of.numel for of in self._leaves.values()), default=0)
@@ -212,7 +212,7 @@ class Offload:
 
     # --- making, updating, moving --------------------------------------------------------------------------------
 
-    def make_files(self, everyone: Bound) -> StateFiles | None:
+    def make_files(self, world: Bound) -> StateFiles | None:
         """The files of a new state, for this rank; None if nothing lives in files.
 
         *Collective* where something does: every rank.
@@ -226,12 +226,12 @@ class Offload:
         try:
             files = StateFiles(
                 self._files, self._streaming, sub_group_numel=self.sub_group_numel, most=self._most,
-                further=self._further, staged_nbytes=self._staged_nbytes, rank=everyone.rank,
+                further=self._replicate_axes, staged_nbytes=self._staged_nbytes, rank=world.rank,
             )  # fmt: skip
         except Exception as raised:
             error = raised
         try:
-            agree(files, everyone, error=error)
+            agree(files, world, error=error)
         except Exception:
             if files is not None:
                 files.close()
@@ -246,7 +246,7 @@ class Offload:
 
     def _has_room(self, files: StateFiles) -> bool:
         return files.has_room(
-            self._streaming, sub_group_numel=self.sub_group_numel, most=self._most, further=self._further
+            self._streaming, sub_group_numel=self.sub_group_numel, most=self._most, further=self._replicate_axes
         )
 
     def init(
@@ -370,7 +370,7 @@ class Offload:
         files = handles[0].files if handles else None  # a failure that this rank alone knows is for `agree`
         if files is not None and skip is not None and bool(skip):
             files.rest()  # of what was read ahead
-            agree(files, mesh.everyone)
+            agree(files, mesh.world)
             return state
         try:
             self._update_wholes(
@@ -383,7 +383,7 @@ class Offload:
         self._update([update for update in updates if update.buffer.key not in self._wholes], files)
         if files is None:
             return state
-        agree(files, mesh.everyone)
+        agree(files, mesh.world)
         files.generation += 1
         return state._replace(**{name: renewed(getattr(state, name)) for name in QUANTITIES})
 
@@ -531,7 +531,7 @@ class Offload:
         return ByName(mover_of)
 
 
-def agree(files: StateFiles | None, everyone: Bound, *, error: BaseException | None = None) -> None:
+def agree(files: StateFiles | None, world: Bound, *, error: BaseException | None = None) -> None:
     """Raises on every rank, when the files of one have failed; nobody's can be used then.
 
     *Collective:* every rank of a job with state in files; sends a few bytes.
@@ -543,7 +543,7 @@ def agree(files: StateFiles | None, everyone: Bound, *, error: BaseException | N
         StoreError, MemoryError: what failed on this rank, or that something did on another.
     """
     cause = error or (files.cause if files is not None else None)
-    told = collectives.exchange(None if cause is None else str(cause) or repr(cause), everyone, label=Label("files"))
+    told = collectives.exchange(None if cause is None else str(cause) or repr(cause), world, label=Label("files"))
     failed = [rank for rank, message in enumerate(told) if message is not None]
     if not failed:
         return

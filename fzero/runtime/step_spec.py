@@ -24,7 +24,7 @@ from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer
 from fzero.optim import lr_schedules
 from fzero.optim.lr_schedules import Schedule
-from fzero.plans.comm_hooks import GivenWire
+from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.orders import GivenOrder
 from fzero.plans.placements import GivenPlacements
 from fzero.plans.plan import OwnTransform, ParamGroup, Plan, UserTransform, blocks_of, optimizers_of, plan
@@ -48,8 +48,8 @@ class StepSpec:
     units: Sequence[str] | None = None
     param_groups: Sequence[ParamGroup] = ()
     transform: OwnTransform | None = None
-    gather_wire: GivenWire = None
-    reduce_wire: GivenWire = None
+    gather_hook: GivenHook = None
+    reduce_hook: GivenHook = None
     placements: GivenPlacements = None
     order: GivenOrder = None
     donate: bool = True
@@ -84,7 +84,7 @@ class StepSpec:
         """How so many ranks share the model state; `mesh` is how they stand, None as the configuration says."""
         return plan(
             self.model, self.cfg, world_size=world_size, mesh=mesh, units=self.units, param_groups=self.param_groups,
-            transform=self.transform, gather_wire=self.gather_wire, reduce_wire=self.reduce_wire,
+            transform=self.transform, gather_hook=self.gather_hook, reduce_hook=self.reduce_hook,
             placements=self.placements, trained=self.trained, starts=self.starts, order=self.order,
         )  # fmt: skip
 
@@ -267,7 +267,7 @@ class StepSpec:
                 "optimizers": str(self.optimizers),
                 "checkpoint": ", ".join(self.checkpointing.names),
                 "compile": f"{self.compile} with {self.compile_backend}",
-                "wires": str(the_plan.wiring),
+                "comm hooks": str(the_plan.comm_hooks),
                 "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.kind != "device"),
             },
             "torch": {"version": str(torch.__version__)},
@@ -297,9 +297,9 @@ def check_same(
 
     *Collective:* every rank.
     """
-    everyone = collectives.exchange(mine, axis, label=Label("compare"))
-    for rank, theirs in enumerate(everyone):
-        for subject, first in everyone[0].items():
+    world = collectives.exchange(mine, axis, label=Label("compare"))
+    for rank, theirs in enumerate(world):
+        for subject, first in world[0].items():
             if list(theirs[subject].items()) != list(first.items()):
                 names = [*first, *(name for name in theirs[subject] if name not in first)]
                 differing = [name for name in names if theirs[subject].get(name) != first.get(name)]

@@ -180,7 +180,7 @@ class Updater:
 
     def next_state(
         self, state: TrainState[Tensor], metrics: Metrics, loss_scale: LossScale[Tensor], buffers: dict[str, Tensor],
-        rng: dict[str, Tensor], wires: dict[str, dict[str, Any]],
+        rng: dict[str, Tensor], hook_states: dict[str, dict[str, Any]],
     ) -> TrainState[Tensor]:  # fmt: skip
         """The state after an update, which an overflow skipped."""
         num_updates = state.step.add_(1)  # of a state that is taken
@@ -189,11 +189,13 @@ class Updater:
             buffers = _chosen(metrics.overflow, state.buffers, buffers)
             if self.offload.device.type == "cpu":  # elsewhere the host would have to wait for the overflow
                 rng = _chosen(metrics.overflow, state.rng, rng)
-            wires = _chosen(metrics.overflow, state.wires, wires)
+            hook_states = _chosen(metrics.overflow, state.hook_states, hook_states)
         if self.scales_loss:  # what was lost is of a scaled loss
             ratio = loss_scale.scale / state.loss_scale.scale
-            wires = optree.tree_map(lambda x: _times_each(x, ratio) if x.is_floating_point() else x, wires)
-        return state._replace(step=num_updates, buffers=buffers, loss_scale=loss_scale, rng=rng, wires=wires)
+            hook_states = optree.tree_map(lambda x: _times_each(x, ratio) if x.is_floating_point() else x, hook_states)
+        return state._replace(
+            step=num_updates, buffers=buffers, loss_scale=loss_scale, rng=rng, hook_states=hook_states
+        )
 
     def _alike(self, updates: Sequence[Update]) -> Iterator[list[Update]]:
         """Neighbours whose updates may be one call, up to `MOST_TOGETHER` elements: elementwise, by the same transform, of
@@ -273,7 +275,7 @@ class Updater:
 
     # --- in a graph ----------------------------------------------------------------------------------------------
 
-    def knobs(self, device: torch.device) -> TracedHyperparams:
+    def hyperparams(self, device: torch.device) -> TracedHyperparams:
         """What a graph of this step reads, not yet turned."""
         masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
         dtype = torch.float64 if torch.float64 in masters else torch.float32
@@ -283,16 +285,16 @@ class Updater:
             torch.zeros(NUM_SALTS, dtype=torch.int64, device=device),
         )
 
-    def turn(self, knobs: TracedHyperparams, hyper: Hyper) -> None:
+    def turn(self, hyperparams: TracedHyperparams, hyper: Hyper) -> None:
         """Writes what the graph reads about an update."""
-        for lr, rate in zip(knobs.lr, hyper.rates, strict=True):
+        for lr, rate in zip(hyperparams.lr, hyper.rates, strict=True):
             lr.fill_(rate)
-        if knobs.beta is not None and hyper.momentum is not None:
-            knobs.beta.fill_(hyper.momentum)
+        if hyperparams.beta is not None and hyper.momentum is not None:
+            hyperparams.beta.fill_(hyper.momentum)
         if self.places is not None:
-            knobs.salts.copy_(torch.tensor(salts_of(hyper.num_updates, NUM_SALTS)))
+            hyperparams.salts.copy_(torch.tensor(salts_of(hyper.num_updates, NUM_SALTS)))
 
-    def transforms_by(self, knobs: TracedHyperparams) -> dict[str, Transform]:
+    def transforms_by(self, hyperparams: TracedHyperparams) -> dict[str, Transform]:
         """The transforms of all flat buffers that are trained, in a graph that reads the knobs.
 
         Raises:
@@ -308,7 +310,7 @@ class Updater:
                 )
             if buffer.trainable:
                 transforms[buffer.key] = optimizer.transform(
-                    lr=knobs.lr[buffer.group], momentum=knobs.beta, kind=buffer.way
+                    lr=hyperparams.lr[buffer.group], momentum=hyperparams.beta, kind=buffer.way
                 )
         return transforms
 

@@ -120,14 +120,14 @@ example: OrderExample(length=0, world_size=1). Name every index from 0 to length
 
 
 def check_collective(
-    wire: CommHook, *, max_error: float = 0.0, name: str = "collective", max_examples: int = 25
+    hook: CommHook, *, max_error: float = 0.0, name: str = "collective", max_examples: int = 25
 ) -> None:
-    """Raises unless a wire's gather and reduce-scatter can take the place of the exact ones.
+    """Raises unless a comm hook's gather and reduce-scatter can take the place of the exact ones.
 
     Both run on 1 to 4 ranks of this process, some rounds one after the other. A rank that would wait for ever is told.
 
     Args:
-        wire: as those of `fzero.comms.comm_hooks`.
+        hook: as those of `fzero.comms.comm_hooks`.
         max_error: how far an element may be off, in any round: of `gather`, as a share of the largest element; of
             `reduce_scatter`, of the sum of every rank's largest.
         name: what messages call it.
@@ -148,7 +148,7 @@ def check_collective(
     ...
     AssertionError: collective: reduce_scatter must give this rank's shard of the sum over ranks, ... Add up, do not average; ...
     """
-    check_kind("wire", wire, CommHook, "a fzero.CommHook", "pass fzero.compressed(codec), say, for a codec")
+    check_kind("comm hook", hook, CommHook, "a fzero.CommHook", "pass fzero.compressed(codec), say, for a codec")
     check_whole("max_examples", max_examples, 1)
     for law in COLLECTIVE_LAWS:
-        try_law(law, Declared(wire, max_error), name, max_examples)
+        try_law(law, Declared(hook, max_error), name, max_examples)

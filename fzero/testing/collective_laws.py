@@ -1,4 +1,4 @@
-"""Which laws must a wire keep (`fzero.comms.comm_hooks`), so that its gather and its reduce-scatter may take the place of
+"""Which laws must a comm hook keep (`fzero.comms.comm_hooks`), so that its gather and its reduce-scatter may take the place of
 the exact ones?
 
 Both run on all ranks of a job in lockstep (`fzero.comms.lockstep`), some rounds one after the other, each with the state that the
@@ -136,27 +136,27 @@ class _Run(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """A wire with the error that it may make."""
+    """A comm hook with the error that it may make."""
 
-    wire: CommHook
+    hook: CommHook
     max_error: float
 
 
 def _run(declared: Declared, example: Rounds, *, is_late: bool = False) -> _Run:
-    wire, hub = declared.wire, _Counter(example.world_size)
+    hook, hub = declared.hook, _Counter(example.world_size)
     sent: list[list[CommRecord]] = [[] for _ in range(example.world_size)]
     shards, fulls = example.shards, example.fulls
     first: list[tuple[Any, Any]] = [(None, None)] * example.world_size
 
     def on_rank(rank: int) -> list[_Round]:
         axis = LockstepAxis("data", example.world_size, rank, hub, sent[rank].append)
-        of_gather, of_reduce = wire.init(shards[0, rank].clone()), wire.init(fulls[0, rank].clone())
+        of_gather, of_reduce = hook.init(shards[0, rank].clone()), hook.init(fulls[0, rank].clone())
         first[rank] = _copy((of_gather, of_reduce))
         found = []
         for index in range(example.num_rounds):
             shard, full = _Given.of(shards[index, rank]), _Given.of(fulls[index, rank])
-            gathered, of_gather = wire.gather(shard.x, axis, of_gather)
-            added, of_reduce = _reduce(wire, full.x, axis, of_reduce, is_late=is_late)
+            gathered, of_gather = hook.gather(shard.x, axis, of_gather)
+            added, of_reduce = _reduce(hook, full.x, axis, of_reduce, is_late=is_late)
             full_P, gather_state, sum_S, reduce_state = _copy((gathered, of_gather, added, of_reduce))
             is_unchanged = shard.is_unchanged, full.is_unchanged
             found.append(_Round(full_P, gather_state, sum_S, reduce_state, is_unchanged))
@@ -166,14 +166,14 @@ def _run(declared: Declared, example: Rounds, *, is_late: bool = False) -> _Run:
     return _Run(first, by_rank, sent, hub.sent_nbytes, hub.num_left)
 
 
-def _reduce(wire: CommHook, full_P: Tensor, axis: LockstepAxis, state: Any, *, is_late: bool) -> tuple[Tensor, Any]:
+def _reduce(hook: CommHook, full_P: Tensor, axis: LockstepAxis, state: Any, *, is_late: bool) -> tuple[Tensor, Any]:
     """A reduction as a step makes it: at once, or of what an earlier collective has still to write."""
     if not is_late:
-        return wire.reduce_scatter(full_P, axis, state)
+        return hook.reduce_scatter(full_P, axis, state)
     written = torch.full_like(full_P, torch.nan)
     after = Pending(REDUCE, (), lambda: written.copy_(full_P))
     out_S = full_P.new_empty(full_P.numel() // axis.size)
-    return wire.start_reduce_scatter(written, axis, state, out_S=out_S, after=after).wait()
+    return hook.start_reduce_scatter(written, axis, state, out_S=out_S, after=after).wait()
 
 
 def _copy(tree: Any) -> Any:
@@ -248,7 +248,7 @@ def _adds_otherwise(declared: Declared, example: Rounds) -> str | None:
 
 def _loses_otherwise(declared: Declared, example: Rounds) -> str | None:
     """Only the first round: a state may change what is sent afterwards."""
-    lossy, run = declared.wire.lossy, _run(declared, example)
+    lossy, run = declared.hook.lossy, _run(declared, example)
     for rank, rounds in enumerate(run.rounds):
         expected = torch.cat([lossy(shard_S) for shard_S in example.shards[0]])
         fault = _is_far(rounds[0].full, expected, 0.0)
@@ -308,7 +308,7 @@ def _sends_more(declared: Declared, example: Rounds) -> str | None:
 
 def _plans_otherwise(declared: Declared, example: Rounds) -> str | None:
     itemsize, numel = torch_dtype(example.dtype).itemsize, example.shard_numel
-    planned = 2 * (example.world_size - 1) * declared.wire.nbytes(numel, itemsize) * example.num_rounds
+    planned = 2 * (example.world_size - 1) * declared.hook.nbytes(numel, itemsize) * example.num_rounds
     sent = {sum(one.nbytes for one in of_rank) for of_rank in _run(declared, example).sent}
     return f"ranks send {sorted(sent)} bytes and nbytes tells of {planned}" if numel and sent != {planned} else None
 

@@ -70,7 +70,7 @@ def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
     if isinstance(step, LockstepRanks):
         loaded = step._run(lambda rank: import_deepspeed(dir, step=step.steps[rank]))
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
-    axis = step._mesh.everyone
+    axis = step._mesh.world
     collectives.meet("fzero.import_deepspeed", axis)
     check_same_folder(axis, dir, WORD)
     path = Path(of_rank_0(axis, lambda: str(find(Path(dir)))))

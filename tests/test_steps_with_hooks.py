@@ -1,4 +1,4 @@
-"""The laws of steps whose gathers and reductions go through wires: the same numbers on every rank, in every stage, as counted."""
+"""The laws of steps whose gathers and reductions go through comm hooks: the same numbers on every rank, in every stage, as counted."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ LOCO = fzero.reset_every(fzero.error_feedback(Q4, decay=0.8), every=2)
 PLUS_PLUS = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {"reset_T": 2}}
 
 WIRES: dict[str, Mapping[str, Any]] = {
-    "zero++": {"gather_wire": Q8, "reduce_wire": Q4},
-    "loco": {"gather_wire": Q8, "reduce_wire": LOCO},
-    "cast": {"gather_wire": HALF, "reduce_wire": HALF},
-    "reductions": {"reduce_wire": LOCO},
-    "by axis": {"reduce_wire": {"data": FEEDBACK, "node": Q8}},
-    "exact within": {"reduce_wire": {"node": FEEDBACK}},
+    "zero++": {"gather_hook": Q8, "reduce_hook": Q4},
+    "loco": {"gather_hook": Q8, "reduce_hook": LOCO},
+    "cast": {"gather_hook": HALF, "reduce_hook": HALF},
+    "reductions": {"reduce_hook": LOCO},
+    "by axis": {"reduce_hook": {"data": FEEDBACK, "node": Q8}},
+    "exact within": {"reduce_hook": {"node": FEEDBACK}},
 }
 
 
@@ -78,10 +78,10 @@ def run(ranks: LockstepRanks, data: Any, num_steps: int = 3) -> tuple[list[fzero
 # --- on real processes -------------------------------------------------------------------------------------------
 
 
-def _on_a_rank(case: str, mode: str, mesh: Mesh, wires: str) -> tuple[Any, list[fzero.Metrics]]:
+def _on_a_rank(case: str, mode: str, mesh: Mesh, hooks: str) -> tuple[Any, list[fzero.Metrics]]:
     model, data, keys, options = CASES[case]
     cfg = config_of(mode, mesh) | {"optimizer": ADAMW} | keys
-    step = fzero.make_train_step(make(model), cfg, mesh=given_mesh(mode, mesh), **options, **WIRES[wires])
+    step = fzero.make_train_step(make(model), cfg, mesh=given_mesh(mode, mesh), **options, **WIRES[hooks])
     state, curve = step.init(), []
     for index in range(3):
         state, metrics = step(state, part(data(index), step.rank, step.world_size))
@@ -91,7 +91,7 @@ def _on_a_rank(case: str, mode: str, mesh: Mesh, wires: str) -> tuple[Any, list[
 
 ONE = Mesh.of(data=3)
 COMBINATIONS = [
-    *(("odd", "hybrid 3", ONE, wires) for wires in ("zero++", "loco", "cast")),
+    *(("odd", "hybrid 3", ONE, hooks) for hooks in ("zero++", "loco", "cast")),
     *(("odd", f"hybrid {stage}", ONE, "reductions") for stage in range(3)),
     *((case, "hybrid 3", ONE, "loco") for case in ("noisy", "checkpointed", "bf16", "overflows", "negotiated")),
     *(("odd", mode, SQUARE, "by axis") for mode in ("hybrid 0", "hybrid 1", "mics 3", "hpz 3")),
@@ -102,13 +102,13 @@ COMBINATIONS = [
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("case", "mode", "mesh", "wires"), COMBINATIONS)
+@pytest.mark.parametrize(("case", "mode", "mesh", "comm hooks"), COMBINATIONS)
 def test_wires_in_lockstep_have_the_bits_of_as_many_processes(
-    ranks: RankPool, case: str, mode: str, mesh: Mesh, wires: str
+    ranks: RankPool, case: str, mode: str, mesh: Mesh, hooks: str
 ) -> None:
     model, data, keys, options = CASES[case]
-    on_ranks = ranks(mesh.size, _on_a_rank, case, mode, mesh, wires)
-    in_turn = simulated(mode, mesh, model, options={**options, **WIRES[wires]}, **({"optimizer": ADAMW} | dict(keys)))
+    on_ranks = ranks(mesh.size, _on_a_rank, case, mode, mesh, hooks)
+    in_turn = simulated(mode, mesh, model, options={**options, **WIRES[hooks]}, **({"optimizer": ADAMW} | dict(keys)))
     state = in_turn.init()
     for index in range(3):
         state, metrics = in_turn(state, for_ranks(data(index), mesh.size))
@@ -121,30 +121,30 @@ def test_wires_in_lockstep_have_the_bits_of_as_many_processes(
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", [ONE, SQUARE, MESHES["3x2"]], ids=str)
-@pytest.mark.parametrize("wire", [Q4, LOCO, HALF], ids=lambda wire: wire.name)
-def test_all_stages_give_the_same_bits_through_a_wire(mesh: Mesh, wire: CommHook) -> None:
-    of_stage = [simulated(stage, mesh, options={"reduce_wire": wire}) for stage in range(4)]
+@pytest.mark.parametrize("comm hook", [Q4, LOCO, HALF], ids=lambda hook: hook.name)
+def test_all_stages_give_the_same_bits_through_a_wire(mesh: Mesh, hook: CommHook) -> None:
+    of_stage = [simulated(stage, mesh, options={"reduce_hook": hook}) for stage in range(4)]
     first, *others = ((*run(ranks, tokens), ranks) for ranks in of_stage)
     for curve, state, ranks in others:
         assert_same(curve, first[0])
         assert_same(ranks.gather(state), first[2].gather(first[1]))
-        assert_same(state.wires, first[1].wires)
+        assert_same(state.hook_states, first[1].hooks)
     exact, _ = run(simulated(0, mesh), tokens)
     assert exact[0].loss == first[0][0].loss and exact[2].loss != first[0][2].loss
 
 
 def test_the_sums_of_micro_steps_go_through_the_wire_one_by_one_where_gradients_are_divided() -> None:
     keys = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
-    of_stage = [run(simulated(stage, ONE, options={"reduce_wire": LOCO}, **keys), tokens) for stage in range(4)]
+    of_stage = [run(simulated(stage, ONE, options={"reduce_hook": LOCO}, **keys), tokens) for stage in range(4)]
     assert_same(of_stage[0][0], of_stage[1][0])
     assert_same(of_stage[2][0], of_stage[3][0])
-    rounds = [next(iter(state.wires.values()))["data"].num_rounds.tolist() for _, state in of_stage]
+    rounds = [next(iter(state.hook_states.values()))["data"].num_rounds.tolist() for _, state in of_stage]
     assert rounds == [[3] * 3] * 2 + [[6] * 3] * 2
 
 
 @pytest.mark.parametrize("mode", ["hybrid 1", "hybrid 3", "mics 3", "hpz 3"])
 def test_exact_wires_are_none(mode: str) -> None:
-    given = {"reduce_wire": fzero.exact()} | ({"gather_wire": fzero.exact()} if mode[-1] == "3" else {})
+    given = {"reduce_hook": fzero.exact()} | ({"gather_hook": fzero.exact()} if mode[-1] == "3" else {})
     logs: list[list[Any]] = [[], []]
     runs = [
         run(
@@ -157,19 +157,19 @@ def test_exact_wires_are_none(mode: str) -> None:
     assert Counter(logs[0]) == Counter(logs[1])
 
 
-@pytest.mark.parametrize("wires", ["zero++", "loco"])
-def test_one_rank_sends_nothing_and_changes_nothing(wires: str) -> None:
+@pytest.mark.parametrize("comm hooks", ["zero++", "loco"])
+def test_one_rank_sends_nothing_and_changes_nothing(hooks: str) -> None:
     log: list[Any] = []
-    alone = simulated(3, Mesh.of(data=1), observe=lambda _, sent: log.append(sent), options=WIRES[wires])
+    alone = simulated(3, Mesh.of(data=1), observe=lambda _, sent: log.append(sent), options=WIRES[hooks])
     through, plainly = run(alone, tokens), run(simulated(3, Mesh.of(data=1)), tokens)
     assert_same(through, plainly)
-    assert not log and not through[1].wires and not alone.plan.wiring
+    assert not log and not through[1].hooks and not alone.plan.comm_hooks
 
 
 @pytest.mark.parametrize("mode", ["hybrid 0", "hybrid 2", "mics 3", "hpz 3"])
 def test_ranks_that_should_hold_the_same_do(mode: str) -> None:
-    mesh, wires = MESHES["3x2"], {"reduce_wire": {"data": Q4, "node": FEEDBACK}}
-    in_turn = simulated(mode, mesh, options=wires | ({"gather_wire": Q8} if mode[-1] == "3" else {}))
+    mesh, hooks = MESHES["3x2"], {"reduce_hook": {"data": Q4, "node": FEEDBACK}}
+    in_turn = simulated(mode, mesh, options=hooks | ({"gather_hook": Q8} if mode[-1] == "3" else {}))
     _, state = run(in_turn, tokens, 2)
     for name in ("params", "optimizer"):
         specs = optree.tree_leaves(getattr(in_turn.specs, name))
@@ -185,9 +185,9 @@ def test_ranks_that_should_hold_the_same_do(mode: str) -> None:
 TWICE = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}
 NARROW = {"bf16": {"enabled": True, "auto_cast": True}, "communication_data_type": "fp32"}
 GRAPHS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "hpz 3": ("hpz 3", {}, {"gather_wire": HALF}),
-    "mics 1, twice": ("mics 1", TWICE, {"reduce_wire": {"node": FEEDBACK}}),
-    "hybrid 3, narrow": ("hybrid 3", TWICE | NARROW, {"reduce_wire": LOCO, "gather_wire": Q8}),
+    "hpz 3": ("hpz 3", {}, {"gather_hook": HALF}),
+    "mics 1, twice": ("mics 1", TWICE, {"reduce_hook": {"node": FEEDBACK}}),
+    "hybrid 3, narrow": ("hybrid 3", TWICE | NARROW, {"reduce_hook": LOCO, "gather_hook": Q8}),
 }
 
 
@@ -200,20 +200,20 @@ def _sent_by_axis(log: list[fzero.CommRecord]) -> Counter[str]:
 
 
 def _captured(case: str) -> tuple[Any, Any, Counter[str], dict[str, int]]:
-    mode, keys, wires = GRAPHS[case]
+    mode, keys, hooks = GRAPHS[case]
     cfg = config_of(mode, SQUARE) | {"optimizer": SGD, "gradient_clipping": 0.05} | keys
     found = []
     for options in ({}, AOT):
         log: list[fzero.CommRecord] = []
         axis = replace(fzero.join(), observe=log.append, mesh=given_mesh(mode, SQUARE))
-        step = fzero.make_train_step(make(Short), cfg, mesh=axis, **wires, **options)
+        step = fzero.make_train_step(make(Short), cfg, mesh=axis, **hooks, **options)
         state, curve = step.init(), []
         for index in range(2):
             log.clear()
             state, metrics = step(state, part(vectors(index, 8), step.rank, step.world_size))
             curve.append((metrics.loss.item(), metrics.grad_norm.item()))
         sent = _sent_by_axis(log)
-        found.append((curve, step.gather(state), state.wires))
+        found.append((curve, step.gather(state), state.hook_states))
     planned = {name: sum(kinds.values()) for name, kinds in step.plan.sent_nbytes_by_axis.items()}
     return *found, sent, planned
 
@@ -241,7 +241,7 @@ def _on_paper(**options: Any) -> tuple[fzero.TrainStep, Graph]:
 @pytest.mark.long
 def test_a_graph_sends_codes_in_the_order_in_which_it_sends_numbers() -> None:
     """So reductions start beside the backward, and no unit's full gradient waits for the end of it."""
-    graphs = [_on_paper(**wires)[1] for wires in ({}, {"gather_wire": Q8, "reduce_wire": LOCO})]
+    graphs = [_on_paper(**hooks)[1] for hooks in ({}, {"gather_hook": Q8, "reduce_hook": LOCO})]
     exact, coded = ([sent.label for sent in sent_in(graph, {})] for graph in graphs)
     assert coded == exact
     assert liveness(graphs[1]).peak_gathered_numel <= liveness(graphs[0]).peak_gathered_numel
@@ -249,14 +249,14 @@ def test_a_graph_sends_codes_in_the_order_in_which_it_sends_numbers() -> None:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize(
-    ("wire", "bucket"),
+    ("comm hook", "bucket"),
     [(Q8, {}), (fzero.compressed(fzero.quantize(4, 6)), {"allgather_bucket_size": 10**6}), (HALF, {})],
     ids=["8 bits", "4 bits, joined", "cast"],
 )
 def test_a_graph_decodes_at_most_two_units_at_a_time_and_encodes_them_again_for_the_backward(
-    wire: CommHook, bucket: dict[str, int]
+    hook: CommHook, bucket: dict[str, int]
 ) -> None:
-    step, graph = _on_paper(gather_wire=wire, zero=bucket)
+    step, graph = _on_paper(gather_hook=hook, zero=bucket)
     _, exact = _on_paper(zero=bucket)
     found, meant = analyse(graph), analyse(exact)
     assert Counter((g.unit, g.numel) for g in found.gathers) == Counter((g.unit, g.numel) for g in meant.gathers)
@@ -275,17 +275,17 @@ def test_a_graph_decodes_at_most_two_units_at_a_time_and_encodes_them_again_for_
     ("mode", "mesh"), [("hybrid 0", ONE), ("hybrid 3", ONE), ("mics 1", SQUARE), ("hpz 3", MESHES["3x2"])]
 )
 def test_ranks_as_a_dimension_are_those_in_lockstep_to_rounding(mode: str, mesh: Mesh) -> None:
-    wires = {"reduce_wire": LOCO} | ({"gather_wire": Q8} if mode[-1] == "3" else {})
+    hooks = {"reduce_hook": LOCO} | ({"gather_hook": Q8} if mode[-1] == "3" else {})
     data = functools.partial(tokens, size=2 * mesh.size)
     for keys in ({}, TWICE):
-        in_turn = simulated(mode, mesh, options=wires, **keys)
+        in_turn = simulated(mode, mesh, options=hooks, **keys)
         at_once = fzero.simulate(in_turn.steps[0], mesh=mesh, by="vmap")
         (*_, expected), state = run(in_turn, data, 2)
         (*_, found), other = run(at_once, data, 2)
         # Batched products round otherwise, and a number that is rounded to the next code differs by 1 / 7 of its block's largest.
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-3, atol=0)
         torch.testing.assert_close(found.grad_norm, expected.grad_norm, rtol=1e-2, atol=0)
-        for x, y in zip(optree.tree_leaves(other.wires), optree.tree_leaves(state.wires), strict=True):
+        for x, y in zip(optree.tree_leaves(other.hooks), optree.tree_leaves(state.hook_states), strict=True):
             assert (x - y).double().norm() <= 0.1 * y.double().norm()
 
 
@@ -305,7 +305,7 @@ def test_the_model_sees_parameters_within_the_bound_of_the_codec_the_same_on_eve
         return loss
 
     model = functools.partial(Plain, width, 2)
-    options = {"gather_wire": fzero.compressed(codec), "loss_fn": loss_of}
+    options = {"gather_hook": fzero.compressed(codec), "loss_fn": loss_of}
     in_turn = simulated(3, Mesh.of(data=world_size), model, options=options)
     state, data = in_turn.init(), for_ranks(vectors(0, 2 * world_size, width), world_size)
     in_turn.evaluate(state, data)
@@ -329,7 +329,7 @@ def test_the_model_sees_parameters_within_the_bound_of_the_codec_the_same_on_eve
 def test_the_mean_gradient_is_within_the_bounds_of_what_was_sent(codec: Codec, mesh: Mesh, stage: int) -> None:
     """Along each axis what every rank sends errs by its own bound, of what it then is: the exact sum and the errors so far."""
     keys = {"gradient_clipping": 0.0}
-    coded = simulated(stage, mesh, Plain, options={"reduce_wire": {"data": fzero.compressed(codec)}}, **keys)
+    coded = simulated(stage, mesh, Plain, options={"reduce_hook": {"data": fzero.compressed(codec)}}, **keys)
     batch, model = vectors(0, 2 * mesh.size), make(Plain)
     names = [name for name, _ in model.named_parameters()]
     params = list(model.parameters())
@@ -364,7 +364,7 @@ def test_feedback_brings_the_sum_of_gradients_near_the_exact_one() -> None:
         return summed
 
     exact = total()
-    far, near = ((total(reduce_wire=wire) - exact).norm() for wire in (Q4, FEEDBACK))
+    far, near = ((total(reduce_hook=hook) - exact).norm() for hook in (Q4, FEEDBACK))
     assert near < far / 3
 
 
@@ -395,10 +395,10 @@ def _planned(plan: fzero.Plan) -> dict[str, Counter[str]]:
     return by_axis
 
 
-def _counted_and_planned(mode: str, mesh: Mesh, wires: str, keys: Mapping[str, Any]) -> Any:
+def _counted_and_planned(mode: str, mesh: Mesh, hooks: str, keys: Mapping[str, Any]) -> Any:
     log: list[fzero.CommRecord] = []
     axis = replace(fzero.join(), observe=log.append, mesh=given_mesh(mode, mesh))
-    step = fzero.make_train_step(make(Plain), config_of(mode, mesh) | keys, mesh=axis, **WIRES.get(wires, {}))
+    step = fzero.make_train_step(make(Plain), config_of(mode, mesh) | keys, mesh=axis, **WIRES.get(hooks, {}))
     state = step.init()
     for index in range(2):
         log.clear()
@@ -412,22 +412,22 @@ TWO_MICRO_STEPS = {"train_batch_size": 24, "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize(
-    ("mode", "mesh", "wires", "keys"),
+    ("mode", "mesh", "comm hooks", "keys"),
     [
         *((f"hybrid {stage}", ONE, "none", keys) for stage, keys in ((0, {}), (1, BF16), (3, TWO_MICRO_STEPS))),
         *((f"hybrid {stage}", ONE, "reductions", keys) for stage, keys in ((0, {}), (1, BF16), (2, TWO_MICRO_STEPS))),
         *(
-            ("hybrid 3", ONE, wires, keys)
-            for wires, keys in (("zero++", {}), ("loco", TWO_MICRO_STEPS), ("cast", BF16))
+            ("hybrid 3", ONE, hooks, keys)
+            for hooks, keys in (("zero++", {}), ("loco", TWO_MICRO_STEPS), ("cast", BF16))
         ),
         *((mode, SQUARE, "by axis", {}) for mode in ("hybrid 0", "mics 1", "mics 3", "hpz 3")),
         ("mics 3", SQUARE, "exact within", TWO_MICRO_STEPS),
     ],
 )
 def test_a_step_sends_the_bytes_that_the_plan_says(
-    ranks: RankPool, mode: str, mesh: Mesh, wires: str, keys: Mapping[str, Any]
+    ranks: RankPool, mode: str, mesh: Mesh, hooks: str, keys: Mapping[str, Any]
 ) -> None:
-    for counted, planned in ranks(mesh.size, _counted_and_planned, mode, mesh, wires, keys):
+    for counted, planned in ranks(mesh.size, _counted_and_planned, mode, mesh, hooks, keys):
         assert counted == planned and planned
 
 
@@ -443,8 +443,8 @@ def test_zero_plus_plus_sends_a_quarter_and_an_eighth_and_the_plan_says_so() -> 
         assert factor / 1.2 < before[collective] / after[collective] < factor
     said = " ".join(str(coded).split())
     assert "gathers along data through quantize(8, 256), reductions along data through quantize(4, 256)" in said
-    assert f"{sum(after.values()):,}, without wires {sum(before.values()):,}" in said
-    assert "wires" not in str(exact)
+    assert f"{sum(after.values()):,}, without comm hooks {sum(before.values()):,}" in said
+    assert "comm hooks" not in str(exact)
 
 
 # --- overflows ---------------------------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ SKIPS = [{"bf16": {"enabled": True, "check_grad_overflow": True}}, {"fp16": {"en
 @pytest.mark.parametrize("keys", SKIPS, ids=["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_an_overflow_on_one_rank_is_seen_by_all_and_gives_back_every_bit(stage: int, keys: Mapping[str, Any]) -> None:
-    in_turn = simulated(stage, ONE, Plain, options={"reduce_wire": LOCO}, **keys)
+    in_turn = simulated(stage, ONE, Plain, options={"reduce_hook": LOCO}, **keys)
     dtype = torch.bfloat16 if "bf16" in keys else torch.float16
     state = in_turn.init()
     for index in range(3):
@@ -473,34 +473,34 @@ def test_an_overflow_on_one_rank_is_seen_by_all_and_gives_back_every_bit(stage: 
         state, metrics = in_turn(state, tuple(x.to(dtype) for x in batch))
         assert metrics.overflow.item() == (index == 1)
         if index == 1:
-            for part_ in ("step", "params", "master", "optimizer", "wires", "rng"):
+            for part_ in ("step", "params", "master", "optimizer", "comm hooks", "rng"):
                 assert_same(getattr(state, part_), getattr(before, part_))
             assert in_turn.first_overflow(state) is not None
         else:
-            assert not torch.equal(optree.tree_leaves(state.wires)[0], optree.tree_leaves(before.wires)[0])
+            assert not torch.equal(optree.tree_leaves(state.hook_states)[0], optree.tree_leaves(before.hook_states)[0])
 
 
 def test_an_error_in_the_middle_leaves_what_wires_remember() -> None:
-    in_turn = simulated(2, ONE, Plain, options={"reduce_wire": FEEDBACK})
+    in_turn = simulated(2, ONE, Plain, options={"reduce_hook": FEEDBACK})
     state, _ = in_turn(in_turn.init(), for_ranks(vectors(0), 3))
-    before = optree.tree_map(torch.clone, state.wires)
+    before = optree.tree_map(torch.clone, state.hook_states)
     with pytest.raises(FloatingPointError):
         in_turn(state, _poisoned(1, for_ranks(vectors(1), 3), rank=0))
-    assert_same(state.wires, before)
+    assert_same(state.hook_states, before)
 
 
 @pytest.mark.parametrize("by", ["lockstep", "vmap"])
 def test_what_was_lost_follows_the_loss_scale(by: Literal["lockstep", "vmap"]) -> None:
     keys = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1, "hysteresis": 1}}
-    in_turn = fzero.simulate(simulated(2, ONE, Plain, options={"reduce_wire": FEEDBACK}, **keys).steps[0], by=by)
-    fixed = simulated(2, ONE, Plain, options={"reduce_wire": FEEDBACK}, fp16={"enabled": True, "loss_scale": 64})
+    in_turn = fzero.simulate(simulated(2, ONE, Plain, options={"reduce_hook": FEEDBACK}, **keys).steps[0], by=by)
+    fixed = simulated(2, ONE, Plain, options={"reduce_hook": FEEDBACK}, fp16={"enabled": True, "loss_scale": 64})
     data = [tuple(x.half() for x in for_ranks(vectors(index), 3)) for index in range(2)]
     state, other = in_turn.init(), fixed.init()
     for batch in data:
         state, _ = in_turn(state, batch)
         other, _ = fixed(other, batch)
     assert state.loss_scale.scale.tolist() == [128.0] * 3
-    for one, scaled in zip(optree.tree_leaves(other.wires), optree.tree_leaves(state.wires), strict=True):
+    for one, scaled in zip(optree.tree_leaves(other.hooks), optree.tree_leaves(state.hook_states), strict=True):
         assert one.any()
         if by == "lockstep":
             assert torch.equal(2 * one, scaled)
@@ -516,7 +516,7 @@ def test_a_wire_may_leave_its_result_anywhere() -> None:
 
     elsewhere = fzero.exact()._replace(name="elsewhere", start_reduce_scatter=add)
     for mode, mesh in (("hybrid 0", ONE), ("hybrid 2", SQUARE), ("hpz 3", SQUARE)):
-        found = [run(simulated(mode, mesh, options={"reduce_wire": wire}), tokens) for wire in (None, elsewhere)]
+        found = [run(simulated(mode, mesh, options={"reduce_hook": hook}), tokens) for hook in (None, elsewhere)]
         assert_same(*[state.params for _, state in found])
 
 
@@ -528,31 +528,31 @@ def test_a_wire_may_leave_its_result_anywhere() -> None:
 )
 def test_specs_tell_what_wires_remember(mode: str, mesh: Mesh) -> None:
     in_turn = simulated(
-        mode, mesh, options={"reduce_wire": {"data": LOCO} | ({"node": FEEDBACK} if mesh is not ONE else {})}
+        mode, mesh, options={"reduce_hook": {"data": LOCO} | ({"node": FEEDBACK} if mesh is not ONE else {})}
     )
     state = in_turn.init()
     for tensor, spec in zip(optree.tree_leaves(state), optree.tree_leaves(in_turn.specs), strict=True):
         assert tuple(tensor.shape) == (mesh.size, *spec.local_shape(mesh))
-    nbytes = sum(x.nbytes for x in optree.tree_leaves(state.wires)) // mesh.size
-    assert nbytes == in_turn.plan.bytes_per_rank["wires"] > 0
+    nbytes = sum(x.nbytes for x in optree.tree_leaves(state.hook_states)) // mesh.size
+    assert nbytes == in_turn.plan.bytes_per_rank["comm hooks"] > 0
     buffer = in_turn.plan.flat_buffers[0]
-    assert state.wires[buffer.key]["data"].state.shape == (mesh.size, buffer.padded_numel)
+    assert state.hook_states[buffer.key]["data"].state.shape == (mesh.size, buffer.padded_numel)
     if mesh is not ONE:
-        assert state.wires[buffer.key]["node"].shape[1] == buffer.padded_numel // mesh.axis_size("data")
+        assert state.hook_states[buffer.key]["node"].shape[1] == buffer.padded_numel // mesh.axis_size("data")
 
 
 def test_a_state_without_its_wires_is_told() -> None:
-    plain, wired = simulated(2, ONE), simulated(2, ONE, options={"reduce_wire": FEEDBACK})
+    plain, wired = simulated(2, ONE), simulated(2, ONE, options={"reduce_hook": FEEDBACK})
     with pytest.raises(ValueError, match=r"got one without state\.wires"):
         wired(plain.init(), for_ranks(tokens(0), 3))
 
 
 @pytest.mark.parametrize("stages", [(0, 3), (3, 1), (2, 2)])
 def test_what_wires_remember_stays_where_only_the_stage_changes(stages: tuple[int, int]) -> None:
-    old, new = (simulated(stage, ONE, options={"reduce_wire": LOCO}) for stage in stages)
+    old, new = (simulated(stage, ONE, options={"reduce_hook": LOCO}) for stage in stages)
     _, state = run(old, tokens, 3)
     moved = fzero.reshard(state, old, new)
-    assert_same(moved.wires, state.wires)
+    assert_same(moved.hooks, state.hook_states)
     _, there = run(new, tokens, 3)
     for index in (3, 4):
         batch = for_ranks(tokens(index), 3)
@@ -563,22 +563,22 @@ def test_what_wires_remember_stays_where_only_the_stage_changes(stages: tuple[in
 
 
 def test_what_wires_remember_starts_anew_on_other_ranks_and_that_is_told() -> None:
-    old, new = (simulated(2, mesh, options={"reduce_wire": FEEDBACK}) for mesh in (ONE, Mesh.of(data=2)))
+    old, new = (simulated(2, mesh, options={"reduce_hook": FEEDBACK}) for mesh in (ONE, Mesh.of(data=2)))
     _, state = run(old, tokens)
     with pytest.warns(UserWarning, match="what reductions lost so far is forgotten"):
         moved = fzero.reshard(state, old, new)
-    assert all(not x.any() for x in optree.tree_leaves(moved.wires)) and any(
-        x.any() for x in optree.tree_leaves(state.wires)
+    assert all(not x.any() for x in optree.tree_leaves(moved.hooks)) and any(
+        x.any() for x in optree.tree_leaves(state.hook_states)
     )
     new(moved, for_ranks(tokens(4), 2))
 
 
 def _reshard_on_a_rank() -> tuple[Any, Any]:
-    steps = [fzero.make_train_step(make(Odd), config(stage), reduce_wire=LOCO) for stage in (1, 3)]
+    steps = [fzero.make_train_step(make(Odd), config(stage), reduce_hook=LOCO) for stage in (1, 3)]
     state = steps[0].init()
     for index in range(2):
         state, _ = steps[0](state, part(tokens(index), steps[0].rank, 3))
-    return state.wires, fzero.reshard(state, *steps).wires
+    return state.hook_states, fzero.reshard(state, *steps).hooks
 
 
 def test_so_they_do_on_real_processes(ranks: RankPool) -> None:
@@ -594,15 +594,15 @@ def test_the_configuration_means_wires() -> None:
     by_hand = simulated(
         3, ONE,
         options={
-            "gather_wire": fzero.compressed(fzero.quantize(8, 256)),
-            "reduce_wire": fzero.reset_every(fzero.error_feedback(fzero.compressed(fzero.quantize(4, 256)), decay=0.8), every=2),
+            "gather_hook": fzero.compressed(fzero.quantize(8, 256)),
+            "reduce_hook": fzero.reset_every(fzero.error_feedback(fzero.compressed(fzero.quantize(4, 256)), decay=0.8), every=2),
         },
     )  # fmt: skip
-    assert str(asked.plan.wiring) == str(by_hand.plan.wiring)
+    assert str(asked.plan.comm_hooks) == str(by_hand.plan.comm_hooks)
     assert_same(run(asked, tokens), run(by_hand, tokens))
-    frozen = fzero.plan(make(Odd), config(3, zero_quantized_nontrainable_weights=True), world_size=2).wiring
+    frozen = fzero.plan(make(Odd), config(3, zero_quantized_nontrainable_weights=True), world_size=2).comm_hooks
     assert set(frozen.frozen) == {"data"} and not frozen.gather and not frozen.reduce
-    below = fzero.plan(make(Odd), config(2, **PLUS_PLUS), world_size=2).wiring
+    below = fzero.plan(make(Odd), config(2, **PLUS_PLUS), world_size=2).comm_hooks
     assert not below.gather and not below.frozen and below.reduce
 
 
@@ -620,17 +620,22 @@ def test_keys_of_wires_that_have_no_effect_are_told_when_a_step_is_made_as_by_th
 
 
 WRONG: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
-    "stage": (2, {"gather_wire": Q8}, {}, "gather_wire: needs zero_optimization.stage 3, .* got stage 2"),
-    "memory": (3, {"gather_wire": FEEDBACK}, {}, "gather_wire: must be without a state, .* got error_feedback"),
+    "stage": (2, {"gather_hook": Q8}, {}, "gather_hook: needs zero_optimization.stage 3, .* got stage 2"),
+    "memory": (3, {"gather_hook": FEEDBACK}, {}, "gather_hook: must be without a state, .* got error_feedback"),
     "beside": (
         3,
-        {"reduce_wire": Q8},
+        {"reduce_hook": Q8},
         {"zero_quantized_gradients": True},
-        "reduce_wire: excludes zero_optimization.zero_q",
+        "reduce_hook: excludes zero_optimization.zero_q",
     ),
-    "axis": (3, {"reduce_wire": {"rack": Q8}}, {}, "reduce_wire: must name axes .* 'data' of Mesh.*, got 'rack'"),
-    "node": (3, {"gather_wire": {"node": Q8}}, {}, "gather_wire: must name axes .* 'data' of Mesh.*, got 'node'"),
-    "codec": (3, {"reduce_wire": fzero.quantize(8)}, {}, "reduce_wire: must be a wire, or wires by axis, got Codec"),
+    "axis": (3, {"reduce_hook": {"rack": Q8}}, {}, "reduce_hook: must name axes .* 'data' of Mesh.*, got 'rack'"),
+    "node": (3, {"gather_hook": {"node": Q8}}, {}, "gather_hook: must name axes .* 'data' of Mesh.*, got 'node'"),
+    "codec": (
+        3,
+        {"reduce_hook": fzero.quantize(8)},
+        {},
+        "reduce_hook: must be a comm hook, or comm hooks by axis, got Codec",
+    ),
 }
 
 
@@ -647,11 +652,11 @@ def test_a_wire_that_remembers_is_counted_from_one() -> None:
 
 
 def _make_with_a_wire_of_its_own() -> None:
-    wire = Q8 if fzero.join().rank else Q4
-    fzero.make_train_step(make(Plain), config(2), reduce_wire=wire)
+    hook = Q8 if fzero.join().rank else Q4
+    fzero.make_train_step(make(Plain), config(2), reduce_hook=hook)
 
 
 def test_ranks_with_different_wires_are_told(ranks: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         ranks(2, _make_with_a_wire_of_its_own)
-    assert all(isinstance(error, fzero.MismatchError) and "wires" in str(error) for error in caught.value.errors)
+    assert all(isinstance(error, fzero.MismatchError) and "comm hooks" in str(error) for error in caught.value.errors)

@@ -1,4 +1,4 @@
-"""The laws of wires: the same on every kind of axis, errors within the bound, fewer bytes, and nothing lost for long."""
+"""The laws of comm hooks: the same on every kind of axis, errors within the bound, fewer bytes, and nothing lost for long."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def _in_lockstep(function: Any, parts_W: Tensor) -> list[Any]:
 
 
 @st.composite
-def wires(draw: st.DrawFn) -> CommHook:
-    wire = draw(st.just(exact()) | codecs().map(compressed))
+def hooks(draw: st.DrawFn) -> CommHook:
+    hook = draw(st.just(exact()) | codecs().map(compressed))
     if draw(st.booleans()):
-        wire = error_feedback(wire, decay=draw(st.sampled_from([0.0, 0.8])))
-        return reset_every(wire, every=2) if draw(st.booleans()) else wire
-    return wire
+        hook = error_feedback(hook, decay=draw(st.sampled_from([0.0, 0.8])))
+        return reset_every(hook, every=2) if draw(st.booleans()) else hook
+    return hook
 
 
-@given(wires(), st.integers(1, 5), st.integers(0, 40))
+@given(hooks(), st.integers(1, 5), st.integers(0, 40))
 def test_stacked_ranks_and_ranks_in_lockstep_get_the_same_bits(
-    wire: CommHook, world_size: int, shard_numel: int
+    hook: CommHook, world_size: int, shard_numel: int
 ) -> None:
     full = _parts(world_size, shard_numel)
     shards = full[:, :shard_numel].contiguous()
-    for verb, parts in ((wire.gather, shards), (wire.reduce_scatter, full)):
-        stacked, state = verb(parts, Sim("data", world_size), wire.init(parts))
+    for verb, parts in ((hook.gather, shards), (hook.reduce_scatter, full)):
+        stacked, state = verb(parts, Sim("data", world_size), hook.init(parts))
         for rank, (alone, own) in enumerate(
-            _in_lockstep(lambda x, axis, verb=verb: verb(x, axis, wire.init(x)), parts)
+            _in_lockstep(lambda x, axis, verb=verb: verb(x, axis, hook.init(x)), parts)
         ):
             assert torch.equal(alone, stacked[rank])
             assert_same(own, optree.tree_map(lambda x, rank=rank: x[rank], state))
@@ -80,12 +80,12 @@ def test_a_coded_reduction_is_within_the_sum_of_the_bounds(codec: Codec, world_s
 @pytest.mark.parametrize("codec", [quantize(8, 16), quantize(4, 16), cast("bfloat16")], ids=lambda codec: codec.name)
 def test_error_feedback_loses_nothing_for_long(codec: Codec) -> None:
     """All that arrived is all that was meant, less the error that is still to be sent: the rounds telescope."""
-    wire, world_size, arrived, meant = error_feedback(compressed(codec)), 3, 0.0, 0.0
+    hook, world_size, arrived, meant = error_feedback(compressed(codec)), 3, 0.0, 0.0
     axis, full = Sim("data", world_size), _parts(world_size, 32)
-    error = wire.init(full)
+    error = hook.init(full)
     for seed in range(50):
         full = _parts(world_size, 32, seed)
-        reduced, error = wire.reduce_scatter(full, axis, error)
+        reduced, error = hook.reduce_scatter(full, axis, error)
         arrived, meant = arrived + reduced.double().flatten(), meant + full.double().sum(0)
     # Fifty rounds of fp32 sums of numbers below 8, as above.
     torch.testing.assert_close(arrived, meant - error.double().sum(0), rtol=0, atol=50 * 3 * 8 * 2**-23)
@@ -101,9 +101,9 @@ def _bytes_on_a_rank(numel: int) -> list[tuple[str, int]]:
         "data", torch.distributed.get_world_size(), torch.distributed.get_rank(), observe=sent.append
     )
     full = _parts(axis.size, numel)[axis.rank]
-    for wire in (exact(), compressed(quantize(8, 64)), compressed(quantize(4, 64))):
-        wire.gather(full[:numel].contiguous(), axis, None)
-        wire.reduce_scatter(full, axis, None)
+    for hook in (exact(), compressed(quantize(8, 64)), compressed(quantize(4, 64))):
+        hook.gather(full[:numel].contiguous(), axis, None)
+        hook.reduce_scatter(full, axis, None)
     return [(record.collective, record.nbytes) for record in sent]
 
 
@@ -121,24 +121,24 @@ def test_a_real_rank_sends_what_the_codec_says(ranks: RankPool, world_size: int)
 
 def _numbers_on_a_rank() -> list[Tensor]:
     axis = fzero.ProcessAxis("data", torch.distributed.get_world_size(), torch.distributed.get_rank())
-    full, wire = _parts(axis.size, 37)[axis.rank], error_feedback(compressed(quantize(4, 16)))
-    gathered, _ = wire.gather(full[:37].contiguous(), axis, wire.init(full[:37]))
-    reduced, error = wire.reduce_scatter(full, axis, wire.init(full))
+    full, hook = _parts(axis.size, 37)[axis.rank], error_feedback(compressed(quantize(4, 16)))
+    gathered, _ = hook.gather(full[:37].contiguous(), axis, hook.init(full[:37]))
+    reduced, error = hook.reduce_scatter(full, axis, hook.init(full))
     return [gathered, reduced, error]
 
 
 def test_real_ranks_get_the_bits_of_stacked_ones(ranks: RankPool) -> None:
-    wire, full = error_feedback(compressed(quantize(4, 16))), _parts(3, 37)
-    gathered, _ = wire.gather(full[:, :37].contiguous(), Sim("data", 3), wire.init(full[:, :37]))
-    reduced, error = wire.reduce_scatter(full, Sim("data", 3), wire.init(full))
+    hook, full = error_feedback(compressed(quantize(4, 16))), _parts(3, 37)
+    gathered, _ = hook.gather(full[:, :37].contiguous(), Sim("data", 3), hook.init(full[:, :37]))
+    reduced, error = hook.reduce_scatter(full, Sim("data", 3), hook.init(full))
     for rank, found in enumerate(ranks(3, _numbers_on_a_rank)):
         for x, y in zip(found, (gathered, reduced, error), strict=True):
             assert torch.equal(x, y[rank])
 
 
 def test_a_wire_that_is_restarted_twice_starts_anew_for_either() -> None:
-    wire, axis = error_feedback(compressed(quantize(4, 16))), Sim("data", 2)
-    twice, alone = reset_every(reset_every(wire, every=2), every=3), reset_every(wire, every=1)
+    hook, axis = error_feedback(compressed(quantize(4, 16))), Sim("data", 2)
+    twice, alone = reset_every(reset_every(hook, every=2), every=3), reset_every(hook, every=1)
     state = twice.init(_parts(2, 32))
     for index in range(7):
         full = _parts(2, 32, index)
@@ -146,16 +146,16 @@ def test_a_wire_that_is_restarted_twice_starts_anew_for_either() -> None:
         is_anew = index % 3 % 2 == 0
         assert torch.equal(arrived, alone.reduce_scatter(full, axis, alone.init(full))[0]) == is_anew
     for given_ in (quantize(4), state):
-        with pytest.raises(ValueError, match=r"restarted: wire must be a CommHook, got .*; pass error_feedback"):
+        with pytest.raises(ValueError, match=r"restarted: comm hook must be a CommHook, got .*; pass error_feedback"):
             reset_every(given_, every=2)  # type: ignore[arg-type]
     alone_rank = LockstepAxis("data", 1, 0, Hub(1))  # of which a counter is a number without dimensions
     twice.reduce_scatter(_parts(1, 32)[0], alone_rank, twice.init(_parts(1, 32)[0]))
 
 
 def test_an_overflow_reaches_the_rank_that_owns_it_and_is_not_remembered() -> None:
-    wire, full = error_feedback(compressed(quantize(8, 16))), _parts(2, 32)
+    hook, full = error_feedback(compressed(quantize(8, 16))), _parts(2, 32)
     full[1, 3] = float("inf")
-    reduced, error = wire.reduce_scatter(full, Sim("data", 2), wire.init(full))
+    reduced, error = hook.reduce_scatter(full, Sim("data", 2), hook.init(full))
     assert not reduced[0].isfinite().all() and reduced[1].isfinite().all() and error.isfinite().all()
     with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got 1"):
         error_feedback(exact(), decay=1)
