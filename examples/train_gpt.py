@@ -3,7 +3,7 @@
     make demo                                   stage 3 on two processes
     make demo ARGS="--stage 1 --ranks 3"        another stage, another number of ranks
     make demo ARGS="--dtype bf16"               parameters in bf16 beside an fp32 master
-    make demo ARGS="--wires zero++"             fewer bits on the way, shown beside the same run with all of them
+    make demo ARGS="--comm-hooks zero++"       fewer bits on the way, shown beside the same run with all of them
     make demo ARGS="--offload nvme"             optimizer state in files, under --out; the same numbers
     make demo ARGS="--save out/saved"           saves there now and then, and goes on from there when it is started again
     make demo ARGS="--config my.json"           what this file says, a DeepSpeed configuration say
@@ -45,7 +45,7 @@ STAGES = (0, 1, 2, 3)
 FORMULA = {"parameters": (3, 4, 2), "master": (1, 0, 4), "optimizer": (1, 8, 8), "gradients": (2, 4, 2)}
 DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
 LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
-WIRES = {
+COMM_HOOKS = {
     "weights": {"zero_quantized_weights": True},  # gathers in 8 bits
     "gradients": {"zero_quantized_gradients": True},  # reductions in 4 bits
     "loco": LOCO,  # the same, and what is lost is added to what is sent next
@@ -58,7 +58,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on the Python standard library with ZeRO.")
     parser.add_argument("--stage", type=int, choices=STAGES, help="how much is divided among the ranks (default 3)")
     parser.add_argument("--dtype", choices=DTYPES, help="what the model computes with (default fp32)")
-    parser.add_argument("--wires", choices=WIRES, help="what is sent in few bits; trains twice, first with all of them")
+    parser.add_argument(
+        "--comm-hooks", choices=COMM_HOOKS, help="what is sent in few bits; trains twice, first with all of them"
+    )
     parser.add_argument(
         "--offload", choices=("host", "nvme"), help="where optimizer state lives, in place of the device"
     )
@@ -72,10 +74,10 @@ def parse_options() -> argparse.Namespace:
         "--save", type=Path, metavar="DIR", help="save there every 100 steps, and go on from what is there"
     )
     options = parser.parse_args()
-    if options.config and (options.stage is not None or options.dtype or options.hooks or options.offload):
+    if options.config and (options.stage is not None or options.dtype or options.comm_hooks or options.offload):
         parser.error(
-            "--config FILE says the stage, the dtype, the comm hooks and what is offloaded; leave out --stage, --dtype, --wires and "
-            "--offload"
+            "--config FILE says the stage, the dtype, the comm hooks and what is offloaded; leave out --stage, "
+            "--dtype, --comm-hooks and --offload"
         )
     return options
 
@@ -110,8 +112,11 @@ def train(options: argparse.Namespace) -> None:
             files = {"nvme_path": str(options.out / "files"), "leftover": "clean"} if options.offload == "nvme" else {}
             offload = {"offload_optimizer": {"device": {"host": "cpu"}.get(options.offload, "nvme"), **files}}
         configs, schedule = {"": config(stage, dtype, **offload)}, smaller_at_the_end
-        if options.hooks:
-            configs = {"exact": configs[""], options.hooks: config(stage, dtype, **offload, **WIRES[options.hooks])}
+        if options.comm_hooks:
+            configs = {
+                "exact": configs[""],
+                options.comm_hooks: config(stage, dtype, **offload, **COMM_HOOKS[options.comm_hooks]),
+            }
     training_text, held_out_text = read_text()
     results: dict[str, dict[str, Any]] = {}
     for name, cfg in configs.items():

@@ -316,8 +316,8 @@ def simulate(
     """The same step on `world_size` ranks, all of them in this process.
 
     Args:
-        step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.AbstractAxis("data", W)` it checks batch sizes
-            for as many. It is not changed.
+        step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.AbstractAxis("data", W)` it checks
+            batch sizes for as many. It is not changed.
         world_size: number of ranks W; None takes those of `mesh`, or the step's own.
         mesh: how they stand along several axes; None takes the step's own where it has as many ranks.
         by: `"vmap"` runs all ranks at once: fast, to rounding; raises for what `torch.vmap` cannot do. `"lockstep"` runs them

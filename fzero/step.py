@@ -114,8 +114,8 @@ def make_train_step(
             output if it is a scalar, its `.loss`, or its first item.
         mesh: the ranks: a `sharding.Mesh`, whose axis `"data"` the state is sharded over, as the stage says, while ranks
             along its other axes hold the same (`Mesh.of(node=2, data=4)`: hybrid sharding); or a bound axis. None is one
-            axis, or what `mics_shard_size` or `zero_hpz_partition_size` mean. With a `fzero.AbstractAxis` axis (`AbstractAxis.of` a mesh) there
-            are none: `plan`, `specs`, `trace` and `explain` tell what a job of so many would do.
+            axis, or what `mics_shard_size` or `zero_hpz_partition_size` mean. On a `fzero.AbstractAxis`
+            (`AbstractAxis.of` a mesh) no rank is there: `plan`, `specs`, `trace` and `explain` describe a job of so many ranks.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
             first that matches counts. `"params"` may be a function of name and parameter. A group's `lr` scales the
@@ -123,9 +123,10 @@ def make_train_step(
         transform: in place of the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or
             a function of the learning rate that makes one; `fzero.optim.transforms` says how one is made.
         gather_hook: how the parameters that stage 3 gathers travel in the forward, the backward and `evaluate`
-            (`fzero.compressed(fzero.quantize(8))`, say): a `Wire` without a state. None is as the configuration says, or exactly.
-        reduce_hook: how gradients travel: a `Wire` for all axes of the mesh, or comm hooks by axis, through which they are added up
-            along one axis after the other. What it remembers is in `state.hook_states`. What has been added up travels as it is.
+            (`fzero.compressed(fzero.quantize(8))`, say): a `CommHook` without a state. None is the
+            configuration's, or exact.
+        reduce_hook: how gradients travel: a `CommHook` for all axes of the mesh, or hooks by axis, through which they are
+            added up along one axis after the other. Its state is in `state.hook_states`. Sums travel as they are.
         placements: where masters and tensors of the optimizer's state live, in place of what the configuration says: by
             pattern, `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and
             leaf (`fzero.plans.placements`). The state then streams through each update, with the same bits on the CPU.
@@ -308,8 +309,8 @@ class TrainStep:
         """The ranks, which are there."""
         if self._bound is None:
             raise ValueError(
-                f"mesh: must be of ranks that are there to run a step, got {self._ranks}; a step on a AbstractAxis axis has plan, "
-                f"specs, trace and explain, so leave mesh out under torchrun"
+                f"mesh: must be of ranks that are there to run a step, got {self._ranks}; a step on an AbstractAxis has "
+                f"plan, specs, trace and explain, so leave mesh out under torchrun"
             )
         return self._bound
 
@@ -616,18 +617,18 @@ class TrainStep:
         micro_batches = list(self._batches.split(batch))
         if not self._donate:
             state = optree.tree_map(torch.clone, state)
-        round_ = self._begin(state)
+        window = self._begin(state)
         if self._compiled is not None:
             call = self._call_compiled if self._until == "update" else self._call_and_update
-            return call(self._compiled, state, round_.buffers, micro_batches)
+            return call(self._compiled, state, window.buffers, micro_batches)
         with random_state(state.rng, self.device) as rng:
             for index, micro_batch in enumerate(micro_batches):
-                loss, weight = self.forward(round_, partial(self._loss, micro_batch))
+                loss, weight = self.forward(window, partial(self._loss, micro_batch))
                 is_last = index == self.plan.num_micro_steps - 1
                 # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
                 parts = self.plan.num_micro_steps if weight is None else 1
-                round_ = self.backward(round_, loss, weight=weight, num_parts=parts, is_last=is_last)
-        return self.update(round_, rng)
+                window = self.backward(window, loss, weight=weight, num_parts=parts, is_last=is_last)
+        return self.update(window, rng)
 
     # --- its parts, between which there may be code of the user's ------------------------------------------------
 
@@ -636,12 +637,12 @@ class TrainStep:
 
         A step is `forward` and `backward`, once or several times, and `update`:
 
-            round_ = step.begin(state)
-            outputs = step.forward(round_, lambda: model(x))
-            round_ = step.backward(round_, criterion(outputs, y))
-            state, metrics = step.update(round_)
+            window = step.begin(state)
+            outputs = step.forward(window, lambda: model(x))
+            window = step.backward(window, criterion(outputs, y))
+            state, metrics = step.update(window)
 
-        The gradients in memory of `round_.state` may be changed, or replaced, between the last two.
+        The gradients in memory of `window.state` may be changed, or replaced, between the last two.
 
         Args:
             measures_early: whether what a gradient adds to the norm is measured as it comes, while the processor's caches have
@@ -675,7 +676,7 @@ class TrainStep:
 
     def forward(
         self,
-        round_: AccumulationWindow,
+        window: AccumulationWindow,
         function: Callable[[], T],
         *,
         run: str = "train",
@@ -689,7 +690,7 @@ class TrainStep:
         parameters. After an error the round is over on this rank, and others wait for it.
 
         Args:
-            round_: of `begin`, or the last `backward`.
+            window: of `begin`, or the last `backward`.
             function: it must use the model's parameters through the model.
             run: a name for what always uses the units in the same order, which is learned for each name.
             still: the names of trained parameters that get no gradient of this forward. A flat buffer whose parameters are all
@@ -697,10 +698,10 @@ class TrainStep:
         """
         check_callable("forward", function, "a function without arguments that calls the model")
         self._num_passes += 1  # ranks of which one has raised are told apart by it
-        work, self._holds_still = round_.work, self._holds_still or bool(still)
+        work, self._holds_still = window.work, self._holds_still or bool(still)
         with (
             profiler_range("forward"),
-            self._bound_to(round_),
+            self._bound_to(window),
             work.forward(run, still=still, compares=self._compares(run)),
         ):
             result = function()
@@ -713,7 +714,7 @@ class TrainStep:
 
     def backward(
         self,
-        round_: AccumulationWindow,
+        window: AccumulationWindow,
         loss: Tensor,
         *,
         weight: Tensor | None = None,
@@ -726,7 +727,7 @@ class TrainStep:
         *Collective:* every rank; see `Plan.sent_per_step`. An error is told as for `forward`.
 
         Args:
-            round_: of `begin`, or the last `backward`, which must not be used again.
+            window: of `begin`, or the last `backward`, which must not be used again.
             loss: a scalar; it is multiplied by the loss scale here.
             weight: of a loss that is a sum; then those of all are.
             num_parts: what the gradients are divided by: micro-steps of which the loss is a mean.
@@ -738,24 +739,24 @@ class TrainStep:
             given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
             raise ValueError(f"backward: loss must be a 0-d tensor, got {given}; take its mean or sum")
         self._num_passes += 1
-        work, scale = round_.work, round_.state.loss_scale.scale
-        news = moved(round_.buffers, round_.before) - (self._moving_buffers or set())
+        work, scale = window.work, window.state.loss_scale.scale
+        news = moved(window.buffers, window.before) - (self._moving_buffers or set())
         scaled = loss
         if self._cfg.scales_loss:
             scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
         if is_last and self._offload.has_files:
-            self._offload.read_ahead(round_.state, work.still_buffers)
-        checksum = self._say(round_.state, num_parts=num_parts)
-        with profiler_range("backward"), self._bound_to(round_):
+            self._offload.read_ahead(window.state, work.still_buffers)
+        checksum = self._say(window.state, num_parts=num_parts)
+        with profiler_range("backward"), self._bound_to(window):
             told = work.backward(
                 scaled, loss_row(loss, weight, len(news), self._num_passes + mark_of(work.still), checksum),
-                share=1 / (self._measures.predivide * num_parts), is_first=not round_.told, is_last=is_last, keeps=keeps,
+                share=1 / (self._measures.predivide * num_parts), is_first=not window.told, is_last=is_last, keeps=keeps,
                 check=(lambda rows: check_passes(rows[:, 3])) if self._holds_still else None,
             )  # fmt: skip
         check_alike(told[:, 3:], self._mesh.world, partial(self._named_hyper, num_parts))
         if self._own_grads is not None:
             self._own_grads.check()
-        return round_._replace(told=(*round_.told, told), is_sum=weight is not None)
+        return window._replace(told=(*window.told, told), is_sum=weight is not None)
 
     def _say(self, state: TrainState[Tensor], hyper: Hyper | None = None, *, num_parts: int = 1) -> int:
         """A checksum of what this rank works out by itself: the numbers of the update to come, where the host knows how many
@@ -776,28 +777,28 @@ class TrainStep:
         return found | {f"{subject}, used in the last update": values for subject, values in late.items()}
 
     @contextmanager
-    def passing(self, round_: AccumulationWindow, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
+    def passing(self, window: AccumulationWindow, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
         """Inside, `backward` of another step's round may go through forwards of this one (a generator's loss, through its
         discriminator); parameters of this step get no gradients of it.
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
 
         Args:
-            round_, keeps: as for `backward`.
+            window, keeps: as for `backward`.
             loss: the one that goes backward inside.
         """
-        with self._bound_to(round_), round_.work.passing(loss, keeps=keeps):
+        with self._bound_to(window), window.work.passing(loss, keeps=keeps):
             yield
 
     def update(
-        self, round_: AccumulationWindow, rng: dict[str, Tensor] | None = None
+        self, window: AccumulationWindow, rng: dict[str, Tensor] | None = None
     ) -> tuple[TrainState[Tensor], Metrics]:
         """Clips, skips an overflow, and updates with the gradients of a round, which is over then.
 
         *Collective:* every rank; sends what was updated where every rank holds all of it, and some numbers.
 
         Args:
-            round_: with at least one backward.
+            window: with at least one backward.
             rng: the random state to go on with; None is the one of the state.
 
         Raises:
@@ -805,41 +806,41 @@ class TrainStep:
         """
         check_kind(
             "update",
-            round_,
+            window,
             AccumulationWindow,
             "given the AccumulationWindow of the last backward",
             "pass what step.backward(...) returned",
         )
-        _check_not_donated(round_.state)
-        if round_.work.is_over:
+        _check_not_donated(window.state)
+        if window.work.is_over:
             raise RuntimeError(
                 "update: must be of a round that no error has ended, and one did, so that its gradients are not all there; begin "
                 "another round with the same state"
             )
-        if not round_.told:
+        if not window.told:
             raise ValueError(
                 "update: needs a backward since the last one, and there was none; call backward(loss) first"
             )
         with profiler_range("update"):
-            state, buffers = round_.state, round_.buffers
-            round_.work.close()
+            state, buffers = window.state, window.buffers
+            window.work.close()
             if self._offload.passes_use_files:
                 self._agree_on_files(state)
-            told_AW5 = torch.stack(round_.told)
+            told_AW5 = torch.stack(window.told)
             if self.device.type != "cpu":
                 assert_alike(told_AW5)
-            changed, moving = moved(buffers, round_.before), self._moving_buffers
+            changed, moving = moved(buffers, window.before), self._moving_buffers
             if moving is None:  # kernels such as BatchNorm's change a buffer and not its version
                 changed |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
             # Whether a rank has news would have to be read on a CUDA device, for which the host would wait.
             has_news = bool(told_AW5[..., 2].any()) if self.device.type == "cpu" else not self._learns
             self._moving_buffers = make_equal(buffers, changed, moving, self._mesh.world, has_news=has_news)
             self._own_grads = None
-            hook_states: dict[str, Any] = round_.work.hook_states
+            hook_states: dict[str, Any] = window.work.hook_states
             rng = state.rng if rng is None else rng
-            work = round_.work
+            work = window.work
             return self._updated(
-                state, told_AW5[..., :2], buffers, rng, hook_states, is_sum=round_.is_sum, stage=work.stage,
+                state, told_AW5[..., :2], buffers, rng, hook_states, is_sum=window.is_sum, stage=work.stage,
                 still=work.still_buffers,
             )  # fmt: skip
 
@@ -895,13 +896,13 @@ class TrainStep:
         return twin
 
     @contextmanager
-    def _bound_to(self, round_: AccumulationWindow) -> Iterator[None]:
+    def _bound_to(self, window: AccumulationWindow) -> Iterator[None]:
         """Inside, the model computes with the tensors of a round."""
         with (
-            bound(self._model, self.plan.aliases, round_.work.fetch, round_.buffers),
+            bound(self._model, self.plan.aliases, window.work.fetch, window.buffers),
             self._blocks.applied(self._model) if self._blocks else nullcontext(),
             self._checkpointing.applied(
-                self._model, device=self.device, recomputing=round_.work.recomputing, aliases=self.plan.aliases,
+                self._model, device=self.device, recomputing=window.work.recomputing, aliases=self.plan.aliases,
                 moving=self._moving_buffers,
             ),
         ):  # fmt: skip

@@ -124,15 +124,15 @@ def _measured(stage: int, num_micro_steps: int) -> list[tuple[float, int]]:
     step = fzero.make_train_step(model, config(stage) | STEPS | {"gradient_accumulation_steps": num_micro_steps})
     batch = part(vectors(0), step.rank, step.world_size)
     for change in (None, lambda grad: grad.mul_(2), lambda grad: grad.data.mul_(2)):
-        round_ = step.begin(step.init(), measures_early=len(found) < 2)
+        window = step.begin(step.init(), measures_early=len(found) < 2)
         for index in range(num_micro_steps):
-            loss = step.forward(round_, lambda index=index: model(*part(batch, index, num_micro_steps)))
+            loss = step.forward(window, lambda index=index: model(*part(batch, index, num_micro_steps)))
             is_last = index == num_micro_steps - 1
-            round_ = step.backward(round_, loss, num_parts=num_micro_steps, is_last=is_last)
-        for grad in round_.state.grads.values() if change is not None else ():
+            window = step.backward(window, loss, num_parts=num_micro_steps, is_last=is_last)
+        for grad in window.state.grads.values() if change is not None else ():
             change(grad)
         with mock.patch.object(LossRules, "of_shard", autospec=True, side_effect=LossRules.of_shard) as measured:
-            _, metrics = step.update(round_)
+            _, metrics = step.update(window)
         found.append((metrics.grad_norm.item(), measured.call_count))
     return found
 

@@ -323,9 +323,9 @@ def _with_bad_losses(stage: int) -> list[tuple[str, str]]:
     before, found = step.gather(state), []
 
     def run(model: nn.Module, batch: Any, loss_fn: Any) -> None:
-        round_ = step.begin(state)
-        loss = step.forward(round_, lambda: loss_fn(model, batch))
-        step.update(step.backward(round_, loss))
+        window = step.begin(state)
+        loss = step.forward(window, lambda: loss_fn(model, batch))
+        step.update(step.backward(window, loss))
 
     for bad in (_elsewhere, _goes_backward):
         current.append(bad)

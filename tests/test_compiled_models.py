@@ -226,7 +226,7 @@ def _nudged(seed: int) -> Callable[[Any], fzero.Transform]:
             grad, param, (step, first, second) = own.update(_nudge(grad, seed), param, state)
             return grad, _nudge(param, seed), AdamState(step, _nudge(first, seed), _nudge(second, seed))
 
-        return fzero.Transform(own.init, update, own.place)
+        return fzero.Transform(own.init, update, own.specs)
 
     return made
 

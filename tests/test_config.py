@@ -1181,7 +1181,7 @@ def _after_two_updates(block: Any, **asked: Any) -> list[float]:
     from fzero import ShardContents
     from sharding.layout import FlatLayout
 
-    transform = block.transform(pieces=ShardContents.whole(FlatLayout(("w",), ((2, 3),), 1)), **asked)
+    transform = block.transform(contents=ShardContents.whole(FlatLayout(("w",), ((2, 3),), 1)), **asked)
     param = torch.linspace(-1, 1, 6)
     state = transform.init(param)
     for grad in (torch.tensor([1.0, 2.0, -1.0, 0.5, 3.0, 1.0]), torch.tensor([-3.0, 0.25, 1.0, 1.0, 2.0, -1.0])):
@@ -1248,7 +1248,7 @@ def test_muons_adam_has_deepspeeds_rate_where_none_is_given() -> None:
 @pytest.mark.parametrize(
     ("name", "asked", "message"),
     [
-        ("Lamb", {}, "Lamb: looks at whole parameters, so that its transform needs pieces, got None"),
+        ("Lamb", {}, "Lamb: looks at whole parameters, so that its transform needs contents, got None"),
         ("Adafactor", {}, "Adafactor: looks at whole parameters"),
         ("Muon", {"kind": "muon"}, "Muon: looks at whole parameters"),
         ("Muon", {}, "Muon: the kind of parameters must be 'muon' or 'adam', got ''"),

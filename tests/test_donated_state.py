@@ -111,23 +111,23 @@ def test_a_round_is_updated_once_and_not_after_an_error_ended_it() -> None:
     step, batch = _alone()
 
     def collect(state: Any) -> Any:
-        round_ = step.begin(state)
-        loss = step.forward(round_, lambda: step.recipe.model(*batch))
-        return step.backward(round_, loss)
+        window = step.begin(state)
+        loss = step.forward(window, lambda: step.recipe.model(*batch))
+        return step.backward(window, loss)
 
-    round_, other = collect(state := step.init()), step.begin(state)
-    state, _ = step.update(round_)
-    for again in (round_, other):
+    window, other = collect(state := step.init()), step.begin(state)
+    state, _ = step.update(window)
+    for again in (window, other):
         with pytest.raises(ValueError, match=TAKEN):
             step.update(again)
 
     def fails() -> Tensor:
         raise KeyError("no such batch")
 
-    round_ = collect(state)
+    window = collect(state)
     with pytest.raises(KeyError):
-        step.forward(round_, fails)
+        step.forward(window, fails)
     with pytest.raises(RuntimeError, match=r"must be of a round that no error has ended.*begin another"):
-        step.update(round_)
+        step.update(window)
     state, metrics = step.update(collect(state))
     assert int(state.step) == 2 and metrics.loss.isfinite()

@@ -177,12 +177,12 @@ def _in_parts(stage: int) -> dict[str, Tensor]:
     step = fzero.make_train_step(make(Net), settings(stage))
     state = step.init()
     for index in range(NUM_STEPS):
-        round_ = step.begin(state)
+        window = step.begin(state)
         for part_, is_last in enumerate((False, True, False)):
             x, y = part(data(10 * index + part_), step.rank, step.world_size)
-            outputs = step.forward(round_, lambda: step.recipe.model(x))  # noqa: B023
-            round_ = step.backward(round_, criterion(outputs, y), num_parts=3, is_last=is_last)
-        state, _ = step.update(round_)
+            outputs = step.forward(window, lambda: step.recipe.model(x))  # noqa: B023
+            window = step.backward(window, criterion(outputs, y), num_parts=3, is_last=is_last)
+        state, _ = step.update(window)
     return step.gather(state)
 
 

@@ -180,7 +180,7 @@ def leaving_a_trace_of_a_skipped_update() -> Any:
             _, param, state = transform.update(grad.nan_to_num(0, 0, 0), param, state)
             return grad, param.copy_(torch.where(skip, before, param)), state
 
-        return transform._replace(update=update, update_unless=None)
+        return transform._replace(update=update, update_skip_if=None)
 
     return patch.object(updater, "unless", broken)
 

@@ -48,9 +48,9 @@ MUONS: dict[str, dict[str, Any]] = {
     "as adam": {"lr": 0.1, "adjust_lr_fn": "match_rms_adamw"},
 }
 MAKERS: dict[str, Make] = {
-    **{f"lamb, {n}": lambda pieces, v=v: lamb(**v, pieces=pieces) for n, v in LAMBS.items()},
-    **{f"adafactor, {n}": lambda pieces, v=v: adafactor(**v, pieces=pieces) for n, v in ADAFACTORS.items()},
-    **{f"muon, {n}": lambda pieces, v=v: muon(**v, pieces=pieces) for n, v in MUONS.items()},
+    **{f"lamb, {n}": lambda contents, v=v: lamb(**v, contents=contents) for n, v in LAMBS.items()},
+    **{f"adafactor, {n}": lambda contents, v=v: adafactor(**v, contents=contents) for n, v in ADAFACTORS.items()},
+    **{f"muon, {n}": lambda contents, v=v: muon(**v, contents=contents) for n, v in MUONS.items()},
 }
 every_transform = pytest.mark.parametrize("name", MAKERS)
 
@@ -67,7 +67,7 @@ class Ranks:
         self.slots: list[tuple[str, Tensor]] = [("", torch.zeros(0))] * layout.world_size
         self.calls: list[list[str]] = [[] for _ in range(layout.world_size)]
 
-    def pieces(self, rank: int) -> ShardContents:
+    def contents(self, rank: int) -> ShardContents:
         def exchange(x: Tensor, kind: str) -> list[Tensor]:
             self.calls[rank].append(kind)
             self.slots[rank] = (kind, x.clone())
@@ -87,7 +87,7 @@ class Ranks:
     def run(self, work: Callable[[int, ShardContents], Any]) -> list[Any]:
         def guarded(rank: int) -> Any:
             try:
-                return work(rank, self.pieces(rank))
+                return work(rank, self.contents(rank))
             except BaseException:
                 self.barrier.abort()
                 raise
@@ -146,12 +146,12 @@ def check_same_bits(make: Make, layout: FlatLayout, seed: int) -> list[list[str]
     whole, whole_state = run(make(ShardContents.whole(layout)), param_P, grads_P)
     partition, ranks = layout.partition, Ranks(layout)
 
-    def work(rank: int, pieces: ShardContents) -> tuple[Tensor, Any]:
+    def work(rank: int, contents: ShardContents) -> tuple[Tensor, Any]:
         shards = [take_shard(grad, partition, rank) for grad in grads_P]
-        return run(make(pieces), take_shard(param_P, partition, rank), shards)
+        return run(make(contents), take_shard(param_P, partition, rank), shards)
 
     spec = TensorSpec((partition.padded_numel,), "float32", Sharded("data"), multiple_of=layout.multiple_of)
-    placed = optree.tree_leaves(make(ShardContents.whole(layout)).place(spec), none_is_leaf=True)
+    placed = optree.tree_leaves(make(ShardContents.whole(layout)).specs(spec), none_is_leaf=True)
     for rank, (shard, state) in enumerate(ranks.run(work)):
         assert torch.equal(shard, take_shard(whole, partition, rank))
         leaves = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (state, whole_state)]
@@ -179,14 +179,14 @@ def test_large_parameters_have_the_same_bits_on_three_ranks(name: str, multiple_
 
 def _update_own_shard(name: str, layout: FlatLayout, param_P: Tensor, grads_P: list[Tensor]) -> Tensor:
     axis = collectives.join()
-    pieces = ShardContents(
+    contents = ShardContents(
         layout,
         (axis.rank,),
         stack=lambda partial: collectives.stack(partial[0], axis),
         join=lambda shard: collectives.all_gather(shard, axis),
     )
     shards = [take_shard(grad, layout.partition, axis.rank) for grad in grads_P]
-    return run(MAKERS[name](pieces), take_shard(param_P, layout.partition, axis.rank), shards)[0]
+    return run(MAKERS[name](contents), take_shard(param_P, layout.partition, axis.rank), shards)[0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -202,10 +202,10 @@ def test_real_ranks_have_the_bits_of_the_whole(ranks: RankPool, name: str, world
 
 def test_ranks_in_threads_see_each_other_and_a_rank_that_does_not_come() -> None:
     layout = FlatLayout(("w",), ((4,),), 2)
-    stacked = Ranks(layout).run(lambda rank, pieces: pieces.stack(torch.full((1, 2), rank)))
+    stacked = Ranks(layout).run(lambda rank, contents: contents.stack(torch.full((1, 2), rank)))
     assert all(torch.equal(x, torch.tensor([[0, 0], [1, 1]])) for x in stacked)
     with pytest.raises(Exception):  # noqa: B017 - a broken barrier, or the assertion
-        Ranks(layout).run(lambda rank, pieces: (pieces.stack if rank else pieces.join)(torch.zeros(1, 1)))
+        Ranks(layout).run(lambda rank, contents: (contents.stack if rank else contents.join)(torch.zeros(1, 1)))
 
 
 @every_transform
@@ -214,12 +214,12 @@ def test_ranks_in_threads_see_each_other_and_a_rank_that_does_not_come() -> None
 )
 def test_place_describes_exactly_what_init_makes(name: str, data: Any, dtype: str, spec: Any) -> None:
     layout = data.draw(layouts_for(name))
-    pieces = ShardContents(layout, (0,)) if spec == Sharded("data") else ShardContents.whole(layout)
-    transform = MAKERS[name](pieces)
+    contents = ShardContents(layout, (0,)) if spec == Sharded("data") else ShardContents.whole(layout)
+    transform = MAKERS[name](contents)
     param = TensorSpec((layout.partition.padded_numel,), dtype, spec, multiple_of=layout.multiple_of)
     state = transform.init(torch.ones(param.local_shape(layout.world_size), dtype=getattr(torch, dtype)))
     tensors, structure = optree.tree_flatten(state, none_is_leaf=True)
-    specs, placed_structure = optree.tree_flatten(transform.place(param), none_is_leaf=True)
+    specs, placed_structure = optree.tree_flatten(transform.specs(param), none_is_leaf=True)
     assert structure == placed_structure
     for tensor, where in zip(tensors, specs, strict=True):
         assert (tensor is None) == (where is None)
@@ -271,7 +271,7 @@ def torch_plainly(
 @given(layout=cut_layouts(), seed=st.integers(0, 100))
 def test_lamb_is_the_formula_on_whole_parameters(given_values: Any, layout: FlatLayout, seed: int) -> None:
     params, grads = values(layout, seed, torch.float64)
-    found, _ = run_whole(lambda pieces: lamb(**given_values, pieces=pieces), layout, params, grads)
+    found, _ = run_whole(lambda contents: lamb(**given_values, contents=contents), layout, params, grads)
     # Rounding of float64, after divisions by small roots.
     expected = lamb_plainly(params, grads, **given_values)
     torch.testing.assert_close(unflatten(found, layout), expected, rtol=1e-11, atol=1e-11)
@@ -281,7 +281,7 @@ def test_lamb_is_the_formula_on_whole_parameters(given_values: Any, layout: Flat
 @given(layout=cut_layouts(), seed=st.integers(0, 100))
 def test_adafactor_is_the_one_of_torch(given_values: Any, layout: FlatLayout, seed: int) -> None:
     params, grads = values(layout, seed, torch.float64)
-    found, _ = run_whole(lambda pieces: adafactor(**given_values, pieces=pieces), layout, params, grads)
+    found, _ = run_whole(lambda contents: adafactor(**given_values, contents=contents), layout, params, grads)
     # Rounding of float64; torch takes a norm and squares it where squares are added up here.
     expected = torch_plainly(torch.optim.Adafactor, params, grads, **given_values)
     torch.testing.assert_close(unflatten(found, layout), expected, rtol=1e-11, atol=1e-11)
@@ -293,7 +293,7 @@ def test_muon_is_the_one_of_torch_on_the_parameters_as_matrices(
     given_values: Any, layout: FlatLayout, seed: int
 ) -> None:
     params, grads = values(layout, seed)
-    found, _ = run_whole(lambda pieces: muon(**given_values, pieces=pieces), layout, params, grads)
+    found, _ = run_whole(lambda contents: muon(**given_values, contents=contents), layout, params, grads)
     as_matrix = lambda x: x.reshape(x.shape[0], -1) if x.numel() else x  # noqa: E731
     flat_params, *flat_grads = ({n: as_matrix(x) for n, x in tree.items()} for tree in (params, *grads))
     expected = torch_plainly(torch.optim.Muon, flat_params, flat_grads, **{"weight_decay": 0.0} | given_values)
@@ -305,8 +305,11 @@ def test_muon_is_the_one_of_torch_on_the_parameters_as_matrices(
 def test_in_float32_lamb_and_adafactor_keep_to_their_references_to_rounding() -> None:
     params, grads = values(MIXED)
     for make, expected in (
-        (lambda pieces: lamb(0.1, pieces=pieces), lamb_plainly(params, grads, lr=0.1)),
-        (lambda pieces: adafactor(0.1, pieces=pieces), torch_plainly(torch.optim.Adafactor, params, grads, lr=0.1)),
+        (lambda contents: lamb(0.1, contents=contents), lamb_plainly(params, grads, lr=0.1)),
+        (
+            lambda contents: adafactor(0.1, contents=contents),
+            torch_plainly(torch.optim.Adafactor, params, grads, lr=0.1),
+        ),
     ):
         found, _ = run_whole(make, MIXED, params, grads)
         # Three updates of up to 0.1·|p|, each with a few roundings of float32.
@@ -349,12 +352,12 @@ def test_lamb_and_adafactor_send_sums_only() -> None:
 
 
 def test_adafactor_keeps_a_row_and_a_column_of_a_matrix_and_all_of_a_vector() -> None:
-    pieces = ShardContents.whole(MATRICES)
-    matrices = adafactor(0.1, pieces=pieces).init(torch.zeros(pieces.numel))
+    contents = ShardContents.whole(MATRICES)
+    matrices = adafactor(0.1, contents=contents).init(torch.zeros(contents.numel))
     assert matrices.variance is None
     assert matrices.row_var.shape == (7 + 18 + 4,) and matrices.col_var.shape == (5 + 18 + 11,)
     vectors = FlatLayout(("b", "scale"), ((5,), ()), world_size=1)
-    state = adafactor(0.1, pieces=ShardContents.whole(vectors)).init(torch.zeros(6))
+    state = adafactor(0.1, contents=ShardContents.whole(vectors)).init(torch.zeros(6))
     assert state.row_var is None and state.col_var is None and state.variance.shape == (6,)
 
 
@@ -381,17 +384,17 @@ WHOLE = ShardContents.whole(MIXED)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lamb(-1.0, pieces=WHOLE), "lamb: lr must be at least 0, got -1.0"),
-        (lambda: lamb(0.1, betas=(0.9, 1.0), pieces=WHOLE), "lamb: each of betas must be in"),
-        (lambda: lamb(0.1, min_coeff=2.0, max_coeff=1.0, pieces=WHOLE), "min_coeff must be at most max_coeff, got 2.0 > 1.0"),
-        (lambda: adafactor(0.1, d=0.5, pieces=WHOLE), "needs beta2_decay <= 0 and d >= 1, got -0.8 and 0.5"),
-        (lambda: adafactor(0.1, beta2_decay=0.5, pieces=WHOLE), "got 0.5 and 1.0"),
-        (lambda: muon(0.1, pieces=WHOLE), r"muon: parameter 'b' must be a matrix, got shape \(5,\)"),
-        (lambda: muon(0.1, momentum=-1, pieces=ShardContents.whole(MATRICES)), "muon: momentum must be at least 0, got -1"),
-        (lambda: muon(0.1, adjust_lr_fn="no", pieces=ShardContents.whole(MATRICES)), "adjust_lr_fn must be .*, got 'no'"),  # type: ignore[arg-type]
+        (lambda: lamb(-1.0, contents=WHOLE), "lamb: lr must be at least 0, got -1.0"),
+        (lambda: lamb(0.1, betas=(0.9, 1.0), contents=WHOLE), "lamb: each of betas must be in"),
+        (lambda: lamb(0.1, min_coeff=2.0, max_coeff=1.0, contents=WHOLE), "min_coeff must be at most max_coeff, got 2.0 > 1.0"),
+        (lambda: adafactor(0.1, d=0.5, contents=WHOLE), "needs beta2_decay <= 0 and d >= 1, got -0.8 and 0.5"),
+        (lambda: adafactor(0.1, beta2_decay=0.5, contents=WHOLE), "got 0.5 and 1.0"),
+        (lambda: muon(0.1, contents=WHOLE), r"muon: parameter 'b' must be a matrix, got shape \(5,\)"),
+        (lambda: muon(0.1, momentum=-1, contents=ShardContents.whole(MATRICES)), "muon: momentum must be at least 0, got -1"),
+        (lambda: muon(0.1, adjust_lr_fn="no", contents=ShardContents.whole(MATRICES)), "adjust_lr_fn must be .*, got 'no'"),  # type: ignore[arg-type]
         (lambda: ShardContents(MIXED, (0, 1)), r"ShardContents: ranks must be all 4 in order, or one of them, got \(0, 1\)"),
         (lambda: ShardContents(MIXED, (4,)), r"got \(4,\)"),
-        (lambda: lamb(0.1, pieces=WHOLE).init(torch.zeros(3)), "lamb: the flat tensor must have .* got shape"),
+        (lambda: lamb(0.1, contents=WHOLE).init(torch.zeros(3)), "lamb: the flat tensor must have .* got shape"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_the_name_of_its_field(make: Callable[[], Any], message: str) -> None:
@@ -402,7 +405,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(make: Callable[[], Any]
 def test_a_zero_parameter_or_a_zero_gradient_moves_by_adams_step_or_not_at_all() -> None:
     layout = FlatLayout(("zero", "still"), ((2,), (2,)), 1)
     param, grad = torch.tensor([0.0, 0.0, 3.0, 4.0]), torch.tensor([1.0, -1.0, 0.0, 0.0])
-    found, _ = run(lamb(0.5, pieces=ShardContents.whole(layout)), param, [grad])
+    found, _ = run(lamb(0.5, contents=ShardContents.whole(layout)), param, [grad])
     # Adam's first direction is the gradient's sign, but for eps = 1e-8.
     torch.testing.assert_close(found, torch.tensor([-0.5, 0.5, 3.0, 4.0]), rtol=1e-6, atol=0)
     assert math.isclose(found[2].item(), 3.0)

@@ -419,7 +419,7 @@ def test_a_widened_transform_places_what_it_makes() -> None:
             narrow = mixed_precision(transform, state_dtype=state_dtype)
             spec = fzero.specs_of(param)
             made = [(tuple(x.shape), str(x.dtype)) for x in narrow.init(param) if x is not None]
-            assert made == [(x.shape, f"torch.{x.dtype}") for x in narrow.place(spec) if x is not None]
+            assert made == [(x.shape, f"torch.{x.dtype}") for x in narrow.specs(spec) if x is not None]
 
 
 # --- what does not fit -------------------------------------------------------------------------------------------

@@ -259,8 +259,8 @@ def held_by(step: fzero.TrainStep, rank: int) -> Iterator[tuple[str, str, int]]:
 
 def planned(plan: fzero.ReshardPlan, process: int | None = None) -> Iterator[tuple[Any, Any]]:
     """The moves between different processes, with their flows."""
-    for round_ in plan.rounds:
-        for flow in round_.flows:
+    for window in plan.rounds:
+        for flow in window.flows:
             yield from ((flow, move) for move in plan.moves(flow, process) if move.source_rank != move.target_rank)
 
 
@@ -303,7 +303,7 @@ def test_the_moves_of_one_process_are_those_of_all_that_it_takes_part_in(path: l
         fzero.plan_reshard(old.plan, new.plan, rng=new.specs.rng),
         fzero.plan_reshard(old.plan, new.plan, rng=new.specs.rng, places=places),
     ):
-        for flow in (flow for round_ in plan.rounds for flow in round_.flows):
+        for flow in (flow for window in plan.rounds for flow in window.flows):
             everything = list(plan.moves(flow))
             for process in range(len(plan.places)):
                 own = [move for move in everything if process in (move.source_rank, move.target_rank)]
@@ -339,7 +339,7 @@ def test_what_every_rank_holds_before_and_after_costs_a_process_no_look_at_the_o
     cfg = config(1) | PRECISIONS["bfloat16"]
     old, new = (fzero.plan(model, cfg, world_size=w) for w in (4096, 3072))
     plan = fzero.plan_reshard(old, new)
-    flows = [flow for round_ in plan.rounds for flow in round_.flows if "params" in flow.target.name]
+    flows = [flow for window in plan.rounds for flow in window.flows if "params" in flow.target.name]
     moves, lines = counted_lines(lambda: [list(plan.moves(flow, 7)) for flow in flows])
     assert len(flows) == 4 and all(0 < len(own) <= 2 for own in moves)
     # Who else lacks them is asked once, and not for each flow: a look at each new rank is two lines.
@@ -350,8 +350,8 @@ def test_what_every_rank_holds_before_and_after_costs_a_process_no_look_at_the_o
 def test_each_process_sees_its_own_moves_and_both_ends_see_them_in_one_order(path: list[Setting]) -> None:
     old, new = map(step_of, path)
     plan = fzero.plan_reshard(old.plan, new.plan, rng=new.specs.rng)
-    for round_ in plan.rounds:
-        for flow in round_.flows:
+    for window in plan.rounds:
+        for flow in window.flows:
             everything = {element for move in plan.moves(flow) for element in _elements(move)}
             by_process = [list(plan.moves(flow, process)) for process in range(len(plan.places))]
             assert everything == {element for moves in by_process for move in moves for element in _elements(move)}
@@ -422,7 +422,7 @@ def test_numbers_of_a_larger_plan_do_not_grow_with_its_elements() -> None:
         for stage, w in ((1, 48), (3, 64))
     ]
     plan = fzero.plan_reshard(*plans)
-    flows = [flow for round_ in plan.rounds for flow in round_.flows]
+    flows = [flow for window in plan.rounds for flow in window.flows]
     assert 0 < sum(len(list(plan.moves(flow))) for flow in flows) < 3 * (48 + 64 + 2)
     assert "ZeRO stage 1 on 48 ranks -> stage 3 on 64 ranks" in str(plan)
 

@@ -381,7 +381,7 @@ def test_an_update_that_fails_half_way_is_not_made_again_in_lockstep() -> None:
                 raise RuntimeError("not enough memory")
             return plain.update(grad, param, state)
 
-        return fzero.Transform(plain.init, update, plain.place)
+        return fzero.Transform(plain.init, update, plain.specs)
 
     is_training = False
     simulated = fzero.simulate(fzero.make_train_step(make(Plain), config(0), transform=fails_in_the_end), 2)

@@ -1,4 +1,4 @@
-"""The laws of steps whose gathers and reductions go through comm hooks: the same numbers on every rank, in every stage, as counted."""
+"""The laws of steps with comm hooks: the same numbers on every rank and in every stage, and the bytes that were counted."""
 
 from __future__ import annotations
 
@@ -543,7 +543,7 @@ def test_specs_tell_what_wires_remember(mode: str, mesh: Mesh) -> None:
 
 def test_a_state_without_its_wires_is_told() -> None:
     plain, wired = simulated(2, ONE), simulated(2, ONE, options={"reduce_hook": FEEDBACK})
-    with pytest.raises(ValueError, match=r"got one without state\.wires"):
+    with pytest.raises(ValueError, match=r"got one without state\.hook_states"):
         wired(plain.init(), for_ranks(tokens(0), 3))
 
 

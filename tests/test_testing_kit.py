@@ -41,8 +41,8 @@ def right(
     *,
     init: Callable[[Tensor], Any] | None = None,
     update: Callable[[Tensor, Tensor, Any], Any] | None = None,
-    place: Callable[[TensorSpec], Any] | None = None,
-    update_unless: Callable[[Tensor, Tensor, Tensor, Any], Any] | None = None,
+    specs: Callable[[TensorSpec], Any] | None = None,
+    update_skip_if: Callable[[Tensor, Tensor, Tensor, Any], Any] | None = None,
     several: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Any]], Any] | None = None,
 ) -> Transform:
     """A transform that is right, but for what is given."""
@@ -57,11 +57,11 @@ def right(
 
     one = update or own_update
     return Transform(
-        init or own_init, one, place or own_place, update_unless, None if several is None else (one, several)
+        init or own_init, one, specs or own_specs, update_skip_if, None if several is None else (one, several)
     )
 
 
-def own_place(spec: TensorSpec) -> Momentum:
+def own_specs(spec: TensorSpec) -> Momentum:
     return Momentum(TensorSpec((), "float32", placement=spec.placement), spec)
 
 
@@ -72,7 +72,7 @@ UPDATE = right().update
 
 
 def forgetting_padding(spec: TensorSpec) -> Momentum:
-    return Momentum(own_place(spec).step, TensorSpec(spec.shape, spec.dtype, spec.spec, spec.placement))
+    return Momentum(own_specs(spec).step, TensorSpec(spec.shape, spec.dtype, spec.spec, spec.placement))
 
 
 def forgetting_placement(spec: TensorSpec) -> Momentum:
@@ -255,9 +255,9 @@ PLACE, EMPTY, KINDS, ALIASES, WRITES, EQUAL, ALL, SHARDS, SKIPS, WIDE, SEVERAL, 
     law.sentence for law in ALL_LAWS[:-1]
 )
 BROKEN: dict[str, tuple[Any, str, str]] = {
-    "padding": (right(place=forgetting_padding), PLACE, "init makes state.mean with shape and dtype"),
-    "placement": (right(place=forgetting_placement), PLACE, "place puts state.step on .*'device'"),
-    "a leaf": (right(place=forgetting_a_leaf), PLACE, "and place tells of"),
+    "padding": (right(specs=forgetting_padding), PLACE, "init makes state.mean with shape and dtype"),
+    "placement": (right(specs=forgetting_placement), PLACE, "specs puts state.step on .*'device'"),
+    "a leaf": (right(specs=forgetting_a_leaf), PLACE, "and specs tells of"),
     "a number": (right(init=counting_in_python), PLACE, "state.step is a int"),
     "no elements": (right(update=needing_an_element), EMPTY, "it raises RuntimeError: max"),
     "dtype": (right(update=widening), KINDS, "state.step is .*float32.* before an update"),
@@ -272,8 +272,12 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "norm": (right(update=clipping), SHARDS, "differ from the whole in the parameter"),
     "neighbours": (right(update=smoothing), SHARDS, "differ from the whole in the parameter"),
     "norm in the state": (right(update=remembering_the_norm), SHARDS, "differ from the whole in state.step"),
-    "counts the skipped": (right(update_unless=counting_what_is_skipped), SKIPS, "a skipped update changes state.step"),
-    "skips all": (right(update_unless=always_skipping), SKIPS, "after skipped updates the parameter is another"),
+    "counts the skipped": (
+        right(update_skip_if=counting_what_is_skipped),
+        SKIPS,
+        "a skipped update changes state.step",
+    ),
+    "skips all": (right(update_skip_if=always_skipping), SKIPS, "after skipped updates the parameter is another"),
     "tiles": (right(update=fp32_as_16_bits), WIDE, "in tiles of 32 elements"),
     "the last": (right(several=leaving_out_the_last), SEVERAL, "buffer 0 of 1, .* differs in state.step"),
     "no state": (right(several=giving_no_state_of_the_empty), SEVERAL, "one call for 1 buffers gives 0 states"),
@@ -620,4 +624,4 @@ def test_importing_fzero_does_not_import_hypothesis() -> None:
 
 def test_a_spec_that_is_replaced_passes() -> None:
     """The way that the message recommends."""
-    check_transform(right(place=lambda spec: Momentum(replace(own_place(spec).step), replace(spec))))
+    check_transform(right(specs=lambda spec: Momentum(replace(own_specs(spec).step), replace(spec))))

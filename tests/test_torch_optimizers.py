@@ -207,7 +207,7 @@ def test_a_transform_of_your_own_is_refused_by_its_name_where_it_is_not_elementw
         return grad / grad.norm().clamp(min=1.0), param, state
 
     clipped = fzero.chain(Transform(lambda param: (), clip, lambda spec: ()), fzero.sgd(0.1))
-    with pytest.raises(ValueError, match=r"^clipped: must be elementwise, .* use a transform that takes `pieces`"):
+    with pytest.raises(ValueError, match=r"^clipped: must be elementwise, .* use a transform that takes `contents`"):
         fzero.check_elementwise(clipped, name="clipped")
 
 

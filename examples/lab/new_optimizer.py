@@ -40,10 +40,10 @@ def accord(lr: float | Tensor, *, beta: float = 0.9, weight_decay: float = 0.01,
         param.mul_(1 - lr * weight_decay).sub_(lr * mean / (size + eps))
         return grad, param, AccordState(mean, size)
 
-    def place(param: TensorSpec) -> AccordState:
+    def specs(param: TensorSpec) -> AccordState:
         return AccordState(param, param)  # both are divided as the parameter is
 
-    return fzero.Transform(init, update, place)
+    return fzero.Transform(init, update, specs)
 
 
 def train(step: fzero.TrainStep, num_steps: int) -> tuple[list[float], int]:

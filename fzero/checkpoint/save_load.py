@@ -61,8 +61,8 @@ from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_store import StoreError
-from fzero.storage.file_tensor import StateFiles as Scratch
 from fzero.storage.file_tensor import FilePart, part_of
+from fzero.storage.file_tensor import StateFiles as Scratch
 from fzero.storage.shard_io import Leaf
 
 if TYPE_CHECKING:
@@ -565,8 +565,8 @@ def _kept_own(step: TrainStep, hook_states: Mapping[str, str]) -> dict[str, Any]
     forgotten = [name for name in now if hook_states.get(name) != now[name]]
     if hook_states and forgotten:
         warnings.warn(
-            f"load: what reductions lost so far is forgotten where ranks, flat buffers or comm hooks change: now {step.plan.comm_hooks} "
-            f"on {step.world_size} ranks",
+            f"load: what reductions lost so far is forgotten where ranks, flat buffers or comm hooks change: now "
+            f"{step.plan.comm_hooks} on {step.world_size} ranks",
             stacklevel=4,
         )
     return {name: spec for name, spec in own.items() if name not in forgotten}

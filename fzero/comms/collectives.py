@@ -571,7 +571,7 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-# --- collectives that overlap compute (ProcessAxis and LockstepAxis axes) ----------------------------------------------------------------
+# --- collectives that overlap compute (ProcessAxis and LockstepAxis) ---------------------------------------------------
 
 
 def start_all_gather(
@@ -800,7 +800,7 @@ def _tell(axis: Bound, collective: str, label: Label, num_elements: int, tensor:
         axis.observe(CommRecord(collective, axis.name, label, num_elements, num_elements * tensor.element_size()))
 
 
-# --- collectives as nodes of a captured graph (ProcessAxis and AbstractAxis axes) -----------------------------------------------
+# --- collectives as nodes of a captured graph (ProcessAxis and AbstractAxis) -----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

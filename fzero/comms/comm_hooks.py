@@ -7,8 +7,8 @@ A comm hook is a pair of pure functions over the ranks of an axis, with a state 
     error_feedback(compressed(codec))  the same, and what one round lost is added to what the next one sends
     reset_every(hook, every=n)      the same, with a new state every n rounds
 
-With `compressed(quantize(8))` for gathers and `compressed(quantize(4))` for reductions that is ZeRO++ (Wang et al. 2023, qwZ and qgZ);
-with error feedback on the reductions LoCo (Xie et al. 2024). Every rank decodes its own part like the others', so
+With `compressed(quantize(8))` for gathers and `compressed(quantize(4))` for reductions that is ZeRO++ (Wang et al. 2023, qwZ
+and qgZ); with error feedback on the reductions LoCo (Xie et al. 2024). Every rank decodes its own part like the others', so
 that all of them hold the same numbers. Sums are made in rank order, in fp32 or wider.
 
 Both functions *start* to send and return at once, so that compute goes on meanwhile.
@@ -87,7 +87,7 @@ class CommHook(NamedTuple):
 
 
 def exact() -> CommHook:
-    """The numbers as they are, as a step sends them without a comm hook. *Collective:* each function sends `(W-1)/W · P` elements."""
+    """Sends numbers as they are, as a step without comm hooks does. *Collective:* each function sends `(W-1)/W · P` elements."""
     return _EXACT
 
 
@@ -246,7 +246,8 @@ def reset_every(hook: CommHook, *, every: int) -> CommHook:
     """A comm hook whose state becomes what `init` makes after `every` rounds, and again after as many (LoCo's `reset_T`)."""
     if not isinstance(hook, CommHook):
         raise ValueError(
-            f"restarted: comm hook must be a CommHook, got {type(hook).__name__}; pass error_feedback(compressed(quantize(4))), say"
+            f"reset_every: hook must be a CommHook, got {type(hook).__name__}; pass "
+            f"error_feedback(compressed(quantize(4))), say"
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"restarted: every must be a positive number of rounds, got {every!r}; 1024 say")

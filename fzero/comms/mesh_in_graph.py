@@ -122,7 +122,7 @@ class TracedMesh:
         return {axis.group_name: axis for axis in axes if axis.size > 1}
 
     def all_gather(self, shard: Tensor, axes: Sequence[AxisInGraph], hooks: Mapping[str, CommHook] = {}) -> Tensor:
-        """The shards of all ranks along `axes` joined, neighbours along the last one first; through comm hooks without a state."""
+        """The shards of all ranks along `axes` joined, neighbours along the last one first; hooks must be stateless."""
         for axis in reversed(axes):
             if axis.name in hooks and axis.size > 1 and shard.numel():
                 shard = hooks[axis.name].gather(shard, axis, None)[0]

@@ -173,7 +173,7 @@ class OptimizerBlock(Block):
         *,
         lr: float | Tensor | None = None,
         momentum: float | Tensor | None = None,
-        pieces: ShardContents | None = None,
+        contents: ShardContents | None = None,
         kind: str = "",
     ) -> Transform:
         """The transform of a flat buffer with parameters of one kind.
@@ -181,7 +181,7 @@ class OptimizerBlock(Block):
         Args:
             lr: in place of the configured one; None keeps that. A 0-d tensor may change between updates.
             momentum: in place of the first beta, likewise.
-            pieces: what the flat tensor holds, for optimizers that look at whole parameters; others do not need it.
+            contents: what the flat tensor holds, for optimizers that look at whole parameters; others do not need it.
             kind: of `kind_of`.
         """
         values = self.params.model_dump()
@@ -189,25 +189,25 @@ class OptimizerBlock(Block):
             values["lr"] = lr
         if momentum is not None:
             values["betas"] = (momentum, values["betas"][1])
-        return self._make(values, pieces, kind)
+        return self._make(values, contents, kind)
 
     @abstractmethod
-    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
         """The transform of these hyper-parameters."""
 
-    def _needed(self, pieces: ShardContents | None) -> ShardContents:
-        if pieces is None:
+    def _needed(self, contents: ShardContents | None) -> ShardContents:
+        if contents is None:
             raise ValueError(
-                f"{self.type}: looks at whole parameters, so that its transform needs pieces, got None; pass them"
+                f"{self.type}: looks at whole parameters, so that its transform needs contents, got None; pass them"
             )
-        return pieces
+        return contents
 
 
 class AdamW(OptimizerBlock):
     type: Literal["AdamW"] = "AdamW"
     params: AdamWParams = AdamWParams()
 
-    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
         return transforms.adamw(**values)
 
 
@@ -215,7 +215,7 @@ class Adam(OptimizerBlock):
     type: Literal["Adam"] = "Adam"
     params: AdamParams = AdamParams()
 
-    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
         return (transforms.adamw if values.pop("adam_w_mode") else transforms.adam)(**values)
 
 
@@ -223,7 +223,7 @@ class SGD(OptimizerBlock):
     type: Literal["SGD"] = "SGD"
     params: SGDParams = SGDParams()
 
-    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
         return transforms.sgd(**values)
 
 
@@ -231,7 +231,7 @@ class Adagrad(OptimizerBlock):
     type: Literal["Adagrad"] = "Adagrad"
     params: AdagradParams = AdagradParams()
 
-    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
         return transforms.adagrad(**values)
 
 
@@ -239,7 +239,7 @@ class Lion(OptimizerBlock):
     type: Literal["Lion"] = "Lion"
     params: LionParams = LionParams()
 
-    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
         return transforms.lion(**values)
 
 
@@ -250,8 +250,8 @@ class Lamb(OptimizerBlock):
     def is_elementwise(self, kind: str) -> bool:
         return False
 
-    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
-        return matrix_transforms.lamb(**values, pieces=self._needed(pieces))
+    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
+        return matrix_transforms.lamb(**values, contents=self._needed(contents))
 
 
 class Adafactor(OptimizerBlock):
@@ -264,8 +264,8 @@ class Adafactor(OptimizerBlock):
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         return "matrix" if len(shape) >= 2 else "vector"
 
-    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
-        return matrix_transforms.adafactor(**values, pieces=self._needed(pieces))
+    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
+        return matrix_transforms.adafactor(**values, contents=self._needed(contents))
 
 
 class Muon(OptimizerBlock):
@@ -279,7 +279,7 @@ class Muon(OptimizerBlock):
         """Matrices but for embeddings and the output layer go Muon's way, as in DeepSpeed."""
         return "muon" if len(shape) >= 2 and not any(x in name.lower() for x in ("embed", "lm_head")) else "adam"
 
-    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
         if kind not in ("muon", "adam"):
             raise ValueError(f"Muon: the kind of parameters must be 'muon' or 'adam', got {kind!r}; ask kind_of")
         own_lr, now = values[f"{kind}_lr"], values["lr"]
@@ -287,7 +287,7 @@ class Muon(OptimizerBlock):
         if kind == "adam":
             return transforms.adamw(lr, **{key: values[key] for key in ("betas", "eps", "weight_decay")})
         given = {key: values[key] for key in ("momentum", "weight_decay", "ns_steps", "nesterov")}
-        return matrix_transforms.muon(lr, **given, pieces=self._needed(pieces))
+        return matrix_transforms.muon(lr, **given, contents=self._needed(contents))
 
 
 _UNWRITTEN = ConfigDict(
@@ -309,7 +309,7 @@ class TorchOptimizer(OptimizerBlock):
         torch_optimizers.torch_optimizer(self.type, **self.params.model_dump())
         return self
 
-    def _make(self, values: dict[str, Any], pieces: ShardContents | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
         return torch_optimizers.torch_transform(torch_optimizers.find(self.type), values)
 
 

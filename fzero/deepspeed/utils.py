@@ -88,7 +88,7 @@ def _is_frozen(engine: Any, name: str) -> bool:
 
 def _with_grads(param: Tensor) -> tuple[Any, str]:
     engine, name = _found(param)
-    if engine._round is None or not engine._round.told:
+    if engine._window is None or not engine._window.told:
         return None, name
     if not engine._is_reduced and engine.train_step.plan.stage < 2:
         raise RuntimeError(

@@ -105,7 +105,7 @@ def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *,
     step = engine.train_step
     collectives.meet("Engine.save_checkpoint", step._mesh.world)
     tag = _agreed_tag(engine, str(tag if tag is not None else f"global_step{engine.global_steps}"))
-    if engine._round is not None and engine._round.told:
+    if engine._window is not None and engine._window.told:
         warnings.warn(
             "save_checkpoint: gradients since the last update are not saved; call it after an update to lose none",
             stacklevel=3,

@@ -6,8 +6,8 @@
         engine.backward(loss)
         engine.step()
 
-It holds a `TrainState`, and between two updates a `AccumulationWindow`; what it computes are functions elsewhere, mostly the parts of
-`TrainStep`. What a script asks for that cannot be had is an error that says what to do.
+It holds a `TrainState`, and between two updates an `AccumulationWindow`; what it computes are functions elsewhere, mostly
+the parts of `TrainStep`. What a script asks for that cannot be had is an error that says what to do.
 
 Every rank makes the same calls in the same order. An exception between two calls leaves nothing on its way: when it comes on
 all ranks, go on with the next forward. When it comes on one rank alone the job has to end, for others wait. After an
@@ -72,7 +72,7 @@ class Engine(HoldsModule, KeepsFiles):
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._gas, self._counted_from = train_step.plan.num_micro_steps, 0
         self._micro_batch = train_step._cfg.batch_sizes(train_step.world_size).micro
-        self._round: AccumulationWindow | None = None
+        self._window: AccumulationWindow | None = None
         self._boundary: bool | None = None
         self._is_syncing, self._has_lost, self._is_reduced, self._is_applied = True, False, False, False
         self._monitors = monitors(keys) if train_step.rank == 0 else []
@@ -109,7 +109,7 @@ class Engine(HoldsModule, KeepsFiles):
             retain_graph: whether a further backward of the same graph comes.
             scale_wrt_gas: False does not divide by `gradient_accumulation_steps()`.
         """
-        step, round_, parts = self._here(), self._round, self._gas if scale_wrt_gas else 1
+        step, window, parts = self._here(), self._window, self._gas if scale_wrt_gas else 1
         if self.optimizer is None:
             raise RuntimeError(
                 "engine.backward: this engine has no optimizer; give initialize one, or the configuration"
@@ -123,7 +123,7 @@ class Engine(HoldsModule, KeepsFiles):
             raise ValueError(
                 f"engine.backward: needs a scalar loss that depends on the module's parameters, got {told}"
             )
-        if round_ is None:
+        if window is None:
             raise RuntimeError("engine.backward: no forward has come since the last update; call engine(...) first")
         self._is_reduced = self.is_gradient_accumulation_boundary() and self._is_syncing
         if self._is_reduced:  # the ranks compare the numbers of the update in its last backward
@@ -134,8 +134,8 @@ class Engine(HoldsModule, KeepsFiles):
             torch.enable_grad(),  # the loss has a graph, whatever holds where it goes backward
             self._others_passing(loss, keeps=retain_graph),
         ):
-            self._round = step.backward(
-                round_, loss.reshape(()), num_parts=parts, is_last=self._is_reduced, keeps=retain_graph
+            self._window = step.backward(
+                window, loss.reshape(()), num_parts=parts, is_last=self._is_reduced, keeps=retain_graph
             )
         return loss.detach() / parts
 
@@ -166,12 +166,12 @@ class Engine(HoldsModule, KeepsFiles):
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
-        step, round_, optimizer = self._here(), self._round, self.optimizer
+        step, window, optimizer = self._here(), self._window, self.optimizer
         if self._has_lost:
             raise RuntimeError(
                 "engine.step: gradients of earlier micro-steps were lost by an error; call engine.zero_grad() to go on without"
             )
-        if optimizer is None or round_ is None or not round_.told:
+        if optimizer is None or window is None or not window.told:
             raise RuntimeError(
                 "engine.step: no backward has come since the last update; call engine.backward(loss) first"
             )
@@ -183,11 +183,11 @@ class Engine(HoldsModule, KeepsFiles):
         self.live.check()
         step = self._following()
         try:
-            self.state, self.metrics = step.update(round_)
+            self.state, self.metrics = step.update(window)
         except FloatingPointError:  # this step is over, as if it had not been
-            self._round, self.micro_steps = None, self.micro_steps + 1
+            self._window, self.micro_steps = None, self.micro_steps + 1
             raise
-        self.train_step, self._round = step, None
+        self.train_step, self._window = step, None
         self.live.look_at_buffers(self.state.buffers)
         optimizer.overflow = bool(self.metrics.overflow)
         self.global_steps += 1
@@ -217,9 +217,9 @@ class Engine(HoldsModule, KeepsFiles):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops what was collected since the last update; after an update there is nothing to drop."""
-        if self._round is not None:
-            self._round.work.close()
-        self._round, self._has_lost = None, False
+        if self._window is not None:
+            self._window.work.close()
+        self._window, self._has_lost = None, False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -271,9 +271,9 @@ class Engine(HoldsModule, KeepsFiles):
             still = self._follow_flags()
             step = self.train_step
             with self._guarded():
-                if self._round is None:
-                    self._round = step.begin(self.state, measures_early=True)
-                return step.forward(self._round, call, run=run, still=still)
+                if self._window is None:
+                    self._window = step.begin(self.state, measures_early=True)
+                return step.forward(self._window, call, run=run, still=still)
 
     def _autocast(self) -> Any:
         dtype = self.train_step._autocast
@@ -282,11 +282,11 @@ class Engine(HoldsModule, KeepsFiles):
     @contextmanager
     def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:
         """Lets a backward go through forwards of other engines, whose gradients stay as they are."""
-        rounds = {id(e._round.work): e for e in live_params.engines() if e is not self and e._round is not None}
+        rounds = {id(e._window.work): e for e in live_params.engines() if e is not self and e._window is not None}
         with ExitStack() as stack:
             for engine in [rounds[id(work)] for work in passes_of(loss) if id(work) in rounds] if rounds else []:
                 stack.enter_context(engine._guarded())
-                stack.enter_context(engine.train_step.passing(engine._round, loss, keeps=keeps))
+                stack.enter_context(engine.train_step.passing(engine._window, loss, keeps=keeps))
             yield
 
     @contextmanager
@@ -295,6 +295,6 @@ class Engine(HoldsModule, KeepsFiles):
         try:
             yield
         except BaseException:
-            self._has_lost = self._round is not None and bool(self._round.told)
-            self._round = None
+            self._has_lost = self._window is not None and bool(self._window.told)
+            self._window = None
             raise

@@ -57,7 +57,7 @@ class HoldsModule(Accessors):
 
     module: nn.Module
     live: LiveParams
-    _round: AccumulationWindow | None
+    _window: AccumulationWindow | None
     _held: frozenset[str]
     """The names of the parameters that the optimizer holds."""
     _flags: Flags
@@ -208,24 +208,24 @@ class HoldsModule(Accessors):
             RuntimeError: another plan is needed, and gradients were collected since the last update.
             CollectiveError: another plan is needed here, and not on a rank that has other flags.
         """
-        flags, round_ = self._flags.read(), self._round
-        if flags == self._seen and (round_ is not None or flags == self._whole):
+        flags, window = self._flags.read(), self._window
+        if flags == self._seen and (window is not None or flags == self._whole):
             return self._still
         wanted = {name for name in self._held if self.live.own[name].requires_grad}
         known = starts_of(self.train_step.plan)
         still = frozenset(known.keys() - wanted)
-        rests = still if round_ is None else still & round_.work.still
+        rests = still if window is None else still & window.work.still
         if not wanted <= known.keys() or self._cut_by(rests):
-            if round_ is not None and round_.told:
+            if window is not None and window.told:
                 changed = sorted(wanted - known.keys()) or sorted(still)
                 raise RuntimeError(
                     f"requires_grad: must change between engine.step() and the next forward where flat buffers have to be "
                     f"divided anew, and {listed(changed)} changed after a backward; change it after engine.step(), or call "
                     f"engine.zero_grad() first"
                 )
-            if round_ is not None:
-                round_.work.close()
-                self._round = None
+            if window is not None:
+                window.work.close()
+                self._window = None
             old = self.train_step
             collectives.meet("Engine.forward with other requires_grad flags", old._mesh.world)
             new = self._step_for(wanted | known.keys(), known)

@@ -7,8 +7,8 @@ count, and nor does what a kernel needs inside. With `cpu_checkpointing` the inp
 memory and back as a step on a GPU copies them (`fzero.runtime.activation_checkpointing.host_moves`), and count there
 meanwhile. Operators are those of the CPU, where attention without a mask is fused as it is on CUDA.
 
-A trace is cut into `TraceEvent`s wherever a parameter is read, needed again or has its gradient: where a step gathers and reduces.
-`fzero.estimation.dry_run` follows them. They are the same in all stages and placements.
+A trace is cut into `TraceEvent`s wherever a parameter is read, needed again or has its gradient: where a step gathers and
+reduces. `fzero.estimation.dry_run` follows them. They are the same in all stages and placements.
 """
 
 from __future__ import annotations

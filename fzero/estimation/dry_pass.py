@@ -1,5 +1,4 @@
-"""What does a rank hold and move in the forward and backward of one micro-step? The moves of `fzero.runtime.eager.ForwardBackward`, on
-paper.
+"""The memory and traffic of one micro-step, without tensors: the moves of `fzero.runtime.eager.ForwardBackward`.
 
 Every method here is named after the one of the pass whose moves it makes, in numbers; see there for the reasons.
 """

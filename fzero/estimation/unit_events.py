@@ -23,8 +23,8 @@ class Part(NamedTuple):
     """What happens to a unit, and what runs until the next part.
 
     Attributes:
-        kind: as of a `TraceEvent`: the unit is entered, its gathered parameters are needed again, or gradients of `key` are there;
-            `use`: it needs parameters that every rank holds.
+        kind: as of a `TraceEvent`: the unit is entered, its gathered parameters are needed again, or gradients of `key` are
+            there; `use`: it needs parameters that every rank holds.
         ends: whether that was the unit's last gradient.
         numel: elements of these gradients.
         most, now: bytes of activations until the next part, and when it comes.

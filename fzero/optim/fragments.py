@@ -120,7 +120,7 @@ class ShardContents:
         return sums
 
     def check(self, owner: str, flat: Tensor) -> None:
-        """Raises unless the tensor is one that these pieces describe."""
+        """Raises unless the tensor is one that these contents describe."""
         if tuple(flat.shape) != (self.numel,):
             raise ValueError(
                 f"{owner}: the flat tensor must have {self.numel} elements, those of ranks {self.ranks} of the layout, got "

@@ -1,6 +1,6 @@
 """Optimizers that look at whole parameters: LAMB, Adafactor and Muon as transforms of flat buffers.
 
-They are transforms like those of `fzero.optim.transforms`, and take `pieces` besides: a value that says which parameters the
+They are transforms like those of `fzero.optim.transforms`, and take `contents` besides: a value that says which parameters the
 flat tensor holds and how to reach the ranks that hold the rest. What each sends in an update stands in its docstring;
 every rank calls the collectives in the same order, whatever its shard holds. Stage 0 holds everything and sends
 nothing, and gives the same bits (see `fzero.optim.fragments`).
@@ -34,7 +34,7 @@ class LambState(NamedTuple, Generic[Leaf]):
 def lamb(
     lr: float,
     *,
-    pieces: ShardContents,
+    contents: ShardContents,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
@@ -56,7 +56,7 @@ def lamb(
         raise ValueError(f"lamb: min_coeff must be at most max_coeff, got {min_coeff} > {max_coeff}; exchange them")
 
     def init(param: Tensor) -> LambState[Tensor]:
-        pieces.check("lamb", param)
+        contents.check("lamb", param)
         return LambState(no_steps(param), torch.zeros_like(param), torch.zeros_like(param))
 
     def update(grad: Tensor, param: Tensor, state: LambState[Tensor]) -> tuple[Tensor, Tensor, LambState[Tensor]]:
@@ -69,17 +69,17 @@ def lamb(
         direction = torch.div(state.exp_avg, corrections[0], out=grad).div_(scratch)
         if weight_decay:
             direction.add_(param, alpha=weight_decay)
-        norms = pieces.add_up(torch.cat([pieces.squares(param), pieces.squares(direction)], dim=1)).sqrt_()
+        norms = contents.add_up(torch.cat([contents.squares(param), contents.squares(direction)], dim=1)).sqrt_()
         param_norms, direction_norms = norms.chunk(2)
         is_ratio = (param_norms > 0) & (direction_norms > 0)
         ratios = torch.where(is_ratio, (param_norms / direction_norms).clamp(min_coeff, max_coeff), 1.0)
-        _step(param, direction, ratios * lr, pieces)
+        _step(param, direction, ratios * lr, contents)
         return grad, param, LambState(step, state.exp_avg, state.exp_avg_sq)
 
-    def place(param: TensorSpec) -> LambState[TensorSpec]:
+    def specs(param: TensorSpec) -> LambState[TensorSpec]:
         return LambState(step_spec(param), param, param)
 
-    return Transform(init, update, place)
+    return Transform(init, update, specs)
 
 
 class AdafactorState(NamedTuple, Generic[Leaf]):
@@ -98,7 +98,7 @@ class AdafactorState(NamedTuple, Generic[Leaf]):
 def adafactor(
     lr: float,
     *,
-    pieces: ShardContents,
+    contents: ShardContents,
     beta2_decay: float = -0.8,
     eps: tuple[float | None, float] = (None, 1e-3),
     d: float = 1.0,
@@ -117,13 +117,13 @@ def adafactor(
         raise ValueError(
             f"adafactor: needs beta2_decay <= 0 and d >= 1, got {beta2_decay} and {d}; -0.8 and 1.0 are usual"
         )
-    grids = grids_of(pieces.layout)
+    grids = grids_of(contents.layout)
     num_rows = sum(grid.matrices * grid.rows for grid in grids.values())
     num_columns = sum(grid.matrices * grid.columns for grid in grids.values())
-    has_vectors = any(len(shape) < 2 for shape in pieces.layout.shapes)
+    has_vectors = any(len(shape) < 2 for shape in contents.layout.shapes)
 
     def init(param: Tensor) -> AdafactorState[Tensor]:
-        pieces.check("adafactor", param)
+        contents.check("adafactor", param)
         row_var, col_var = (param.new_zeros(n) if grids else None for n in (num_rows, num_columns))
         return AdafactorState(no_steps(param), row_var, col_var, torch.zeros_like(param) if has_vectors else None)
 
@@ -134,14 +134,14 @@ def adafactor(
         count = step.double()  # in float32 its powers are off in the seventh digit
         share = (count**beta2_decay).to(param.dtype)
         smallest = torch.finfo(param.dtype).eps if eps[0] is None else eps[0]
-        numels = torch.tensor([max(numel, 1) for numel in pieces.layout.numels], device=param.device)
+        numels = torch.tensor([max(numel, 1) for numel in contents.layout.numels], device=param.device)
 
-        sums = grad.new_zeros(len(pieces.ranks), num_rows + num_columns)
-        for part, grid, box in boxes_of(pieces.parts, grids):
+        sums = grad.new_zeros(len(contents.ranks), num_rows + num_columns)
+        for part, grid, box in boxes_of(contents.parts, grids):
             squares = box.of(part, grad).square()
             grid.rows_of(box, sums[part.row, :num_rows]).add_(squares.sum(dim=2, keepdim=True))
             grid.columns_of(box, sums[part.row, num_rows:]).add_(squares.sum(dim=1, keepdim=True))
-        total = pieces.add_up(torch.cat([sums, pieces.squares(param).to(sums.dtype)], dim=1))
+        total = contents.add_up(torch.cat([sums, contents.squares(param).to(sums.dtype)], dim=1))
         row_sums, column_sums, param_squares = torch.split(total, [num_rows, num_columns, len(numels)])
         means = {}
         if state.row_var is not None and state.col_var is not None:
@@ -151,12 +151,12 @@ def adafactor(
             state.row_var.lerp_(row_sums, share)
             state.col_var.lerp_(column_sums, share)
             means = {i: grid.all_rows(state.row_var).mean(dim=1).clamp_(min=smallest) for i, grid in grids.items()}
-            for part, grid, box in boxes_of(pieces.parts, grids):
+            for part, grid, box in boxes_of(contents.parts, grids):
                 mean = grid.matrices_of(box, means[part.index])
                 estimate = grid.rows_of(box, state.row_var) * grid.columns_of(box, state.col_var)
                 box.of(part, grad).mul_(estimate.div_(mean).clamp_(min=smallest**2).rsqrt_())
         if state.variance is not None:
-            for part in pieces.parts:
+            for part in contents.parts:
                 if part.index not in grids:
                     vector = part.of(grad)
                     variance = part.of(state.variance).lerp_(vector.square(), share)
@@ -164,18 +164,18 @@ def adafactor(
 
         if weight_decay:
             param.mul_(1 - lr * weight_decay)
-        largest = pieces.add_up(pieces.squares(grad)).div_(numels).sqrt_().div_(d).clamp_(min=1)
+        largest = contents.add_up(contents.squares(grad)).div_(numels).sqrt_().div_(d).clamp_(min=1)
         sizes = param_squares.double().div_(numels).sqrt_().clamp_(min=eps[1]) * count.rsqrt().clamp(max=lr)
-        _step(param, grad, sizes.div_(largest), pieces)
+        _step(param, grad, sizes.div_(largest), contents)
         return grad, param, AdafactorState(step, state.row_var, state.col_var, state.variance)
 
-    def place(param: TensorSpec) -> AdafactorState[TensorSpec]:
+    def specs(param: TensorSpec) -> AdafactorState[TensorSpec]:
         rows, columns = (replace(step_spec(param), shape=(n,), dtype=param.dtype) for n in (num_rows, num_columns))
         return AdafactorState(
             step_spec(param), rows if grids else None, columns if grids else None, param if has_vectors else None
         )
 
-    return Transform(init, update, place)
+    return Transform(init, update, specs)
 
 
 class MuonState(NamedTuple, Generic[Leaf]):
@@ -187,7 +187,7 @@ class MuonState(NamedTuple, Generic[Leaf]):
 def muon(
     lr: float,
     *,
-    pieces: ShardContents,
+    contents: ShardContents,
     momentum: float = 0.95,
     weight_decay: float = 0.0,
     nesterov: bool = True,
@@ -212,23 +212,23 @@ def muon(
         raise ValueError(
             f"muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}; choose one"
         )
-    layout = pieces.layout
+    layout = contents.layout
     for name, shape in zip(layout.names, layout.shapes, strict=True):
         if len(shape) < 2:
             raise ValueError(f"muon: parameter {name!r} must be a matrix, got shape {shape}; give it to adamw")
 
     def init(param: Tensor) -> MuonState[Tensor]:
-        pieces.check("muon", param)
+        contents.check("muon", param)
         return MuonState(torch.zeros_like(param))
 
     def update(grad: Tensor, param: Tensor, state: MuonState[Tensor]) -> tuple[Tensor, Tensor, MuonState[Tensor]]:
         state.momentum.lerp_(grad, 1 - momentum)
         direction = grad.lerp_(state.momentum, momentum) if nesterov else state.momentum
-        whole_P = pieces.join(direction) if is_cut(layout) else None
+        whole_P = contents.join(direction) if is_cut(layout) else None
         if weight_decay:
             param.mul_(1 - lr * weight_decay)
         last, orthogonal = -1, param
-        for part in pieces.parts:
+        for part in contents.parts:
             shape, numel = layout.shapes[part.index], layout.numels[part.index]
             if part.index != last:
                 source, start = (direction, part.offset) if whole_P is None else (whole_P, layout.offsets[part.index])
@@ -239,10 +239,10 @@ def muon(
             part.of(param).add_(orthogonal[part.start : part.stop], alpha=-lr * math.sqrt(ratio))
         return grad, param, MuonState(state.momentum)
 
-    def place(param: TensorSpec) -> MuonState[TensorSpec]:
+    def specs(param: TensorSpec) -> MuonState[TensorSpec]:
         return MuonState(param)
 
-    return Transform(init, update, place)
+    return Transform(init, update, specs)
 
 
 def orthogonalise(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> Tensor:
@@ -277,7 +277,7 @@ def is_cut(layout: FlatLayout) -> bool:
     return any(start // shard != (stop - 1) // shard for start, stop in spans if start < stop)
 
 
-def _step(param: Tensor, direction: Tensor, sizes: Tensor, pieces: ShardContents) -> None:
+def _step(param: Tensor, direction: Tensor, sizes: Tensor, contents: ShardContents) -> None:
     """Moves every parameter against its direction, times its size; overwrites the direction."""
-    for part in pieces.parts:
+    for part in contents.parts:
         part.of(param).sub_(part.of(direction).mul_(sizes[part.index]))

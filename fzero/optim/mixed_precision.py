@@ -4,9 +4,9 @@ A `Precision` is data: the dtypes that a configuration asks for. `dtypes_of` mak
 `Dtypes` of that parameter: what the model computes with, what is sent, what gradients are added up in, what the optimizer
 updates (the *master*) and what it remembers. Nothing else changes a dtype, and `step.plan` shows every one.
 
-An update is computed in fp32 (fp64 for fp64), whatever the dtypes in memory: `mixed_precision` makes of a transform one that reads
-narrow numbers and rounds once, at the end. Rounding to the nearest loses updates below half a last bit, for good; stochastic
-rounding keeps them on average (Gupta et al. 2015, arXiv:1502.02551).
+An update is computed in fp32 (fp64 for fp64), whatever the dtypes in memory: `mixed_precision` makes of a transform one that
+reads narrow numbers and rounds once, at the end. Rounding to the nearest loses updates below half a last bit, for good;
+stochastic rounding keeps them on average (Gupta et al. 2015, arXiv:1502.02551).
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ def mixed_precision(
         out: takes the new parameter too, in its own dtype.
         tile: how many elements are updated at a time; None is all.
     """
-    kept, specs = torch_dtype(state_dtype), _probed(transform.place)
-    is_long, is_cast = [spec.shape == _PROBE.shape for spec in specs], [_is_cast(spec) for spec in specs]
+    kept, probed = torch_dtype(state_dtype), _probed(transform.specs)
+    is_long, is_cast = [spec.shape == _PROBE.shape for spec in probed], [_is_cast(spec) for spec in probed]
 
     def init(param: Tensor) -> Any:
         leaves, treespec = optree.tree_flatten(transform.init(param.to(_wide_dtype(param))))
@@ -240,32 +240,32 @@ def mixed_precision(
                 out[part].copy_(narrow_param)
         return grad, param, state
 
-    def update_several(grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
+    def update_fused(grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
         is_wide = out is None and all(x.dtype == _wide_dtype(x) == kept for x in (*grads, *params))
-        if not (transform.has_several and is_wide):
+        if not (transform.is_fused and is_wide):
             return [update(*of)[2] for of in zip(grads, params, states, strict=True)]
         if factor is not None:
             for grad in grads:
                 grad.mul_(factor.to(kept))
         return transform.update_each(grads, params, states)
 
-    def place(param: TensorSpec) -> Any:
-        leaves, treespec = optree.tree_flatten(transform.place(replace(param, dtype=_wide(param.dtype))))
+    def specs(param: TensorSpec) -> Any:
+        leaves, treespec = optree.tree_flatten(transform.specs(replace(param, dtype=_wide(param.dtype))))
         return treespec.unflatten(
             [replace(spec, dtype=state_dtype) if cast else spec for spec, cast in zip(leaves, is_cast, strict=True)]
         )
 
-    return Transform(init, update, place, several=(update, update_several))
+    return Transform(init, update, specs, fused=(update, update_fused))
 
 
 def long_leaves(transform: Transform) -> list[bool]:
     """Which tensors of the transform's state have the parameter's shape."""
-    return [spec.shape == _PROBE.shape for spec in _probed(transform.place)]
+    return [spec.shape == _PROBE.shape for spec in _probed(transform.specs)]
 
 
 def cast_leaves(transform: Transform) -> list[bool]:
     """Which of them have its dtype too, so that they are kept in the dtype of the state; others keep their own."""
-    return [_is_cast(spec) for spec in _probed(transform.place)]
+    return [_is_cast(spec) for spec in _probed(transform.specs)]
 
 
 _PROBE = TensorSpec((1_000_003,), "float32")  # no other tensor of a state has this many elements

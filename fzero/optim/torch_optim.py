@@ -126,7 +126,7 @@ def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
         optimizer.step()
         return grad, param, _state_of(optimizer, owned, state.step.add_(1))
 
-    def place(param: TensorSpec) -> TorchState[TensorSpec]:
+    def specs(param: TensorSpec) -> TorchState[TensorSpec]:
         trial = _trial_state(cls, params, getattr(torch, param.dtype))
         count = step_spec(param)
 
@@ -139,7 +139,7 @@ def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
             {name: spec(x) for name, x in trial.numbers.items()},
         )
 
-    return Transform(init, update, place)
+    return Transform(init, update, specs)
 
 
 def _make(cls: type[Optimizer], params: dict[str, Any], param: Tensor) -> Optimizer:

@@ -6,7 +6,7 @@ stage 0, a shard elsewhere; nothing here knows which):
 - `init(param_N)` makes the state, a NamedTuple of tensors,
 - `update(grad_N, param_N, state)` gives the three back, changed; what it is given is *donated* to it: it may write
   into its arguments and return them, so copy first what you want to keep (`fzero.optimizer_update` does),
-- `place(param_spec)` says how each tensor of the state is divided and where it lives, given the parameter's.
+- `specs(param_spec)` says how each tensor of the state is divided and where it lives, given the parameter's.
 
 A link of a `chain` that changes gradients (`scale`, say) returns the parameter as it was; one that changes the
 parameter consumes the gradient. That one type lets a fused kernel be a link like any other.
@@ -37,31 +37,31 @@ Leaf = TypeVar("Leaf")
 
 
 class Transform(NamedTuple):
-    """The triple (init, update, place), and for kernels that can skip by themselves an `update_unless`.
+    """The triple (init, update, specs), and for kernels that can skip by themselves an `update_skip_if`.
 
-    For those that update several buffers in one call there is a pair `several`: the `update` that it does the same as, so that
+    For those that update several buffers in one call there is a pair `fused`: the `update` that it does the same as, so that
     a transform with another `update` has none, and the function of lists, which writes where its arguments are, and gives the
     states.
     """
 
     init: Callable[[Tensor], Any]
     update: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]]
-    place: Callable[[TensorSpec], Any]
-    update_unless: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]] | None = None
-    several: tuple[Any, Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Any]], list[Any]]] | None = None
+    specs: Callable[[TensorSpec], Any]
+    update_skip_if: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]] | None = None
+    fused: tuple[Any, Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Any]], list[Any]]] | None = None
 
     @property
-    def has_several(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether one call updates several buffers."""
-        return self.several is not None and self.several[0] is self.update
+        return self.fused is not None and self.fused[0] is self.update
 
     def update_each(self, grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
         """The states after the updates of several buffers, in one call where there is a kernel for that.
 
         For transforms that write where their arguments are, as those of `fzero.optim.mixed_precision.mixed_precision` do.
         """
-        if self.several is not None and self.has_several:
-            return self.several[1](grads, params, states)
+        if self.fused is not None and self.is_fused:
+            return self.fused[1](grads, params, states)
         return [self.update(*of)[2] for of in zip(grads, params, states, strict=True)]
 
 
@@ -95,8 +95,8 @@ def skip_if(skip: Tensor, transform: Transform) -> Transform:
     """
 
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        if transform.update_unless is not None and not is_traced():
-            return transform.update_unless(skip, grad, param, state)
+        if transform.update_skip_if is not None and not is_traced():
+            return transform.update_skip_if(skip, grad, param, state)
         leaves, treespec = optree.tree_flatten(state)
         old = [param, *leaves]
         kept = [x.clone() for x in old]
@@ -106,7 +106,7 @@ def skip_if(skip: Tensor, transform: Transform) -> Transform:
             x.copy_(value)
         return grad, param, state
 
-    return Transform(transform.init, update, transform.place)
+    return Transform(transform.init, update, transform.specs)
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -130,10 +130,10 @@ def chain(*transforms: Transform) -> Transform:
             new_state.append(new)
         return grad, param, tuple(new_state)
 
-    def place(param: TensorSpec) -> tuple[Any, ...]:
-        return tuple(transform.place(param) for transform in transforms)
+    def specs(param: TensorSpec) -> tuple[Any, ...]:
+        return tuple(transform.specs(param) for transform in transforms)
 
-    return Transform(init, update, place)
+    return Transform(init, update, specs)
 
 
 def separate(news: Sequence[Tensor], olds: Sequence[Tensor]) -> list[Tensor]:
@@ -191,10 +191,10 @@ def scale(factor: float) -> Transform:
     def update(grad: Tensor, param: Tensor, state: ScaleState) -> tuple[Tensor, Tensor, ScaleState]:
         return grad.mul_(factor), param, state
 
-    def place(param: TensorSpec) -> ScaleState:
+    def specs(param: TensorSpec) -> ScaleState:
         return ScaleState()
 
-    return Transform(init, update, place)
+    return Transform(init, update, specs)
 
 
 class SGDState(NamedTuple, Generic[Leaf]):
@@ -233,10 +233,10 @@ def sgd(
         _add_times(param, direction, -lr)
         return grad, param, SGDState(state.step.add_(1), state.momentum)
 
-    def place(param: TensorSpec) -> SGDState[TensorSpec]:
+    def specs(param: TensorSpec) -> SGDState[TensorSpec]:
         return SGDState(step_spec(param), param if momentum else None)
 
-    return Transform(init, update, place)
+    return Transform(init, update, specs)
 
 
 class AdamState(NamedTuple, Generic[Leaf]):
@@ -273,9 +273,9 @@ def _adam(
     def update(
         grad: Tensor, param: Tensor, state: AdamState[Tensor], found_inf: Tensor | None = None
     ) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
-        return grad, param, update_several([grad], [param], [state], found_inf)[0]
+        return grad, param, update_fused([grad], [param], [state], found_inf)[0]
 
-    def update_several(
+    def update_fused(
         grads: Sequence[Tensor],
         params: Sequence[Tensor],
         states: Sequence[AdamState[Tensor]],
@@ -313,15 +313,15 @@ def _adam(
         state.exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
         param.sub_(state.exp_avg / (state.exp_avg_sq.sqrt() / second.sqrt() + eps) * (lr / first))
 
-    def update_unless(
+    def update_skip_if(
         skip: Tensor, grad: Tensor, param: Tensor, state: AdamState[Tensor]
     ) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
         return update(grad, param, state, skip.float())
 
-    def place(param: TensorSpec) -> AdamState[TensorSpec]:
+    def specs(param: TensorSpec) -> AdamState[TensorSpec]:
         return AdamState(step_spec(param), param, param)
 
-    return Transform(init, update, place, update_unless, (update, update_several))
+    return Transform(init, update, specs, update_skip_if, (update, update_fused))
 
 
 class AdagradState(NamedTuple, Generic[Leaf]):
@@ -360,10 +360,10 @@ def adagrad(
             _run_fused(kernel, [param], [grad], [state.sum])
         return grad, param, AdagradState(step, state.sum)
 
-    def place(param: TensorSpec) -> AdagradState[TensorSpec]:
+    def specs(param: TensorSpec) -> AdagradState[TensorSpec]:
         return AdagradState(step_spec(param), param)
 
-    return Transform(init, update, place)
+    return Transform(init, update, specs)
 
 
 class LionState(NamedTuple, Generic[Leaf]):
@@ -389,10 +389,10 @@ def lion(lr: Rate, *, betas: tuple[Rate, float] = (0.9, 0.99), weight_decay: flo
         _add_times(param.mul_(1 - lr * weight_decay), mix.sign_(), -lr)
         return grad, param, LionState(state.step.add_(1), state.exp_avg)
 
-    def place(param: TensorSpec) -> LionState[TensorSpec]:
+    def specs(param: TensorSpec) -> LionState[TensorSpec]:
         return LionState(step_spec(param), param)
 
-    return Transform(init, update, place)
+    return Transform(init, update, specs)
 
 
 TRIALS = (
@@ -437,7 +437,7 @@ def check_trials(transform: Transform, trials: Sequence[Trial], *, name: str) ->
         if differs:
             raise ValueError(
                 f"{name}: must be elementwise, and two halves of {half} elements updated one by one differ from the whole in "
-                f"{differs}; a shard does not know the elements of other ranks, so use a transform that takes `pieces`"
+                f"{differs}; a shard does not know the elements of other ranks, so use a transform that takes `contents`"
             )
 
 
@@ -449,7 +449,7 @@ def find_cut(
     *,
     start: int = 0,
 ) -> str | None:
-    """Where the pieces of a flat tensor, updated one by one, are not those of the whole bit for bit; None is nowhere.
+    """Where the contents of a flat tensor, updated one by one, are not those of the whole bit for bit; None is nowhere.
 
     Args:
         param, grads: the parameter and a gradient for each update, flat; they stay as they are.
@@ -466,7 +466,7 @@ def find_cut(
         if not same_bits(torch.cat(params[1:]), params[0]):
             return f"the parameter after update {count}"
     specs = optree.tree_leaves(
-        transform.place(TensorSpec(tuple(param.shape), dtype_name(param.dtype), Sharded("data")))
+        transform.specs(TensorSpec(tuple(param.shape), dtype_name(param.dtype), Sharded("data")))
     )
     leaves = [optree.tree_leaves(state) for state in states]
     for index, (spec, of_all, *of_pieces) in enumerate(zip(specs, *leaves, strict=True)):

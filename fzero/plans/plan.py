@@ -104,7 +104,7 @@ class FlatParamPlan:
     trainable: bool
     row: StageSpecs
     group: int = 0
-    way: str = ""
+    rule: str = ""
     """Which of its optimizer's ways the parameters go (`OptimizerBlock.kind_of`)."""
     elementwise: bool = True
     """Whether the optimizer treats each element by itself."""
@@ -423,7 +423,7 @@ class Plan:
             add_sums(buffer.shard_numel, self.replicate_axes)
             local_numel = buffer.params.local_shape(self.mesh)[0]
             add("all_gather of updated parameters", local_numel, self.axes[len(in_params) :], dtypes.param)
-            if buffer.way == "muon" and is_cut(buffer.layout):
+            if buffer.rule == "muon" and is_cut(buffer.layout):
                 wide = "float64" if dtypes.master == "float64" else "float32"  # in which an update is computed
                 add("all_gather of momentum", numel, self.axes, wide)
         return sent
@@ -553,7 +553,7 @@ class Kind(NamedTuple):
     trainable: bool
     small: bool
     group: int
-    way: str
+    rule: str
     start: int
 
     def __str__(self) -> str:
@@ -563,7 +563,7 @@ class Kind(NamedTuple):
             "small" * self.small,
             "frozen" * (not self.trainable),
             f"group{self.group}" * bool(self.group),
-            self.way,
+            self.rule,
             f"start{self.start}" * bool(self.start),
         ]
         return "/".join(filter(None, parts))
@@ -737,9 +737,9 @@ def _by_kind(
         owner, is_trained = modules[name.rpartition(".")[0]], name in trained
         dtypes = precision.dtypes_of(dtype_name(param.dtype), owner, trainable=is_trained)
         group = _group_of(name, param, param_groups) if is_trained else 0
-        way = optimizers[group].kind_of(name, tuple(param.shape)) if is_trained else ""
+        rule = optimizers[group].kind_of(name, tuple(param.shape)) if is_trained else ""
         start = starts.get(name, 0) if is_trained else 0
-        kind = Kind(dtypes, is_trained, param.numel() < threshold, group, way, start)
+        kind = Kind(dtypes, is_trained, param.numel() < threshold, group, rule, start)
         kinds.setdefault(kind, []).append(name)
     return kinds
 
@@ -762,9 +762,9 @@ def _plan_buffer(
         multiple_of=ALIGNMENT * mesh.size // num_shards,
     )  # fmt: skip
     row = stage_specs(2 if kind.small and zero.stage == 3 else zero.stage, axes)
-    elementwise = optimizers[kind.group].is_elementwise(kind.way)
+    elementwise = optimizers[kind.group].is_elementwise(kind.rule)
     return FlatParamPlan(
-        f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.way, elementwise, kind.start
+        f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.rule, elementwise, kind.start
     )
 
 
@@ -780,17 +780,17 @@ def place_optimizers(
     elementwise: dict[tuple[int, str, str], Transform] = {}  # by what it depends on
 
     def transform_of(buffer: FlatParamPlan) -> Transform:
-        made = optimizers[buffer.group].transform(pieces=ShardContents(buffer.layout, ranks=(0,)), kind=buffer.way)
+        made = optimizers[buffer.group].transform(contents=ShardContents(buffer.layout, ranks=(0,)), kind=buffer.rule)
         return mixed_precision(made, state_dtype=buffer.dtypes.optimizer)
 
     specs = {}
     for buffer in buffers:
-        how = (buffer.group, buffer.way, buffer.dtypes.optimizer)
+        how = (buffer.group, buffer.rule, buffer.dtypes.optimizer)
         if not buffer.elementwise:
             transform = transform_of(buffer)
         elif (transform := elementwise.get(how)) is None:  # type: ignore[assignment]
             transform = elementwise[how] = transform_of(buffer)
-        specs[buffer.key] = transform.place(buffer.master)
+        specs[buffer.key] = transform.specs(buffer.master)
     return specs
 
 

@@ -160,7 +160,7 @@ def _time_update(model: nn.Module, cfg: Any, device: torch.device, num_runs: int
         if buffer.trainable:
             param = torch.zeros(buffer.padded_numel, dtype=torch_dtype(buffer.dtypes.master), device=device)
             transform = optimizers[buffer.group].transform(
-                pieces=ShardContents(buffer.layout, ranks=(0,)), kind=buffer.way
+                contents=ShardContents(buffer.layout, ranks=(0,)), kind=buffer.rule
             )
             updates.append([transform, torch.zeros_like(param), param, transform.init(param)])
     seconds = []

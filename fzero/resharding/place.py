@@ -26,8 +26,8 @@ def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState
     """The state with every tensor where `step` wants it, and the same bits.
 
     What moves is a tensor at a time, in sub-groups where it goes to files or comes from them. What is there already is the same
-    tensor in both states; so go on with one of them. StateFiles of the old state are removed when nothing holds it any more; until
-    then both are on the disk.
+    tensor in both states; so go on with one of them. StateFiles of the old state are removed when nothing holds it any more;
+    until then both are on the disk.
 
     *Collective* if state goes to files or comes from them: every rank; sends a few bytes.
 

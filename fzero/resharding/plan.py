@@ -313,8 +313,9 @@ def plan_reshard(
     senders = {places[process].old: process for process in processes}
     receivers = {places[process].new: process for process in processes}
     return ReshardPlan(
-        f"ZeRO stage {old.stage} on {describe(old.mesh)} -> stage {new.stage} on {describe(new.mesh)}", tuple(places), tuple(rounds),
-        counted, frozenset(began), tuple(senders[rank] for rank in old.ranks), tuple(receivers[rank] for rank in new.ranks),
+        f"ZeRO stage {old.stage} on {describe(old.mesh)} -> stage {new.stage} on {describe(new.mesh)}",
+        tuple(places), tuple(rounds), counted, frozenset(began),
+        tuple(senders[rank] for rank in old.ranks), tuple(receivers[rank] for rank in new.ranks),
     )  # fmt: skip
 
 
@@ -456,7 +457,7 @@ def _module_buffers(old: Plan, new: Plan) -> Iterator[Flow]:
 
 
 def hook_states_of(plan: Plan) -> dict[str, tuple[TensorSpec, str]]:
-    """What the comm hooks of reductions remember, by its name in the whole state: the spec, and what is sent by whom through what.
+    """The states of reductions' comm hooks, by name in the whole state: the spec, and a text of what is sent by whom.
 
     Where the latter is the same in another step, whatever its stage, a rank may go on with what it remembers.
     """

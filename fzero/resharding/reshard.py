@@ -456,8 +456,8 @@ def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _
         _check_devices(old, new)
         if (state is None) != (old_rank is None):
             raise ValueError(
-                f"state: must be this process' part where old is bound to ranks that are there, and None where it is on a AbstractAxis "
-                f"axis, got {'None' if state is None else 'a state'} with {old._ranks}; pass the step that goes with it"
+                f"state: must be this process' part where old is bound to ranks that are there, and None where it is on an "
+                f"AbstractAxis, got {'None' if state is None else 'a state'} with {old._ranks}; pass the step that goes with it"
             )
         if state is not None:
             old._check_shapes(state, fix=_FIX)

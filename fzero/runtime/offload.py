@@ -3,9 +3,9 @@
 `Offload` is what a plan's placements come to on one rank's device. It makes the tensors of a flat buffer where they shall live,
 updates them there, and moves them elsewhere; each as one stream over sub-groups (`fzero.storage.stream`), whose tensors
 come from where they are: files, host memory, or where the update runs. Parameters, which a pass asks for as whole shards,
-and gradients, which it gives, come and go through a `ShardTransfer` (`fzero.storage.shard_io`). Where the model is on the CPU, host
-memory is the device's, and nothing moves. A buffer whose master and optimizer state live elsewhere is updated on the CPU
-(`stream_buffers.updates_on_host`).
+and gradients, which it gives, come and go through a `ShardTransfer` (`fzero.storage.shard_io`). Where the model is on the
+CPU, host memory is the device's, and nothing moves. A buffer whose master and optimizer state live elsewhere is updated on
+the CPU (`stream_buffers.updates_on_host`).
 
 If one rank's files fail, no rank may go on: before updated parameters are joined, every rank tells whether its files are whole
 (`agree`), and where one's are not, all of them raise, and none of their states can be used any more.

@@ -203,8 +203,8 @@ class Updater:
 
         def kind_of(update: Update) -> object:
             buffer = update.buffer
-            is_plain = self.optimizers[buffer.group].is_elementwise(buffer.way) and not buffer.has_master
-            return (buffer.group, buffer.way, buffer.dtypes) if is_plain and self.places is None else buffer.key
+            is_plain = self.optimizers[buffer.group].is_elementwise(buffer.rule) and not buffer.has_master
+            return (buffer.group, buffer.rule, buffer.dtypes) if is_plain and self.places is None else buffer.key
 
         for _, neighbours in groupby(updates, kind_of):
             alike, numel = list[Update](), 0
@@ -240,21 +240,21 @@ class Updater:
     ) -> Transform:
         """The transform of a flat buffer, from element `start` of what this rank updates on, with the numbers of an update,
         None for the first; `how` is for `mixed_precision`."""
-        optimizer, way = self.optimizers[buffer.group], (buffer.group, buffer.way)
+        optimizer, rule = self.optimizers[buffer.group], (buffer.group, buffer.rule)
         hyper = self.hyper(0) if hyper is None else hyper
         lr, momentum = hyper.rates[buffer.group], hyper.momentum
         is_cut = isinstance(buffer.row.optimizer, Sharded)
-        if not optimizer.is_elementwise(buffer.way):
-            pieces = ShardContents.whole(buffer.layout)
+        if not optimizer.is_elementwise(buffer.rule):
+            contents = ShardContents.whole(buffer.layout)
             if is_cut:
-                pieces = ShardContents(buffer.layout, (self.shard,), stack=self._stack, join=self._join)
-            transform = optimizer.transform(lr=lr, momentum=momentum, pieces=pieces, kind=buffer.way)
+                contents = ShardContents(buffer.layout, (self.shard,), stack=self._stack, join=self._join)
+            transform = optimizer.transform(lr=lr, momentum=momentum, contents=contents, kind=buffer.rule)
             how["tile"] = None
-        elif self._made.get(way, (None,))[0] == (lr, momentum):
-            transform = self._made[way][1]
+        elif self._made.get(rule, (None,))[0] == (lr, momentum):
+            transform = self._made[rule][1]
         else:
-            transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.way)
-            self._made[way] = (lr, momentum), transform
+            transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.rule)
+            self._made[rule] = (lr, momentum), transform
         if skip is not None:
             transform = skip_if(skip, transform)
         if self.places is not None:
@@ -303,14 +303,16 @@ class Updater:
         transforms = {}
         for buffer in self.plan.flat_buffers:
             optimizer = self.optimizers[buffer.group]
-            if buffer.trainable and (isinstance(optimizer, TorchOptimizer) or not optimizer.is_elementwise(buffer.way)):
+            if buffer.trainable and (
+                isinstance(optimizer, TorchOptimizer) or not optimizer.is_elementwise(buffer.rule)
+            ):
                 raise ConfigError(
                     f"optimizer.type: must be elementwise and of fzero's own (AdamW, Adam, SGD, Adagrad, Lion) where the "
                     f"whole step is one graph, got {getattr(optimizer, 'type', optimizer)!r}; pass compile='block'"
                 )
             if buffer.trainable:
                 transforms[buffer.key] = optimizer.transform(
-                    lr=hyperparams.lr[buffer.group], momentum=hyperparams.beta, kind=buffer.way
+                    lr=hyperparams.lr[buffer.group], momentum=hyperparams.beta, kind=buffer.rule
                 )
         return transforms
 

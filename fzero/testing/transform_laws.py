@@ -154,7 +154,7 @@ def _misplaced(make: Make, cut: Cut) -> str | None:
     param = torch.ones(spec.local_shape(world_size), dtype=torch_dtype(spec.dtype))
     transform = make()
     leaves, structure = optree.tree_flatten(transform.init(param), none_is_leaf=True)
-    specs, placed = optree.tree_flatten(transform.place(spec), none_is_leaf=True)
+    specs, placed = optree.tree_flatten(transform.specs(spec), none_is_leaf=True)
     if structure != placed:
         return f"init makes {structure} and place tells of {placed}"
     names = [accessor.codify("state") for accessor in structure.accessors()]
@@ -331,7 +331,7 @@ def _is_not_widened(make: Make, example: Updates) -> str | None:
 def _several_differ(make: Make, example: list[Updates]) -> str | None:
     """Whether one call for several buffers does something else than their updates one by one."""
     transform, last = make(), max(of.num_updates for of in example)
-    if not transform.has_several:
+    if not transform.is_fused:
         return None
     side_by_side = torch.cat([of.param for of in example])
     params = torch.split(side_by_side, [of.numel for of in example])
@@ -462,14 +462,15 @@ def transform_laws(num_updates: int = LONG_RUN) -> tuple[Law[Make, Any], ...]:
         ),
         Law(
             "the update of a shard must be the shard of the update, bit for bit",
-            "Let each element go its own way; a transform that needs norms or sums over others takes `pieces` (fzero.ShardContents)",
+            "Let each element go its own way; a transform that needs norms or sums over others takes `contents` "
+            "(fzero.ShardContents)",
             updates(),
             _sees_others,
             (long, *late, large),
         ),
         Law(
             "a skipped update must leave everything as it was, bit for bit",
-            "Let update_unless(skip, ...) advance nothing where skip is true and be update where it is not, or leave it out",
+            "Let update_skip_if(skip, ...) advance nothing where skip is true and be update where it is not, or leave it out",
             st.builds(Skips, updates(min_parameters=1), overflow_patterns(max_steps=4, max_world_size=3)),
             _is_not_skipped,
             (Skips(long, ((True,), (False,))), Skips(large, ((True,),))),
