@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from test_deepspeed_checkpoints import DeepSpeed
 
 
+collect_ignore = ["deepspeed_jobs.py", "deepspeed_server.py", "launched_rank.py", "elastic_rank.py", "memcheck_job.py"]
+"""Programs that tests start; `--doctest-modules` would import them."""
+
 BUDGETS = {"test_zoo.py": 600}
 """Seconds that the long tests of a file are meant to take."""
 

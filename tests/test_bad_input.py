@@ -425,6 +425,7 @@ def _survives(stage: int, bad_at: int, value: float) -> tuple[str, bool, bool]:
     return message, stayed, all(optree.tree_leaves(optree.tree_map(torch.equal, *ends)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bad_at", [0, 1])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(
@@ -479,6 +480,7 @@ def _goes_on(stage: int, where: str) -> bool:
     )
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("stage", range(4))
 def test_after_an_error_that_every_rank_raises_state_and_ranks_are_good(
@@ -607,6 +609,7 @@ def assert_trains_like_the_oracle(found: list[Any], model: type[nn.Module], data
         torch.testing.assert_close(found_weights, weights, rtol=0, atol=1e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["learned", "negotiated"])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(

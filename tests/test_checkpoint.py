@@ -509,6 +509,7 @@ def test_from_pretrained_loads_what_is_exported_and_fzero_loads_it_again(stage: 
     assert_same([again.gather(fzero.load_weights(out, step=again))], [rounded])
 
 
+@pytest.mark.long
 @given(settings("AdamW", precisions=("float32", "bfloat16")))
 def test_weights_that_are_loaded_are_the_state_that_init_makes_of_them(setting: Setting) -> None:
     step, weights = simulated(setting), make(Normed, seed=3).state_dict()

@@ -143,7 +143,7 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize(("model", "data"), [(Odd, tokens), (Nested, vectors), (Recurrent, vectors)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -169,7 +169,7 @@ def _train_transformer(name: str, use_cache: bool, own: bool) -> list[tuple[Run,
     return _with_and_without(maker, text, {}, {"checkpoint": 1})[::3]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("use_cache", "own"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("world_size", [1, 2])

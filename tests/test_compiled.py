@@ -102,10 +102,12 @@ def _bits(stages: tuple[int, ...], cfg: dict[str, Any]) -> list[tuple[float, flo
     return [_differences(Short, vectors, config(stage, optimizer=SGD) | cfg) for stage in stages]
 
 
+@pytest.mark.long
 def test_three_ranks_give_the_eager_step_s_bits(ranks: RankPool) -> None:
     assert all(found == [(0.0, 0.0)] * 2 for found in ranks(3, _bits, (0, 3), {}))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -138,6 +140,7 @@ def test_tied_and_frozen_parameters_and_adamw_agree_to_rounding(ranks: RankPool)
         assert curve <= 2e-5  # of a loss and a norm of about 20
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("optimizer", ["Adam", "Adagrad", "Lion"])
 def test_every_elementwise_optimizer_agrees_to_rounding(optimizer: str) -> None:
     cfg = config(0, optimizer={"type": optimizer, "params": {"lr": 2**-7, "weight_decay": 0.1}})
@@ -149,6 +152,7 @@ def _of_peculiar() -> tuple[float, float]:
     return _differences(Peculiar, vectors, config(3, optimizer=SGD))
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_poisoned_backward_dropout_and_module_buffers_are_the_eager_step_s(ranks: RankPool, world_size: int) -> None:
     assert ranks(world_size, _of_peculiar) == [(0.0, 0.0)] * world_size
@@ -195,6 +199,7 @@ def test_a_transform_of_the_user_that_makes_new_tensors_agrees() -> None:
     assert not torch.equal(results[1][1]["blocks.0.weight"], make(Short).state_dict()["blocks.0.weight"])
 
 
+@pytest.mark.long
 def test_weights_of_the_model_may_be_dropped_and_a_state_be_copied() -> None:
     model = make(Odd)
     step = fzero.make_train_step(model, config(3, optimizer=SGD), donate=False, **AOT)
@@ -244,6 +249,7 @@ def _with_nan(options: dict[str, Any]) -> tuple[str, int, list[float]]:
     return str(raised.value), int(state.step), [metrics.loss.item(), metrics.grad_norm.item()]
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_is_told_as_in_the_eager_step_and_updates_nothing(ranks: RankPool) -> None:
     assert ranks(2, _with_nan, {}) == ranks(2, _with_nan, AOT)
 
@@ -348,7 +354,7 @@ def _of_buckets(stage: int) -> tuple[list[int], int, list[int], list[int]]:
     return [numel for numel in numels if numel > 32], liveness(graph).peak_gathered_numel, flat, units
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_joined_collectives_stay_within_their_buckets_and_give_the_eager_step_s_bits(
@@ -423,6 +429,7 @@ def _is_state(node: Any) -> bool:
     return node.target is torch.ops.aten.copy.default and node.args[0].op == "placeholder"
 
 
+@pytest.mark.long
 def test_small_parameters_are_gathered_once_in_a_step_when_they_are_updated(ranks: RankPool) -> None:
     for gathered, updates, kept in ranks(2, _of_small):
         assert sorted(gathered) == sorted([1536] * 3 + [256] * 6), "the last unit once, the others twice"
@@ -713,7 +720,7 @@ def _collectives(graph: torch.fx.Graph) -> list[tuple[str, torch.Size]]:
     ]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "keys"), [(2, TWICE), (0, {}), (1, BF16), (3, {})])
 def test_what_one_rank_explains_before_the_first_step_is_what_runs(
     ranks: RankPool, stage: int, keys: dict[str, Any]
@@ -741,7 +748,7 @@ class Counting(Peculiar):
         return loss
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{}, AOT, {"units": ["linear"], "compile": "block", "compile_backend": "aot_eager"}]
 )
@@ -775,7 +782,7 @@ def test_a_step_may_be_explained_for_many_batches_on_any_device() -> None:
     assert found == sorted(set(found)), "a larger batch keeps more alive"
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_a_step_on_paper_holds_and_sends_what_the_plan_says(stage: int) -> None:
     num_ranks, text_ = 64, text(0)
@@ -797,6 +804,7 @@ def test_a_step_on_paper_holds_and_sends_what_the_plan_says(stage: int) -> None:
     assert "gather model.layers.1" in str(timeline) or stage < 3
 
 
+@pytest.mark.long
 def test_a_step_with_weighted_losses_is_explained_with_its_micro_steps() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         return model(*batch) * 5, torch.tensor(5)
@@ -835,6 +843,7 @@ def _by_block(stage: int, checkpoint: int | None) -> tuple[tuple[float, float], 
     return _differences(Plain, vectors, config(stage), **options), counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("stage", "checkpoint"), [(2, None), (3, None), (3, 1)])
 def test_equal_blocks_share_one_compilation_and_give_the_eager_step_s_bits(
     ranks: RankPool, stage: int, checkpoint: int | None
@@ -872,7 +881,7 @@ def _with_inductor(model: Any, sizes: dict[str, int]) -> tuple[tuple[float, floa
     return _differences(model, vectors, config(3, **sizes), compile="step"), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [(Short, {}), (Uneven, {"allgather_bucket_size": 800, "reduce_bucket_size": 800})],

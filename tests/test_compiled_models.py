@@ -170,7 +170,7 @@ def _one_graph(name: str, stage: int) -> tuple[tuple[float, float], int, int]:
     return difference, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("name", "stage"), [("gpt2", 3), *product(["llama", "bert", "t5", "vit", "gpt"], range(4))])
 def test_a_model_is_one_graph_and_gives_the_eager_step_s_bits(ranks: RankPool, name: str, stage: int) -> None:
     assert ranks(2, _one_graph, name, stage) == [((0.0, 0.0), 1, 0)] * 2
@@ -306,7 +306,7 @@ def _by_block(name: str, stage: int, dtype: str) -> tuple[float, float]:
     return _differences(*HELD_OUT[name], cfg, NUM_STEPS, compile="block", compile_backend="aot_eager")
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "stage", "dtype"),
     [("gpt_neox", 3, "fp32"), ("mistral", 2, "bf16"), ("gpt_neox", 1, "fp16"), ("mistral", 0, "pure bf16")],
@@ -488,6 +488,7 @@ def test_steps_and_overflows_are_never_captured_anew() -> None:
     assert _num_captured(Fits, steep, fp16=fp16, scheduler=schedule) == [1] * 20
 
 
+@pytest.mark.long
 def test_each_smaller_batch_is_captured_once() -> None:
     sizes = [12, 7, 12, 5, 7, 3, 5, 12, 3]
     assert _num_captured(Fits, [vectors(i, size=n) for i, n in enumerate(sizes)]) == [1, 2, 2, 3, 3, 4, 4, 4, 4]
@@ -547,6 +548,7 @@ def _unusual(name: str, stage: int) -> tuple[float, float]:
     return _differences(maker, cast, config(stage, optimizer=SGD, clip=case.clip), units=case.units, **AOT)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("name", "world_size", "stage"),
     [
@@ -585,10 +587,12 @@ def weighted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return model(**batch) * num_tokens, num_tokens
 
 
+@pytest.mark.long
 def test_groups_ties_frozen_and_empty_parameters_with_a_weighted_loss_on_four_ranks(ranks: RankPool) -> None:
     assert ranks(4, _odd_in_groups, 3) == [(0.0, 0.0)] * 4
 
 
+@pytest.mark.long
 def test_a_recurrent_module_keeps_its_own_weights_and_may_lose_them() -> None:
     model = make(Recurrent)
     step = fzero.make_train_step(model, config(0), **AOT)
@@ -630,7 +634,7 @@ def run_rank(scenario: str, stage: int, victim: int) -> None:
         state, _ = step(state, part(vectors(index), step.rank, step.world_size))
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize(("scenario", "stage"), [("forward", 3), ("backward", 1)])
 def test_when_a_rank_is_killed_in_a_compiled_step_the_other_ends_by_itself_and_says_why(
     scenario: str, stage: int

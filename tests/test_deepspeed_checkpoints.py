@@ -157,7 +157,7 @@ def check_goes_on(deepspeed: DeepSpeed, job: Job) -> None:
     assert float(state.loss_scale.scale[0]) == theirs["scale"]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_training_goes_on_with_the_losses_that_deepspeed_has_itself(deepspeed: DeepSpeed, job: Job) -> None:
     check_goes_on(deepspeed, job)
@@ -181,6 +181,7 @@ WAYS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
 """How else DeepSpeed saves: stage, precision, keys of `zero_optimization`, and other keys."""
 
 
+@pytest.mark.long
 def test_the_other_ways_of_deepspeed_to_save_are_read_as_well(deepspeed: DeepSpeed, tmp_path: Path) -> None:
     requests = []
     for way, (stage, precision, zero, keys) in WAYS.items():
@@ -325,7 +326,7 @@ BACK = (
 )
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("job", BACK, ids=str)
 def test_deepspeed_goes_on_from_an_export_with_the_losses_that_fzero_has_itself(
     deepspeed: DeepSpeed, job: Job, tmp_path: Path

@@ -32,6 +32,7 @@ def processes_of(out: Path) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if str(out) in (process.info["cmdline"] or [])]
 
 
+@pytest.mark.long
 def test_the_demo_learns_and_leaves_its_picture_and_its_numbers(tmp_path, examples):
     run = subprocess.run([*COMMAND, tmp_path, "--steps", "40"], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

@@ -108,6 +108,7 @@ def _client(stage: int, which: int) -> tuple[list[float], dict[str, Tensor]]:
     return rates, engine.module_state_dict()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("which", range(len(OPTIMIZERS)), ids=[f.__name__ for f in OPTIMIZERS])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_scripts_own_optimizer_and_scheduler_train_as_they_do_without_an_engine(
@@ -486,6 +487,7 @@ def test_an_engine_compiles_its_blocks() -> None:
         engine.compile(compile_kwargs={"dynamic": True})
 
 
+@pytest.mark.long
 def test_the_example_learns_on_two_ranks_and_goes_on_on_one(tmp_path: Path) -> None:
     script = [
         str(EXAMPLES / "from_deepspeed.py"),

@@ -457,6 +457,7 @@ def folders(path: Path) -> list[str]:
     return sorted(str(x.relative_to(path)) for x in path.rglob("fzero-rank*"))
 
 
+@pytest.mark.long
 def test_what_a_killed_job_left_of_more_ranks_and_states_is_refused_or_removed_and_nothing_else(tmp_path: Path) -> None:
     with holding(tmp_path, "0.0", "0.1", "3.0", "3.1") as killed, holding(tmp_path, "2.0", "2.1") as living:
         killed.kill()
@@ -727,6 +728,7 @@ def test_a_store_that_one_of_its_threads_frees_removes_its_files(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_store_that_is_collected_while_another_claims_its_folder_holds_nobody_up(tmp_path: Path) -> None:
     script = """
 import sys

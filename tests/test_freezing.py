@@ -315,6 +315,7 @@ def narrow_often(stage: int) -> dict[str, Tensor]:
     return engine.module_state_dict()
 
 
+@pytest.mark.long
 def test_with_masters_an_engine_leaves_those_of_frozen_parameters_as_they_are(ranks: RankPool) -> None:
     first, *others = (ranks(2, narrow_often, stage)[0] for stage in range(4))
     for other in others:
@@ -419,6 +420,7 @@ def differs(stage: int) -> None:
         freeze(engine.module, ["blocks.1"] if engine.global_rank == 1 else [])
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_flags_that_differ_between_ranks_end_the_job(ranks: RankPool, stage: int) -> None:
     with pytest.raises(RankError) as caught:

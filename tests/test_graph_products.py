@@ -184,6 +184,7 @@ def test_a_model_that_joins_products_itself_is_put_in_order(stage: int) -> None:
     captured.scheduled().graph.lint()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_collected_gradients_are_reduced_and_not_gathered(stage: int) -> None:
     cfg = {

@@ -96,6 +96,7 @@ pass_options = st.builds(
 units = st.dictionaries(st.sampled_from([f"flats_{i}" for i in range(1, 6)]), st.sampled_from("ab"))
 
 
+@pytest.mark.long
 @examples(40, derandomize=True)
 @given(traced=steps, options=pass_options, units=units)
 def test_no_option_changes_a_number(traced: Traced, options: PassOptions, units: dict[str, str]) -> None:
@@ -453,6 +454,7 @@ def test_an_all_reduce_inside_the_model_keeps_its_place() -> None:
 # --- buckets -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("by_exchange", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_reductions_are_joined_up_to_their_bucket_and_not_beyond(stage: int, by_exchange: bool) -> None:
@@ -468,6 +470,7 @@ def test_reductions_are_joined_up_to_their_bucket_and_not_beyond(stage: int, by_
     assert [len(found) for found in sizes.values()] == [8, 8, 4, 1]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("by_exchange", [False, True])
 @pytest.mark.parametrize("hiddens", [(4, 4, 4, 64), (4, 4, 4, 16, 64), (8, 8, 8)])
 def test_units_are_joined_up_to_their_bucket_while_two_are_no_larger_than_the_two_largest(
@@ -562,7 +565,7 @@ def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
 # --- cost ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_cost_of_a_pass_is_linear_in_the_number_of_units(stage: int) -> None:
     """Counts calls of functions: four times the blocks may cost a little more than four times as many."""

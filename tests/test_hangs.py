@@ -33,7 +33,8 @@ from fzero.comms.watchdog import HERE, Answer, Progress, Watchdog
 
 TIMEOUT = 25  # seconds of a collective, and until all ranks have imported torch on a busy machine
 VICTIM, BAD_STEP, BAD_BLOCK = 1, 2, 2
-SCENARIOS = ("sleeps", "loops", "skips")
+SCENARIOS = {"sleeps": "stands_in_python", "loops": "endless_loop", "skips": "skips_a_collective"}
+"""Each with words of its test's name."""
 
 
 # --- what a rank runs --------------------------------------------------------------------------------------------

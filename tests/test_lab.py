@@ -28,6 +28,7 @@ def numbers(pattern: str, text: str) -> list[list[float]]:
     return [[float(group.replace(",", "")) for group in match.groups()] for match in re.finditer(pattern, text)]
 
 
+@pytest.mark.long
 def test_an_optimizer_of_ones_own_keeps_the_laws_and_learns_like_adamw(run):
     said = run("new_optimizer", "--steps", "6")
     assert "keeps the laws" in said
@@ -53,6 +54,7 @@ def test_workers_that_talk_every_k_steps_send_a_kth_and_learn(run):
     assert together[0] < four[0] < 3 and sixteen[0] < 3
 
 
+@pytest.mark.long
 def test_each_rank_of_a_model_that_is_too_big_holds_an_eighth_as_planned(run):
     said = run("too_big", "--steps", "6")
     assert "stage 1: fits no number of ranks" in said and "stage 3: fits from 8 ranks on" in said
@@ -63,6 +65,7 @@ def test_each_rank_of_a_model_that_is_too_big_holds_an_eighth_as_planned(run):
     assert last < first
 
 
+@pytest.mark.long
 def test_a_stage_that_changes_in_mid_training_changes_the_losses_by_rounding_only(run):
     said = run("change_stage", "--steps", "12")
     assert re.findall(r"stage \d on \d ranks", said) == [

@@ -300,6 +300,7 @@ def test_every_exit_code_can_be_told():
         assert f"code {code}," in told or signal.Signals(code - 128).name in told
 
 
+@pytest.mark.long
 def test_an_agent_that_is_started_by_hand_is_on_no_leash(tmp_path, capsys):
     """As in a pod, whose standard input is /dev/null, with the command that --dry_run prints."""
     (tmp_path / "script.py").write_text(
@@ -311,6 +312,7 @@ def test_an_agent_that_is_started_by_hand_is_on_no_leash(tmp_path, capsys):
     assert ended.returncode == 0 and "timeout 7\n" in ended.stdout, ended
 
 
+@pytest.mark.long
 def test_a_port_that_is_taken_is_told(tmp_path):
     (tmp_path / "script.py").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -388,6 +390,7 @@ def test_ranks_get_their_environment_a_prefix_and_logs_of_their_own(tmp_path):
     assert_none_left(tmp_path)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("scenario", "code", "how"), [("exits", 7, "ended with code 7"), ("is killed", 137, "SIGKILL")]
 )
@@ -400,6 +403,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_code_and_one_message(tmp_path, 
     assert_none_left(tmp_path)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_is_passed_on_and_nothing_is_left(tmp_path, number):
     job = fzero(tmp_path, "tells signals", "--num_procs", "2")
@@ -442,6 +446,7 @@ def test_a_rank_that_ends_with_code_0_before_the_others_is_named_by_them_and_by_
     assert_none_left(tmp_path, within=SECONDS_TO_END + 10)
 
 
+@pytest.mark.long
 def test_a_folder_of_logs_goes_with_a_launcher_that_is_killed(tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -453,6 +458,7 @@ def test_a_folder_of_logs_goes_with_a_launcher_that_is_killed(tmp_path):
     wait_until(lambda: not [*temporary.glob("fzero-*")])
 
 
+@pytest.mark.long
 def test_one_machine_listens_to_itself_alone(tmp_path):
     """The port of the agent and those of the ranks, on all addresses of this host."""
     (tmp_path / "script.py").write_text(

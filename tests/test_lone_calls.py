@@ -94,6 +94,7 @@ def save_alone_and_give_up(folder: str) -> None:
         step(state, part(vectors(1), step.rank, 2))
 
 
+@pytest.mark.long
 def test_the_other_rank_hears_of_it_too(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError) as raised:
         ranks(2, save_alone_and_give_up, str(tmp_path))

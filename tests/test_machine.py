@@ -236,6 +236,7 @@ BROKEN: dict[Callable[[], Any], str] = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_what_is_broken_is_found_within_the_default_number_of_runs(broken: Callable[[], Any]) -> None:
     with broken(), pytest.raises(AssertionError, match=f"^({BROKEN[broken]})"):
@@ -283,6 +284,7 @@ class Convolution(nn.Module):
         return nn.functional.mse_loss(self.inner(self.inner(x).tanh()), y)
 
 
+@pytest.mark.long
 def test_a_machine_takes_models_and_batches_of_ones_own() -> None:
     class OfConvolutions(TrainingMachine):
         def models(self) -> st.SearchStrategy[nn.Module]:
@@ -298,6 +300,7 @@ def test_a_machine_takes_models_and_batches_of_ones_own() -> None:
     run(OfConvolutions, 10)
 
 
+@pytest.mark.long
 def test_a_further_capability_is_a_further_rule() -> None:
     class Storing(TrainingMachine):
         @rule(world_size=st.integers(1, 4))

@@ -14,6 +14,7 @@ from fzero.common.text_tables import as_text
 from fzero.profiling.machine import NAMES, MachineReport, MeasuredRates, best, disk_rates, table
 
 
+@pytest.mark.long
 def test_a_machine_is_told_with_its_versions_and_its_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--json", "--path", str(tmp_path)]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -90,7 +90,7 @@ CASES_AND_MODES = [
 """Two models in all modes, the others in those that differ most."""
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("case", "mode"), CASES_AND_MODES)
 def test_meshes_in_lockstep_have_the_bits_of_as_many_processes(ranks: RankPool, case: str, mode: str) -> None:
     model, data, keys, options = CASES[case]
@@ -404,6 +404,7 @@ def _check_sent(sent: dict[str, Counter[str]], plan: fzero.Plan, mode: str) -> N
     assert sum(planned["data"].values()) == (3 * within - kept if stage == 3 else 2 * within)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_sends_along_each_axis_what_the_plan_says(ranks: RankPool, mode: str) -> None:
     for keys in ({}, {"train_batch_size": 24, "gradient_accumulation_steps": 2}, {"threshold": 100}):
@@ -467,6 +468,7 @@ def _by_block(mode: str) -> tuple[bool, float]:
     return same, losses[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["hybrid 3", "hpz 3"])
 def test_compiled_blocks_and_evaluation_on_a_mesh_are_those_of_the_eager_step(ranks: RankPool, mode: str) -> None:
     found = ranks(4, _by_block, mode)
@@ -524,7 +526,7 @@ def collectives_of(graph: torch.fx.Graph) -> list[tuple[str, torch.Size]]:
     return [(str(node.target), node.meta["val"].shape) for node in graph.nodes if is_collective(node)]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize("case", GRAPHS)
 def test_a_captured_step_has_the_bits_of_the_eager_one_and_sends_what_the_plan_says(ranks: RankPool, case: str) -> None:
     plan = in_lockstep(GRAPHS[case][0], SQUARE, Short, **GRAPHS[case][1]).plan
@@ -570,7 +572,7 @@ def as_a_dimension(
     return fzero.simulate(step, by="vmap", compile=compile)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("name", "mode"), modes_of("2x3", "4x1", "2x2x2", "data first"))
 def test_ranks_of_a_mesh_as_a_dimension_are_those_in_lockstep_to_rounding(name: str, mode: str) -> None:
     mesh = MESHES[name]
@@ -625,6 +627,7 @@ def _make(zero: dict[str, Any], mesh: Mesh | None) -> None:
     fzero.make_train_step(make(Plain), config(3, **zero), mesh=mesh)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("case", NOT_FITTING)
 def test_a_mesh_that_does_not_fit_is_told_on_every_rank(ranks: RankPool, case: str) -> None:
     zero, mesh, message = NOT_FITTING[case]
@@ -672,7 +675,7 @@ def test_a_simulation_takes_the_mesh_of_its_step_or_its_own() -> None:
 # --- from one mode to another ------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", ["3x2", "data first"])
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -142,7 +142,7 @@ def _assert_same_bits(results: list[tuple[Curve, Weights]]) -> None:
         assert all(torch.equal(weights[name], first_weights[name]) for name in first_weights)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_language_models_train_alike_in_all_stages_and_like_the_plain_loop(
@@ -207,6 +207,7 @@ def _train_checkpointed(name: str) -> list[tuple[Curve, Weights]]:
     return [train(maker, text, config(stage, optimizer=ADAMW), num_steps=NUM_STEPS) for stage in (0, 3)]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradient_checkpointing_trains_alike_in_all_stages_and_like_the_plain_loop(

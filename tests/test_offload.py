@@ -170,6 +170,7 @@ def test_the_processor_updates_what_lives_in_host_memory_and_gradients_and_param
         assert differing(fzero.place(state, ranks), expected) == []
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("keys", "precision"),
     [
@@ -237,6 +238,7 @@ def _captured_bits(stage: int, path: str | None, keys: Mapping[str, Any]) -> lis
     return told + [x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("world_size", "stage", "keys"),
     [
@@ -672,7 +674,7 @@ print(state_nbytes, room, sum(buffer.padded_numel for buffer in step.plan.flat_b
 """
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_model_trains_with_adam_whose_optimizer_state_is_three_times_the_memory_that_it_may_take(
     stage: int, tmp_path: Path

@@ -92,6 +92,7 @@ def test_simulated_ranks_take_every_order(tmp_path: Path) -> None:
         assert_same(_train(three, order, stage, str(tmp_path / order)), plain)
 
 
+@pytest.mark.long
 def test_one_graph_takes_an_order(tmp_path: Path) -> None:
     options: dict[str, Any] = {"compile": "step", "compile_backend": "aot_eager"}
     found = _train(lambda step: step, "of names", 3, str(tmp_path / "graph"), **options)

@@ -1287,6 +1287,7 @@ def _train_as_made(recipe: ToyRecipe, threshold: int) -> list[tuple[Curve, Weigh
     return [train(lambda: make_toy_model(recipe), data, cfg, num_steps=2) for cfg in cfgs]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.property
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_any_model_in_its_own_dtypes_gives_the_same_bits_in_all_stages(ranks: RankPool, world_size: int) -> None:

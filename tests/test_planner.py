@@ -145,6 +145,7 @@ def test_the_estimators_formulas_are_those_of_0_19(nodes: int, gpus: int) -> Non
     assert none == (4 * layer * gpus * 1.5, 4 * layer + 18 * psi // num, 4 * layer)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
 def test_the_estimators_are_deepspeeds_own_to_the_byte_and_print_the_same() -> None:
     program = [sys.executable, str(Path(__file__).with_name("deepspeed_estimates.py"))]
@@ -435,6 +436,7 @@ def test_the_gradients_of_a_unit_are_alive_together() -> None:
     assert found > 4 * 2 * 16 * 20_000, "of both layers of a block"
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("shape", [(2, 128), (1, 4)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -724,6 +726,7 @@ def billion() -> nn.Module:
     return named("1.3B").model
 
 
+@pytest.mark.long
 def test_more_memory_is_never_slower_and_what_fits_holds(billion: nn.Module, tmp_path: Path) -> None:
     found = [fzero.fit(billion, FP16, world_size=8, device_nbytes=size * GIGA) for size in SIZES]
     fitting = [(size, one.best) for size, one in zip(SIZES, found, strict=True) if one.best is not None]

@@ -111,7 +111,7 @@ def _train_odd(keys: dict[str, Any]) -> list[Any]:
     return [train(Odd, tokens, config(stage) | keys, num_steps=3) for stage in range(4)]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "keys",
@@ -285,6 +285,7 @@ def test_an_fp32_state_dict_reaches_the_master_of_a_16_bit_model_unrounded() -> 
 # --- how gradients are divided -----------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(
     "keys",

@@ -128,6 +128,7 @@ def test_when_a_rank_is_killed_the_others_end_by_themselves_and_say_why(scenario
             assert_ends_with_collective_error(job, rank, victim, "its process (has ended|was killed by SIGKILL)")
 
 
+@pytest.mark.long
 def test_when_a_rank_raises_it_ends_with_its_own_error_and_the_others_with_theirs() -> None:
     with Job(2, "raises in the backward", 0, victim=1) as job:  # while reductions are under way
         code, errors = job.end_of(1)

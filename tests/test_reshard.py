@@ -221,6 +221,7 @@ def test_there_and_back_again_changes_nothing(path: list[Setting]) -> None:
     assert_same(fzero.reshard_all(fzero.reshard_all(states, old, new), new, old), states)
 
 
+@pytest.mark.long
 @given(paths(3))
 def test_two_moves_are_one(path: list[Setting]) -> None:
     first, second, third = map(step_of, path)
@@ -346,6 +347,7 @@ def test_what_every_rank_holds_before_and_after_costs_a_process_no_look_at_the_o
     assert lines < 2 * 3072 + 4 * 1000
 
 
+@pytest.mark.long
 @given(paths(2))
 def test_each_process_sees_its_own_moves_and_both_ends_see_them_in_one_order(path: list[Setting]) -> None:
     old, new = map(step_of, path)
@@ -554,6 +556,7 @@ def test_training_goes_on_as_if_it_had_been_in_the_new_stage_all_along(
         assert_same([state, weights], [state_always, weights_always])
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stages", [(1, 3), (3, 2), (0, 3)])
 def test_training_in_16_bits_goes_on_in_the_new_stage(ranks: RankPool, stages: tuple[int, int], precision: str) -> None:
@@ -592,7 +595,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     "jobs",
     JOBS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -76,9 +77,14 @@ def files(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[tuple[str, str | None]]:
     """Every import of a file, also inside functions: (module, name from it or None)."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -104,11 +110,17 @@ def room_of(module: str) -> str:
     return rest.partition(".")[0] or first if first == "fzero" else first
 
 
+def dotted(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    within = dotted(node.value) if isinstance(node, ast.Attribute) else None
+    return within and f"{within}.{node.attr}"  # type: ignore[attr-defined]
+
+
 def attributes(path: Path) -> set[str]:
     """Every dotted name that is read, such as `torch.distributed.all_reduce`."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
-    names = {ast.unparse(node) for node in nodes}
-    return {name for name in names if name.replace(".", "").isidentifier()}
+    names = (dotted(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute))
+    return {name for name in names if name}
 
 
 def own_imports(path: Path) -> set[str]:

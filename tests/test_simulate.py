@@ -112,7 +112,7 @@ COMBINATIONS = [
 """All of two models, of the others every third."""
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(("case", "stage", "world_size"), COMBINATIONS)
 def test_ranks_in_lockstep_have_the_bits_of_as_many_processes(
     ranks: RankPool, case: str, stage: int, world_size: int
@@ -151,6 +151,7 @@ def test_a_rank_in_lockstep_keeps_what_the_model_counts_for_itself() -> None:
     assert [rank.recipe.model.num_calls for rank in simulated.steps] == [2] * 3  # micro-steps
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_so_many_ranks_are_the_plain_loop_on_the_global_batch(stage: int) -> None:
     def data(index: int) -> Any:
@@ -261,7 +262,7 @@ def test_a_captured_simulation_is_the_eager_one_to_rounding(name: str, stage: in
     assert captured._made.backend.num_captured == 1 + ("gradient_accumulation_steps" in case.cfg)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "Lion"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_sixty_four_ranks_at_once_are_the_plain_loop_on_the_global_batch(stage: int, optimizer: str) -> None:

@@ -292,6 +292,7 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_transform_is_caught_for_the_right_reason(name: str) -> None:
     transform, sentence, found = BROKEN[name]
@@ -341,6 +342,7 @@ RARE: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("rare", RARE)
 def test_what_an_update_does_seldom_is_found_by_the_kit_and_when_a_step_is_made(rare: str) -> None:
     transform, told = clipping_when(RARE[rare][0]), RARE[rare][1]
@@ -586,6 +588,7 @@ BROKEN_COLLECTIVES: dict[str, tuple[CommHook, float, str, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BROKEN_COLLECTIVES)
 def test_a_broken_collective_is_caught_for_the_right_reason(name: str) -> None:
     hook, max_error, sentence, found = BROKEN_COLLECTIVES[name]
@@ -603,6 +606,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_collectives_here_pass(name: str) -> None:
     hook, max_error = RIGHT[name]

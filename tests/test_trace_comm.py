@@ -137,6 +137,7 @@ def _in_files(stage: int, path: Path | str) -> dict[str, Any]:
     return {"offload_optimizer": files} | ({"offload_param": files | {"max_in_cpu": 0}} if stage == 3 else {})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 3), (3, 2)])
 def test_a_step_whose_state_is_in_files_sends_the_same_and_tells_whether_they_are_whole(
     ranks: RankPool, world_size: int, stage: int, tmp_path: Path
@@ -157,7 +158,7 @@ def test_a_step_whose_state_is_in_files_sends_the_same_and_tells_whether_they_ar
     assert not list(tmp_path.rglob("*.flat")), "a copy goes with the trace"
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "keys"), [(0, {"zero_quantized_gradients": True}), (3, CODED)])
 def test_through_wires_lockstep_and_plan_tell_the_elements_that_are_meant_and_the_bytes_that_are_sent(
     stage: int, keys: Mapping[str, Any]
@@ -191,7 +192,7 @@ def test_a_graph_gathers_in_the_backward_what_it_reads_and_an_eager_step_whole_u
     assert [row.unit for row in planned.rows if row.purpose == "gather"].count("(root)..embed") == 2
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize(("backend", "stage"), [("gloo", 2), ("nccl", 0), ("nccl", 3)])
 def test_collectives_that_are_joined_are_told_flat_buffer_by_flat_buffer(stage: int, backend: Any) -> None:
     axis = fzero.AbstractAxis("data", 3, backend=backend)
@@ -303,6 +304,7 @@ def test_every_byte_that_a_rank_sends_is_told(
     assert {"compare", "negotiate", "agree", "told", "norm", "gather", "reduce", "buffers"} <= purposes
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("options", [{}, AOT, {"schedule": "negotiated"}])
 def test_tracing_leaves_state_and_step_as_they_are(options: dict[str, Any]) -> None:
     step = fzero.make_train_step(make(Normed), config(3), **options)
@@ -410,6 +412,7 @@ def test_the_example_tells_what_crosses_each_axis_and_leaves_its_picture(
     assert "one rank of 1024 would send" in said and (tmp_path / "sent.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_of_one_rank_there_is_nothing_to_tell_and_a_picture_of_it() -> None:
     step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.AbstractAxis("data", 1))
     comm = fzero.plan_comm(step, vectors(0))

@@ -195,6 +195,7 @@ def _in_16_bits(folder: str, **changes: Any) -> tuple[Log, str, list[float]]:
         return curve(trainer), dtype, [trainer.engine.skipped_steps, trainer.engine.loss_scale]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precision_of_the_arguments_is_that_of_the_engine(ranks: RankPool, tmp_path: Path, precision: str) -> None:
     """In 16 bits losses have some 2**-8 of rounding. A skipped update does not move the schedule."""
@@ -222,6 +223,7 @@ def _evaluates(config: dict[str, Any] | None, folder: str) -> Any:
         return curve(trainer), [before, *within], predicted.metrics["test_loss"], torch.tensor(predicted.predictions)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_evaluation_and_prediction_are_those_of_the_plain_trainer(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     plain = ranks(2, _evaluates, None, str(tmp_path))[0]
@@ -264,6 +266,7 @@ def test_another_number_of_ranks_and_another_stage_resume(ranks: RankPool, tmp_p
     assert_same(found, saved, 2e-5)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("tied", [False, True])
 def test_save_model_writes_what_from_pretrained_loads(ranks: RankPool, tmp_path: Path, tied: bool) -> None:
     from transformers import AutoModelForCausalLM
@@ -313,7 +316,7 @@ def _trains_twice_with_checkpointed_activations(config: dict[str, Any] | None, f
         return first + curve(trainer)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_subclass_that_trains_twice_is_the_plain_one(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     plain = ranks(2, _trains_twice_with_checkpointed_activations, None, str(tmp_path))[0]

@@ -328,6 +328,7 @@ def test_a_micro_batch_that_the_script_does_not_make_is_not_timed(asked: Any, mo
     assert not out.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", [train, train_by_engine])
 def test_a_rank_plans_every_candidate_with_the_scripts_model_and_batch(script: Any, asked: Any) -> None:
     out = asked("describe")
@@ -434,6 +435,7 @@ def test_a_script_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert Path(found[-1]).is_absolute() and Path(found[-1]).read_text() == "{}"
 
 
+@pytest.mark.long
 def test_a_run_that_hangs_is_ended_with_all_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     path, marker = tmp_path / "hang.py", tmp_path / "rank"

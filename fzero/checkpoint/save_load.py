@@ -341,7 +341,7 @@ class Contents(NamedTuple):
         stored: what there is, by key, but for what each rank has for itself; and `aliases`, further keys of it.
         numbers: the 0-d tensors, those of the optimizer state for each parameter.
         optimizer: what kind of optimizer state each parameter has (`fzero.checkpoint.layout.told_of`).
-        hooks: what the comm hooks of reductions remember.
+        hook_states: what the comm hooks of reductions remember.
         names: the keys of the model's state dict, each with the name under which its tensor is stored.
         rates: the learning rate of each parameter's next update; and `loss_scaling`, the rules of the loss scale: for others,
             as fzero's steps have their own.
@@ -383,7 +383,7 @@ def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Content
     from fzero.checkpoint.dcp_format import write_metadata
 
     write_metadata(folder, slices, contents.stored, contents.aliases)
-    fields = ("numbers", "optimizer", "comm hooks", "names", "rates", "loss_scaling")
+    fields = ("numbers", "optimizer", "hook_states", "names", "rates", "loss_scaling")
     told = {name: getattr(contents, name) for name in fields} | {"slices": slices}
     files.write_whole(folder / files.CONTENTS, json.dumps(told).encode())
     files.write_whole(folder / files.CLIENT, client)
@@ -477,7 +477,7 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
     contents = json.loads((path / files.CONTENTS).read_bytes())
     found = DcpReader(path, map(Slice.of, contents["slices"]))
     saved = Saved(
-        found, contents["numbers"], contents["optimizer"], contents["comm hooks"], manifest["scales_dynamically"]
+        found, contents["numbers"], contents["optimizer"], contents["hook_states"], manifest["scales_dynamically"]
     )
     client = files.read_client(path)
     return Loaded(restored(saved, step, scratch), client, path)

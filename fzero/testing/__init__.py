@@ -148,7 +148,7 @@ def check_collective(
     ...
     AssertionError: collective: reduce_scatter must give this rank's shard of the sum over ranks, ... Add up, do not average; ...
     """
-    check_kind("comm hook", hook, CommHook, "a fzero.CommHook", "pass fzero.compressed(codec), say, for a codec")
+    check_kind("hook", hook, CommHook, "a fzero.CommHook", "pass fzero.compressed(codec), say, for a codec")
     check_whole("max_examples", max_examples, 1)
     for law in COLLECTIVE_LAWS:
         try_law(law, Declared(hook, max_error), name, max_examples)
