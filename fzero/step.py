@@ -42,10 +42,12 @@ from fzero.graph.timeline import MachineModel, Timeline, joined, make_timeline
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.lr_schedules import Schedule
 from fzero.plans.comm_hooks import GivenHook
+from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.mesh_axes import check_mesh, describe
 from fzero.plans.orders import GivenOrder
+from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.placements import GivenPlacements
-from fzero.plans.plan import OwnTransform, ParamGroup, Plan, UserTransform, place_optimizers, starts_of
+from fzero.plans.plan import Plan, starts_of
 from fzero.plans.unit_scheduler import Event, Orders
 from fzero.runtime.activation_checkpointing import Choice
 from fzero.runtime.batches import Batches, without_memory
@@ -887,7 +889,7 @@ class TrainStep:
         twin._updater = self._updater.following(rates, optimizers)
         twin._updater.hyper(0)  # which raises for what is no rate
         if optimizers is not None:
-            placed = place_optimizers([b for b in self.plan.flat_buffers if b.trainable], optimizers)
+            placed = optimizer_specs([b for b in self.plan.flat_buffers if b.trainable], optimizers)
             if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
                 raise ConfigError(
                     "optimizer.params: must not change what an optimizer remembers during training (a momentum from or to 0), "

@@ -23,7 +23,7 @@ from training import Block, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
 from fzero.config.config import Config, ConfigError
-from fzero.plans.plan import blocks_of
+from fzero.plans.units import blocks_of
 from fzero.runtime.activation_checkpointing import Moves, choose_modules, host_moves
 
 WIDTH = 16

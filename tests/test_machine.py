@@ -269,7 +269,10 @@ def test_a_transform_that_looks_at_its_neighbours_is_found() -> None:
     class OfDifferences(TrainingMachine):
         transform = staticmethod(sgd_of_differences)
 
-    with patch("fzero.plans.plan.check_elementwise"), pytest.raises(AssertionError, match=f"{NUMBERS}|{PADDING}"):
+    with (
+        patch("fzero.plans.param_groups.check_elementwise"),
+        pytest.raises(AssertionError, match=f"{NUMBERS}|{PADDING}"),
+    ):
         run(OfDifferences)
 
 

@@ -13,7 +13,8 @@ from training import Odd, config, make
 
 import fzero
 from fzero import Event
-from fzero.plans.plan import STAGES, FlatParamPlan
+from fzero.plans.plan import FlatParamPlan
+from fzero.plans.stages import STAGES
 from fzero.plans.unit_scheduler import TURN, early
 from fzero.runtime.eager import _KINDS, _serve, _zero_gaps, may_start_early, own_shard
 from sharding import FlatLayout

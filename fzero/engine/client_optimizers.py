@@ -18,7 +18,7 @@ from fzero.config.config import ConfigError
 from fzero.config.optimizers import OPTIMIZERS, Optimizer, OptimizerBlock, with_overrides
 from fzero.optim.torch_optim import torch_optimizer, torch_transform
 from fzero.optim.transforms import Transform
-from fzero.plans.plan import ParamGroup, UserTransform
+from fzero.plans.param_groups import ParamGroup, UserTransform
 
 _BLOCKS: dict[type[torch.optim.Optimizer], str] = {
     cls: cls.__name__ for cls in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)

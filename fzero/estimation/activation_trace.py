@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fzero.common.flops import flops_of_call
 from fzero.config.config import Config
 from fzero.estimation.ledger import Device
-from fzero.plans.plan import Plan, blocks_of, plan
+from fzero.plans.plan import Plan, plan
+from fzero.plans.units import blocks_of
 from fzero.runtime.activation_checkpointing import Moves, Site, checkpointed, choose_modules
 from fzero.runtime.batches import without_memory
 from fzero.runtime.loss import LossFn, loss_of

@@ -1,8 +1,8 @@
-"""Through which comm hooks does a step gather and reduce, along which axis of its mesh?
+"""The comm hooks of a step: through which hook it gathers and reduces along each axis of its mesh.
 
-A comm hook is given for all axes, or for each by its name: gradients are added up along one axis after the other
-(`fzero.plans.mesh_axes`), so that a coarser code may be used where ranks are near each other. Along an axis of one rank
-nothing is sent, and there is no comm hook.
+A comm hook is given for all axes, or for each by its name. Gradients are added up along one axis after the other
+(`fzero.plans.mesh_axes`), so each axis may have its own compression. Along an axis of one rank nothing is sent, and there is
+no comm hook.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sharding import Mesh
 
 ByAxis = Mapping[str, CommHook]
 GivenHook = CommHook | ByAxis | None
-"""A comm hook for all axes, or some by axis; None is as the configuration says."""
+"""A comm hook for all axes, or comm hooks by axis; None is as the configuration says."""
 
 BLOCK = 256
 """Elements that share a scale where the configuration asks for quantization; DeepSpeed has no key for it."""
@@ -31,12 +31,12 @@ BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class CommHooks:
-    """The comm hooks by axis; along an axis that is not named the numbers go as they are.
+    """The comm hooks by axis; along an axis that is not named, numbers are sent exactly.
 
     Attributes:
-        gather: of parameters that are trained, in the forward and the backward of stage 3.
-        frozen: of parameters that are not.
-        reduce: of gradients.
+        gather: for gathers of trained parameters, in the forward and the backward of stage 3.
+        frozen: for gathers of frozen parameters.
+        reduce: for reductions of gradients.
     """
 
     gather: ByAxis = field(default_factory=dict)
@@ -57,11 +57,11 @@ class CommHooks:
 
 
 def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenHook = None, reduce: GivenHook = None) -> CommHooks:
-    """The comm hooks of a step: those given, or those that the configuration means.
+    """The comm hooks of a step: those given, or those that the configuration asks for.
 
     Raises:
-        ConfigError: a comm hook is given beside the key that means one, or of no use, or names an axis that there is not, or a
-            gather's has a state.
+        ConfigError: a comm hook is given beside the key that asks for one, or has no effect, or names an unknown axis, or
+            the hook of a gather has a state.
 
     >>> zero = ZeroOptimization(stage=3, zero_quantized_weights=True, zero_quantized_gradients=True)
     >>> print(comm_hooks_of(zero, Mesh.of(data=4)))
@@ -96,6 +96,7 @@ def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenHook = None, 
 
 
 def _check_alone(field_: str, hook: GivenHook, key: str, is_on: bool) -> None:
+    """Raises a ConfigError where a comm hook is given beside a key that asks for one."""
     if hook is not None and is_on:
         raise ConfigError(
             f"{field_}: excludes zero_optimization.{key}, which means a comm hook too, got both; leave one of them out"
@@ -103,7 +104,7 @@ def _check_alone(field_: str, hook: GivenHook, key: str, is_on: bool) -> None:
 
 
 def _by_axis(field_: str, hook: GivenHook, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, CommHook]:
-    """The comm hooks along those axes that have several ranks, but for exact ones."""
+    """The comm hooks along the axes of several ranks, without exact ones."""
     if hook is None:
         return {}
     given = dict.fromkeys(axes, hook) if isinstance(hook, CommHook) else hook
@@ -126,10 +127,10 @@ def _by_axis(field_: str, hook: GivenHook, mesh: Mesh, axes: tuple[str, ...]) ->
 
 
 def has_state(hook: CommHook) -> bool:
-    """Whether a comm hook remembers anything."""
+    """Whether a comm hook has a state."""
     return bool(optree.tree_leaves(state_like(hook, 2, torch.float32)))
 
 
 def state_like(hook: CommHook, numel: int, dtype: torch.dtype) -> Any:
-    """The state of a comm hook for so many elements, without memory."""
+    """The state of a comm hook for `numel` elements, on the device `meta`."""
     return hook.init(torch.empty(numel, dtype=dtype, device="meta"))

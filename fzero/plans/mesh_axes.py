@@ -1,8 +1,8 @@
-"""How do the ranks of a job stand along several axes, and over which is what divided?
+"""The axes of a job's mesh, and which quantity is sharded over which of them.
 
-The axis `"data"` is the inner one: the state is sharded over it, as the stage says. What else there is, a `"node"` axis
-say, the state is replicated over (hybrid sharding, MiCS) or, for all but the parameters, sharded over as well (hpZ of
-ZeRO++). Sums are made within `"data"` first, and then along the other axes from the last one of the mesh to the first.
+The axis `"data"` is the inner one: the state is sharded over it, as the stage says. Over any other axis, `"node"` say, the
+state is replicated (hybrid sharding, MiCS), or gradients and optimizer state are sharded as well (hpZ of ZeRO++). Sums are
+made along `"data"` first, and then along the other axes from the last one of the mesh to the first.
 
 Shape letters: W ranks, L of them along "data", N = W / L along "node".
 """
@@ -20,7 +20,7 @@ NODE = "node"
 
 
 def check_mesh(given: object) -> None:
-    """Raises ValueError unless that is a mesh that ranks may stand in, or None."""
+    """Raises a ValueError unless `given` is a mesh of named axes, or None."""
     if given is not None and not isinstance(given, Mesh):
         raise ValueError(
             f"mesh: must be a mesh of named axes, an axis of ranks (fzero.join(), fzero.AbstractAxis) or None, got {given!r}; "
@@ -56,12 +56,21 @@ def shard_axes(mesh: Mesh, zero: ZeroOptimization) -> tuple[str, ...]:
     return DATA, *(name for name in sum_order(mesh)[1:] if mesh.axis_size(name) > 1)
 
 
+def replicate_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of several ranks over which shards over `axes` are replicated, in the order of the sums.
+
+    >>> replicate_axes(Mesh.of(node=2, data=4), ("data",))
+    ('node',)
+    """
+    return tuple(name for name in sum_order(mesh) if name not in axes and mesh.axis_size(name) > 1)
+
+
 def mesh_of(zero: ZeroOptimization, world_size: int, given: Mesh | None = None) -> Mesh:
     """The mesh of a job of `world_size` ranks: the one given, or the one that the configuration means.
 
     Raises:
-        ConfigError: the configuration's does not divide the ranks, or is not the one given.
-        ValueError: `world_size` is no positive integer, or the one given has another number of ranks.
+        ConfigError: the configuration's mesh does not divide the ranks, or is not the one given.
+        ValueError: `world_size` is no positive integer, or the given mesh has another number of ranks.
 
     >>> mesh_of(ZeroOptimization(stage=3, mics_shard_size=4), 8).axes
     (('node', 2), ('data', 4))
@@ -102,14 +111,14 @@ def mesh_of(zero: ZeroOptimization, world_size: int, given: Mesh | None = None) 
 
 
 def _named(zero: ZeroOptimization) -> tuple[str, int | None]:
-    """The key that says along how many ranks the state is sharded, and its value where it has any use."""
+    """The key that sets the size of the axis "data", and its value; None where it has no effect."""
     if zero.zero_hpz_partition_size is not None and zero.stage == 3:
         return "zero_hpz_partition_size", zero.zero_hpz_partition_size
     return "mics_shard_size", zero.mics_shard_size if zero.stage else None
 
 
 def describe(mesh: Mesh) -> str:
-    """How many ranks there are, and how they stand.
+    """The number of ranks and the sizes of the axes, as text.
 
     >>> describe(Mesh.of(node=2, data=4)), describe(Mesh.of(data=4))
     ('8 ranks, node 2 × data 4', '4 ranks')
@@ -119,5 +128,5 @@ def describe(mesh: Mesh) -> str:
 
 
 def num_ranks(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """How many ranks there are along `axes`."""
+    """The number of ranks along `axes` together."""
     return math.prod(map(mesh.axis_size, axes))

@@ -1,7 +1,8 @@
-"""The order of parameters within flat buffers: as declared, dealt out in turn, or as a user says.
+"""The order of parameters within flat buffers: as declared, round robin over the ranks, or as the user says.
 
-All flat buffers follow one rule, which sees the number of parameters and of ranks, or names every parameter. Which parameters
-share a buffer is not its business (`fzero.plan`), nor does the order change what a model computes.
+All flat buffers follow one order: a function of the numbers of parameters and of ranks, or the names of all parameters. It
+does not decide which parameters share a buffer (`fzero.plans.flat_params`), and it does not change
+what a model computes.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from sharding import Order
 T = TypeVar("T")
 
 OrderFunction = Callable[..., Order]
-"""How many parameters, and on how many ranks where it asks for that -> the order of their names in a flat buffer."""
+"""A function of the number of parameters, and of the number of ranks if it takes one, to the order in a flat buffer."""
 
 GivenOrder = OrderFunction | Sequence[str] | None
 """An `OrderFunction`, the names of all parameters, or None: as the configuration says."""
 
 
 def in_two_numbers(order: OrderFunction) -> OrderFunction:
-    """The same as a function of both numbers, whichever of them it asks for."""
+    """The order as a function of (number of parameters, number of ranks), whichever of them it takes."""
     try:
         parameters = list(inspect.signature(order).parameters.values())
-    except (TypeError, ValueError):  # some built-in functions do not tell
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return order
-    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if takes_any or any(p.default is p.empty or p.name == "world_size" for p in by_place[1:2]):
+    if takes_any or any(p.default is p.empty or p.name == "world_size" for p in positional[1:2]):
         return order
     if any(p.name == "world_size" for p in parameters):
         return lambda length, world_size: order(length, world_size=world_size)
@@ -37,11 +38,12 @@ def in_two_numbers(order: OrderFunction) -> OrderFunction:
 
 
 def check_named(order: GivenOrder, names: Sequence[str], aliases: Mapping[str, str]) -> None:
-    """Raises a ValueError unless `order` is a function or has every parameter once, under its first name.
+    """Raises a ValueError unless `order` is a function, or names every parameter once, by its first name.
 
     Args:
-        names: of the model's parameters.
-        aliases: the further names of tied parameters, each with the first one.
+        order: see `GivenOrder`.
+        names: the names of the model's parameters.
+        aliases: the other names of tied parameters, each with the first one.
 
     >>> check_named(("b", "w"), ("w", "b"), {})
     >>> check_named(("b",), ("w", "b"), {})
@@ -74,14 +76,15 @@ def check_named(order: GivenOrder, names: Sequence[str], aliases: Mapping[str, s
 
 
 def ordered(names: Sequence[str], order: OrderFunction | Sequence[str], num_shards: int) -> tuple[str, ...]:
-    """The names of one flat buffer, given as declared, in the order that they have in it.
+    """The names of one flat buffer in the order that they have in it.
 
     Args:
-        order: as `check_named` takes it, but for None.
-        num_shards: how many ranks share the buffer.
+        names: as declared.
+        order: as `check_named` takes it, except None.
+        num_shards: the number of ranks that share the buffer.
 
     Raises:
-        ValueError: the function gives no order of so many names.
+        ValueError: the function returns no order of that many names.
 
     >>> from sharding import round_robin
     >>> ordered(("a", "b", "c", "d"), round_robin, 2), ordered(("a", "c"), ("c", "b", "a"), 2)

@@ -1,30 +1,36 @@
-"""In which memory does each tensor of the model state live, and how does state stream from there and back?
+"""The memory in which each tensor of the model state lives, and the sizes in which state streams from there and back.
 
-A placement is given for the master (`"master"`) of a flat buffer, for each tensor of the optimizer's state (`"optimizer"`) that
-is as long as it, and for what a rank holds no more than a shard of: parameters (`"params"`) in stage 3 and gradients (`"grads"`)
-in stages 2 and 3. What every rank holds whole, and counters, stay on the device. It follows from the configuration
-(`offload_optimizer`, `offload_param`), or is given directly, tensor by tensor. It stands beside the tensor's spec in the plan;
-what a step does about it is in `fzero.runtime.offload` and `fzero.storage.shard_io`.
+These tensors of a flat buffer have a placement: the master (`"master"`), each tensor of the optimizer state (`"optimizer"`) that
+is as long as the buffer, the shards of parameters (`"params"`) in stage 3, and the shards of gradients (`"grads"`) in stages 2
+and 3. Tensors that every rank holds in full, and counters, live on the device. A placement follows from the configuration
+(`offload_optimizer`, `offload_param`), or is given directly, tensor by tensor. The plan holds it in the tensor's spec;
+`fzero.runtime.offload` and `fzero.storage.shard_io` move the tensors accordingly.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
+
+import optree
 
 from fzero.common.arguments import check_callable
 from fzero.config.config import Config, ConfigError
 from fzero.config.offload import AIO, OffloadOptimizer, OffloadParam
+from fzero.plans.flat_params import FlatParamPlan, UnitPlan, long_leaves, short_names
+from sharding import Mesh, Sharded
 from sharding.dtypes import itemsize
 from sharding.specs import DEVICE, Placement
 
 GivenPlacements = Callable[[str, str, str], Placement | None] | Mapping[str, Placement] | None
-"""A function of quantity (`"params"`, `"master"`, `"grads"` or `"optimizer"`), key of the flat buffer and leaf (`"exp_avg"`; `""`
-of all but the optimizer's state), where None is as the configuration says; or placements by pattern of `quantity/key/leaf`
-(`"optimizer/*/exp_avg"`, `"params/*"`), of which the first that matches counts. None is as the configuration says everywhere."""
+"""Placements by function, by pattern, or as the configuration says everywhere (None).
+
+A function of quantity (`"params"`, `"master"`, `"grads"` or `"optimizer"`), key of the flat buffer, and leaf of the optimizer
+state (`"exp_avg"`; `""` for other quantities) returns a placement, or None for the configuration's. Patterns are of
+`quantity/key/leaf` (`"optimizer/*/exp_avg"`, `"params/*"`); the first that matches counts."""
 
 Quantity = Literal["params", "master", "grads", "optimizer"]
 
@@ -32,24 +38,24 @@ SUB_GROUP = 1 << 20
 """Elements of a sub-group where the configuration names none."""
 
 GRAIN, CHECKED_GRAIN = 1 << 11, 1 << 15
-"""Elements of which sub-groups are multiples, without and with checksums: 4096 and 65536 bytes of 16-bit numbers, or more."""
+"""Sub-groups are multiples of this many elements, without and with checksums: 4096 and 65536 bytes of 16-bit numbers."""
 
 MOST_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """How state moves between where it lives and where it is updated. Counts of elements, buffers, sub-groups and threads.
+    """The sizes in which state moves between its memory and the update. Counts of elements, buffers, sub-groups and threads.
 
     Attributes:
         sub_group_numel: elements of a flat tensor that are updated at a time.
-        read_ahead, write_behind: sub-groups that are read before, and written after, the one that is updated.
-        num_buffers: most tensors of sub-groups that are in host memory; None is as many as that needs. What is more than that
-            holds what the next update asks for first, which is read beside the backward.
-        num_staged: most shards of parameters that are in host memory on their way from files; None is as many as that needs.
+        read_ahead, write_behind: sub-groups that are read before the updated one, and written after it.
+        num_buffers: most tensors of sub-groups in host memory; None is as many as `read_ahead` and `write_behind` need. Further
+            ones hold the first sub-groups of the next update, which are read during the backward.
+        num_staged: most shards of parameters in host memory between file and device; None is as many as the prefetch needs.
         num_threads, block_nbytes: blocks of a file that move at once, and their bytes.
-        checksums: whether what is read is compared with what was written.
-        leftover: what to do with files that killed runs left under a path.
+        checksums: whether bytes that are read are compared with those that were written.
+        leftover: whether files that killed runs left under a path are an error, or removed.
     """
 
     sub_group_numel: int = SUB_GROUP
@@ -66,7 +72,7 @@ class Streaming:
     def of(
         cls, offload: OffloadOptimizer | None, of_params: OffloadParam | None, aio: AIO, sub_group_size: int | None
     ) -> Streaming:
-        """What the keys of a configuration come to.
+        """The sizes that the keys of a configuration set.
 
         >>> Streaming.of(None, None, AIO(), 5000).sub_group_numel
         6144
@@ -87,7 +93,7 @@ class Streaming:
         )
 
     def sub_group(self, longest: int, dtypes: Iterable[str]) -> int:
-        """Elements of a sub-group: no more than the longest tensor needs, and a multiple of what files move of these dtypes.
+        """Elements of a sub-group: at most what the longest tensor needs, and a multiple of the grain of these dtypes.
 
         >>> Streaming(6144).sub_group(10**5, ["float32"]), Streaming(6144).sub_group(10**5, ["float32", "int8"])
         (6144, 8192)
@@ -97,7 +103,7 @@ class Streaming:
         return min(-(-self.sub_group_numel // grain) * grain, max(-(-longest // most), 1) * most)
 
     def ahead(self, num_tensors: int) -> dict[str, int]:
-        """`read_ahead` and `write_behind` for sub-groups of at most so many tensors in files, as the buffers allow.
+        """The `read_ahead` and `write_behind` that the buffers allow, for sub-groups of at most `num_tensors` tensors in files.
 
         >>> Streaming(num_buffers=5).ahead(2)
         {'read_ahead': 1, 'write_behind': 0}
@@ -114,7 +120,7 @@ class Streaming:
         return {"read_ahead": read_ahead, "write_behind": min(self.write_behind, most - 1 - read_ahead)}
 
     def num_pooled(self, num_tensors: int, further: int = 0) -> int:
-        """How many buffers there are for sub-groups of at most so many tensors in files, and at most so many `further` ones.
+        """The number of buffers for sub-groups of at most `num_tensors` tensors in files, and at most `further` others.
 
         >>> Streaming().num_pooled(3), Streaming(num_buffers=4).num_pooled(3), Streaming(num_buffers=64).num_pooled(3)
         (9, 4, 64)
@@ -128,38 +134,40 @@ class Chooser:
     """Chooses the placement of one tensor after the other.
 
     Args:
-        cfg: says where what is not given lives.
+        cfg: the placements of tensors for which none is given.
         given: see `GivenPlacements`.
-        shares: elements that a rank updates of each flat buffer that is trained, in order.
-        shards: elements that a rank holds of each flat buffer of parameters that may live elsewhere, in order.
+        updated_numels: elements that a rank updates, by trained flat buffer in order.
+        shard_numels: elements of a rank's shard of parameters, by flat buffer whose parameters may live off the device.
     """
 
     cfg: Config
     given: GivenPlacements
-    shares: Mapping[str, int]
-    shards: Mapping[str, int]
+    updated_numels: Mapping[str, int]
+    shard_numels: Mapping[str, int]
     _matched: set[str] = field(default_factory=set)
-    _moved: frozenset[str] = field(init=False)
-    _kept: frozenset[str] = field(init=False)
+    _offloaded: frozenset[str] = field(init=False)
+    _in_host: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         offload, of_params = self.cfg.zero_optimization.offload_optimizer, self.cfg.zero_optimization.offload_param
-        wanted = offload.ratio * sum(self.shares.values()) if offload else 0
-        before = accumulate(self.shares.values(), initial=0)
-        self._moved = frozenset(key for key, done in zip(self.shares, before, strict=False) if done < wanted)
+        wanted = offload.ratio * sum(self.updated_numels.values()) if offload else 0
+        before = accumulate(self.updated_numels.values(), initial=0)
+        self._offloaded = frozenset(
+            key for key, done in zip(self.updated_numels, before, strict=False) if done < wanted
+        )
         room = of_params.max_in_cpu if of_params else 0
-        after = accumulate(self.shards.values())
-        self._kept = frozenset(key for key, numel in zip(self.shards, after, strict=True) if numel <= room)
+        after = accumulate(self.shard_numels.values())
+        self._in_host = frozenset(key for key, numel in zip(self.shard_numels, after, strict=True) if numel <= room)
 
     def of(self, quantity: Quantity, key: str, leaf: str = "") -> Placement:
-        """Where a tensor lives.
+        """The placement of a tensor.
 
         Raises:
-            ConfigError: what was given is no placement.
+            ConfigError: the given function or mapping has something else for it.
         """
         name, found = f"{quantity}/{key}/{leaf}".rstrip("/"), None
         if isinstance(self.given, Mapping):
-            # "optimizer/*" also of a key with slashes in it, and "master/*/" is not asked for.
+            # fnmatch: "optimizer/*" also matches a key with slashes in it.
             pattern = next((pattern for pattern in self.given if fnmatch.fnmatchcase(name, pattern)), None)
             if pattern is not None:
                 self._matched.add(pattern)
@@ -178,14 +186,14 @@ class Chooser:
     def _configured(self, quantity: Quantity, key: str) -> Placement:
         zero = self.cfg.zero_optimization
         offload = zero.offload_param if quantity == "params" else zero.offload_optimizer
-        if offload is None or (quantity != "params" and key not in self._moved):
+        if offload is None or (quantity != "params" and key not in self._offloaded):
             return DEVICE
-        if offload.device == "cpu" or (quantity == "params" and key in self._kept):
+        if offload.device == "cpu" or (quantity == "params" and key in self._in_host):
             return Placement("host", pinned=offload.pin_memory)
         return Placement("nvme", path=offload.nvme_path)
 
     def check_all_used(self, names: list[str]) -> None:
-        """Raises a ConfigError if a pattern matched nothing of what was asked for."""
+        """Raises a ConfigError if a pattern was the first match of no tensor. `names`: of all tensors asked for."""
         unused: Any = [p for p in self.given if p not in self._matched] if isinstance(self.given, Mapping) else []
         if unused:
             raise ConfigError(
@@ -193,3 +201,58 @@ class Chooser:
                 f"the optimizer's state; in stages 2 and 3 a shard of gradients, in stage 3 of parameters), and matches none; "
                 f"names look like {', '.join(names[:3]) or 'none, for nothing is trained beside parameters'}"
             )
+
+
+def with_placements(
+    units: tuple[UnitPlan, ...], optimizer: dict[str, Any], cfg: Config, given: GivenPlacements, mesh: Mesh
+) -> tuple[tuple[UnitPlan, ...], dict[str, Any]]:
+    """The units and the specs of the optimizer state, with the placements that are given or configured.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or the configured buffers are too few or too small.
+    """
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    trained = [buffer for buffer in buffers if buffer.trainable]
+    shard_numels = {b.key: b.params.local_shape(mesh)[0] for b in buffers if isinstance(b.row.params, Sharded)}
+    updated_numels = {b.key: b.master.local_shape(mesh)[0] for b in buffers if b.trainable or b.has_master}
+    chooser = Chooser(cfg, given, updated_numels, shard_numels)
+    masters = {b.key: chooser.of("master", b.key) for b in buffers if b.has_master}
+    names, placed = [f"master/{key}" for key in masters], dict(optimizer)
+    for buffer in trained:
+        leaves, treespec = optree.tree_flatten(optimizer[buffer.key])
+        chosen = {leaf: chooser.of("optimizer", buffer.key, leaf) for leaf, _ in long_leaves(optimizer, buffer)}
+        names += [f"optimizer/{buffer.key}/{leaf}" for leaf in chosen]
+        of_leaves = zip(leaves, short_names(optimizer[buffer.key]), strict=True)
+        placed[buffer.key] = treespec.unflatten(
+            [replace(x, placement=chosen.get(n, x.placement)) for x, n in of_leaves]
+        )
+    grads = {b.key: chooser.of("grads", b.key) for b in trained if isinstance(b.row.grads, Sharded)}
+    params = {key: chooser.of("params", key) for key in shard_numels}
+    chooser.check_all_used([*names, *(f"grads/{key}" for key in grads), *(f"params/{key}" for key in params)])
+    _check_buffers(units, shard_numels, params, cfg)
+
+    def placed_buffer(buffer: FlatParamPlan) -> FlatParamPlan:
+        master, param, grad = (of_all.get(buffer.key, DEVICE) for of_all in (masters, params, grads))
+        return replace(buffer, placement=master, param_placement=param, grad_placement=grad)
+
+    return tuple(replace(unit, buffers=tuple(map(placed_buffer, unit.buffers))) for unit in units), placed
+
+
+def _check_buffers(
+    units: Sequence[UnitPlan], shard_numels: Mapping[str, int], params: Mapping[str, Placement], cfg: Config
+) -> None:
+    """Raises a ConfigError where shards of parameters in files do not fit the configured host buffers."""
+    block = cfg.zero_optimization.offload_param
+    in_files = [[b.key for b in u.buffers if b.key in params and params[b.key].kind == "nvme"] for u in units]
+    longest = max((shard_numels[key] for keys in in_files for key in keys), default=0)
+    most = max(map(len, in_files), default=0)
+    if block is not None and block.buffer_size is not None and block.buffer_size < longest:
+        raise ConfigError(
+            f"zero_optimization.offload_param.buffer_size: must hold the longest shard of parameters in files, which has "
+            f"{longest} elements, got {block.buffer_size}; raise it, leave it out, or name smaller modules in units="
+        )
+    if block is not None and block.buffer_count is not None and block.buffer_count < most:
+        raise ConfigError(
+            f"zero_optimization.offload_param.buffer_count: must hold the shards of one unit, which are {most} in files, got "
+            f"{block.buffer_count}; raise it, or leave it out"
+        )

@@ -26,7 +26,8 @@ from fzero.common.arguments import check_loss_fn, check_model
 from fzero.config.files import changed
 from fzero.estimation.compare import keys_of, quietly
 from fzero.optim.fragments import ShardContents
-from fzero.plans.plan import optimizers_of, plan
+from fzero.plans.param_groups import optimizers_of
+from fzero.plans.plan import plan
 from fzero.profiling.module_timer import ModuleTimer
 from fzero.profiling.reports import Profile, fastest
 from fzero.runtime.loss import LossFn, loss_of

@@ -26,8 +26,9 @@ import torch
 
 from fzero.optim.fragments import grids_of
 from fzero.optim.matrix import AdafactorState
+from fzero.plans.flat_params import ALIGNMENT
 from fzero.plans.mesh_axes import describe, num_ranks
-from fzero.plans.plan import ALIGNMENT, FlatParamPlan, Plan
+from fzero.plans.plan import FlatParamPlan, Plan
 from sharding import FlatLayout, Move, Sharded, TensorSpec, moves_between, moves_from, moves_to
 from sharding.dtypes import itemsize
 from sharding.transfer import merged

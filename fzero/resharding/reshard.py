@@ -25,8 +25,8 @@ from fzero.comms import collectives
 from fzero.comms.collectives import AbstractAxis, ProcessAxis
 from fzero.comms.records import Label
 from fzero.optim.loss_scale import LossScale
+from fzero.plans.param_groups import UserTransform
 from fzero.plans.placements import SUB_GROUP
-from fzero.plans.plan import UserTransform
 from fzero.resharding.place import place as put
 from fzero.resharding.plan import JobRank, ReshardPlan, ReshardRound, Sources, kept_hook_states, plan_reshard
 from fzero.runtime.eager import own_shard

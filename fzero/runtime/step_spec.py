@@ -26,8 +26,10 @@ from fzero.optim import lr_schedules
 from fzero.optim.lr_schedules import Schedule
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.orders import GivenOrder
+from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, optimizers_of
 from fzero.plans.placements import GivenPlacements
-from fzero.plans.plan import OwnTransform, ParamGroup, Plan, UserTransform, blocks_of, optimizers_of, plan
+from fzero.plans.plan import Plan, plan
+from fzero.plans.units import blocks_of
 from fzero.runtime.activation_checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.runtime.loss import LossFn, LossRules
 from fzero.runtime.own_params import check_tensors

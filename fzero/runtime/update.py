@@ -30,7 +30,8 @@ from fzero.optim.loss_scale import LossScale
 from fzero.optim.lr_schedules import Schedule, constant
 from fzero.optim.mixed_precision import NUM_SALTS, mixed_precision, salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
-from fzero.plans.plan import FlatParamPlan, Plan, UserTransform
+from fzero.plans.param_groups import UserTransform
+from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.eager import own_shard
 from fzero.runtime.offload import Offload, Update
 from fzero.state import Metrics, TrainState

@@ -26,7 +26,7 @@ from fzero.common.arguments import check_callable, check_kind, check_whole
 from fzero.comms.comm_hooks import CommHook
 from fzero.optim.transforms import LONG_RUN, Transform
 from fzero.plans.orders import OrderFunction, in_two_numbers
-from fzero.plans.plan import OwnTransform
+from fzero.plans.param_groups import OwnTransform
 from fzero.testing.collective_laws import COLLECTIVE_LAWS, Declared
 from fzero.testing.laws import try_law
 from fzero.testing.order_laws import ORDER_LAWS

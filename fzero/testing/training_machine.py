@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from fzero.checkpoint.save_load import load, save
 from fzero.optim.transforms import Transform, leaf_names, same_bits
-from fzero.plans.plan import FlatParamPlan, OwnTransform
+from fzero.plans.param_groups import OwnTransform
+from fzero.plans.plan import FlatParamPlan
 from fzero.resharding.place import place
 from fzero.resharding.reshard import reshard
 from fzero.simulation import LockstepRanks, simulate

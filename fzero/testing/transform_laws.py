@@ -30,7 +30,7 @@ from fzero.optim.transforms import (
     skip_if,
     started,
 )
-from fzero.plans.plan import ALIGNMENT
+from fzero.plans.flat_params import ALIGNMENT
 from fzero.testing.laws import Law
 from sharding import FlatLayout, TensorSpec
 from sharding.testing import layouts, overflow_patterns, shapes, tensor_specs, world_sizes

@@ -1,0 +1,238 @@
+"""Flat buffers: the parameters of a unit that share one layout, one set of dtypes and one row of the stage table.
+
+Parameters of a unit share a flat buffer where everything in `Kind` agrees. Frozen parameters and small parameters (which
+every rank holds in full in stage 3, too) have flat buffers of their own. The layout is the same in all stages, so that all
+stages add the same numbers in the same order.
+
+Shape letters: P padded elements of a buffer = F·S, S elements of a shard, F shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+from torch import nn
+
+from fzero.config.config import Config
+from fzero.config.optimizers import Optimizer
+from fzero.optim.fragments import ShardContents
+from fzero.optim.mixed_precision import Dtypes, mixed_precision
+from fzero.optim.transforms import Transform, leaf_names
+from fzero.plans.mesh_axes import num_ranks, shard_axes
+from fzero.plans.orders import OrderFunction, ordered
+from fzero.plans.param_groups import ParamGroup, UserTransform, group_of
+from fzero.plans.stages import StageSpecs, stage_specs
+from sharding import FlatLayout, Mesh, Sharded, Spec, TensorSpec
+from sharding.specs import DEVICE, Placement
+from sharding.views import dtype_name
+
+ALIGNMENT = 32
+"""Shards are a multiple of this many elements, so that a vectorised kernel meets the same lanes in every stage.
+
+Where several ranks hold the same shard, each rank's part of it is a multiple, so that P is the same on all meshes of W ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatParamPlan:
+    """One flat buffer of a unit: parameters of one dtype and group, all trainable or all frozen, all small or all not."""
+
+    key: str
+    layout: FlatLayout
+    dtypes: Dtypes
+    trainable: bool
+    row: StageSpecs
+    group: int = 0
+    rule: str = ""
+    """The update rule of its optimizer that applies (Muon: matrices or the rest); see `OptimizerBlock.kind_of`."""
+    elementwise: bool = True
+    """Whether the optimizer treats each element by itself."""
+    start: int = 0
+    """The update in which the optimizer state began; parameters that began in different updates have different buffers."""
+    placement: Placement = DEVICE
+    """Where the master lives, if there is one."""
+    param_placement: Placement = DEVICE
+    grad_placement: Placement = DEVICE
+
+    @property
+    def padded_numel(self) -> int:
+        return self.layout.partition.padded_numel
+
+    @property
+    def shard_numel(self) -> int:
+        return self.layout.partition.shard_numel
+
+    @property
+    def has_master(self) -> bool:
+        """Whether a copy of higher precision exists, from which the parameters are made: the master of trained parameters, or
+        the original values of frozen ones."""
+        return self.dtypes.master != self.dtypes.param
+
+    def is_long(self, spec: TensorSpec) -> bool:
+        """Whether a tensor of the optimizer state has one element for each of the buffer's, divided in the same way.
+
+        (Row sums, which every rank holds in full, may happen to have the same length.)
+        """
+        return spec.shape == (self.padded_numel,) and spec.spec == self.row.optimizer
+
+    @property
+    def joins_shards(self) -> bool:
+        """Whether a rank holds a shard of the parameters and updates only a part of that shard (hpZ)."""
+        return isinstance(self.row.params, Sharded) and self.row.params != self.row.optimizer
+
+    @property
+    def updates_whole(self) -> bool:
+        """Whether state off the device is updated in one piece instead of by sub-groups: elements depend on each other, or the
+        updated part is gathered from other ranks before it is written back."""
+        return not self.elementwise or (self.joins_shards and self.param_placement.kind != "device")
+
+    @property
+    def params(self) -> TensorSpec:
+        """The parameters that the model computes with."""
+        return self._spec(self.row.params, self.dtypes.param, self.param_placement)
+
+    @property
+    def master(self) -> TensorSpec:
+        """The tensor that the optimizer updates; in stages 1 and 2 without a separate copy, a shard of `params`."""
+        return self._spec(self.row.optimizer, self.dtypes.master, self.placement)
+
+    @property
+    def grads(self) -> TensorSpec:
+        """The tensor in which gradients are accumulated."""
+        return self._spec(self.row.grads, self.dtypes.grad, self.grad_placement)
+
+    def _spec(self, spec: Spec, dtype: str, placement: Placement) -> TensorSpec:
+        """The padded flat buffer (P), divided as `spec` says."""
+        return TensorSpec((self.padded_numel,), dtype, spec, placement, ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """Parameters that are gathered, released and reduced together."""
+
+    name: str
+    buffers: tuple[FlatParamPlan, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the unit's parameters, without padding."""
+        return sum(buffer.layout.numel for buffer in self.buffers)
+
+    @property
+    def gathered_numel(self) -> int:
+        """Padded elements that a gather of this unit allocates; 0 where every rank holds the unit in full."""
+        return sum(b.padded_numel for b in self.buffers if isinstance(b.row.params, Sharded))
+
+    @property
+    def trainable(self) -> bool:
+        return any(buffer.trainable for buffer in self.buffers)
+
+
+class Kind(NamedTuple):
+    """The properties that all parameters of one flat buffer share."""
+
+    dtypes: Dtypes
+    trainable: bool
+    small: bool
+    group: int
+    rule: str
+    start: int
+
+    def __str__(self) -> str:
+        param, master = self.dtypes.param, self.dtypes.master
+        parts = [
+            param if master == param else f"{param}-{master}",
+            "small" * self.small,
+            "frozen" * (not self.trainable),
+            f"group{self.group}" * bool(self.group),
+            self.rule,
+            f"start{self.start}" * bool(self.start),
+        ]
+        return "/".join(filter(None, parts))
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlanner:
+    """Divides the parameters of a unit into flat buffers. `trained`, `starts` and `order`: see `fzero.plans.plan.plan`."""
+
+    cfg: Config
+    mesh: Mesh
+    param_groups: Sequence[ParamGroup]
+    optimizers: Sequence[Optimizer | UserTransform]
+    trained: Collection[str]
+    starts: Mapping[str, int]
+    order: OrderFunction | Sequence[str]
+
+    def plan(self, unit: str, params: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]) -> UnitPlan:
+        """The flat buffers of one unit.
+
+        Args:
+            unit: its name.
+            params: its parameters by name, as declared.
+            modules: the modules of the model by name.
+        """
+        kinds: dict[Kind, dict[str, nn.Parameter]] = {}
+        for name, param in params.items():
+            kinds.setdefault(self._kind_of(name, param, modules[name.rpartition(".")[0]]), {})[name] = param
+        return UnitPlan(unit, tuple(self._flat_param(unit, kind, members) for kind, members in kinds.items()))
+
+    def _kind_of(self, name: str, param: nn.Parameter, owner: nn.Module) -> Kind:
+        is_trained = name in self.trained
+        dtypes = self.cfg.precision.dtypes_of(dtype_name(param.dtype), owner, trainable=is_trained)
+        small = param.numel() < self.cfg.zero_optimization.stage3_param_persistence_threshold
+        if not is_trained:
+            return Kind(dtypes, False, small, group=0, rule="", start=0)
+        group = group_of(name, param, self.param_groups)
+        rule = self.optimizers[group].kind_of(name, tuple(param.shape))
+        return Kind(dtypes, True, small, group, rule, self.starts.get(name, 0))
+
+    def _flat_param(self, unit: str, kind: Kind, params: Mapping[str, nn.Parameter]) -> FlatParamPlan:
+        zero = self.cfg.zero_optimization
+        axes = shard_axes(self.mesh, zero)
+        num_shards = num_ranks(self.mesh, axes)
+        names = ordered(tuple(params), self.order, num_shards)
+        shapes = tuple(tuple(params[name].shape) for name in names)
+        layout = FlatLayout(names, shapes, num_shards, multiple_of=ALIGNMENT * self.mesh.size // num_shards)
+        row = stage_specs(2 if kind.small and zero.stage == 3 else zero.stage, axes)
+        elementwise = self.optimizers[kind.group].is_elementwise(kind.rule)
+        return FlatParamPlan(
+            f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.rule, elementwise, kind.start
+        )
+
+
+def optimizer_specs(
+    buffers: Sequence[FlatParamPlan], optimizers: Sequence[Optimizer | UserTransform]
+) -> dict[str, Any]:
+    """The specs of the optimizer state, by flat buffer."""
+    elementwise: dict[tuple[int, str, str], Transform] = {}  # the same for all buffers of a group, rule and dtype
+
+    def transform_of(buffer: FlatParamPlan) -> Transform:
+        made = optimizers[buffer.group].transform(contents=ShardContents(buffer.layout, ranks=(0,)), kind=buffer.rule)
+        return mixed_precision(made, state_dtype=buffer.dtypes.optimizer)
+
+    specs = {}
+    for buffer in buffers:
+        how = (buffer.group, buffer.rule, buffer.dtypes.optimizer)
+        if not buffer.elementwise:
+            transform = transform_of(buffer)
+        elif (transform := elementwise.get(how)) is None:  # type: ignore[assignment]
+            transform = elementwise[how] = transform_of(buffer)
+        specs[buffer.key] = transform.specs(buffer.master)
+    return specs
+
+
+def long_leaves(optimizer: Mapping[str, Any], buffer: FlatParamPlan) -> list[tuple[str, TensorSpec]]:
+    """The tensors of a buffer's optimizer state that are as long as the buffer (`FlatParamPlan.is_long`), by name."""
+    state = optimizer[buffer.key]
+    return [
+        (name, spec)
+        for name, spec in zip(short_names(state), optree.tree_leaves(state), strict=True)
+        if buffer.is_long(spec)
+    ]
+
+
+def short_names(state: Any) -> list[str]:
+    """The names of an optimizer state's leaves: `exp_avg` for `state.exp_avg`, `[1].exp_avg` for the second of a chain."""
+    return [name.removeprefix("state").removeprefix(".") for name in leaf_names(state)]

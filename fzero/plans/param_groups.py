@@ -1,0 +1,164 @@
+"""Parameter groups, and the optimizer of each: the configuration's, or a user's transform.
+
+Group 0 has the configuration's optimizer (or `transform=`). Group i holds the parameters that the i-th entry of
+`param_groups` is the first to match.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fzero.common.arguments import refuse, shown
+from fzero.config.config import Config, ConfigError
+from fzero.config.optimizers import Optimizer, with_overrides
+from fzero.optim.transforms import Transform, check_elementwise
+
+ParamGroup = Mapping[str, Any]
+"""Hyper-parameters that differ from the configuration's, or a `"transform"` (see `OwnTransform`) with or without an `"lr"`.
+The key `"params"` selects the parameters: a regular expression that is searched for in a name, or a function of name and
+parameter."""
+
+OwnTransform = Transform | Callable[[Any], Transform]
+"""A user's transform, or a function of the learning rate that makes one; elementwise, for it works on shards.
+
+The learning rate is a number, and a 0-d tensor where the whole step is compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserTransform:
+    """A user's transform in place of an optimizer of the configuration.
+
+    Attributes:
+        field: the argument that it was given in, for error messages.
+        make: the transform, or the function of the learning rate that makes it.
+        lr: the learning rate where no schedule sets another.
+    """
+
+    field: str
+    make: OwnTransform
+    lr: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.make, Transform) and not callable(self.make):
+            raise ConfigError(
+                f"{self.field}: must be a Transform or a function of the learning rate that makes one, got {self.make!r}; "
+                f"see fzero.optim.transforms"
+            )
+
+    def check(self) -> None:
+        """Raises a ConfigError unless it makes an elementwise transform."""
+        try:
+            made = self.transform()
+        except TypeError as error:  # a class of torch.optim, say, which takes parameters first
+            raise ConfigError(
+                f"{self.field}: must make a Transform of a learning rate, got {shown(self.make)}, which raises {error}; pass "
+                f"lambda lr: fzero.torch_optimizer(cls, lr=lr) for a class of torch.optim, or see fzero.optim.transforms"
+            ) from error
+        if not isinstance(made, Transform):
+            raise ConfigError(
+                f"{self.field}: must make a Transform of a learning rate, got {made!r}; return one, see fzero.optim.transforms"
+            )
+        try:
+            check_elementwise(made, name=self.field)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def __repr__(self) -> str:
+        return f"UserTransform({self.field!r}, lr={self.lr})"  # the same on all ranks
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it was given as a transform, which no learning rate reaches."""
+        return isinstance(self.make, Transform)
+
+    def is_elementwise(self, kind: str) -> bool:
+        return True
+
+    def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
+        return ""
+
+    def transform(self, *, lr: float | Tensor | None = None, **_: Any) -> Transform:
+        """The transform at a learning rate. The other arguments of `OptimizerBlock.transform` have no effect."""
+        return self.make if isinstance(self.make, Transform) else self.make(self.lr if lr is None else lr)
+
+
+def optimizers_of(
+    cfg: Config, param_groups: Sequence[ParamGroup] = (), transform: OwnTransform | None = None
+) -> list[Optimizer | UserTransform]:
+    """The optimizer of each group; group 0 is the configuration's or `transform`, for parameters that no group takes.
+
+    Raises:
+        ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have.
+    """
+    lr = cfg.optimizer.lr
+    optimizers: list[Optimizer | UserTransform] = [
+        cfg.optimizer if transform is None else UserTransform("transform", transform, lr)
+    ]
+    for index, group in enumerate(param_groups):
+        if not isinstance(group.get("params"), str) and not callable(group.get("params")):
+            raise ConfigError(
+                f"param_groups[{index}].params: must be a regular expression or a function of name and parameter, got "
+                f"{group.get('params')!r}; say whom the group is for"
+            )
+        overrides = {key: value for key, value in group.items() if key != "params"}
+        field = f"param_groups[{index}]"
+        own = overrides.pop("transform", transform)
+        if own is None:
+            optimizers.append(with_overrides(cfg.optimizer, overrides, field))
+            continue
+        optimizers.append(UserTransform(f"{field}.transform", own, overrides.pop("lr", lr)))
+        if overrides:
+            raise ConfigError(
+                f"{field}.{min(overrides)}: a group of a transform has 'params', 'transform' and 'lr' only, got "
+                f"{overrides[min(overrides)]!r}; make the transform with it"
+            )
+    return optimizers
+
+
+def check_groups(param_groups: object) -> None:
+    """Raises a ValueError unless `param_groups` is a sequence of mappings."""
+    fix = 'pass [{"params": r"norm|bias", "weight_decay": 0.0}], say'
+    if isinstance(param_groups, str | Mapping) or not isinstance(param_groups, Sequence):
+        refuse("param_groups", "a list of mappings", param_groups, fix)
+    for index, group in enumerate(param_groups):
+        if not isinstance(group, Mapping):
+            refuse(f"param_groups[{index}]", "a mapping", group, fix)
+
+
+def check_params(
+    owners: Mapping[str, nn.Parameter], trained: Collection[str], param_groups: Sequence[ParamGroup]
+) -> None:
+    """Raises for a trained parameter that is complex, and for a group whose `"params"` select none."""
+    for name, param in owners.items():
+        if name in trained and param.is_complex():
+            raise ValueError(
+                f"parameter {name!r}: must be real to be trained, got {param.dtype}; register its real and imaginary parts "
+                f"and join them in the forward with torch.complex"
+            )
+    for index, group in enumerate(param_groups):
+        try:
+            taken = any(group_of(name, param, [group]) for name, param in owners.items())
+        except re.error as error:
+            raise ConfigError(
+                f"param_groups[{index}].params: must be a regular expression, got {group['params']!r}: {error}; mend it"
+            ) from None
+        if not taken:
+            names = ", ".join(list(owners)[:4])
+            raise ConfigError(
+                f"param_groups[{index}].params: must take a parameter of the model and takes none, got {group['params']!r}; "
+                f"names look like {names}"
+            )
+
+
+def group_of(name: str, param: nn.Parameter, param_groups: Sequence[ParamGroup]) -> int:
+    """The number of the first group that selects the parameter, counted from 1; 0 where none does."""
+    for index, group in enumerate(param_groups, 1):
+        match = group["params"]
+        if re.search(match, name) if isinstance(match, str) else match(name, param):
+            return index
+    return 0

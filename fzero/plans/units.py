@@ -1,0 +1,167 @@
+"""The units of a model: parameters that are gathered, reduced and released together.
+
+1. A block is a unit. Blocks are the modules that the user names, or the repeated modules (members of a `ModuleList`).
+2. Modules between blocks are joined into units no larger than the largest block.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from sharding import plan_buckets
+
+
+def check_has_shapes(model: nn.Module) -> None:
+    """Raises a ValueError for a lazy parameter or buffer, which has no shape before its first forward."""
+    by_kind: dict[str, Iterable[tuple[str, Tensor]]]
+    by_kind = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+    for kind, named in by_kind.items():
+        for name, tensor in named:
+            if is_lazy(tensor):
+                raise ValueError(
+                    f"{kind} {name!r}: must have a shape, and that of a lazy module has none before its first forward; run the "
+                    f"model once on a batch before the step is made"
+                )
+
+
+def owners_of(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """The parameters by their first names, and the aliases: every other name of a tied parameter or buffer, with its first."""
+    first: dict[int, str] = {}
+    owners, aliases = {}, {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(param), name)
+        if owner == name:
+            owners[name] = param
+        else:
+            aliases[name] = owner
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        owner = first.setdefault(id(buffer), name)
+        if owner != name:
+            aliases[name] = owner
+    return owners, aliases
+
+
+def find_units(
+    model: nn.Module, owners: dict[str, nn.Parameter], patterns: Sequence[str] | None, cap: int
+) -> list[tuple[str, list[str]]]:
+    """The units in the order of declaration: (name of the unit, names of its parameters); each parameter is in one.
+
+    A block is a unit. Modules between blocks are joined while they stay below the largest block (or, without blocks,
+    the largest module) and below `cap` elements.
+    """
+    blocks = blocks_of(model, patterns)
+    runs = _runs(blocks, owners)
+    sizes = [sum(owners[name].numel() for name in names) for block, names in runs if block is not None]
+    if not sizes:
+        sizes = [sum(owners[name].numel() for name in names) for names in _by_module(list(owners)).values()]
+    cap = min(cap, max(sizes))
+    units: list[tuple[str, list[str]]] = []
+    for block, names in runs:
+        if block is not None:
+            units.append((block, names))
+            continue
+        modules = list(_by_module(names).items())
+        for bucket in plan_buckets([sum(owners[name].numel() for name in members) for _, members in modules], cap):
+            first, last = modules[bucket[0]][0], modules[bucket[-1]][0]
+            title = first if first == last else f"{first}..{last}"
+            units.append((title, [name for index in bucket for name in modules[index][1]]))
+    return units
+
+
+def blocks_of(model: nn.Module, patterns: Sequence[str] | None = None) -> list[str]:
+    """The names of the modules that are units by themselves: those that match `patterns`, or the repeated blocks."""
+    return _named_blocks(model, patterns) if patterns is not None else _repeated_blocks(model)
+
+
+def _by_module(names: Sequence[str]) -> dict[str, list[str]]:
+    """The names by the module that owns them."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(name.rpartition(".")[0] or "(root)", []).append(name)
+    return modules
+
+
+def _repeated_blocks(model: nn.Module, prefix: str = "") -> list[str]:
+    """The outermost repeated modules: members of a ModuleList, and of a Sequential that repeats one.
+
+    A container that is never called (a list in a list) is no block. A Sequential inside a Sequential is a block only where
+    a sibling is made of the same classes: in (embedding, stack, head) the members of the stack are the blocks.
+    """
+    children = [(f"{prefix}{name}", child) for name, child in model.named_children() if _has_params(child)]
+    counts = Counter(_kind_of(child) for _, child in children)
+    is_list = isinstance(model, nn.ModuleList)
+    repeats = isinstance(model, nn.Sequential) and any(
+        count > 1 for kind, count in counts.items() if kind not in _CONTAINERS
+    )
+    blocks = []
+    for name, child in children:
+        if isinstance(child, _CONTAINERS):
+            is_block = False
+        elif isinstance(child, nn.Sequential):
+            is_block = len(children) > 1 if is_list else repeats and counts[_kind_of(child)] > 1
+        else:
+            is_block = is_list or repeats
+        blocks += [name] if is_block else _repeated_blocks(child, f"{name}.")
+    return blocks
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Containers without a forward."""
+
+
+def _kind_of(module: nn.Module) -> Any:
+    """The key by which two modules are alike: the class, and for a Sequential also the classes of its members."""
+    return (type(module), *map(_kind_of, module)) if isinstance(module, nn.Sequential) else type(module)
+
+
+def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The outermost modules with parameters that match one of the patterns."""
+    names = [name for name, module in model.named_modules() if name and _has_params(module)]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(
+                f"units: {pattern!r} must match a module with parameters and matches none of {type(model).__name__}'s; "
+                f"names look like {', '.join(names[:4])}"
+            )
+    blocks: dict[str, None] = {}
+    for name in names:  # named_modules yields a parent before its children
+        inside = any(parent in blocks for parent in _parents(name))
+        if not inside and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            blocks[name] = None
+    return list(blocks)
+
+
+def _parents(name: str) -> Iterator[str]:
+    """The names of the modules that contain `name`, from the outermost in.
+
+    >>> list(_parents("blocks.0.up.weight"))
+    ['blocks', 'blocks.0', 'blocks.0.up']
+    """
+    parts = name.split(".")
+    return (".".join(parts[:length]) for length in range(1, len(parts)))
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _runs(blocks: Sequence[str], names: Iterable[str]) -> list[tuple[str | None, list[str]]]:
+    """The names in their order, cut wherever the block changes: (block, or None outside of blocks; names)."""
+    known = set(blocks)
+    block_of: dict[str, str | None] = {}  # by module: most modules have several parameters
+    runs: list[tuple[str | None, list[str]]] = []
+    for name in names:
+        module = name.rpartition(".")[0]
+        if module not in block_of:
+            block_of[module] = next((parent for parent in _parents(name) if parent in known), None)
+        block = block_of[module]
+        if not runs or runs[-1][0] != block:
+            runs.append((block, []))
+        runs[-1][1].append(name)
+    return runs
