@@ -1,6 +1,9 @@
-"""What a train step takes and gives: tensors in NamedTuples, and nothing else.
+"""The values that a train step takes and returns: `TrainState` and `Metrics`.
 
-`TrainState` is a pytree: `optree.tree_map(f, state)` visits every tensor that this rank holds.
+Both are NamedTuples of tensors and nothing else. `TrainState` is a pytree: `optree.tree_map(f, state)` visits every tensor
+that this rank holds.
+
+Shape letters: P padded elements of a flat buffer, S elements of a shard.
 """
 
 from __future__ import annotations
@@ -22,32 +25,33 @@ class TrainState(NamedTuple, Generic[Leaf]):
     """
 
     step: Leaf
-    """Number of updates made (an overflow makes none); 0-d int64, on the CPU unless a step may be skipped."""
+    """Number of updates so far, without skipped ones (overflow); 0-d int64, on the CPU unless a step may be skipped."""
     params: dict[str, Leaf]
-    """Flat buffers that the model computes with: whole (P elements) in stages 0–2, this rank's shard (S elements) in
-    stage 3."""
+    """Flat parameters that the model computes with: full (P) in stages 0–2, this rank's shard (S) in stage 3."""
     master: dict[str, Leaf]
-    """What the optimizer updates, where that is not `params` itself: whole in stage 0, this rank's shard in stages 1–3."""
+    """Flat tensors that the optimizer updates, where these are not `params` themselves: full (P) in stage 0, this rank's shard
+    (S) in stages 1–3."""
     grads: dict[str, Leaf]
-    """Where a step collects the flat gradients, anew each time: whole in stages 0–1 (in stage 1 only this rank's shard is
-    reduced), this rank's shard in stages 2–3. Afterwards they hold what the update left of them."""
+    """Memory in which every step accumulates its flat gradients from zero: full (P) in stages 0–1 (stage 1 reduces only this
+    rank's shard), this rank's shard (S) in stages 2–3. Between steps it holds leftovers of the update."""
     optimizer: dict[str, Any]
-    """Per trainable flat buffer the transform's state: whole in stage 0, this rank's shard in stages 1–3."""
+    """The state of the transform, by trainable flat buffer: full in stage 0, this rank's shard in stages 1–3."""
     buffers: dict[str, Leaf]
-    """The module's own buffers (BatchNorm's running statistics, rotary tables), by name, the same on every rank."""
+    """The module's own buffers (BatchNorm's running statistics, rotary tables) by name; the same on every rank."""
     loss_scale: LossScale[Leaf]
-    """What the loss is multiplied by, and what decides when that changes; 1 where nothing scales the loss."""
+    """The factor that the loss is multiplied by, and the counters that decide when it changes; 1 where no loss is scaled."""
     rng: dict[str, Leaf]
-    """The state of the random generators by device type; every rank has its own."""
+    """The states of the random generators by device type; every rank has its own."""
     hook_states: dict[str, dict[str, Any]]
-    """What the comm hooks of reductions remember (`fzero.comms.comm_hooks`: what was lost so far), by flat buffer and mesh axis,
-    for what is added up along it; every rank has its own. Empty where no comm hook remembers anything."""
+    """The states of the reductions' comm hooks (the error so far: `fzero.comms.comm_hooks`), by flat buffer and mesh axis; every
+    rank has its own. Empty where no comm hook has a state."""
 
 
 def taken(state: TrainState[Tensor]) -> TrainState[Tensor]:
-    """The same tensors as a step's own, which writes into them; the state given is donated from now on.
+    """The same tensors for a step that writes into them; from now on `state` is donated.
 
-    What marks it is its counter, which is emptied: whatever shares the counter shares memory that the step writes.
+    A donated state is marked by an empty counter. Every copy that shares the counter is marked as well, which is right: it
+    shares the memory that the step overwrites.
     """
     own = state._replace(step=state.step.clone())
     state.step.resize_(0)
@@ -55,20 +59,20 @@ def taken(state: TrainState[Tensor]) -> TrainState[Tensor]:
 
 
 def is_donated(state: TrainState[Tensor]) -> bool:
-    """Whether a step took this state, so that its tensors are the next one's."""
+    """Whether a step has taken this state. Its tensors then belong to the next state."""
     return not state.step.numel()
 
 
 class Metrics(NamedTuple):
-    """What a step reports: 0-d tensors, the same on every rank. Reading one with `.item()` waits for the device."""
+    """The report of one step: 0-d tensors, the same on every rank. Reading one with `.item()` waits for the device."""
 
     loss: Tensor
-    """Mean over ranks, not scaled."""
+    """Mean over ranks, without the loss scale."""
     grad_norm: Tensor
     """Global norm of the mean gradient (`gradient_norm_type`), before clipping, without the loss scale."""
     lr: Tensor
-    """The learning rate that this step used."""
+    """The learning rate of this step."""
     overflow: Tensor
     """Whether a gradient on any rank was not finite, so that the update was skipped (0-d bool)."""
     loss_scale: Tensor
-    """What this step's loss was multiplied by."""
+    """The factor that this step's loss was multiplied by."""

@@ -1,16 +1,19 @@
 """The four verbs that move model state: `shard`, `gather`, `reduce_scatter_grads`, `optimizer_update`.
 
-Each is a pure function of a pytree of tensors and a pytree of the same structure with a `sharding.TensorSpec` for every
-tensor. Leaves may have any shape; a shard is a flat piece of the flattened, padded leaf. A train step is their
-composition:
+The first three are pure functions of a pytree of tensors and a pytree of the same structure with a `sharding.TensorSpec` for
+every tensor. A leaf may have any shape: it is flattened and padded to P elements, and its shards are the W equal parts of
+that. A train step is the composition of the verbs:
 
     params_P = gather(params_S, specs, axis)
     grads_P, loss = grad_and_value(loss_fn)(params_P, batch)
     grads_S = reduce_scatter_grads(grads_P, specs, axis)
     params_S, state_S = optimizer_update(transform, params_S, grads_S, state_S)
 
-On a `Real` or `Lockstep` axis a leaf is this rank's; on a `Sim` axis every leaf has a leading dimension of ranks. The laws:
-gather ∘ shard = id, reduce_scatter_grads = shard ∘ mean, and gather and W·reduce_scatter_grads are adjoint.
+The verbs obey three laws: gather ∘ shard = id, reduce_scatter_grads = shard ∘ mean, and gather and W·reduce_scatter_grads are
+adjoint.
+
+An axis is the group of ranks that share the tensors. On a `ProcessAxis` or `LockstepAxis` a leaf is this rank's; on a `Sim`
+axis all ranks live in one process, and every leaf has a leading dimension W.
 
 Shape letters: P padded elements = W·S, S elements of a shard, W ranks.
 """
@@ -43,18 +46,18 @@ def specs_of(tree: Any, spec: Spec | None = None, *, multiple_of: int = 1) -> An
 
 
 def shard(tree: Any, specs: Any, axis: Axis) -> Any:
-    """This rank's shards of a full tree. Leaves that are not `Sharded` stay as they are. Sends nothing.
+    """This rank's shards of a full tree. Leaves that are not `Sharded` are returned unchanged. Sends nothing.
 
     Args:
-        tree: full tensors, each of its spec's shape (on a `Sim` axis with a leading dimension of ranks).
-        specs: a `TensorSpec` for each.
+        tree: full tensors, each with the shape of its spec (`Sim`: [W, *shape]).
+        specs: a `TensorSpec` for each tensor.
         axis: the ranks that share the tensors.
 
     Returns:
-        For a `Sharded` leaf a new tensor of S elements (`Sim`: [W, S]).
+        A tree of the same structure. A `Sharded` leaf is a new tensor of S elements (`Sim`: [W, S]).
 
     Raises:
-        ValueError: a leaf has another shape than its spec, or a spec names another axis.
+        ValueError: the shape of a leaf differs from its spec's, or a spec names another axis.
     """
 
     def one(x: Tensor, partition: Partition) -> Tensor:
@@ -69,10 +72,18 @@ def shard(tree: Any, specs: Any, axis: Axis) -> Any:
 def gather(tree: Any, specs: Any, axis: Axis) -> Any:
     """The full tree from the shards of all ranks: the inverse of `shard`.
 
-    *Collective:* every rank of `axis`; sends `(W-1)/W · P` elements for each `Sharded` leaf.
+    *Collective:* every rank of `axis` calls it; sends `(W-1)/W · P` elements for each `Sharded` leaf.
+
+    Args:
+        tree: for each `Sharded` spec this rank's shard, S elements (`Sim`: [W, S]); other leaves are full.
+        specs: a `TensorSpec` for each tensor.
+        axis: the ranks that share the tensors.
+
+    Returns:
+        A tree of the same structure, each tensor with the shape of its spec (`Sim`: [W, *shape]).
 
     Raises:
-        ValueError: a leaf is not this partition's shard, or a spec names another axis.
+        ValueError: a leaf has not the length of its spec's shard, or a spec names another axis.
     """
 
     def one(x: Tensor, partition: Partition) -> Tensor:
@@ -82,24 +93,32 @@ def gather(tree: Any, specs: Any, axis: Axis) -> Any:
 
 
 def reduce_scatter_grads(tree: Any, specs: Any, axis: Axis) -> Any:
-    """The mean of every rank's full gradients: this rank's shard of it, or all of it where the spec is `Replicated`.
+    """The mean over all ranks of their full gradients: this rank's shard of it, or the full mean for a `Replicated` spec.
 
-    `Partial` leaves stay unreduced. Sums are made in rank order.
+    `Partial` leaves are returned unreduced. Sums are made in rank order.
 
-    *Collective:* every rank of `axis`; sends `(W-1)/W · P` elements for a `Sharded` leaf and twice that for a
+    *Collective:* every rank of `axis` calls it; sends `(W-1)/W · P` elements for a `Sharded` leaf, and twice that for a
     `Replicated` one (an all-reduce is a reduce-scatter and an all-gather).
 
+    Args:
+        tree: this rank's full gradients, each with the shape of its spec (`Sim`: [W, *shape]).
+        specs: a `TensorSpec` for each tensor: how the result is divided.
+        axis: the ranks that share the tensors.
+
+    Returns:
+        A tree of the same structure. A `Sharded` leaf has S elements (`Sim`: [W, S]).
+
     Raises:
-        ValueError: a leaf has another shape than its spec, or a spec names another axis.
+        ValueError: the shape of a leaf differs from its spec's, or a spec names another axis.
     """
 
-    def rows(x: Tensor, partition: Partition) -> Tensor:
+    def flat(x: Tensor, partition: Partition) -> Tensor:
         if not isinstance(axis, Sim):
             return pad(x.reshape(-1), partition)
         return torch.stack([pad(row.reshape(-1), partition) for row in x])
 
     def sharded(x: Tensor, partition: Partition) -> Tensor:
-        return collectives.reduce_scatter(rows(x, partition), axis)
+        return collectives.reduce_scatter(flat(x, partition), axis)
 
     def replicated(x: Tensor, partition: Partition) -> Tensor:
         return collectives.all_gather(sharded(x, partition), axis)[..., : partition.numel].reshape(x.shape)
@@ -108,14 +127,18 @@ def reduce_scatter_grads(tree: Any, specs: Any, axis: Axis) -> Any:
 
 
 def optimizer_update(transform: Transform, params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-    """New shards and new optimizer state from shards, gradient shards and optimizer state. Sends nothing.
+    """One update of every tensor: parameters and gradients → new parameters and new optimizer state. Sends nothing.
 
-    Pure: works on copies. (The step hands its tensors over instead, and the transform writes into them.)
+    It works on copies, so its arguments keep their values. (A train step passes its own tensors, which the transform
+    overwrites.)
 
     Args:
         transform: see `fzero.optim.transforms`.
-        params, grads: pytrees of tensors with the same structure.
+        params, grads: pytrees of tensors with the same structure, such as shards.
         state: the same structure, with the transform's state in place of each tensor.
+
+    Returns:
+        The new parameters and the new state, structured as the old ones.
     """
     leaves, treespec = optree.tree_flatten(params)
     grad_leaves = treespec.flatten_up_to(grads)
@@ -139,24 +162,34 @@ def _map(
     sharded: Callable[[Tensor, Partition], Tensor],
     replicated: Callable[[Tensor, Partition], Tensor],
 ) -> Any:
-    """Applies the function that fits each leaf's spec, after checking the leaf against it."""
+    """Applies `sharded` or `replicated` to each leaf, as its spec says; `Partial` leaves are returned unchanged.
+
+    Args:
+        tree, specs, axis: as in the verbs.
+        full: whether the leaves of `tree` are full tensors, or shards where the spec is `Sharded`.
+        sharded: the function of a `Sharded` leaf.
+        replicated: the function of a `Replicated` leaf.
+
+    Raises:
+        ValueError: a leaf is no tensor or has another shape than its spec says, or a spec names another axis.
+    """
 
     def one(path: tuple[Any, ...], x: Tensor, spec: TensorSpec) -> Tensor:
         name = ".".join(map(str, path)) or "the tensor"
         if not isinstance(x, Tensor):
             raise ValueError(
-                f"{name}: must be a tensor in memory, got {x!r}; bring a state in files there with fzero.place(state, step)"
+                f"{name}: must be a tensor in memory, got {x!r}; load a state from files with fzero.place(state, step)"
             )
         if not isinstance(spec.spec, Replicated) and spec.spec.axes != (axis.name,):
             raise ValueError(
-                f"{name}: its spec {spec.spec!r} must name the axis in use, got {axis.name!r}; bind that axis"
+                f"{name}: its spec {spec.spec!r} must name the axis in use, got {axis.name!r}; pass that axis"
             )
         rows = (axis.size,) if isinstance(axis, Sim) else ()
         expected = (*rows, *(spec.shape if full else spec.local_shape(axis.size)))
         if tuple(x.shape) != expected:
             raise ValueError(
                 f"{name}: must have the shape {expected} of {spec}{', a row for each rank' if rows else ''}, got "
-                f"{tuple(x.shape)}; pass {'full tensors' if full else f'shards of {axis.size} ranks'} or make the specs anew"
+                f"{tuple(x.shape)}; pass {'full tensors' if full else f'shards of {axis.size} ranks'} or make new specs"
             )
         partition = spec.partition(axis.size)
         if isinstance(spec.spec, Sharded):

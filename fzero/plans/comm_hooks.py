@@ -69,20 +69,20 @@ def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenHook = None, 
     >>> bool(comm_hooks_of(zero, Mesh.of(data=1)))
     False
     """
-    is_divided = zero.stage == 3
+    is_sharded = zero.stage == 3
     _check_alone("gather_hook", gather, "zero_quantized_weights", zero.zero_quantized_weights)
     _check_alone("gather_hook", gather, "zero_quantized_nontrainable_weights", zero.zero_quantized_nontrainable_weights)
     _check_alone("reduce_hook", reduce, "zero_quantized_gradients", zero.zero_quantized_gradients)
-    if gather is not None and not is_divided:
+    if gather is not None and not is_sharded:
         raise ConfigError(
             f"gather_hook: needs zero_optimization.stage 3, which gathers parameters in the forward and the backward, got "
             f"stage {zero.stage}; leave it out, or give a reduce_hook"
         )
     of_8_bits = compressed(quantize(8, BLOCK))
     frozen = gather
-    if is_divided and zero.zero_quantized_weights:
+    if is_sharded and zero.zero_quantized_weights:
         gather = of_8_bits
-    if is_divided and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
+    if is_sharded and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
         frozen = of_8_bits
     if zero.zero_quantized_gradients:
         reduce, loco = compressed(quantize(4, BLOCK)), zero.zeropp_loco_param
@@ -99,7 +99,7 @@ def _check_alone(field_: str, hook: GivenHook, key: str, is_on: bool) -> None:
     """Raises a ConfigError where a comm hook is given beside a key that asks for one."""
     if hook is not None and is_on:
         raise ConfigError(
-            f"{field_}: excludes zero_optimization.{key}, which means a comm hook too, got both; leave one of them out"
+            f"{field_}: excludes zero_optimization.{key}, which asks for a comm hook, too, got both; leave one of them out"
         )
 
 

@@ -84,7 +84,7 @@ class FlatParamPlan:
 
     @property
     def updates_whole(self) -> bool:
-        """Whether state off the device is updated in one piece instead of by sub-groups: elements depend on each other, or the
+        """Whether state off the device is updated in full instead of by sub-groups: elements depend on each other, or the
         updated part is gathered from other ranks before it is written back."""
         return not self.elementwise or (self.joins_shards and self.param_placement.kind != "device")
 

@@ -28,8 +28,8 @@ def check_mesh(given: object) -> None:
         )
     if given is not None and WORLD in given.names:
         raise ValueError(
-            f"mesh: no axis may be named {WORLD!r}, for in what is told of a step that is all ranks, got {given}; give the "
-            f"axis another name"
+            f"mesh: no axis may be named {WORLD!r}, which is the name of all ranks together in CommRecord, got {given}; give "
+            f"the axis another name"
         )
 
 

@@ -119,13 +119,13 @@ class Streaming:
         read_ahead = min(self.read_ahead, most - 1)
         return {"read_ahead": read_ahead, "write_behind": min(self.write_behind, most - 1 - read_ahead)}
 
-    def num_pooled(self, num_tensors: int, further: int = 0) -> int:
-        """The number of buffers for sub-groups of at most `num_tensors` tensors in files, and at most `further` others.
+    def num_pooled(self, num_tensors: int, others: int = 0) -> int:
+        """The number of buffers for sub-groups of at most `num_tensors` tensors in files, and at most `others` more.
 
         >>> Streaming().num_pooled(3), Streaming(num_buffers=4).num_pooled(3), Streaming(num_buffers=64).num_pooled(3)
         (9, 4, 64)
         """
-        needed = (num_tensors + further) * (1 + sum(self.ahead(num_tensors).values()))
+        needed = (num_tensors + others) * (1 + sum(self.ahead(num_tensors).values()))
         return max(needed, self.num_buffers or 0) if num_tensors else needed
 
 

@@ -1,17 +1,17 @@
-"""In which order are a step's collectives issued? Every rank must issue the same ones in the same order, or all hang.
+"""The order of a step's collectives. Every rank must issue the same ones in the same order, or all hang.
 
-The order is a value: a tuple of events. The first step *negotiates* it: before every event the ranks tell each other
-what each needs next, the unit declared first is served (in the backward: last), and all take part. So the recorded order is the
-same on every rank even when their models branch on data. The steps after it *follow* it:
+The order is a value: a tuple of events. The first step *negotiates* it: before every event each rank sends the others the
+unit that it needs next, the unit declared first is served (in the backward: last), and all take part. So the recorded order
+is the same on every rank even when their models branch on data. The steps after it *follow* it:
 
 - a rank that does not need a unit this time takes part in its gather all the same, and reduces zeros for it,
 - where all ranks need a unit at a place where the schedule has none, they negotiate from there on,
-- a rank that needs one alone raises `ScheduleError`, which names the unit.
+- a rank that needs such a unit alone raises `ScheduleError`, which names the unit.
 
-An order in which members of a list of blocks are missing (layer drop) is no good to follow: a later step runs them. So it is
-not learned before all have run in one step, or several steps have had the same one.
+An order without some members of a list of blocks (layer drop) cannot be followed, for a later step runs them. So an order is
+learned only when all members have run in one step, or several steps have had the same order.
 
-`early` is the one schedule transformation of the eager runner: gathers move one unit ahead of their use.
+`early` is the one schedule transformation of the eager runner: it prefetches one unit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ScheduleError(RuntimeError):
 
 
 class Event(NamedTuple):
-    """One unit's collectives: `gather` its parameters or `reduce` its gradients; `turn` ends the forward."""
+    """The collectives of one unit: `gather` its parameters or `reduce` its gradients. `turn` is the forward/backward boundary."""
 
     kind: Literal["gather", "reduce", "turn"]
     unit: str = ""
@@ -39,21 +39,22 @@ class Event(NamedTuple):
 TURN = Event("turn")
 
 Run = tuple[str | int | frozenset[str], ...]
-"""What runs, so far as its order of collectives may differ: `("forward", "train")`; a backward, the number of times that a
-backward has come since the last forward, and which forwards before it are in it, by name and distance from the last one; where
-one of these holds parameters still, the names of those of each."""
+"""The key of an order: runs with the same key have the same order of collectives.
+
+A forward: `("forward", "train")`. A backward: the number of backwards since the last forward; the forwards that it belongs to,
+by name and distance from the last one; and, where a forward still holds parameters, the names of its units."""
 
 MOST_TRIES = 16
-"""Steps in which the order of a run may lack members of a list of blocks before it is taken, or given up."""
+"""Steps in which the order of a run may lack members of a list of blocks before it is learned, or given up."""
 
 
 @dataclass(slots=True)
 class Orders:
-    """What was learned: the events of each run, in order. The same on all ranks.
+    """The orders that were learned, by run. The same on all ranks.
 
     Attributes:
         learned: the orders to follow.
-        tried: of runs that lacked blocks, the orders so far.
+        tried: the orders so far of runs that lacked blocks.
         varying: runs without one order, which are negotiated each time.
         differ: whether ranks have needed different units at one time in a forward.
     """
@@ -64,10 +65,10 @@ class Orders:
     differ: bool = False
 
     def learn(self, run: Run, events: tuple[Event, ...], *, is_whole: bool) -> bool:
-        """Takes the order of a run that was negotiated; returns whether the run is given up by this.
+        """Learns the negotiated order of a run, if it is complete; returns whether the run is given up instead.
 
         Args:
-            run: what ran.
+            run: the key of the run.
             events: its order.
             is_whole: whether no block was skipped by all ranks.
 
@@ -89,7 +90,7 @@ class Orders:
         return False
 
     def give_up(self, run: Run) -> bool:
-        """Has the run negotiated from now on; returns whether it was not before."""
+        """Makes the run negotiate every time from now on; returns whether it did not before."""
         is_new = run not in self.varying
         self.varying.add(run)
         self.learned.pop(run, None)
@@ -102,14 +103,14 @@ class Orders:
 
 
 def is_whole(forward: Iterable[Event], backward: Iterable[Event], units: Iterable[str], *, differ: bool) -> bool:
-    """Whether an order has a place for all blocks, so that later steps can follow it.
+    """Whether an order contains all blocks, so that later steps can follow it.
 
     Args:
         forward: its events in the forwards.
-        backward: those after them, if they have run.
-        units: the names of the units that are gathered at all.
-        differ: whether ranks skip blocks each for itself. Then every unit must come once, and in the backward the other way
-            round: such an order serves ranks that skip any of them.
+        backward: its events in the backwards, if these have run.
+        units: the names of all units that are gathered.
+        differ: whether each rank skips blocks of its own. Then every unit must come once, and in the backward in reverse
+            order: such an order serves ranks that skip any of them.
 
     >>> forward, units = [Event("gather", "blocks.0"), Event("gather", "head")], ["blocks.0", "blocks.1", "head"]
     >>> is_whole(forward, [], units, differ=False), is_whole(forward, [], ["blocks.0", "head"], differ=True)
@@ -132,8 +133,8 @@ def is_whole(forward: Iterable[Event], backward: Iterable[Event], units: Iterabl
 def early(schedule: Sequence[Event], may_start: Callable[[str, str], bool]) -> tuple[Event, ...]:
     """The schedule with each gather of the backward issued before the reduction that precedes it.
 
-    So that the gather of the next unit is under way while the present one computes. In the forward the events are
-    gathers only, and the runner starts the next one early without a change of order.
+    The gather of the next unit then overlaps with the compute of the present one. The forward has gathers only, and the
+    runner starts the next one early without a change of order.
 
     Args:
         schedule: as recorded.
