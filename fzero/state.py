@@ -50,8 +50,8 @@ class TrainState(NamedTuple, Generic[Leaf]):
 def taken(state: TrainState[Tensor]) -> TrainState[Tensor]:
     """The same tensors for a step that writes into them; from now on `state` is donated.
 
-    A donated state is marked by an empty counter. Every copy that shares the counter is marked as well, which is right: it
-    shares the memory that the step overwrites.
+    An empty counter marks a donated state. A copy that shares the counter is marked, too: it shares the memory that the step
+    overwrites.
     """
     own = state._replace(step=state.step.clone())
     state.step.resize_(0)

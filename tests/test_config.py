@@ -1248,9 +1248,9 @@ def test_muons_adam_has_deepspeeds_rate_where_none_is_given() -> None:
 @pytest.mark.parametrize(
     ("name", "asked", "message"),
     [
-        ("Lamb", {}, "Lamb: looks at whole parameters, so that its transform needs contents, got None"),
-        ("Adafactor", {}, "Adafactor: looks at whole parameters"),
-        ("Muon", {"kind": "muon"}, "Muon: looks at whole parameters"),
+        ("Lamb", {}, "Lamb: looks at full parameters, so that its transform needs contents, got None"),
+        ("Adafactor", {}, "Adafactor: looks at full parameters"),
+        ("Muon", {"kind": "muon"}, "Muon: looks at full parameters"),
         ("Muon", {}, "Muon: the kind of parameters must be 'muon' or 'adam', got ''"),
     ],
 )

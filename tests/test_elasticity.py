@@ -126,7 +126,7 @@ def test_batch_sizes_beside_the_block_are_ignored_where_it_says_so_and_told():
     cfg = Config.load({"elasticity": ELASTIC | {"ignore_non_elastic_batch_info": True}, "train_batch_size": 8})
     assert cfg.batch_sizes(3).train == 48
     assert [(note.key, note.reason) for note in cfg.conflicts] == [
-        ("train_batch_size", "elasticity says the batch sizes")
+        ("train_batch_size", "elasticity sets the batch sizes")
     ]
 
 

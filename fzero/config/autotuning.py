@@ -1,4 +1,4 @@
-"""How does `fzero tune` search? DeepSpeed's block `autotuning`, which changes nothing about a run."""
+"""DeepSpeed's block `autotuning`: how `fzero tune` searches. It has no effect on a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from fzero.config.fields import Block, Count, number, said
+from fzero.config.fields import Block, Count, message_of, number
 from fzero.config.files import ConfigError
 from fzero.config.unused_keys import unknown_key
 
@@ -22,52 +22,52 @@ class Autotuning(Block):
     """DeepSpeed key `autotuning`: how `fzero tune` searches."""
 
     enabled: bool = False
-    """DeepSpeed's switch. Here the command decides, and a run uses the values of the other keys in any case."""
+    """DeepSpeed's switch. Here the command decides; a run always uses the values of the other keys."""
     fast: bool = True
-    """Whether stage, micro-batch and checkpointing alone are tried; false tries a small `reduce_bucket_size`, too."""
+    """Whether only stage, micro-batch and checkpointing are varied; false also tries a small `reduce_bucket_size`."""
     metric: Literal["throughput", "latency", "flops"] = "throughput"
-    """What is to be best: samples per second, seconds per step, or the model's floating point operations per second."""
+    """The measure to optimize: samples per second, seconds per step, or the model's floating point operations per second."""
     start_profile_step: Count = 3
     """The first step that is timed, counted from 1."""
     end_profile_step: Count = 5
-    """The last one. The job is ended after it."""
+    """The last step that is timed. The job ends after it."""
     tuner_type: Literal["model_based", "random", "gridsearch"] = "model_based"
-    """Which configurations are measured: those that promise the most given what was planned and measured, any, or one after the
+    """The configurations to measure: the most promising by the plans and measurements so far, random ones, or one after the
     other."""
     tuner_early_stopping: Annotated[int, BeforeValidator(number), Field(ge=0)] = 5
-    """The search is over when so many in a row were no better than the best; 0 is never."""
+    """The search ends when so many measurements in a row were no better than the best; 0 is never."""
     tuner_num_trials: Count | None = None
-    """Most configurations that are measured. None is 50, and a third of them all (at least 5) for `model_based`."""
+    """Most configurations to measure. None is 50; for `model_based`, a third of all (at least 5)."""
     num_tuning_micro_batch_sizes: Count = 3
-    """How many micro-batch sizes are tried: the given one and its nearest, doubled and halved; with `train_batch_size` its
-    divisors, so that the batch stays as it is."""
+    """The number of micro-batch sizes to try: the given one and its nearest, doubled and halved; with `train_batch_size` its
+    divisors, so that the batch does not change."""
     min_train_micro_batch_size_per_gpu: Count = 1
-    """The smallest micro-batch that is tried."""
+    """The smallest micro-batch to try."""
     max_train_micro_batch_size_per_gpu: Count = 1024
-    """The largest one."""
+    """The largest micro-batch to try."""
     min_train_batch_size: Count | None = None
-    """The smallest batch of a step that is tried."""
+    """The smallest batch of a step to try."""
     max_train_batch_size: Count | None = None
-    """The largest one."""
+    """The largest batch of a step to try."""
     mp_size: Annotated[Count, AfterValidator(_only_one)] = 1
     """Ranks of model parallelism: 1."""
     results_dir: str = "autotuning_results"
-    """The folder of what was measured, the picture and `best.json`."""
+    """The folder for the measurements, the picture and `best.json`."""
     exps_dir: str = "autotuning_exps"
-    """The folder of each configuration that was measured, and of what its run wrote."""
+    """The folder for each measured configuration and the output of its run."""
     overwrite: bool = False
-    """Whether everything is measured again. False goes on with what is in `results_dir`; in DeepSpeed the default is true."""
+    """Whether everything is measured again. False continues from `results_dir`. (DeepSpeed's default is true.)"""
     arg_mappings: dict[str, str] = Field(default_factory=dict)
-    """Arguments of the script that must say the same as the configuration, such as
+    """Arguments of the script that must have the same values as the configuration, such as
     `{"train_micro_batch_size_per_gpu": "--batch-size"}`."""
 
 
 ABOUT_MODELS = ("model_info", "model_info_path", "metric_path")
-"""Keys of DeepSpeed with nothing to do: the script's own model is planned, and results are in `results_dir`."""
+"""Keys of DeepSpeed without effect: the script's own model is planned, and results are in `results_dir`."""
 
 
 def autotuning(keys: Mapping[str, Any]) -> Autotuning:
-    """The block of a configuration as in a file.
+    """The block `autotuning` of a configuration, which is given as read from a file.
 
     Raises:
         ConfigError: one line for every field that is wrong.
@@ -100,5 +100,5 @@ def _lines(error: ValidationError) -> list[str]:
         if detail["type"] == "extra_forbidden":
             lines.append(unknown_key(name, tuple(Autotuning.model_fields)))
         else:
-            lines.append(f"{name}: {said(detail)}, got {detail['input']!r}; mend or remove it")
+            lines.append(f"{name}: {message_of(detail)}, got {detail['input']!r}; mend or remove it")
     return lines

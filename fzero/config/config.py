@@ -1,8 +1,8 @@
-"""What a run is told: the DeepSpeed JSON people already have, read into checked, frozen values.
+"""The configuration of a run: DeepSpeed's JSON, read into checked, frozen values.
 
 Every key is one of four: honoured here; accepted because it has nothing to do here, with the reason (`Config.notes`);
-known to DeepSpeed and not honoured yet (an error that says so, or a warning where training is right without it, unless
-its value switches it off); unknown (an error with the nearest name). Nothing is ignored in silence.
+known to DeepSpeed and not honoured yet (an error, or a warning where training is correct without it, unless its value
+switches it off); unknown (an error with the nearest name). No key is ignored silently.
 """
 
 from __future__ import annotations
@@ -13,146 +13,35 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     Field,
     PrivateAttr,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails
 
 from fzero.config.conflicts import conflicts
 from fzero.config.elasticity import Elasticity
-from fzero.config.fields import Beta, Block, Count, Dtype, Elements, Number, Rate, block_of, number, said
+from fzero.config.fields import Block, Count, Dtype, Number, Rate, block_of, message_of
 from fzero.config.files import ConfigError as ConfigError  # users know it from here
 from fzero.config.files import read
-from fzero.config.offload import AIO, OffloadOptimizer, OffloadParam, if_somewhere
+from fzero.config.offload import AIO
 from fzero.config.optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
 from fzero.config.precision import BF16, FP16, DataTypes, TorchAutocast
 from fzero.config.schedulers import SCHEDULERS, AnyScheduler, TorchScheduler
-from fzero.config.unused_keys import SAYS_NOT_YET, Note, set_aside, unknown_key
+from fzero.config.unused_keys import SAYS_NOT_YET, Note, split_keys, unknown_key
+from fzero.config.zero import ActivationCheckpointing, ZeroOptimization
 from fzero.optim.loss_scale import LossScaling
 from fzero.optim.mixed_precision import Precision
 
 
 class ConfigWarning(UserWarning):
-    """A key that fzero does not honour yet, where training is right without it."""
-
-
-def _stage(value: object) -> object:
-    given = int(value) if isinstance(value, str) and value.isdigit() else number(value)
-    if given not in (0, 1, 2, 3):
-        raise ValueError("must be 0, 1, 2 or 3")
-    return given
-
-
-def _off_at(off: int) -> BeforeValidator:
-    """DeepSpeed's number for leaving a key out becomes None."""
-    return BeforeValidator(lambda value: None if number(value) == off else value)
-
-
-class LoCo(Block):
-    """DeepSpeed key `zero_optimization.zeropp_loco_param`: error feedback on quantized gradients (Xie et al. 2024)."""
-
-    err_beta: Beta = 0.8
-    """The share of the old error that stays beside the new one."""
-    reset_T: Count = 1024
-    """The error starts anew after so many reductions."""
-
-
-class ZeroOptimization(Block):
-    """DeepSpeed key `zero_optimization`. Sizes count elements."""
-
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)] = 0
-    """Which of optimizer state (1), gradients (2) and parameters (3) are divided among the ranks."""
-    reduce_bucket_size: Count | None = None
-    """Most elements of full gradients that wait for their reduction, besides those of one unit and never more than two
-    units. Also, modules outside repeated blocks are joined into one unit up to this size. None is 500000000. With
-    `compile="step"` a number also joins reductions of flat buffers up to this size (in stages 2 and 3 no further than two
-    units); None joins none, which overlaps best, where 500000000 would make one of all of a small model's."""
-    allgather_bucket_size: Count | None = None
-    """With `compile="step"`: updated shards (stages 1 and 2) are gathered together up to this size; so are in stage 3 the
-    flat buffers of a unit, and small units used one after the other, no further than the second largest unit, so that two
-    that are alive hold no more than before. None gathers buffer by buffer, as the eager step always does."""
-    round_robin_gradients: bool = False
-    """Order of the parameters inside a flat buffer: dealt out to the ranks in turn, instead of as declared."""
-    stage3_param_persistence_threshold: Elements = Field(100_000, alias="param_persistence_threshold")
-    """Parameters with fewer elements stay whole on every rank in stage 3."""
-    stage3_prefetch_bucket_size: Elements | None = Field(None, alias="prefetch_bucket_size")
-    """0: a unit is gathered when it is needed. None: the next unit's gather starts one unit early, so that two are alive. A
-    number: the same; with `compile="step"` further units follow it while all that are gathered early stay within this."""
-    stage3_max_live_parameters: Count = Field(1_000_000_000, alias="max_live_parameters")
-    """No gather starts early, and no unit is kept, when it would bring more gathered elements than this to life."""
-    stage3_max_reuse_distance: Elements | None = Field(None, alias="max_reuse_distance")
-    """With `compile="step"`: a unit is kept until its next use when the units used meanwhile have at most this many
-    elements, so DeepSpeed's default of 1000000000 keeps all units of most models from the forward to the backward. None is 0:
-    a unit is released after its use and gathered again, as the eager step always does."""
-    mics_shard_size: Annotated[Count | None, _off_at(-1)] = None
-    """MiCS: the ranks that share what the stage shards, neighbours in rank order; their number must divide all ranks. Every
-    such node holds the same, and gradients are reduced within it first: the mesh `(node, data)` with so many ranks along
-    `data`. None or -1 is all ranks; no use in stage 0."""
-    zero_hpz_partition_size: Annotated[Count | None, _off_at(1)] = None
-    """hpZ of ZeRO++, for stage 3: the ranks that share the parameters, as in `mics_shard_size`, while all ranks share the
-    gradients, master and optimizer state. All gathers of a step stay within such a node; the updated parameters are joined
-    between nodes once. None or 1 is all ranks, for the parameters as well."""
-    zero_quantized_weights: bool = False
-    """qwZ of ZeRO++, for stage 3: the forward, the backward and evaluation gather parameters in 8 bits, with a scale for every
-    256. The state keeps them as they are, and so does `step.gather`."""
-    zero_quantized_nontrainable_weights: bool = False
-    """The same for frozen parameters alone. They are stored as they are, which DeepSpeed does not: there it saves memory, too."""
-    zero_quantized_gradients: bool = False
-    """qgZ of ZeRO++: gradients are sent in 4 bits, with a scale for every 256, once along each axis of the mesh, and added up
-    in fp32; here in every stage, in DeepSpeed in stage 3. What has been added up is sent as it is."""
-    zeropp_loco_param: LoCo | None = None
-    """LoCo: what a reduction in 4 bits lost is added to what the next one sends. None is without."""
-    offload_optimizer: Annotated[OffloadOptimizer | None, AfterValidator(if_somewhere)] = None
-    """Where masters and optimizer state live, in any stage, and the shards of gradients in stages 2 and 3; None is on the
-    device. (`cpu_offload: true` is the older way to write `device: cpu`.)"""
-    offload_param: Annotated[OffloadParam | None, AfterValidator(if_somewhere)] = None
-    """Where the shards of parameters live in stage 3, but for those of small parameters, which stay whole on the device; None
-    is on the device. (`cpu_offload_param: true` is the older way to write `device: cpu`.)"""
-    sub_group_size: Count | None = None
-    """Elements of a flat buffer that are updated at a time where its state lives elsewhere, rounded up to a multiple of 2048
-    (32768 with checksums). None is 1048576. DeepSpeed's default of 1000000000 takes flat buffers as a whole; so do Lamb,
-    Adafactor and Muon in any case."""
-
-
-class ActivationCheckpointing(Block):
-    """DeepSpeed key `activation_checkpointing`. There the block alone checkpoints nothing, and so it is without `every`."""
-
-    every: Count | None = None
-    """fzero's own key: every n-th unit that is one module keeps only its inputs for the backward, and runs again in it; 1
-    is every unit. None checkpoints what `make_train_step(checkpoint=...)` names."""
-    cpu_checkpointing: bool = False
-    """The inputs that are kept wait in host memory; no effect when nothing is checkpointed, or on the CPU."""
-    partition_activations: bool = False
-    """Refused: there is no model-parallel axis to divide kept inputs over."""
-    contiguous_memory_optimization: bool = False
-    """Refused: it needs `partition_activations`."""
-
-    @field_validator("partition_activations")
-    @classmethod
-    def _no_partitions(cls, value: bool) -> bool:
-        if value:
-            raise ValueError(
-                "must be false: it divides the kept inputs over model-parallel ranks, and there is no model-parallel axis; "
-                "set cpu_checkpointing instead to keep them in host memory"
-            )
-        return value
-
-    @field_validator("contiguous_memory_optimization")
-    @classmethod
-    def _no_contiguous_buffers(cls, value: bool) -> bool:
-        if value:
-            raise ValueError("must be false: it needs partition_activations, which is refused; leave it out")
-        return value
+    """The warning for a key that fzero does not honour yet, where training is correct without it."""
 
 
 class BatchSizes(NamedTuple):
-    """Samples per step of all ranks and per micro-step of one, None when no batch size is named; micro-steps per step."""
+    """Samples per step on all ranks, samples per micro-step on one (None when no batch size is given); micro-steps per step."""
 
     train: int | None
     micro: int | None
@@ -160,7 +49,7 @@ class BatchSizes(NamedTuple):
 
 
 class Config(Block):
-    """The whole configuration; read one with `Config.load`."""
+    """The configuration of a run; read one with `Config.load`."""
 
     train_batch_size: Count | None = None
     """Samples per optimizer step, all ranks together."""
@@ -171,23 +60,23 @@ class Config(Block):
     optimizer: Optimizer = AdamW()
     """An optimizer by name with its hyper-parameters; upper and lower case do not matter."""
     scheduler: AnyScheduler | None = None
-    """How the learning rate follows from the number of updates: DeepSpeed's schedules, or a class of
-    `torch.optim.lr_scheduler`, with its parameters. None keeps the optimizer's lr."""
+    """The learning rate by the number of updates: one of DeepSpeed's schedules, or a class of `torch.optim.lr_scheduler`, with
+    its parameters. None keeps the optimizer's lr."""
     gradient_clipping: Rate = 1.0
     """Largest global 2-norm of the gradient; 0 switches clipping off. The default is DeepSpeed 0.19's."""
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
-    """Whether gradients are averaged over the ranks or added up; `sum` not in stage 3, as in DeepSpeed."""
+    """Whether gradients are averaged over the ranks or added up; stage 3 refuses `sum`, as in DeepSpeed."""
     gradient_norm_type: Literal[2, "inf"] = 2
-    """Which norm of the gradient is clipped and reported: 2, or the largest absolute value. fzero's own key."""
+    """The norm of the gradient that is clipped and reported: 2, or the largest absolute value. fzero's own key."""
     prescale_gradients: bool = False
-    """True divides gradients by the ranks before they are added up, whatever `gradient_predivide_factor` says."""
+    """True divides gradients by the number of ranks before they are added up, whatever `gradient_predivide_factor` is."""
     gradient_predivide_factor: Annotated[Number, Field(gt=0)] | None = None
-    """What gradients are divided by before they are added up over the ranks, and the rest afterwards; null is the number
+    """The divisor of gradients before they are added up over the ranks; the sums are divided by the rest. Null is the number
     of ranks, which cannot overflow (DeepSpeed's default is 1)."""
     communication_data_type: Dtype | None = None
-    """In which dtype gradients are sent; null is that of the parameters."""
+    """The dtype in which gradients are sent; null is that of the parameters."""
     data_types: DataTypes = DataTypes()
-    """The dtypes one by one."""
+    """Each dtype by itself."""
     fp16: FP16 = FP16()
     """Mixed precision with fp16 and a scaled loss."""
     bf16: BF16 = Field(BF16(), alias="bfloat16")
@@ -195,13 +84,13 @@ class Config(Block):
     torch_autocast: TorchAutocast = TorchAutocast()
     """Mixed precision by `torch.autocast`."""
     zero_optimization: ZeroOptimization = ZeroOptimization()
-    """What is divided among the ranks, and how."""
+    """The ZeRO stage, sizes of buckets, and offloading."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    """Which units keep only their inputs for the backward."""
+    """The units that keep only their inputs for the backward."""
     aio: AIO = AIO()
     """How the files of `offload_optimizer` and `offload_param` are read and written."""
     elasticity: Elasticity = Elasticity()
-    """How the batch follows the number of ranks."""
+    """The batch as a function of the number of ranks."""
     _notes: tuple[Note, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
@@ -281,7 +170,7 @@ class Config(Block):
 
     @property
     def precision(self) -> Precision:
-        """The dtypes that all of the keys together ask for."""
+        """The dtypes that all keys together set."""
         chosen: dict[str, Any] = {}
         if self.fp16.enabled:
             chosen["param_dtype"] = "float16"
@@ -305,41 +194,41 @@ class Config(Block):
 
     @property
     def casts_batch_to(self) -> str | None:
-        """The dtype that the floating tensors of a batch are cast to (`auto_cast`)."""
+        """The dtype to which the floating tensors of a batch are cast (`auto_cast`); None casts none."""
         if self.fp16.enabled and self.fp16.auto_cast:
             return "float16"
         return "bfloat16" if self.bf16.enabled and self.bf16.auto_cast else None
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients may be those of a scaled loss."""
+        """Whether the loss is scaled."""
         return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "float16")
 
     @property
     def skips_overflow(self) -> bool:
-        """Whether a step with a gradient that is not finite is skipped, and not an error."""
+        """Whether a step with a gradient that is not finite is skipped instead of an error."""
         return self.scales_loss or (self.bf16.enabled and self.bf16.check_grad_overflow)
 
     def loss_scaling(self) -> LossScaling:
-        """The rules by which the loss is scaled; a constant 1 where it is not."""
+        """The rules of the loss scale; a constant 1 where the loss is not scaled."""
         return self.fp16.loss_scaling() if self.scales_loss else LossScaling()
 
     def __eq__(self, other: object) -> bool:
-        """Whether the values are the same, however they were spelt."""
+        """Whether all values are the same; the spelling of the keys does not matter."""
         return self.__dict__ == other.__dict__ if isinstance(other, Config) else NotImplemented
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """The keys that were read and change nothing, each with the reason."""
+        """The keys that were read and have no effect, each with the reason."""
         return self._notes
 
     @property
     def conflicts(self) -> tuple[Note, ...]:
-        """The keys that were given and are useless beside the others, or contradict them, each with the reason."""
+        """The given keys that have no effect beside the others, or contradict them, each with the reason."""
         return conflicts(self, self._notes)
 
     def warn_of_hooks(self) -> None:
-        """Warns (`ConfigWarning`) of those `conflicts` that ask for fewer bytes on the way and have no effect."""
+        """Warns (`ConfigWarning`) of `conflicts` about quantized communication, which then has no effect."""
         for note in self.conflicts:
             if "zero_quantized" in note.key or "zeropp_loco_param" in note.key:
                 warnings.warn(
@@ -351,7 +240,7 @@ class Config(Block):
         """Reads a mapping, the path of a JSON or Hjson file, or a urlsafe-base64 string of JSON.
 
         A value `"auto"` counts as left out: it is for a program that fills the file in. Warns (`ConfigWarning`) of each
-        key that is not honoured yet where training is right without it.
+        key that is not honoured yet where training is correct without it.
 
         Raises:
             ConfigError: one line for every field that is wrong.
@@ -371,7 +260,7 @@ class Config(Block):
             raise ConfigError(
                 f"Config.load: needs a mapping or the path of a JSON file, got {type(source).__name__}; pass one of these"
             )
-        kept, notes, problems = set_aside(source, honoured=own_keys(source))
+        kept, notes, problems = split_keys(source, honoured=own_keys(source))
         cfg, wrong = None, list(problems)
         try:
             cfg = cls.model_validate(kept)
@@ -388,7 +277,7 @@ class Config(Block):
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """The batch sizes on `world_size` ranks, the missing ones inferred: train = micro × accumulation × ranks.
 
-        Where `elasticity` is enabled they are what it says.
+        Where `elasticity` is enabled, it sets them.
 
         Raises:
             ConfigError: they do not fit each other and the world size.
@@ -424,7 +313,7 @@ class Config(Block):
 
 
 def _explain(detail: ErrorDetails) -> str:
-    """One line for one wrong field."""
+    """The line of the error message for one wrong field."""
     block: type[BaseModel] = Config
     location: list[str] = []
     for index, part in enumerate(map(str, detail["loc"])):
@@ -438,9 +327,9 @@ def _explain(detail: ErrorDetails) -> str:
         block = (block_of(found[0]) if found else None) or block
     field = ".".join(location) or "config"
     if detail["type"] != "extra_forbidden":
-        message = said(detail)
+        message = message_of(detail)
         given = "" if isinstance(detail["input"], Mapping) else f", got {detail['input']!r}"
-        return f"{field}: {message}{given}" if location else message  # of the whole: the message names the keys
+        return f"{field}: {message}{given}" if location else message  # a check of several keys: its message names them
     key = location[-1]
     if key in block.model_fields:
         return f"{field}: stands beside {block.model_fields[key].alias!r}, which is the same; remove one of them"

@@ -1,7 +1,7 @@
-"""Which keys are useless, or contradict each other, without being wrong?
+"""Valid keys that have no effect beside the others, or contradict them.
 
 A rule is a list of names (`*` stands for any text) and a function from the values of the whole configuration, by dotted
-name, to the reason why those keys are of no use there, or None.
+name, to the reason why those keys have no effect there, or None.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SCALE = (
 
 
 def values(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, bool]]:
-    """Every key of a block and of the blocks in it: its dotted name, its value, and whether it was given."""
+    """Every key of a block and of the blocks in it: (dotted name, value, whether it was given)."""
     for key in type(block).model_fields:
         value = getattr(block, key)
         if isinstance(value, BaseModel):
@@ -43,7 +43,7 @@ def _scales_loss(v: Values) -> bool:
 
 
 def _rate_of_scheduler(v: Values) -> str | None:
-    """A schedule that has the rate itself, another than the optimizer's."""
+    """The reason where a schedule sets a rate that differs from the optimizer's."""
     name = v.get("scheduler.type")
     key = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr",
            "LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}.get(name or "")  # fmt: skip
@@ -176,19 +176,20 @@ RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
     ),
     (
         "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps",
-        _unless(lambda v: not v["elasticity.enabled"], "elasticity says the batch sizes"),
+        _unless(lambda v: not v["elasticity.enabled"], "elasticity sets the batch sizes"),
     ),
     ("optimizer.params.lr", _rate_of_scheduler),
     ("scheduler.params.warmup_num_steps", _warmup),
 )
-"""The first rule that holds for a key tells its reason."""
+"""For each key the first rule that applies gives the reason."""
 
 
 def conflicts(cfg: BaseModel, accepted: tuple[Note, ...] = ()) -> tuple[Note, ...]:
-    """The keys given that are of no use beside the others, each with the reason.
+    """The given keys that have no effect beside the others, each with the reason.
 
     Args:
-        accepted: notes of the keys that were read and are not in `cfg`, of which those of some use elsewhere count too.
+        cfg: the configuration.
+        accepted: notes of the keys that were read and are not in `cfg`. Keys accepted or not honoured yet are checked, too.
     """
     rows = list(values(cfg))
     now = {name: value for name, value, _ in rows}
@@ -198,7 +199,7 @@ def conflicts(cfg: BaseModel, accepted: tuple[Note, ...] = ()) -> tuple[Note, ..
     }
     found = []
     for name, value in given.items():
-        reasons = (reason(now) for names, reason in RULES if any(fnmatchcase(name, p) for p in names.split()))
-        if told := next(filter(None, reasons), None):
-            found.append(Note(name, value, "conflict", told))
+        reasons = (reason_of(now) for names, reason_of in RULES if any(fnmatchcase(name, p) for p in names.split()))
+        if reason := next(filter(None, reasons), None):
+            found.append(Note(name, value, "conflict", reason))
     return tuple(found)

@@ -1,12 +1,12 @@
-"""Which of DeepSpeed's configuration keys change nothing here, and which are not honoured yet?
+"""DeepSpeed's configuration keys that have no effect here or are not honoured yet, as tables.
 
-Names of DeepSpeed 0.19, dotted from the top. What fzero honours stands in `fzero.config.config`. Of the keys here
+The names are those of DeepSpeed 0.19, dotted from the top level. `fzero.config.config` has the keys that fzero honours.
 
-- ACCEPTED have nothing to do, with the reason; TYPES says of which type they are;
-- HARMLESS are not honoured yet, and training is right without them: a warning;
-- REFUSED are not honoured yet, and what they ask for would be missing: an error, with what to do.
+- ACCEPTED keys have nothing to do here; the table has the reasons, and TYPES the types of their values.
+- HARMLESS keys are not honoured yet, and training is correct without them: a warning.
+- REFUSED keys are not honoured yet, and training would lack something: an error, with the fix.
 
-INNER holds the keys of those that are blocks, so that a misspelt one is found there too.
+INNER has the keys of those that are blocks, so that a misspelt key is found there, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 ACCEPTED = {
     "steps_per_print": "for the engine (fzero.initialize); a step prints nothing, and returns its metrics",
     "wall_clock_breakdown": "for the engine (fzero.initialize); a step prints nothing; use fzero.save_trace",
-    "memory_breakdown": "for the engine (fzero.initialize); print(step.plan) tells the bytes of model state",
+    "memory_breakdown": "for the engine (fzero.initialize); print(step.plan) shows the bytes of model state",
     "dump_state": "for the engine (fzero.initialize); print the configuration and step.plan",
     "autotuning": "for `fzero tune` and `fzero run --autotuning`; a run uses the values that the other keys have",
     "timers": "fzero prints nothing by itself; use torch.profiler",
@@ -34,7 +34,7 @@ ACCEPTED = {
     "zero_optimization.contiguous_gradients": "gradients are always written into flat buffers",
     "zero_optimization.reduce_scatter": "stages 1 to 3 always reduce-scatter",
     "zero_optimization.use_multi_rank_bucket_allreduce": "stages 1 to 3 always reduce-scatter",
-    "zero_optimization.allgather_partitions": "updated shards are always joined by all-gathers",
+    "zero_optimization.allgather_partitions": "updated shards are always all-gathered",
     "zero_optimization.allgather_size": "DeepSpeed reads allgather_bucket_size instead",
     "zero_optimization.overlap_comm": "collectives always run beside the compute",
     "zero_optimization.load_from_fp32_weights": "a state keeps its master; a new one is made from the weights given",
@@ -45,7 +45,7 @@ ACCEPTED = {
     "zero_optimization.stage3_allgather_sequential": "gathers follow step.schedule",
     "zero_optimization.leaf_module": "units are found by their repetition; name them in units=",
     "zero_optimization.mics_hierarchical_params_gather": "a rank sends its shard to each rank that needs it, in one go",
-    "zero_optimization.memory_efficient_linear": "what a linear layer saves of a gathered unit is a recipe in any case",
+    "zero_optimization.memory_efficient_linear": "a linear layer saves a reference to its gathered unit, not the weights",
     "zero_optimization.override_module_apply": "fzero leaves modules as they are",
     "zero_optimization.pipeline_loading_checkpoint": "init takes one unit at a time in any case",
     "zero_optimization.log_trace_cache_warnings": "another order of units is an error that names the unit",
@@ -58,7 +58,7 @@ ACCEPTED = {
     "bfloat16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
     "activation_checkpointing.synchronize_checkpoint_boundary": "nothing has to wait for the device there",
     "activation_checkpointing.profile": "fzero prints nothing by itself; use torch.profiler",
-    "activation_checkpointing.number_checkpoints": "it sizes contiguous buffers, which there are none of",
+    "activation_checkpointing.number_checkpoints": "it sizes contiguous buffers, which do not exist here",
     "elasticity.min_time": "it is for a scheduler of jobs; DeepSpeed reads it and does nothing with it",
     "optimizer.legacy_fusion": "there is one kind of optimizer",
     "optimizer.params.torch_adam": "every Adam here has torch's numbers",
@@ -92,14 +92,14 @@ TYPES = {
     "a text or null": "log_level seq_parallel_communication_data_type",
     "an object": "timers zero_optimization.leaf_module",
 }
-"""Accepted keys by what their value must be; of any other, its value says nothing to fzero."""
+"""Accepted keys by the required type of their value; the values of all others are not checked."""
 
 _WRITES_NOTHING = "fzero writes nothing by itself; a step returns its metrics"
 _ENGINE_WRITES = "for the engine (fzero.initialize); a step writes nothing, and returns its metrics"
 _SAVES_NOTHING = "fzero saves nothing by itself; a state is a pytree of tensors"
 
 HARMLESS = {
-    "sparse_gradients": "gradients of embeddings are sent whole",
+    "sparse_gradients": "gradients of embeddings are sent in full",
     "checkpoint": "for the engine (fzero.initialize), which validates tags; a step saves nothing by itself",
     "nebula": _SAVES_NOTHING,
     "datastates": _SAVES_NOTHING,
@@ -117,7 +117,7 @@ HARMLESS = {
     "graph_harvesting": "the step runs in eager mode",
     "zero_optimization.stage3_model_persistence_threshold": "only stage3_param_persistence_threshold decides",
 }
-"""Keys that fzero does not honour yet and whose absence changes no number, each with what happens instead."""
+"""Keys that fzero does not honour yet and whose absence changes no number, each with the replacement."""
 
 _REMOVE = "remove it to run without"
 
@@ -144,7 +144,7 @@ REFUSED = {
     "optimizer.params.bias_correction": _REMOVE,
     "optimizer.params.freeze_step": _REMOVE,
 }
-"""Keys that fzero does not honour yet and that ask for something, each with what to do."""
+"""Keys that fzero does not honour yet and that would change training, each with the fix."""
 
 NOT_YET = HARMLESS | REFUSED
 
@@ -175,8 +175,8 @@ SWITCHES: dict[str, tuple[str, Any]] = {
     "sparse_attention": ("mode", "fixed"),
     **{f"compression_training.{technique}": ("shared_parameters", None) for technique in _TECHNIQUES},
 }
-"""Which key switches a block off, and its value when it is left out. Otherwise `enabled`, which is false when left out;
-a block without one is off when all of it is."""
+"""The key that switches a block off, and its default. For other blocks it is `enabled` with the default false; a block without
+that key is off when all its keys are."""
 
 _COMPRESSION = """
     shared_parameters.enabled shared_parameters.schedule_offset shared_parameters.schedule_offset_end
@@ -245,7 +245,7 @@ INNER = {
     "zero_optimization.zenflow": """topk_ratio select_strategy select_interval update_interval overlap_step offload
         auto_ratio full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch""",
 }
-"""The keys of blocks; `*` is any key, and what is in it."""
+"""The keys of blocks; `*` is any key, and any key inside it."""
 
 SPELLINGS = {
     **{
@@ -264,7 +264,7 @@ INSTEAD = {
     "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
     "zero_optimization.cpu_offload_params": "zero_optimization.offload_param",
 }
-"""Older keys, and the block that says the same."""
+"""Older keys, and the block that replaces each."""
 
 KNOWN = frozenset(
     {*ACCEPTED, *NOT_YET, *SPELLINGS} | {f"{block}.{key}" for block, keys in INNER.items() for key in keys.split()}

@@ -1,15 +1,15 @@
-"""Which global batch can be trained on many numbers of ranks? The arithmetic of DeepSpeed's `elasticity` block.
+"""The global batch that can be trained on many numbers of ranks: the arithmetic of DeepSpeed's `elasticity` block.
 
 A job that loses hosts keeps its global batch: the micro-batch and the number of micro-steps adapt. So the batch is chosen to
-be divided in as many ways as possible:
+have as many divisors as possible:
 
 1. Bases: each micro-batch size, and their least common multiple.
 2. Each base, times the largest *highly composite number* (with more divisors than any smaller one) that keeps it within
    the cap, is a candidate.
-3. The candidate that the most numbers of ranks divide is taken; of equals the larger one, or the smaller one if so wished.
+3. The candidate that the most numbers of ranks divide is taken; among equals the larger one, or the smaller one on request.
 
-That is version 0.1. Version 0.2 counts whole nodes in place of ranks, and where the ranks that are there are none of these
-numbers, takes a batch for them alone.
+That is version 0.1. Version 0.2 counts nodes in place of ranks. Where the present number of ranks is none of those that can
+train the batch, it takes a batch for this number alone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ElasticBatch:
     world_sizes: tuple[int, ...]
 
     def steps_on(self, world_size: int) -> tuple[int, int]:
-        """The largest micro-batch that fits so many ranks, and the number of micro-steps.
+        """The largest micro-batch that fits `world_size` ranks, and the number of micro-steps.
 
         Raises:
             ValueError: `world_size` is not one of `world_sizes`.
@@ -75,11 +75,11 @@ def elastic_batch(
     """The batch of at most `most` samples that the most numbers of ranks can train.
 
     Args:
-        micro_batches: sizes that a rank has memory for.
+        micro_batches: sizes that a rank has memory for, in samples.
         most: the cap, `max_train_batch_size`.
-        min_ranks: fewer are not counted.
-        max_ranks: more are not counted.
-        prefer_larger: which batch is taken of those with as many numbers of ranks.
+        min_ranks: smaller numbers of ranks are not counted.
+        max_ranks: larger numbers of ranks are not counted.
+        prefer_larger: whether the larger or the smaller one is taken of batches that equally many numbers of ranks can train.
 
     Raises:
         ValueError: no batch fits, or a number is not positive.
@@ -96,7 +96,7 @@ def elastic_batch(
 def _best(
     micro_batches: Sequence[int], most: int, min_ranks: int, max_ranks: int, *, prefer_larger: bool
 ) -> ElasticBatch:
-    """The best of the candidates, which it may be that no number of ranks can train."""
+    """The best of the candidates; its `world_sizes` are empty where no number of ranks can train any."""
     sizes = tuple(sorted({*micro_batches}))
     if not sizes or sizes[0] < 1:
         raise ValueError(
@@ -125,7 +125,7 @@ def elastic_batch_of_nodes(
     max_ranks: int = 10_000,
     prefer_larger: bool = True,
 ) -> ElasticBatch:
-    """The batch that the most numbers of nodes can train, version 0.2; or one for `world_size` ranks, if they cannot.
+    """The batch that the most numbers of nodes can train (version 0.2), or one for `world_size` ranks if they cannot train it.
 
     >>> elastic_batch_of_nodes([2, 4], most=64, world_size=8, ranks_per_node=4, max_ranks=32)
     ElasticBatch(batch_size=64, micro_batches=(2, 4), world_sizes=(4, 8, 16, 32))
@@ -133,8 +133,8 @@ def elastic_batch_of_nodes(
     ElasticBatch(batch_size=40, micro_batches=(2, 4), world_sizes=(20,))
 
     Args:
-        world_size: the ranks that are there.
-        ranks_per_node: of which a job has whole nodes.
+        world_size: the present number of ranks.
+        ranks_per_node: a job has full nodes of so many ranks.
         micro_batches, most, min_ranks, max_ranks, prefer_larger: see `elastic_batch`.
 
     Raises:
@@ -161,7 +161,7 @@ def elastic_batch_of_nodes(
 
 
 def valid_world_sizes(batch_size: int, micro_batches: Sequence[int], min_ranks: int, max_ranks: int) -> tuple[int, ...]:
-    """All numbers of ranks that divide the batch into whole micro-batches of one of the sizes.
+    """All numbers of ranks that divide the batch into micro-batches of one of the sizes, without remainder.
 
     >>> valid_world_sizes(12, [4, 6], 1, 10)
     (1, 2, 3)
@@ -184,4 +184,4 @@ def _scaled(base: int, most: int) -> int:
         if base * number > most:
             return base * factor
         factor = number
-    raise AssertionError("there is no end of highly composite numbers")
+    raise AssertionError("there are infinitely many highly composite numbers")

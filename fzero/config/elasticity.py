@@ -1,4 +1,4 @@
-"""How does the batch follow the number of ranks? The block of a configuration that says so."""
+"""DeepSpeed's block `elasticity`: the batch as a function of the number of ranks."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class Elasticity(Block):
     """DeepSpeed key `elasticity`: a global batch that many numbers of ranks can train, with as many micro-steps as each needs."""
 
     enabled: bool = False
-    """Whether the batch sizes follow from this block and the number of ranks."""
+    """Whether this block and the number of ranks determine the batch sizes."""
     max_train_batch_size: Count | None = None
     """Most samples of a step, all ranks together; required where `enabled`."""
     micro_batch_sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
-    """The numbers of samples that a rank has memory for; required where `enabled`. The largest that fits is taken."""
+    """Numbers of samples that a rank has memory for; required where `enabled`. The largest that fits the batch is taken."""
     min_gpus: Count = 1
-    """Fewer ranks are not counted when the batch is chosen."""
+    """Smaller numbers of ranks are not counted when the batch is chosen."""
     max_gpus: Count = 10_000
-    """More ranks are not counted when the batch is chosen."""
+    """Larger numbers of ranks are not counted when the batch is chosen."""
     num_gpus_per_node: Count = 1
-    """With version 0.2: the ranks of a node, of which a job has whole ones."""
+    """With version 0.2: the ranks of a node; a job has full nodes."""
     model_parallel_size: Annotated[Count, AfterValidator(_one)] = 1
     """Must be 1: there is no model-parallel axis."""
     prefer_larger_batch: bool = True
-    """Of batches that as many numbers of ranks can train, the larger one."""
+    """Whether the larger or the smaller one is taken of batches that equally many numbers of ranks can train."""
     ignore_non_elastic_batch_info: bool = False
-    """Batch sizes that are given beside this block are of no effect, and not an error."""
+    """Whether batch sizes given beside this block are ignored instead of an error."""
     version: Annotated[Number, AfterValidator(_known)] = 0.2
-    """0.1: the batch is the same on all numbers of ranks that can train it, and others are an error. 0.2 counts nodes; a
-    number of ranks that cannot train the batch gets one of its own."""
+    """0.1: the batch is the same on all numbers of ranks that can train it, and others are an error. 0.2 counts nodes, and
+    chooses a separate batch for a number of ranks that cannot train the common one."""
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
+    def _is_complete(self) -> Self:
         if self.enabled:
             for name in ("max_train_batch_size", "micro_batch_sizes"):
                 if getattr(self, name) is None:
@@ -58,10 +58,10 @@ class Elasticity(Block):
         return self
 
     def batch_on(self, world_size: int) -> ElasticBatch:
-        """The batch for so many ranks.
+        """The batch for `world_size` ranks.
 
         Raises:
-            ValueError: no batch fits, or not so many ranks.
+            ValueError: no batch fits, or none for this number of ranks.
         """
         assert self.micro_batch_sizes is not None and self.max_train_batch_size is not None
         limits = {"min_ranks": self.min_gpus, "max_ranks": self.max_gpus, "most": self.max_train_batch_size}

@@ -1,4 +1,4 @@
-"""What are the values of a configuration? Numbers, dtypes, and blocks of keys that are checked when they are read."""
+"""The types of a configuration's values: numbers, dtypes, and blocks of keys. They are checked when they are read."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 
 def number(value: object) -> object:
+    """An integral float as an int, anything else unchanged; raises a ValueError for a bool."""
     if isinstance(value, bool):
         raise ValueError("must be a number")
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -38,6 +39,8 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class Block(BaseModel):
+    """An object of the configuration: frozen, without unknown keys; docstrings of its fields are their descriptions."""
+
     model_config = ConfigDict(
         frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
@@ -45,7 +48,7 @@ class Block(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_auto(cls, data: Any) -> Any:
-        """`"auto"` is for a program that fills the file in; a key that does not exist stays, to be refused."""
+        """Drops values `"auto"`, which a program is to fill in; unknown keys are kept, to be refused."""
         if not isinstance(data, Mapping):
             return data
         known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
@@ -53,7 +56,7 @@ class Block(BaseModel):
 
 
 def block_of(annotation: Any) -> type[Block] | None:
-    """The block that a field holds, always or when it is not null; None of a field that holds none.
+    """The block that a field holds, always or when it is not null; None for any other field.
 
     >>> block_of(Block | None).__name__, block_of(int)
     ('Block', None)
@@ -70,8 +73,8 @@ Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_dt
 """A dtype by torch's name or DeepSpeed's (`fp32`, `fp16`, `bf16`)."""
 
 
-def said(detail: ErrorDetails) -> str:
-    """What pydantic says of a wrong value, in one line and the words used here."""
+def message_of(detail: ErrorDetails) -> str:
+    """Pydantic's message about a wrong value, in one line and in the words used here."""
     if detail["type"] == "missing":
         return 'is required; give a value ("auto" counts as left out)'
     if detail["type"] in ("model_type", "model_attributes_type"):

@@ -1,6 +1,6 @@
-"""How is a configuration read from a file, or from a string of base64?
+"""Reading a configuration from a file, or from a string of base64.
 
-JSON first, and what is no JSON as Hjson: comments, keys without quotes, trailing commas. A key may stand once in an object.
+The text is read as JSON, and else as Hjson: comments, keys without quotes, trailing commas. A key may occur once in an object.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import hjson
 
 
 class ConfigError(ValueError):
-    """A configuration that fzero will not run; the message names the field, the rule, the value and the fix."""
+    """The error for a configuration that fzero does not run; its message names the field, the rule, the value and the fix."""
 
 
 class _Repeated(NamedTuple):
-    """In place of the value of a key that stands more than once in an object."""
+    """The value of a key that occurs more than once in an object."""
 
     times: int
 
@@ -28,7 +28,7 @@ def read(source: str | Path) -> Mapping[str, Any]:
     """The mapping in a JSON or Hjson file, or in a urlsafe-base64 string of JSON.
 
     Raises:
-        ConfigError: the file cannot be read or parsed, holds no object, or a key stands in an object twice.
+        ConfigError: the file cannot be read or parsed, holds no object, or a key occurs twice in an object.
     """
     text = _from_base64(source) if isinstance(source, str) else None
     name = repr(str(source)) if text is None else "the base64 string"
@@ -38,7 +38,7 @@ def read(source: str | Path) -> Mapping[str, Any]:
         raise ConfigError(
             f"Config.load: cannot read {name}: {error.strerror}; give a mapping or the path of a JSON file"
         ) from None
-    except (ValueError, IndexError, ArithmeticError, RecursionError) as error:  # hjson: all of them
+    except (ValueError, IndexError, ArithmeticError, RecursionError) as error:  # hjson raises all of them
         raise ConfigError(f"Config.load: {name} is not JSON or Hjson: {error}; mend the file") from None
     if not isinstance(data, Mapping):
         raise ConfigError(f"Config.load: {name} must hold a JSON object, got {type(data).__name__}; mend the file")
@@ -57,19 +57,21 @@ def _from_base64(source: str) -> str | None:
 
 def _parse(text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_told_when_repeated)
+        return json.loads(text, object_pairs_hook=_mark_repeated)
     except json.JSONDecodeError:
-        if not text.strip():  # an object without braces and without keys, to Hjson
+        if not text.strip():  # Hjson reads it as an object without braces and keys
             raise
-        return hjson.loads(text, object_pairs_hook=_told_when_repeated)
+        return hjson.loads(text, object_pairs_hook=_mark_repeated)
 
 
-def _told_when_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _mark_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dict, with `_Repeated` for a key that occurs more than once."""
     keys = [key for key, _ in pairs]
     return {key: value if keys.count(key) == 1 else _Repeated(keys.count(key)) for key, value in pairs}
 
 
 def _repeated(data: Any, prefix: str = "") -> Iterator[str]:
+    """The line of the error message for each repeated key."""
     if isinstance(data, _Repeated):
         yield f"{prefix[:-1]}: a key may stand once in an object, found {data.times}; remove all but one"
     elif isinstance(data, Mapping):
@@ -81,7 +83,7 @@ def _repeated(data: Any, prefix: str = "") -> Iterator[str]:
 
 
 def changed(keys: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with these changes, block by block; None takes a key away.
+    """The configuration with these changes, block by block; None removes a key.
 
     >>> changed({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 5}},
     ...         {"zero_optimization": {"stage": 2, "reduce_bucket_size": None}})

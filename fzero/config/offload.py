@@ -1,4 +1,4 @@
-"""Which part of the state lives off the device, and how does it move? The blocks of a configuration that say so."""
+"""The blocks for state that lives off the device: `offload_optimizer`, `offload_param` and `aio`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from fzero.config.fields import Block, Count, Elements, Number
 
 
 class Offloaded(Block):
-    """What both blocks have."""
+    """The keys that both offload blocks have."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """`cpu` is host memory, `nvme` a file for each flat tensor. Where the model is on the CPU, host memory is where the state
-    is in any case."""
+    """`cpu` is host memory, `nvme` a file for each flat tensor. Where the model is on the CPU, its state always is in host
+    memory."""
     nvme_path: str | None = None
-    """The folder of the files, on a local disk; required with `nvme`. Each rank has a folder of its own in it."""
+    """The folder for the files, on a local disk; required with `nvme`. Each rank has its own folder in it."""
     pin_memory: bool = True
-    """Page-locked host memory, from which copies run beside what the device computes; of no effect where the model is on the
-    CPU."""
+    """Whether host memory is page-locked, so that copies overlap with the device's compute; no effect where the model is on
+    the CPU."""
     checksums: bool = False
-    """fzero's own key: bytes read from files are compared with what was written. True in either block is for all files."""
+    """fzero's own key: bytes that are read are compared with those that were written. True in either block is for all files."""
     leftover: Literal["refuse", "clean"] = "refuse"
-    """fzero's own key: what to do with files that a killed run left under `nvme_path`, also of more ranks or states than
-    there are now. `clean` in either block is for all files."""
+    """fzero's own key: whether files that a killed run left under `nvme_path` are an error (`refuse`) or removed (`clean`), also
+    those of more ranks or states than there are now. `clean` in either block is for all files."""
 
     @model_validator(mode="after")
     def _has_a_path(self) -> Self:
@@ -37,15 +37,15 @@ class OffloadParam(Offloaded):
     """DeepSpeed key `zero_optimization.offload_param`: in stage 3 the shards of parameters live in host memory or in files."""
 
     buffer_count: Count | None = None
-    """The most shards of flat buffers that are in host memory at once on their way from files: those of the unit that is
-    gathered and of those read ahead. With fewer than two units have, none is read ahead. None is as many as that needs
-    (DeepSpeed's default is 5)."""
+    """Most shards of flat buffers in host memory at once between file and device: those of the unit that is gathered, and of
+    prefetched units. With fewer than two units have, no unit is prefetched. None is as many as are needed (DeepSpeed's
+    default is 5)."""
     buffer_size: Count | None = None
-    """The most elements of one such shard: a longer one is an error. None is as many as the longest has (DeepSpeed's default
-    is 100000000)."""
+    """Most elements of one such shard: a longer one is an error. None is the length of the longest (DeepSpeed's default is
+    100000000)."""
     max_in_cpu: Elements = 1_000_000_000
-    """With `nvme`: so many elements of a rank's shards stay in host memory, those of the first flat buffers, and are neither
-    read nor written. As each pass goes through all units, that is as good as a cache of them. 0 leaves all in files."""
+    """With `nvme`: so many elements of a rank's shards, those of the first flat buffers, live in host memory and are neither
+    read nor written. As each forward and backward uses all units, this is as good as a cache. 0 leaves all in files."""
 
 
 class OffloadOptimizer(Offloaded):
@@ -53,23 +53,23 @@ class OffloadOptimizer(Offloaded):
     so do, in stages 2 and 3, the shards of gradients."""
 
     buffer_count: Count | None = None
-    """The most tensors of a sub-group in host memory on their way from and to files (for Adam: gradient, two moments, and the
-    master or the parameter): with fewer than the neighbours need, fewer neighbours move meanwhile. None is as many as are
-    needed (DeepSpeed's default is 4). Where there are more, they hold what is read beside the backward, so that the update need
-    not wait for it."""
+    """Most tensors of sub-groups in host memory that are read, updated or written (for Adam a sub-group has the gradient, two
+    moments, and the master or the parameter). With fewer than three sub-groups need, fewer are read and written during an
+    update. None is as many as are needed (DeepSpeed's default is 4). Additional ones hold sub-groups that are read during the
+    backward, so that the update does not wait for them."""
     pipeline_read: bool = True
-    """The next sub-group is read while one is updated. (DeepSpeed's default is false.)"""
+    """Whether the next sub-group is read while one is updated. (DeepSpeed's default is false.)"""
     pipeline_write: bool = True
-    """The last sub-group is written while one is updated. (DeepSpeed's default is false.)"""
+    """Whether the last sub-group is written while one is updated. (DeepSpeed's default is false.)"""
     ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
-    """The share of the elements that is moved off the device: flat buffers in their order, until that many have been."""
+    """The fraction of the elements that lives off the device: flat buffers in their order, until it is reached."""
 
 
 AnyOffloaded = TypeVar("AnyOffloaded", bound=Offloaded)
 
 
 def if_somewhere(block: AnyOffloaded | None) -> AnyOffloaded | None:
-    """The block, unless it says that nothing is moved."""
+    """The block, or None where its device is `none`."""
     return None if block is None or block.device == "none" else block
 
 
@@ -77,8 +77,8 @@ class AIO(Block):
     """DeepSpeed key `aio`: how files are read and written, by threads that each move one block at a time."""
 
     block_size: Count = 1 << 20
-    """The most bytes that one call to the system moves."""
+    """Most bytes that one system call moves."""
     queue_depth: Count = 8
-    """Blocks that move at once, times `intra_op_parallelism`; more than 64 count as 64."""
+    """Times `intra_op_parallelism`: the number of blocks that move at once, at most 64."""
     intra_op_parallelism: Count = 1
     """See `queue_depth`."""

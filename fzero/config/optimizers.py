@@ -1,4 +1,4 @@
-"""Which optimizers may a configuration name, with which hyper-parameters, and which transforms do they make?"""
+"""The optimizers of a configuration: their names, their hyper-parameters, and the transforms that they make."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pydantic import (
 )
 from torch import Tensor
 
-from fzero.config.fields import Beta, Block, Count, Number, Rate, said
+from fzero.config.fields import Beta, Block, Count, Number, Rate, message_of
 from fzero.config.files import ConfigError
 from fzero.optim import matrix as matrix_transforms
 from fzero.optim import torch_optim as torch_optimizers
@@ -90,7 +90,7 @@ class LambParams(Block):
     max_coeff: Rate = 10.0
     """The largest trust ratio."""
     min_coeff: Rate = 0.01
-    """The least trust ratio."""
+    """The smallest trust ratio."""
     bias_correction: bool = True
     """Whether the moments are corrected as in Adam and in the paper."""
 
@@ -109,9 +109,9 @@ class AdafactorParams(Block):
     lr: Rate = 1e-2
     beta2_decay: Annotated[Number, Field(le=0)] = -0.8
     eps: tuple[Rate | None, Rate] = (None, 1e-3)
-    """The least second moment's root (None is the dtype's precision), and the least size of a parameter that counts."""
+    """Lower bounds of the second moment's root (None is the dtype's precision) and of the parameter's root mean square."""
     d: Annotated[Number, Field(ge=1)] = 1.0
-    """Directions with a larger root mean square are made so small."""
+    """Directions with a larger root mean square are scaled down to this one."""
     weight_decay: Rate = 0.0
 
 
@@ -120,22 +120,22 @@ class MuonParams(Block):
 
     lr: Rate = 0.02
     muon_lr: Rate | None = None
-    """Of the matrices; None is lr."""
+    """The rate of the matrices; None is lr."""
     momentum: Beta = 0.95
     weight_decay: Rate = 0.0
-    """Decoupled, of all parameters."""
+    """Decoupled weight decay of all parameters."""
     ns_steps: Count = 5
     ns_method: Literal["standard"] = "standard"
-    """Newton-Schulz as in torch.optim.Muon; DeepSpeed's default \"gram\" reaches the same by other roundings."""
+    """Newton-Schulz as in torch.optim.Muon; DeepSpeed's default \"gram\" differs in rounding only."""
     nesterov: bool = True
     adam_lr: Rate | None = None
-    """Of all other parameters; None is lr. 3e-4 when neither is given."""
+    """The rate of all other parameters; None is lr. 3e-4 when neither is given."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Rate = 1e-10
 
     @model_validator(mode="before")
     @classmethod
-    def _adams_own(cls, data: Any) -> Any:
+    def _default_adam_lr(cls, data: Any) -> Any:
         is_given = isinstance(data, Mapping) and any(data.get(key, "auto") != "auto" for key in ("lr", "adam_lr"))
         return {**data, "adam_lr": 3e-4} if isinstance(data, Mapping) and not is_given else data
 
@@ -150,7 +150,7 @@ class MuonParams(Block):
 
 
 class OptimizerBlock(Block):
-    """What every optimizer is: hyper-parameters, and the transform that they make."""
+    """The base of all optimizers: a name, hyper-parameters, and the transform that they make."""
 
     type: str
     params: Any
@@ -161,11 +161,11 @@ class OptimizerBlock(Block):
         return float(self.params.lr)
 
     def is_elementwise(self, kind: str) -> bool:
-        """Whether the transform of parameters of this kind treats each element by itself."""
+        """Whether the update rule `kind` treats each element by itself."""
         return True
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
-        """Which of the optimizer's ways a parameter goes; parameters of different kinds are in different flat buffers."""
+        """The update rule of a parameter, where the optimizer has several; each rule has flat buffers of its own."""
         return ""
 
     def transform(
@@ -176,13 +176,13 @@ class OptimizerBlock(Block):
         contents: ShardContents | None = None,
         kind: str = "",
     ) -> Transform:
-        """The transform of a flat buffer with parameters of one kind.
+        """The transform of a flat buffer, whose parameters have one update rule.
 
         Args:
-            lr: in place of the configured one; None keeps that. A 0-d tensor may change between updates.
-            momentum: in place of the first beta, likewise.
-            contents: what the flat tensor holds, for optimizers that look at whole parameters; others do not need it.
-            kind: of `kind_of`.
+            lr: replaces the configured one, unless None. A 0-d tensor may change between updates.
+            momentum: replaces the first beta, likewise.
+            contents: the parameters in the flat tensor, for optimizers that look at full parameters; others do not need it.
+            kind: the update rule, see `kind_of`.
         """
         values = self.params.model_dump()
         if lr is not None:
@@ -198,7 +198,7 @@ class OptimizerBlock(Block):
     def _needed(self, contents: ShardContents | None) -> ShardContents:
         if contents is None:
             raise ValueError(
-                f"{self.type}: looks at whole parameters, so that its transform needs contents, got None; pass them"
+                f"{self.type}: looks at full parameters, so that its transform needs contents, got None; pass them"
             )
         return contents
 
@@ -276,7 +276,7 @@ class Muon(OptimizerBlock):
         return kind == "adam"
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
-        """Matrices but for embeddings and the output layer go Muon's way, as in DeepSpeed."""
+        """Muon for matrices without embeddings and the output layer, Adam for the rest, as in DeepSpeed."""
         return "muon" if len(shape) >= 2 and not any(x in name.lower() for x in ("embed", "lm_head")) else "adam"
 
     def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
@@ -290,19 +290,18 @@ class Muon(OptimizerBlock):
         return matrix_transforms.muon(lr, **given, contents=self._needed(contents))
 
 
-_UNWRITTEN = ConfigDict(
-    use_attribute_docstrings=False
-)  # a model made at run time has no source, which pydantic looks for
+# Pydantic reads docstrings of fields from the source, which a model made at run time does not have.
+_NO_SOURCE = ConfigDict(use_attribute_docstrings=False)
 
 
 class _TorchParams(Block):
-    model_config = _UNWRITTEN
+    model_config = _NO_SOURCE
 
 
 class TorchOptimizer(OptimizerBlock):
     """Any other `type` is a class of `torch.optim`, with its parameters; refused with the reason where it is not elementwise."""
 
-    model_config = _UNWRITTEN
+    model_config = _NO_SOURCE
 
     @model_validator(mode="after")
     def _works_on_shards(self) -> Self:
@@ -319,7 +318,7 @@ OPTIMIZERS: dict[str, type[OptimizerBlock]] = {
 
 
 def _torch_block(name: str, cls: type) -> type[TorchOptimizer]:
-    """The block of a class of `torch.optim`, made of its signature; how it runs through memory is not a parameter here."""
+    """The block of a class of `torch.optim`, made from its signature without the parameters that select a kernel."""
     fields: dict[str, Any] = {}
     for field, parameter in inspect.signature(cls).parameters.items():
         if field not in ("params", "foreach", "fused", "capturable", "differentiable"):
@@ -352,13 +351,15 @@ def with_overrides(optimizer: Optimizer, overrides: Mapping[str, Any], field: st
         changed: Optimizer = type(optimizer).model_validate({"type": optimizer.type, "params": params.model_dump()})
         return changed
     except ValidationError as error:
-        problems = [f"{'.'.join([field, *map(str, e['loc'])])}: {said(e)}, got {e['input']!r}" for e in error.errors()]
+        problems = [
+            f"{'.'.join([field, *map(str, e['loc'])])}: {message_of(e)}, got {e['input']!r}" for e in error.errors()
+        ]
         known = ", ".join(kind.model_fields)
         raise ConfigError("\n".join(problems) + f"; {optimizer.type} has: {known}") from None
 
 
 def _optimizer_name(data: Any) -> Any:
-    """The optimizer's name as it is spelled here: DeepSpeed does not look at case."""
+    """The block with the optimizer's name in the spelling used here: DeepSpeed ignores case."""
     if not isinstance(data, Mapping):
         return data
     given = data.get("type", "AdamW")
@@ -377,6 +378,7 @@ NOT_YET_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muad
 
 
 def _works(name: str) -> bool:
+    """Whether a class of torch.optim works on shards."""
     try:
         torch_optimizers.torch_optimizer(name)
     except ValueError:
@@ -385,7 +387,7 @@ def _works(name: str) -> bool:
 
 
 def own_keys(source: Mapping[str, Any]) -> frozenset[str]:
-    """The dotted names of the hyper-parameters of the optimizer that is named, which it honours though others do not."""
+    """The dotted names of the hyper-parameters of the named optimizer, some of which no other optimizer honours."""
     block = source.get("optimizer")
     name = _BY_LOWER_NAME.get(str(block.get("type", "AdamW")).lower()) if isinstance(block, Mapping) else None
     if name is None:

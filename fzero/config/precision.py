@@ -1,4 +1,4 @@
-"""What may a configuration say of dtypes and of the loss scale?"""
+"""The blocks of dtypes and of the loss scale: `fp16`, `bf16`, `torch_autocast` and `data_types`."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class FP16(Block):
     """DeepSpeed key `fp16`: parameters in fp16 beside an fp32 master, and a scaled loss."""
 
     enabled: bool = False
-    """Whether parameters, gradients and what is sent are fp16."""
+    """Whether parameters, gradients and communication are fp16."""
     auto_cast: bool = False
-    """Whether the floating tensors of a batch are cast to fp16 too."""
+    """Whether the floating tensors of a batch are cast to fp16, too."""
     loss_scale: Rate = 0.0
-    """What the loss is multiplied by; 0 is dynamic."""
+    """The factor of the loss; 0 is dynamic."""
     initial_scale_power: Annotated[int, BeforeValidator(_exponent), Field(ge=0, le=126)] = 16
-    """Dynamic: the first scale is two to this power."""
+    """Dynamic: the initial scale is two to this power."""
     loss_scale_window: Count = 1000
     """Dynamic: steps without overflow until the scale doubles."""
     hysteresis: Count = 2
     """Dynamic: overflows until the scale halves."""
     consecutive_hysteresis: bool = False
-    """Dynamic: whether a step without overflow gives the hysteresis back."""
+    """Dynamic: whether a step without overflow restores the hysteresis."""
     min_loss_scale: Rate = 1.0
-    """Dynamic: an overflow that would take the scale below is an error."""
+    """Dynamic: an overflow that would lower the scale below this is an error."""
     fp16_master_weights_and_grads: bool = False
-    """Whether the fp16 parameters are the master; the optimizer state stays fp32."""
+    """Whether the fp16 parameters are the master; the optimizer state is fp32."""
 
     def loss_scaling(self) -> LossScaling:
         return LossScaling(
@@ -55,18 +55,18 @@ class BF16(Block):
     """DeepSpeed key `bf16` (or `bfloat16`): parameters in bf16 beside an fp32 master."""
 
     enabled: bool = False
-    """Whether parameters, gradients and what is sent are bf16."""
+    """Whether parameters, gradients and communication are bf16."""
     auto_cast: bool = False
-    """Whether the floating tensors of a batch are cast to bf16 too. fzero's own key."""
+    """Whether the floating tensors of a batch are cast to bf16, too. fzero's own key."""
     check_grad_overflow: bool = True
     """Whether a step whose gradient is not finite is skipped; false makes it an error."""
     bf16_master_weights_and_grads: bool = False
     """Whether the bf16 parameters are the master."""
     bf16_optimizer_states: bool = False
-    """Whether the optimizer state is bf16 as well; only where the parameters are the master."""
+    """Whether the optimizer state is bf16 as well; needs bf16 parameters as the master."""
     stochastic_rounding: bool = False
-    """Whether a bf16 master, and its optimizer state, are rounded up or down at random, which keeps small updates on
-    average. fzero's own key."""
+    """Whether a bf16 master and its optimizer state are rounded stochastically, which keeps small updates on average.
+    fzero's own key."""
 
     @model_validator(mode="after")
     def _needs_a_bf16_master(self) -> Self:
@@ -80,13 +80,13 @@ class TorchAutocast(Block):
     """DeepSpeed key `torch_autocast`: the forward runs under `torch.autocast`."""
 
     enabled: bool = False
-    """Whether operations choose their precision by torch's lists."""
+    """Whether each operation has the precision of torch's autocast lists."""
     dtype: Dtype = "bfloat16"
     """The lower precision; with fp16 the loss is scaled by the rules of `fp16`."""
     lower_precision_safe_modules: tuple[str, ...] = (
         "torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"
     )  # fmt: skip
-    """Classes of modules whose own parameters are kept, sent and gathered in the lower precision, beside a master."""
+    """Classes of modules whose own parameters are held, sent and gathered in the lower precision, beside a master."""
 
     @model_validator(mode="after")
     def _is_lower(self) -> Self:
@@ -101,17 +101,17 @@ class TorchAutocast(Block):
 
 
 class DataTypes(Block):
-    """DeepSpeed key `data_types`, with the dtypes that it does not name. A value overrides what `fp16` or `bf16` say."""
+    """DeepSpeed key `data_types`, with dtypes that DeepSpeed has no key for. A value overrides those of `fp16` and `bf16`."""
 
     param_dtype: Dtype | None = None
-    """Of all floating parameters; null is what `fp16` and `bf16` say, or each parameter's own."""
+    """The dtype of all floating parameters; null is that of `fp16` or `bf16`, or each parameter's own."""
     grad_accum_dtype: Dtype | None = None
-    """In which gradients are kept and added up over micro-steps; null is that of the parameters."""
+    """The dtype in which gradients are accumulated over micro-steps; null is that of the parameters."""
     reduce_dtype: Dtype | None = None
-    """In which gradients are sent; null is `communication_data_type`, or that of the parameters. fzero's own key."""
+    """The dtype in which gradients are sent; null is `communication_data_type`, or that of the parameters. fzero's own key."""
     master_dtype: Dtype | None = None
-    """Of what the optimizer updates; null is fp32 where parameters are cast, else their own. fzero's own key."""
+    """The dtype of the master; null is fp32 where parameters are cast, else their own. fzero's own key."""
     optimizer_dtype: Dtype | None = None
-    """Of the optimizer's state; null is that of the master. fzero's own key."""
+    """The dtype of the optimizer state; null is that of the master. fzero's own key."""
     buffer_dtype: Dtype | None = None
-    """Of the module's floating buffers; null leaves them alone."""
+    """The dtype of the module's floating buffers; null leaves them unchanged."""

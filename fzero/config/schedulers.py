@@ -1,4 +1,4 @@
-"""Which schedules of the learning rate may a configuration name, and which functions do they make?"""
+"""The learning-rate schedules of a configuration: their names, their parameters, and the functions that they make."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class WarmupLRParams(Block):
     warmup_max_lr: Rate | None = None
     """None is the optimizer's lr."""
     warmup_num_steps: Count = 1000
-    """Updates until the full rate; 1 counts as 2."""
+    """Number of updates until the full rate; 1 counts as 2."""
     warmup_type: Literal["log", "linear"] = "log"
     last_batch_iteration: Literal[-1] = -1
-    """A schedule is a function of the state's step: it starts where the state is."""
+    """Must be -1: a schedule is a function of the state's step."""
 
 
 class WarmupDecayLRParams(WarmupLRParams):
@@ -59,7 +59,7 @@ class LRRangeTestParams(Block):
 
 
 class OneCycleParams(Block):
-    """`scheduler.params` of OneCycle. Unlike DeepSpeed's it leaves the second beta of Adam alone (there it becomes 0.99)."""
+    """`scheduler.params` of OneCycle. Unlike DeepSpeed's, which sets Adam's second beta to 0.99, it does not change that."""
 
     cycle_min_lr: Rate
     cycle_max_lr: Rate
@@ -70,7 +70,7 @@ class OneCycleParams(Block):
     cycle_second_stair_count: Elements | None = None
     decay_step_size: Elements = 0
     cycle_momentum: bool = True
-    """Optimizers with betas: the first one goes from `cycle_max_mom` to `cycle_min_mom` and back."""
+    """Optimizers with betas: whether the first one goes from `cycle_max_mom` to `cycle_min_mom` and back."""
     cycle_min_mom: Beta = 0.8
     cycle_max_mom: Beta = 0.9
     decay_mom_rate: Rate = 0.0
@@ -78,9 +78,10 @@ class OneCycleParams(Block):
 
 
 class Scheduler(Block):
-    """What every scheduler is: each has a `rate(lr)`, and some move the momentum, by the number of updates."""
+    """The base of all schedulers: each has a `rate(lr)` by the number of updates, and some also a momentum."""
 
     def momentum(self) -> Schedule | None:
+        """The first beta by the number of updates, or None where it is constant."""
         return None
 
 

@@ -1,6 +1,6 @@
-"""What does a configuration come to, and which keys are there? As a table of one configuration, and as the reference.
+"""The table of one configuration, and the reference of all keys.
 
-fzero config FILE          # the effective configuration, what each key did, and which keys are useless beside others
+fzero config FILE          # the effective configuration, the effect of each key, and keys without effect beside others
 fzero config --reference   # docs/config.md
 """
 
@@ -24,7 +24,7 @@ _STYLES = {"conflict": "red", "not yet": "magenta"}
 
 
 def table(cfg: Config) -> Table:
-    """Every key that is honoured with its value, then the keys that change nothing, then those useless beside others."""
+    """Every honoured key with its value, then the keys without effect, then those without effect beside others."""
     rows = Table(title="configuration", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("key", "value", "", "why"):
         rows.add_column(column, no_wrap=column in ("key", ""))
@@ -42,9 +42,9 @@ def reference() -> str:
         "# Configuration",
         "",
         "Made by `fzero config --reference`. The keys are DeepSpeed's; a file that you use there is read here, JSON or Hjson.",
-        "`fzero config FILE` (or `python -m fzero config FILE`) shows what it comes to, and which of its keys are useless",
+        "`fzero config FILE` (or `python -m fzero config FILE`) shows the effective values, and the keys that have no effect",
         "beside others. A key is honoured (the first tables), accepted because it has nothing to do here, or known and not",
-        "honoured yet: an error, or a warning where training is right without it. Any other key is an error with the nearest",
+        "honoured yet: an error, or a warning where training is correct without it. Any other key is an error with the nearest",
         'name. A value `"auto"` counts as left out.',
         "",
         *_section("Top level", Config),
@@ -70,7 +70,8 @@ def reference() -> str:
     lines += [f"| `{key}` | {fix} |" for key, fix in REFUSED.items()]
     lines += [
         "",
-        "Neither warns nor fails where the value asks for nothing: `null`, `false`, a block that is not enabled, or one of",
+        "There is neither warning nor error where the value switches the key off: `null`, `false`, a block that is not",
+        "enabled, or one of",
         ", ".join(f"`{key}: {str(value).lower()}`" for key, value in sorted(OFF.items())) + ".",
         "",
     ]

@@ -1,7 +1,7 @@
-"""Which keys of a configuration change nothing, and which are refused by their name alone?
+"""The keys of a configuration without effect, and those that are refused by their name alone.
 
-`set_aside` walks a configuration once, before any value is checked by its model: keys that change nothing become notes,
-keys that cannot be honoured become problems, and the rest is kept for the models.
+`split_keys` walks a configuration once, before the models check any value: keys without effect become notes, keys that cannot
+be honoured become problems, and the rest is kept for the models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAYS_NOT_YET = "fzero knows this DeepSpeed key and does not honour it yet"
 
 
 class Note(NamedTuple):
-    """A key that was read and changes nothing, or (`conflict`) is honoured beside one that makes it useless."""
+    """A key that was read and has no effect, by itself or (`conflict`) beside the other keys."""
 
     key: str
     value: Any
@@ -36,23 +36,26 @@ class Note(NamedTuple):
     reason: str
 
 
-class Sieved(NamedTuple):
-    """What is left for the models, what changes nothing, and one line for each key that is refused."""
+class SplitKeys(NamedTuple):
+    """The keys for the models, notes of the keys without effect, and one line for each refused key."""
 
     kept: dict[str, Any]
     notes: tuple[Note, ...]
     problems: tuple[str, ...]
 
 
-def set_aside(source: Mapping[str, Any], prefix: str = "", *, honoured: Collection[str] = frozenset()) -> Sieved:
-    """Parts the keys that change nothing, and those that are refused by their name, from those of the models.
+def split_keys(source: Mapping[str, Any], prefix: str = "", *, honoured: Collection[str] = frozenset()) -> SplitKeys:
+    """Splits a configuration into keys for the models, keys without effect, and keys that are refused by their name.
 
-    `honoured` are dotted names that this configuration honours though others do not.
+    Args:
+        source: the configuration, or a block of it.
+        prefix: the dotted name of the block, with a dot at its end.
+        honoured: dotted names that this configuration honours and others do not.
 
-    >>> found = set_aside({"steps_per_print": 10, "amp": {"enabled": True}, "gradient_clipping": 0.5})
+    >>> found = split_keys({"steps_per_print": 10, "amp": {"enabled": True}, "gradient_clipping": 0.5})
     >>> found.kept, [note.key for note in found.notes], [line.partition(":")[0] for line in found.problems]
     ({'gradient_clipping': 0.5}, ['steps_per_print'], ['amp'])
-    >>> set_aside({"optimizer": {"params": {"amsgrad": True}}}, honoured={"optimizer.params.amsgrad"}).problems
+    >>> split_keys({"optimizer": {"params": {"amsgrad": True}}}, honoured={"optimizer.params.amsgrad"}).problems
     ()
     """
     kept: dict[str, Any] = {}
@@ -73,7 +76,7 @@ def set_aside(source: Mapping[str, Any], prefix: str = "", *, honoured: Collecti
         elif value == "auto":
             notes.append(Note(given, value, "auto", "left to fzero: the default, or what follows from the other keys"))
             if name not in NOT_YET or name in honoured:
-                kept[key] = value  # a block drops it where it has such a key
+                kept[key] = value  # the block drops it where it has such a key
         elif name in honoured:
             kept[key] = value
         elif name in NOT_YET:
@@ -87,16 +90,16 @@ def set_aside(source: Mapping[str, Any], prefix: str = "", *, honoured: Collecti
         elif name == "zero_optimization" and isinstance(value, bool):
             kept[name] = {"stage": int(value)}  # before DeepSpeed 0.3: true is stage 1
         elif isinstance(value, Mapping):
-            kept[key], inner_notes, inner_problems = set_aside(value, f"{given}.", honoured=honoured)
+            kept[key], inner_notes, inner_problems = split_keys(value, f"{given}.", honoured=honoured)
             notes += inner_notes
             problems += inner_problems
         else:
             kept[key] = value
-    return Sieved(kept, tuple(notes), tuple(problems))
+    return SplitKeys(kept, tuple(notes), tuple(problems))
 
 
 def is_off(name: str, value: Any) -> bool:
-    """Whether a value of a key that is not honoured yet asks for nothing.
+    """Whether a value switches a key off that is not honoured yet.
 
     >>> is_off("tensorboard", {"output_path": "logs"}), is_off("compile", {"deepcompile": True})
     (True, False)
@@ -111,13 +114,13 @@ def is_off(name: str, value: Any) -> bool:
 
 
 def children(name: str) -> set[str]:
-    """The keys inside a block of DeepSpeed's that fzero does not honour itself; of the whole file for an empty name."""
+    """The keys of one of DeepSpeed's blocks that fzero does not honour; those of the top level for an empty name."""
     start = f"{name}." if name else ""
     return {known.removeprefix(start).partition(".")[0] for known in KNOWN if known.startswith(start)}
 
 
 def unknown_key(location: str, honoured: Collection[str] = ()) -> str:
-    """The line for a key that nobody knows: with the nearest name, or the place of that name, or all names."""
+    """The line for an unknown key: with the nearest name, or the block that has the key, or all names."""
     block, _, key = location.rpartition(".")
     known = sorted({*honoured, *children(block)})
     elsewhere = [name for name in KNOWN if name.rpartition(".")[2] == key]

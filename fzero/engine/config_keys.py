@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationError, field_validator
 
 from fzero.config.config import Config, ConfigError, ConfigWarning
-from fzero.config.fields import Block, Count, Elements, Number, number, said
+from fzero.config.fields import Block, Count, Elements, Number, message_of, number
 
 
 class Monitor(Block):
@@ -129,7 +129,7 @@ def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, Engin
     try:
         keys = EngineKeys.model_validate({key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {said(e)}, got {e['input']!r}" for e in error.errors()]
+        lines = [f"{'.'.join(map(str, e['loc']))}: {message_of(e)}, got {e['input']!r}" for e in error.errors()]
         raise ConfigError("\n".join(lines)) from None
     if keys.flops_profiler.enabled and keys.flops_profiler.recompute_fwd_factor:
         warnings.warn(

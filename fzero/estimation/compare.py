@@ -22,10 +22,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fzero.common.text_tables import as_text, scale_of, shown
-from fzero.config.config import Config, ConfigError, ConfigWarning, ZeroOptimization
+from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.config.deepspeed_keys import INSTEAD
 from fzero.config.files import changed, read
 from fzero.config.unused_keys import is_off
+from fzero.config.zero import ZeroOptimization
 from fzero.estimation.activation_trace import Traced, trace_activations
 from fzero.estimation.dry_run import DryRun, dry_run
 from fzero.estimation.ledger import Device

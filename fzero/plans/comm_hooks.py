@@ -17,7 +17,8 @@ import torch
 from fzero.comms.codecs import quantize
 from fzero.comms.collectives import DATA
 from fzero.comms.comm_hooks import CommHook, compressed, error_feedback, exact, reset_every
-from fzero.config.config import ConfigError, ZeroOptimization
+from fzero.config.config import ConfigError
+from fzero.config.zero import ZeroOptimization
 from fzero.plans.mesh_axes import sum_order
 from sharding import Mesh
 

@@ -13,7 +13,8 @@ import math
 
 from fzero.comms.collectives import DATA, WORLD
 from fzero.comms.mesh import is_several
-from fzero.config.config import ConfigError, ZeroOptimization
+from fzero.config.config import ConfigError
+from fzero.config.zero import ZeroOptimization
 from sharding import Mesh
 
 NODE = "node"
