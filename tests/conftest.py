@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-import laws  # noqa: F401 - the profiles, before any test module
+import profiles  # noqa: F401 - the profiles, before any test module
 import pytest
 import torch
 from hypothesis import is_hypothesis_test
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from test_deepspeed_checkpoints import DeepSpeed
 
 
-collect_ignore = ["deepspeed_jobs.py", "deepspeed_server.py", "launched_rank.py", "elastic_rank.py", "memcheck_job.py"]
+collect_ignore = [
+    f"support/{name}.py"
+    for name in ("deepspeed_jobs", "deepspeed_server", "launched_rank", "elastic_rank", "memcheck_job")
+]
 """Programs that tests start; `--doctest-modules` would import them."""
 
 BUDGETS = {"test_zoo.py": 600}
