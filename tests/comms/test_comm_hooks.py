@@ -146,7 +146,7 @@ def test_a_wire_that_is_restarted_twice_starts_anew_for_either() -> None:
         is_anew = index % 3 % 2 == 0
         assert torch.equal(arrived, alone.reduce_scatter(full, axis, alone.init(full))[0]) == is_anew
     for given_ in (quantize(4), state):
-        with pytest.raises(ValueError, match=r"restarted: comm hook must be a CommHook, got .*; pass error_feedback"):
+        with pytest.raises(ValueError, match=r"reset_every: hook must be a CommHook, got .*; pass error_feedback"):
             reset_every(given_, every=2)  # type: ignore[arg-type]
     alone_rank = LockstepAxis("data", 1, 0, Hub(1))  # of which a counter is a number without dimensions
     twice.reduce_scatter(_parts(1, 32)[0], alone_rank, twice.init(_parts(1, 32)[0]))

@@ -826,7 +826,7 @@ def test_what_cannot_be_explained_or_run_is_told() -> None:
     paper = fzero.make_train_step(make(Plain), config(3) | TWICE, mesh=fzero.AbstractAxis("data", 4))
     with pytest.raises(ValueError, match="batch: must hold 6 samples"):
         paper.explain(vectors(0))
-    with pytest.raises(ValueError, match=r"mesh: .* Fake\(name='data', size=4"):
+    with pytest.raises(ValueError, match=r"mesh: .* AbstractAxis\(name='data', size=4"):
         paper.init()
     with pytest.raises(ValueError, match="Fake: rank must be in"):
         fzero.AbstractAxis("data", 4, rank=4)

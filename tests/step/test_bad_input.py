@@ -168,7 +168,7 @@ def test_a_mesh_that_does_not_fit_the_job_is_told_with_its_axes(ranks: RankPool,
 
 @pytest.mark.parametrize("mesh", [(2, 2), 4, "data", Mesh.of(world=2, data=2)], ids=str)
 def test_what_is_no_mesh_or_has_an_axis_that_means_all_ranks_is_told(mesh: Any) -> None:
-    words = "no axis may be named 'everyone'" if isinstance(mesh, Mesh) else "must be a mesh of named axes, .* got"
+    words = "no axis may be named 'world'" if isinstance(mesh, Mesh) else "must be a mesh of named axes, .* got"
     step = fzero.make_train_step(Plain(), config(3), mesh=fzero.AbstractAxis("data", 4))
     for make_on in (
         lambda: fzero.make_train_step(Plain(), config(3), mesh=mesh),
@@ -179,7 +179,7 @@ def test_what_is_no_mesh_or_has_an_axis_that_means_all_ranks_is_told(mesh: Any) 
         with pytest.raises(ValueError, match=f"mesh: {words}"):
             make_on()
     if not isinstance(mesh, Mesh):
-        with pytest.raises(ValueError, match=r"Fake\.of: mesh must be a sharding.Mesh, got"):
+        with pytest.raises(ValueError, match=r"AbstractAxis\.of: mesh must be a sharding.Mesh, got"):
             fzero.AbstractAxis.of(mesh)
 
 

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+SUPPORT = Path(__file__).parent
 OUT = ROOT / "out" / "memcheck"
 SIMPLE = {  # instructions that valgrind knows
     "PYTHONMALLOC": "malloc",
@@ -42,7 +43,7 @@ def quarantine(tests: list[str]) -> list[str]:
         "-pthread",
         "-o",
         str(library),
-        str(ROOT / "tests" / "support" / "quarantine.c"),
+        str(SUPPORT / "quarantine.c"),
     ]
     subprocess.run(build, check=True)
     log.unlink(missing_ok=True)
@@ -68,8 +69,8 @@ def valgrind() -> list[str]:
     ranks, logs = [], [OUT / f"valgrind.{rank}.log" for rank in range(2)]
     for rank, log in enumerate(logs):
         command = [
-            "valgrind", "--undef-value-errors=no", "--num-callers=30", f"--suppressions={ROOT / 'tests' / 'support' / 'valgrind.supp'}",
-            f"--log-file={log}", sys.executable, str(ROOT / "tests" / "support" / "memcheck_job.py"), str(rank), str(port),
+            "valgrind", "--undef-value-errors=no", "--num-callers=30", f"--suppressions={SUPPORT / 'valgrind.supp'}",
+            f"--log-file={log}", sys.executable, str(SUPPORT / "memcheck_job.py"), str(rank), str(port),
         ]  # fmt: skip
         environment = os.environ | SIMPLE | {"PYTHONPATH": str(ROOT)}
         ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment))
