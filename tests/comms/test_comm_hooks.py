@@ -136,7 +136,7 @@ def test_real_ranks_get_the_bits_of_stacked_ones(ranks: RankPool) -> None:
             assert torch.equal(x, y[rank])
 
 
-def test_a_wire_that_is_restarted_twice_starts_anew_for_either() -> None:
+def test_a_hook_that_is_reset_twice_starts_anew_for_either() -> None:
     hook, axis = error_feedback(compressed(quantize(4, 16))), Sim("data", 2)
     twice, alone = reset_every(reset_every(hook, every=2), every=3), reset_every(hook, every=1)
     state = twice.init(_parts(2, 32))

@@ -828,9 +828,9 @@ def test_what_cannot_be_explained_or_run_is_told() -> None:
         paper.explain(vectors(0))
     with pytest.raises(ValueError, match=r"mesh: .* AbstractAxis\(name='data', size=4"):
         paper.init()
-    with pytest.raises(ValueError, match="Fake: rank must be in"):
+    with pytest.raises(ValueError, match="AbstractAxis: rank must be in"):
         fzero.AbstractAxis("data", 4, rank=4)
-    with pytest.raises(ValueError, match="Fake: backend must be"):
+    with pytest.raises(ValueError, match="AbstractAxis: backend must be"):
         fzero.AbstractAxis("data", 4, backend="mpi")  # type: ignore[arg-type]
 
 

@@ -261,7 +261,7 @@ def test_specs_of_a_tree_have_its_shapes_and_dtypes() -> None:
 
 
 def test_an_axis_with_more_ranks_than_the_job_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Real: rank must be in \[0, 2\), got 2"):
+    with pytest.raises(ValueError, match=r"ProcessAxis: rank must be in \[0, 2\), got 2"):
         collectives.ProcessAxis("data", 2, 2)
-    with pytest.raises(ValueError, match=r"Real: 2 ranks need a process group; start with torchrun"):
+    with pytest.raises(ValueError, match=r"ProcessAxis: 2 ranks need a process group; start with torchrun"):
         collectives.ProcessAxis("data", 2, 0)

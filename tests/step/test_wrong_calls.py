@@ -254,9 +254,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     # ranks and rates
     "ranks in a word": (
         lambda: fzero.AbstractAxis("data", "4"),
-        "Fake: size must be a whole number, at least 1, got '4'",
+        "AbstractAxis: size must be a whole number, at least 1, got '4'",
     ),
-    "no ranks": (lambda: fzero.AbstractAxis("data", 0), "Fake: size must be a whole number, at least 1, got 0"),
+    "no ranks": (lambda: fzero.AbstractAxis("data", 0), "AbstractAxis: size must be a whole number, at least 1, got 0"),
     "bytes in a word": (
         lambda: fzero.fit(two(), CFG, world_size=2, device_nbytes="80GB"),
         "device_nbytes: must be a number of bytes",
