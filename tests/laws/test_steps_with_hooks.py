@@ -128,7 +128,7 @@ def test_all_stages_give_the_same_bits_through_a_wire(mesh: Mesh, hook: CommHook
     for curve, state, ranks in others:
         assert_same(curve, first[0])
         assert_same(ranks.gather(state), first[2].gather(first[1]))
-        assert_same(state.hook_states, first[1].hooks)
+        assert_same(state.hook_states, first[1].hook_states)
     exact, _ = run(simulated(0, mesh), tokens)
     assert exact[0].loss == first[0][0].loss and exact[2].loss != first[0][2].loss
 
@@ -163,7 +163,7 @@ def test_one_rank_sends_nothing_and_changes_nothing(hooks: str) -> None:
     alone = simulated(3, Mesh.of(data=1), observe=lambda _, sent: log.append(sent), options=WIRES[hooks])
     through, plainly = run(alone, tokens), run(simulated(3, Mesh.of(data=1)), tokens)
     assert_same(through, plainly)
-    assert not log and not through[1].hooks and not alone.plan.comm_hooks
+    assert not log and not through[1].hook_states and not alone.plan.comm_hooks
 
 
 @pytest.mark.parametrize("mode", ["hybrid 0", "hybrid 2", "mics 3", "hpz 3"])
@@ -286,7 +286,7 @@ def test_ranks_as_a_dimension_are_those_in_lockstep_to_rounding(mode: str, mesh:
         # Batched products round otherwise, and a number that is rounded to the next code differs by 1 / 7 of its block's largest.
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-3, atol=0)
         torch.testing.assert_close(found.grad_norm, expected.grad_norm, rtol=1e-2, atol=0)
-        for x, y in zip(optree.tree_leaves(other.hooks), optree.tree_leaves(state.hook_states), strict=True):
+        for x, y in zip(optree.tree_leaves(other.hook_states), optree.tree_leaves(state.hook_states), strict=True):
             assert (x - y).double().norm() <= 0.1 * y.double().norm()
 
 
@@ -501,7 +501,7 @@ def test_what_was_lost_follows_the_loss_scale(by: Literal["lockstep", "vmap"]) -
         state, _ = in_turn(state, batch)
         other, _ = fixed(other, batch)
     assert state.loss_scale.scale.tolist() == [128.0] * 3
-    for one, scaled in zip(optree.tree_leaves(other.hooks), optree.tree_leaves(state.hook_states), strict=True):
+    for one, scaled in zip(optree.tree_leaves(other.hook_states), optree.tree_leaves(state.hook_states), strict=True):
         assert one.any()
         if by == "lockstep":
             assert torch.equal(2 * one, scaled)
@@ -553,7 +553,7 @@ def test_what_wires_remember_stays_where_only_the_stage_changes(stages: tuple[in
     old, new = (simulated(stage, ONE, options={"reduce_hook": LOCO}) for stage in stages)
     _, state = run(old, tokens, 3)
     moved = fzero.reshard(state, old, new)
-    assert_same(moved.hooks, state.hook_states)
+    assert_same(moved.hook_states, state.hook_states)
     _, there = run(new, tokens, 3)
     for index in (3, 4):
         batch = for_ranks(tokens(index), 3)
@@ -568,7 +568,7 @@ def test_what_wires_remember_starts_anew_on_other_ranks_and_that_is_told() -> No
     _, state = run(old, tokens)
     with pytest.warns(UserWarning, match="what reductions lost so far is forgotten"):
         moved = fzero.reshard(state, old, new)
-    assert all(not x.any() for x in optree.tree_leaves(moved.hooks)) and any(
+    assert all(not x.any() for x in optree.tree_leaves(moved.hook_states)) and any(
         x.any() for x in optree.tree_leaves(state.hook_states)
     )
     new(moved, for_ranks(tokens(4), 2))
@@ -579,7 +579,7 @@ def _reshard_on_a_rank() -> tuple[Any, Any]:
     state = steps[0].init()
     for index in range(2):
         state, _ = steps[0](state, part(tokens(index), steps[0].rank, 3))
-    return state.hook_states, fzero.reshard(state, *steps).hooks
+    return state.hook_states, fzero.reshard(state, *steps).hook_states
 
 
 def test_so_they_do_on_real_processes(ranks: RankPool) -> None:
