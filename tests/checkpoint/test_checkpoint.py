@@ -55,7 +55,7 @@ def without_grads(state: Any) -> Any:
 # --- what is loaded is what was saved ----------------------------------------------------------------------------
 
 
-@examples(20)
+@examples(10)
 @given(paths(2))
 def test_what_is_loaded_on_any_ranks_is_what_these_would_cut_of_the_whole_state(path: list[Setting]) -> None:
     old, new = map(step_of, path)

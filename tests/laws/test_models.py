@@ -154,6 +154,7 @@ def test_language_models_train_alike_in_all_stages_and_like_the_plain_loop(
     _assert_close(on_ranks[0][0], plain)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_convnet_with_batch_norm_trains_like_the_plain_loop_of_as_many_parts(
     ranks: RankPool, world_size: int
@@ -231,6 +232,7 @@ def _llama_from_meta(seed: int) -> tuple[Weights, float]:
     return weights, metrics.loss.item()
 
 
+@pytest.mark.long
 def test_a_transformer_on_meta_is_filled_by_its_own_rule_alike_on_any_number_of_ranks(ranks: RankPool) -> None:
     weights, loss = _llama_from_meta(0)
     plain = make(llama)

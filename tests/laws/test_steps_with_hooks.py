@@ -352,6 +352,7 @@ def test_the_mean_gradient_is_within_the_bounds_of_what_was_sent(codec: Codec, m
         assert ((found.double() - meant).abs() <= bound).all()
 
 
+@pytest.mark.long
 def test_feedback_brings_the_sum_of_gradients_near_the_exact_one() -> None:
     """With a fixed model (lr 0) all that arrives is all that was meant, but for the last errors; without it errors add up."""
     frozen = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "gradient_clipping": 0.0}

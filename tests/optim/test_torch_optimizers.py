@@ -184,7 +184,7 @@ def test_python_numbers_are_part_of_the_state() -> None:
 
 @every_case
 def test_every_class_keeps_the_laws_of_transforms(name: str, params: Any) -> None:
-    check_transform(fzero.torch_optimizer(name, **params), name=name, max_examples=examples(10).max_examples)
+    check_transform(fzero.torch_optimizer(name, **params), name=name, max_examples=examples(5).max_examples)
 
 
 ELEMENTWISE: dict[str, Transform] = {

@@ -166,7 +166,7 @@ def test_the_first_gradient_is_not_dampened() -> None:
 
 @every_transform
 def test_every_transform_keeps_the_laws(name: str) -> None:
-    check_transform(TRANSFORMS[name], name=name, compile="step", max_examples=examples(10).max_examples)
+    check_transform(TRANSFORMS[name], name=name, compile="step", max_examples=examples(5).max_examples)
 
 
 @pytest.mark.parametrize("make", [fzero.adagrad, fzero.adam, fzero.adamw, fzero.lion, fzero.sgd])

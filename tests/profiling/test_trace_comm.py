@@ -405,9 +405,7 @@ def test_the_example_tells_what_crosses_each_axis_and_leaves_its_picture(
     # along node a quarter each of gradients and parameters.
     numel = 4 * 1056
     data, node = 4 * (3 + 1 + 3) * numel // 2, 4 * 2 * 3 * numel // 4
-    assert (
-        f"hybrid sharding: {data + 8:,} bytes along data, 120 bytes along world, {node:,} bytes along node" in said
-    )
+    assert f"hybrid sharding: {data + 8:,} bytes along data, 120 bytes along world, {node:,} bytes along node" in said
     assert f"hpZ: {data + 16:,} bytes along data, 120 bytes along world, {node + 8:,} bytes along node" in said
     assert "one rank of 1024 would send" in said and (tmp_path / "sent.png").stat().st_size > 10_000
 

@@ -50,7 +50,7 @@ def assert_close(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize(("model", "data"), [(Plain, vectors), (Odd, tokens)])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 1])
 def test_micro_batches_give_one_big_batch_to_rounding_and_stages_that_add_alike_the_same_bits(
     ranks: RankPool, world_size: int, model: Any, data: Any
 ) -> None:

@@ -595,6 +595,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.long
 def test_a_killed_run_leaves_files_and_no_lock_and_the_next_refuses_or_removes_them(tmp_path: Path) -> None:
     def run(world_size: int, num_states: int, restarts: int) -> int:
         command = [sys.executable, "-c", KILLED, str(tmp_path), str(world_size), str(num_states), *sys.path]

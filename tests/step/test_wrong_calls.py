@@ -208,7 +208,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a state to update": (
         with_state(lambda step, state: step.update(state)),
-        "update: must be given the Round of the last backward",
+        "update: must be given the AccumulationWindow of the last backward",
     ),
     "nobody observes": (
         lambda: step_of().observed(None),
@@ -261,7 +261,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fzero.fit(two(), CFG, world_size=2, device_nbytes="80GB"),
         "device_nbytes: must be a number of bytes",
     ),
-    "a rate of a machine": (lambda: fzero.MachineModel(flops="x"), "Machine: flops: must be a number, got 'x'"),
+    "a rate of a machine": (lambda: fzero.MachineModel(flops="x"), "MachineModel: flops: must be a number, got 'x'"),
     # engines
     "an optimizer in a word": (
         lambda: fzero.initialize(model=two(), config=CFG, optimizer="adam"),

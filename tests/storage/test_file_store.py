@@ -504,6 +504,7 @@ def test_two_runs_with_one_path_are_told_and_harm_each_other_nowhere(tmp_path: P
         assert folders(tmp_path) == ["fzero-rank0", "fzero-rank1"] and len(list(tmp_path.rglob("*.flat"))) == 2
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_while_it_claims_a_folder_keeps_nobody_away(tmp_path: Path) -> None:
     with holding(tmp_path, "0.0", how="is killed while it claims"):
         assert [path.name for path in tmp_path.rglob("*")] == ["fzero-rank0", "owner.new"]
