@@ -153,7 +153,7 @@ def _of_peculiar() -> tuple[float, float]:
 
 
 @pytest.mark.covering(0)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, 1])
 def test_a_poisoned_backward_dropout_and_module_buffers_are_the_eager_step_s(ranks: RankPool, world_size: int) -> None:
     assert ranks(world_size, _of_peculiar) == [(0.0, 0.0)] * world_size
 
