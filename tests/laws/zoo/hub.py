@@ -205,6 +205,7 @@ IMAGE_CLASSES: dict[str, Row] = {
 SPEAKERS = "Wav2Vec2 Hubert WavLM UniSpeech UniSpeechSat SEW Wav2Vec2Conformer Data2VecAudio"
 AUDIO: dict[str, Row] = {
     **{f"{name}ForCTC": SPEECH for name in SPEAKERS.split()},
+    "Wav2Vec2ConformerForCTC": SPEECH | {"max_source_positions": 64},  # of the samples here, or a buffer grows
 }
 SERIES: dict[str, Row] = {
     "TimeSeriesTransformerForPrediction": FORECAST | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
