@@ -61,8 +61,7 @@ from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_store import StoreError
-from fzero.storage.file_tensor import FilePart, part_of
-from fzero.storage.file_tensor import StateFiles as Scratch
+from fzero.storage.file_tensor import FilePart, StateFiles as Scratch, part_of
 from fzero.storage.shard_io import Leaf
 
 if TYPE_CHECKING:

@@ -27,15 +27,17 @@ from pydantic_core import ErrorDetails
 from fzero.config.conflicts import conflicts
 from fzero.config.elasticity import Elasticity
 from fzero.config.fields import Beta, Block, Count, Dtype, Elements, Number, Rate, block_of, number, said
-from fzero.config.files import ConfigError as ConfigError  # users know it from here
-from fzero.config.files import read
+from fzero.config.files import (
+    ConfigError as ConfigError,  # users know it from here
+    read,
+)
 from fzero.config.offload import AIO, OffloadOptimizer, OffloadParam, if_somewhere
 from fzero.config.optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
 from fzero.config.precision import BF16, FP16, DataTypes, TorchAutocast
 from fzero.config.schedulers import SCHEDULERS, AnyScheduler, TorchScheduler
 from fzero.config.unused_keys import SAYS_NOT_YET, Note, set_aside, unknown_key
 from fzero.optim.loss_scale import LossScaling
-from fzero.optim.mixed_precision import Precision
+from fzero.optim.precision import Precision
 
 
 class ConfigWarning(UserWarning):

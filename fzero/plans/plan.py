@@ -36,7 +36,7 @@ from fzero.config.config import Config, ConfigError, ZeroOptimization
 from fzero.config.optimizers import Optimizer, with_overrides
 from fzero.optim.fragments import ShardContents
 from fzero.optim.matrix import is_cut
-from fzero.optim.mixed_precision import Dtypes, mixed_precision
+from fzero.optim.precision import Dtypes, mixed_precision
 from fzero.optim.transforms import Transform, check_elementwise, leaf_names
 from fzero.plans.comm_hooks import CommHooks, GivenHook, comm_hooks_of, state_like
 from fzero.plans.mesh_axes import check_mesh, describe, mesh_of, num_ranks, shard_axes, sum_order
@@ -602,7 +602,7 @@ class UserTransform:
         except TypeError as error:  # a class of torch.optim, say, which takes parameters first
             raise ConfigError(
                 f"{self.field}: must make a Transform of a learning rate, got {shown(self.make)}, which raises {error}; pass "
-                f"lambda lr: fzero.torch_optimizer(cls, lr=lr) for a class of torch.optim, or see fzero.optim.transforms"
+                f"lambda lr: fzero.optim.torch_optimizer(cls, lr=lr) for a class of torch.optim, or see fzero.optim.transforms"
             ) from error
         if not isinstance(made, Transform):
             raise ConfigError(

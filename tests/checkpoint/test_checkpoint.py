@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @cache
-def simulated(setting: Setting) -> fzero.LockstepRanks:
+def simulated(setting: Setting) -> fzero.simulation.LockstepRanks:
     return fzero.simulate(step_of(setting), by="lockstep")
 
 
@@ -60,9 +60,9 @@ def without_grads(state: Any) -> Any:
 def test_what_is_loaded_on_any_ranks_is_what_these_would_cut_of_the_whole_state(path: list[Setting]) -> None:
     old, new = map(step_of, path)
     with TemporaryDirectory(dir=MEMORY) as folder:
-        fzero.save(fzero.stacked(states_of(old)), folder, step=simulated(path[0]))
+        fzero.save(fzero.simulation.stacked(states_of(old)), folder, step=simulated(path[0]))
         loaded = fzero.load(folder, step=simulated(path[1])).state
-    assert_same(fzero.unstacked(loaded, new.world_size), states_of(new))
+    assert_same(fzero.simulation.unstacked(loaded, new.world_size), states_of(new))
 
 
 @given(settings("AdamW", precisions=("float32", "bfloat16")))
@@ -133,7 +133,7 @@ def run(step: Any, state: Any, numbers: range, batch_of: Callable[[int], Any]) -
 def test_five_steps_and_five_more_after_a_load_are_ten_steps_bit_for_bit(
     kind: str, stage: int, world_size: int, folder: Path
 ) -> None:
-    def ranks(seed: int) -> fzero.LockstepRanks:
+    def ranks(seed: int) -> fzero.simulation.LockstepRanks:
         made = fzero.make_train_step(make(Moody, seed), config_of(kind, stage), seed=seed)
         return fzero.simulate(made, world_size, by="lockstep")
 
@@ -190,7 +190,7 @@ def test_processes_load_what_other_processes_saved_and_simulated_ranks_too(ranks
     for setting in path[1:]:
         assert_same(ranks(setting.world_size, load_states, setting, str(folder)), states_of(step_of(setting)))
     loaded = fzero.load(folder, step=simulated(path[2])).state
-    assert_same(fzero.unstacked(loaded, 4), states_of(step_of(path[2])))
+    assert_same(fzero.simulation.unstacked(loaded, 4), states_of(step_of(path[2])))
 
 
 # --- other jobs --------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_fzero_loads_what_fsdp2_saved(ranks: RankPool, prefix: str, folder: Path
 # --- nothing is lost ---------------------------------------------------------------------------------------------
 
 
-def small(stage: int = 2, world_size: int = 2) -> tuple[fzero.LockstepRanks, Any]:
+def small(stage: int = 2, world_size: int = 2) -> tuple[fzero.simulation.LockstepRanks, Any]:
     step = fzero.simulate(fzero.make_train_step(make(Moody), config(stage)), world_size, by="lockstep")
     return step, step.init()
 
@@ -358,7 +358,7 @@ def test_a_checkpoint_may_be_published_as_soon_as_the_last_part_is_seen(tmp_path
 
 @pytest.mark.parametrize("wrong", ["names", "shapes", "optimizer", "dtype"])
 def test_another_model_or_optimizer_is_told_by_name(wrong: str, folder: Path) -> None:
-    def ranks(model: nn.Module, cfg: Any) -> fzero.LockstepRanks:
+    def ranks(model: nn.Module, cfg: Any) -> fzero.simulation.LockstepRanks:
         return fzero.simulate(fzero.make_train_step(model, cfg), 2, by="lockstep")
 
     step = ranks(make(Moody), config(2))

@@ -24,8 +24,7 @@ from torch import nn
 import fzero
 from fzero.__main__ import main
 from fzero.checkpoint import dcp_format as checkpoint_format
-from fzero.checkpoint.deepspeed import files
-from fzero.checkpoint.deepspeed import load as deepspeed_checkpoint
+from fzero.checkpoint.deepspeed import files, load as deepspeed_checkpoint
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 
 BEFORE, AFTER = 4, 4
@@ -115,7 +114,7 @@ def request_of(job: Job, path: Path) -> dict[str, Any]:
     }
 
 
-def ranks_of(job: Job, world_size: int | None = None, **changes: Any) -> fzero.LockstepRanks:
+def ranks_of(job: Job, world_size: int | None = None, **changes: Any) -> fzero.simulation.LockstepRanks:
     """The same training with fzero, from other weights, on ranks in lockstep."""
     groups = [{"params": DECAY_FREE, "weight_decay": 0.0}] if job.groups else ()
     step = fzero.make_train_step(make(seed=7, has_scalar=job.has_scalar), job.config | changes, param_groups=groups)
@@ -126,7 +125,7 @@ def batches(number: int, world_size: int) -> Any:
     return tuple(torch.stack(x) for x in zip(*(batch(number, rank, world_size) for rank in range(world_size))))
 
 
-def run(ranks: fzero.LockstepRanks, state: Any, start: int, stop: int) -> tuple[Any, list[float]]:
+def run(ranks: fzero.simulation.LockstepRanks, state: Any, start: int, stop: int) -> tuple[Any, list[float]]:
     losses = []
     for number in range(start, stop):
         state, metrics = ranks(state, batches(number, ranks.world_size))
@@ -147,7 +146,7 @@ def assert_close(ours: list[float], theirs: list[float], precision: str) -> None
 
 def check_goes_on(deepspeed: DeepSpeed, job: Job) -> None:
     theirs, ranks = deepspeed.written(job), ranks_of(job)
-    state, client, path = fzero.import_deepspeed(deepspeed.path(job), step=ranks)
+    state, client, path = fzero.checkpoint.import_deepspeed(deepspeed.path(job), step=ranks)
     assert path == deepspeed.path(job) / f"global_step{BEFORE}"
     assert {key: client[key] for key in ("next", "words")} == {"next": BEFORE, "words": ["a", "b"]}
     assert client["deepspeed"]["global_steps"] == BEFORE
@@ -190,14 +189,14 @@ def test_the_other_ways_of_deepspeed_to_save_are_read_as_well(deepspeed: DeepSpe
         requests.append(request_of(job, tmp_path / way) | {"config": cfg})
     for (way, (stage, precision, _, keys)), theirs in zip(WAYS.items(), deepspeed.run(2, requests), strict=True):
         ranks = ranks_of(Job(stage, precision, 2, True), **keys)
-        state = fzero.import_deepspeed(tmp_path / way, step=ranks).state
+        state = fzero.checkpoint.import_deepspeed(tmp_path / way, step=ranks).state
         assert_close(run(ranks, state, BEFORE, BEFORE + AFTER)[1], theirs["losses"], precision)
 
 
 @cache
-def in_one_process(path: Path, job: Job) -> tuple[fzero.LockstepRanks, Any]:
+def in_one_process(path: Path, job: Job) -> tuple[fzero.simulation.LockstepRanks, Any]:
     ranks = ranks_of(job, 1, zero_optimization={"stage": 0})
-    return ranks, fzero.import_deepspeed(path, step=ranks).state
+    return ranks, fzero.checkpoint.import_deepspeed(path, step=ranks).state
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
@@ -219,7 +218,7 @@ def test_what_is_imported_is_what_deepspeeds_own_tools_make_of_it(
         return
     deepspeed.run(1, [{"input": tag, "output": str(made)}])
     for folder in (made, tmp_path):  # of which latest_universal names the former
-        assert_same([fzero.import_deepspeed(folder, step=ranks).state], [state])
+        assert_same([fzero.checkpoint.import_deepspeed(folder, step=ranks).state], [state])
 
 
 TARGETS = ((0, 2), (1, 4), (2, 1), (3, 3))
@@ -232,7 +231,7 @@ def test_any_ranks_and_stage_import_what_they_would_cut_of_the_whole_state(deeps
     alone, state = in_one_process(deepspeed.path(job), job)
     for stage, world_size in TARGETS:
         ranks = ranks_of(job, world_size, train_batch_size=None, zero_optimization={"stage": stage})
-        imported = fzero.import_deepspeed(deepspeed.path(job), step=ranks).state
+        imported = fzero.checkpoint.import_deepspeed(deepspeed.path(job), step=ranks).state
         resharded = fzero.reshard(state, alone, ranks)
         assert_same([imported._replace(rng={})], [resharded._replace(rng={})])
 
@@ -246,13 +245,13 @@ def test_a_checkpoint_of_stage_0_is_read_where_all_parameters_are_of_one_group(
     theirs = deepspeed.run(2, [request])[0]
     step = fzero.make_train_step(make(seed=7).requires_grad_(), job.config)
     ranks = fzero.simulate(step, 2, by="lockstep")
-    state = fzero.import_deepspeed(tmp_path, step=ranks).state
+    state = fzero.checkpoint.import_deepspeed(tmp_path, step=ranks).state
     assert_close(run(ranks, state, BEFORE, BEFORE + AFTER)[1], theirs["losses"], precision)
 
 
 def import_and_go_on(path: str, cfg: dict[str, Any], placements: Any) -> list[float]:
     step = fzero.make_train_step(make(seed=7), cfg, placements=placements)
-    state, losses = fzero.import_deepspeed(path, step=step).state, []
+    state, losses = fzero.checkpoint.import_deepspeed(path, step=step).state, []
     for number in range(BEFORE, BEFORE + AFTER):
         state, metrics = step(state, batch(number, step.rank, step.world_size))
         losses.append(metrics.loss.item())
@@ -283,7 +282,7 @@ def test_a_rank_reads_what_it_holds_and_no_more(deepspeed: DeepSpeed, monkeypatc
 
     monkeypatch.setattr(DeepSpeedFiles, "_pieces", counted)
     ranks = ranks_of(job, 2)
-    state = fzero.import_deepspeed(deepspeed.path(job), step=ranks).state
+    state = fzero.checkpoint.import_deepspeed(deepspeed.path(job), step=ranks).state
     held = sum(x.numel() for x in optree.tree_leaves([state.params, state.optimizer, state.buffers]))
     assert held / 2 < sum(numels) <= held
 
@@ -310,7 +309,10 @@ def test_a_converted_checkpoint_is_loaded_as_what_was_imported(
     assert made == tmp_path / f"step-{int(json.loads((made / 'fzero.json').read_text())['step'])}"
     assert max(in_memory) <= 4 * VOCABULARY * 11  # the largest tensor
     ranks = ranks_of(job)
-    imported, loaded = fzero.import_deepspeed(deepspeed.path(job), step=ranks), fzero.load(tmp_path, step=ranks)
+    imported, loaded = (
+        fzero.checkpoint.import_deepspeed(deepspeed.path(job), step=ranks),
+        fzero.load(tmp_path, step=ranks),
+    )
     assert_same([loaded.state], [imported.state])
     assert repr(loaded.client) == repr(imported.client)
     weights = fzero.load_weights(tmp_path, step=ranks)
@@ -343,10 +345,13 @@ def test_deepspeed_goes_on_from_an_export_with_the_losses_that_fzero_has_itself(
     theirs = deepspeed.run(job.world_size, [request | {"load": request.pop("save")}])[0]
     assert_close(theirs["losses"], ours, job.precision)
     assert theirs["scale"] == float(state.loss_scale.scale[0])
-    assert_same([fzero.import_deepspeed(out, step=ranks).state._replace(rng={})], [loaded_of(tmp_path / "ours", ranks)])
+    assert_same(
+        [fzero.checkpoint.import_deepspeed(out, step=ranks).state._replace(rng={})],
+        [loaded_of(tmp_path / "ours", ranks)],
+    )
 
 
-def loaded_of(path: Path, ranks: fzero.LockstepRanks) -> Any:
+def loaded_of(path: Path, ranks: fzero.simulation.LockstepRanks) -> Any:
     return fzero.load(path, step=ranks).state._replace(rng={})
 
 
@@ -479,7 +484,7 @@ def test_a_checkpoint_that_cannot_be_read_is_told_with_file_and_fix(
     spoil, message = FAULTS[fault]
     spoil(folder)
     with pytest.raises(fzero.CheckpointError, match=f"import_deepspeed: .*{message}"):
-        fzero.import_deepspeed(tmp_path / "theirs", step=ranks_of(job))
+        fzero.checkpoint.import_deepspeed(tmp_path / "theirs", step=ranks_of(job))
     assert main(["import-deepspeed", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 1
     assert re.search(message, capsys.readouterr().err)
     assert {path.name for path in (tmp_path / "ours").glob("*")} <= {".job.json"}
@@ -493,7 +498,7 @@ def test_the_weights_can_be_taken_alone_whatever_the_optimizer_state(
     deepspeed.written(job)
     shutil.copytree(deepspeed.path(job), tmp_path, dirs_exist_ok=True)
     ranks = ranks_of(job)
-    whole = ranks.gather(fzero.import_deepspeed(tmp_path, step=ranks).state)
+    whole = ranks.gather(fzero.checkpoint.import_deepspeed(tmp_path, step=ranks).state)
     if job.stage == 2:
         FAULTS["no optimizer state"][0](tmp_path / f"global_step{BEFORE}")
     for path in (tmp_path, tmp_path / f"global_step{BEFORE}"):
@@ -538,7 +543,7 @@ def test_what_was_frozen_there_begins_anew_and_what_is_frozen_here_keeps_its_val
         ranks = fzero.simulate(step, 2, by="lockstep")
         message = r"of 'blocks.1.1.weight' begins anew, .*; that of 'unused' is left"
         with pytest.warns(UserWarning, match=message) if flag else nullcontext():
-            states.append((step, ranks, fzero.import_deepspeed(deepspeed.path(job), step=ranks).state))
+            states.append((step, ranks, fzero.checkpoint.import_deepspeed(deepspeed.path(job), step=ranks).state))
     (_, first, before), (_, second, after) = states
     assert_same([second.gather(after)], [first.gather(before)])
     (key,) = [b.key for b in second.plan.flat_buffers if b.layout.names == ("blocks.1.1.weight",)]
@@ -552,7 +557,7 @@ def test_another_model_or_optimizer_is_told_by_its_name(deepspeed: DeepSpeed, ot
     make_model, changes, message = OTHERS[other]
     ranks = fzero.simulate(fzero.make_train_step(make_model(), job.config | changes), 2, by="lockstep")
     with pytest.raises(ValueError, match=message):
-        fzero.import_deepspeed(deepspeed.path(job), step=ranks)
+        fzero.checkpoint.import_deepspeed(deepspeed.path(job), step=ranks)
 
 
 @pytest.mark.parametrize("fault", ["a rank's file is cut", "a shorter shard"])
@@ -571,7 +576,7 @@ def test_what_is_wrong_with_one_ranks_part_is_told_on_all(
 def refused_import(path: str) -> str:
     step = fzero.make_train_step(make(), config(2))
     with pytest.raises(fzero.CheckpointError) as error:
-        fzero.import_deepspeed(path, step=step)
+        fzero.checkpoint.import_deepspeed(path, step=step)
     return str(error.value)
 
 
@@ -580,13 +585,13 @@ def test_an_export_does_not_replace_another_and_names_an_optimizer_that_deepspee
         cfg = config(1) | {"optimizer": {"type": kind, "params": {"lr": 1e-2}}, "train_batch_size": 12}
         ranks = fzero.simulate(fzero.make_train_step(make(), cfg), 1, by="lockstep")
         fzero.save(ranks.init(), tmp_path / kind, step=ranks)
-    fzero.export_deepspeed(tmp_path / "AdamW", tmp_path / "out")
+    fzero.checkpoint.export_deepspeed(tmp_path / "AdamW", tmp_path / "out")
     with pytest.raises(fzero.CheckpointError, match="global_step0_universal must not be there yet, and is; remove it"):
-        fzero.export_deepspeed(tmp_path / "AdamW", tmp_path / "out")
+        fzero.checkpoint.export_deepspeed(tmp_path / "AdamW", tmp_path / "out")
     with pytest.raises(
         ValueError, match=r"of parameter '.*' must be one that DeepSpeed knows \(AdamState, .*LambState"
     ):
-        fzero.export_deepspeed(tmp_path / "Lamb", tmp_path / "out2")
+        fzero.checkpoint.export_deepspeed(tmp_path / "Lamb", tmp_path / "out2")
     assert not (tmp_path / "out2").exists()
     for words in (["--format", "deepspeed-universal", "--dtype", "float32"], ["--torch-optimizer"]):
         with pytest.raises(SystemExit):
@@ -599,4 +604,4 @@ def test_learning_rates_that_differ_are_not_exported_and_a_warning_says_what_to_
     ranks = fzero.simulate(step, 1, by="lockstep")
     fzero.save(ranks.init(), tmp_path / "ours", step=ranks)
     with pytest.warns(UserWarning, match="by the position of its groups"):
-        fzero.export_deepspeed(tmp_path / "ours", tmp_path / "theirs")
+        fzero.checkpoint.export_deepspeed(tmp_path / "ours", tmp_path / "theirs")

@@ -80,7 +80,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.distributed.checkpoint.save({"model": weights}, checkpoint_id=folder / "dcp", no_dist=True)
     (folder / "weights").mkdir()
     torch.save(weights, folder / "weights" / "pytorch_model.bin")
-    fzero.export_deepspeed(folder / "fzero", folder / "deepspeed")
+    fzero.checkpoint.export_deepspeed(folder / "fzero", folder / "deepspeed")
     return folder
 
 
@@ -117,11 +117,14 @@ DOORS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
         "weights/pytorch_model.bin",
         lambda folder, out: fzero.load_weights(folder / "weights", step=made()[0]),
     ),
-    "export": ("fzero/step-0/.metadata", lambda folder, out: fzero.export(folder / "fzero", out)),
-    "export_deepspeed": ("fzero/step-0/.metadata", lambda folder, out: fzero.export_deepspeed(folder / "fzero", out)),
+    "export": ("fzero/step-0/.metadata", lambda folder, out: fzero.checkpoint.export(folder / "fzero", out)),
+    "export_deepspeed": (
+        "fzero/step-0/.metadata",
+        lambda folder, out: fzero.checkpoint.export_deepspeed(folder / "fzero", out),
+    ),
     "export_deepspeed, the client's value": (
         "fzero/step-0/client.pt",
-        lambda folder, out: fzero.export_deepspeed(folder / "fzero", out),
+        lambda folder, out: fzero.checkpoint.export_deepspeed(folder / "fzero", out),
     ),
     "Engine.load_checkpoint": (
         "engine/global_step0/step-0/.metadata",
@@ -133,11 +136,11 @@ DOORS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
     ),
     "import_deepspeed": (
         f"deepspeed/global_step0_universal/{MODEL}",
-        lambda folder, out: fzero.import_deepspeed(folder / "deepspeed", step=made()[0]),
+        lambda folder, out: fzero.checkpoint.import_deepspeed(folder / "deepspeed", step=made()[0]),
     ),
     "convert_deepspeed": (
         f"deepspeed/global_step0_universal/{MODEL}",
-        lambda folder, out: fzero.convert_deepspeed(folder / "deepspeed", out),
+        lambda folder, out: fzero.checkpoint.convert_deepspeed(folder / "deepspeed", out),
     ),
 }
 
@@ -201,7 +204,7 @@ LEADS_OUT = "leads out of it"
 PATHS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Path], Any], str]] = {
     "a parameter's name in export_deepspeed": (
         rename_parameter,
-        lambda folder, out: fzero.export_deepspeed(folder / "fzero", out),
+        lambda folder, out: fzero.checkpoint.export_deepspeed(folder / "fzero", out),
         rf"contents.json names '{OUT}', .*{LEADS_OUT}",
     ),
     "latest": (
@@ -216,7 +219,7 @@ PATHS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Path], Any], str]]
     ),
     "DeepSpeed's latest": (
         lambda folder: write(folder / "deepspeed" / "latest_universal", "../deepspeed/global_step0_universal"),
-        lambda folder, out: fzero.import_deepspeed(folder / "deepspeed", step=made()[0]),
+        lambda folder, out: fzero.checkpoint.import_deepspeed(folder / "deepspeed", step=made()[0]),
         rf"latest_universal must .*{LEADS_OUT}",
     ),
     "latest that is no text": (
@@ -274,10 +277,10 @@ def test_no_link_is_written_through(tmp_path: Path) -> None:
     out.mkdir()
     (out / ".model.safetensors.new").symlink_to(theirs)
     with pytest.raises(FileExistsError, match=r"model\.safetensors\.new: must be no link"):
-        fzero.export(folder, out)
+        fzero.checkpoint.export(folder, out)
     (out / ".global_step0_universal.new").symlink_to(tmp_path)
     with pytest.raises(fzero.CheckpointError, match=r"\.global_step0_universal\.new: must be no link"):
-        fzero.export_deepspeed(folder, out)
+        fzero.checkpoint.export_deepspeed(folder, out)
     rank = claims.folder_of(tmp_path, 0)
     rank.mkdir()
     (rank / claims.UNFINISHED).symlink_to(theirs)

@@ -7,15 +7,14 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPool
 from test_codecs import codecs
 from test_simulate import assert_same
 from torch import Tensor
 
 import fzero
-from fzero import CommRecord
+from fzero.comms import CommRecord
 from fzero.comms.codecs import Codec, cast, quantize
 from fzero.comms.collectives import LockstepAxis, Sim
 from fzero.comms.comm_hooks import CommHook, compressed, error_feedback, exact, reset_every
@@ -97,7 +96,7 @@ def test_error_feedback_loses_nothing_for_long(codec: Codec) -> None:
 
 def _bytes_on_a_rank(numel: int) -> list[tuple[str, int]]:
     sent: list[CommRecord] = []
-    axis = fzero.ProcessAxis(
+    axis = fzero.comms.ProcessAxis(
         "data", torch.distributed.get_world_size(), torch.distributed.get_rank(), observe=sent.append
     )
     full = _parts(axis.size, numel)[axis.rank]
@@ -120,7 +119,7 @@ def test_a_real_rank_sends_what_the_codec_says(ranks: RankPool, world_size: int)
 
 
 def _numbers_on_a_rank() -> list[Tensor]:
-    axis = fzero.ProcessAxis("data", torch.distributed.get_world_size(), torch.distributed.get_rank())
+    axis = fzero.comms.ProcessAxis("data", torch.distributed.get_world_size(), torch.distributed.get_rank())
     full, hook = _parts(axis.size, 37)[axis.rank], error_feedback(compressed(quantize(4, 16)))
     gathered, _ = hook.gather(full[:37].contiguous(), axis, hook.init(full[:37]))
     reduced, error = hook.reduce_scatter(full, axis, hook.init(full))

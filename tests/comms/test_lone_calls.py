@@ -14,8 +14,7 @@ from test_rank_death import Job
 from training import Plain, config, make, part, vectors
 
 import fzero
-from fzero.comms import meeting
-from fzero.comms import watchdog as hangs
+from fzero.comms import meeting, watchdog as hangs
 
 CALLS = {
     "fzero.save": lambda step, state, folder: fzero.save(state, folder, step=step),

@@ -14,8 +14,7 @@ from typing import Any
 
 import hjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fzero import Config, ConfigError
 from fzero.__main__ import main
@@ -1178,7 +1177,7 @@ def test_parameters_of_different_kinds_go_different_ways() -> None:
 def _after_two_updates(block: Any, **asked: Any) -> list[float]:
     import torch
 
-    from fzero import ShardContents
+    from fzero.optim import ShardContents
     from sharding.layout import FlatLayout
 
     transform = block.transform(contents=ShardContents.whole(FlatLayout(("w",), ((2, 3),), 1)), **asked)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from fzero.config.config import Config, ConfigError
-from fzero.config.elastic_batch import (
+from fzero.config.elastic_sizes import (
     elastic_batch,
     elastic_batch_of_nodes,
     highly_composite_numbers,

@@ -40,13 +40,13 @@ def profiled(stage: int, *, num_steps: int = 2, model: Any = Net, **keys: Any) -
     return engine
 
 
-def counts_of(profile: fzero.Profile) -> list[tuple[Any, ...]]:
+def counts_of(profile: fzero.profiling.Profile) -> list[tuple[Any, ...]]:
     return [(m.name, m.kind, m.depth, m.num_params, m.forward_flops, m.backward_flops) for m in profile.modules]
 
 
-def alone() -> fzero.Profile:
+def alone() -> fzero.profiling.Profile:
     x, y = data(1)
-    return fzero.profile(make(Net), x, loss_fn=lambda model, x: criterion(model(x), y), num_runs=1)
+    return fzero.profiling.profile(make(Net), x, loss_fn=lambda model, x: criterion(model(x), y), num_runs=1)
 
 
 # --- flops_profiler ----------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_modules_that_read_the_same_input_are_told_apart_in_the_backward() -> No
             x = self.into(x)
             return torch.stack([part(x).square().mean() for part in (self.q, self.k, self.v)]).sum()
 
-    found = fzero.profile(make(Heads), torch.randn(4, 8), num_runs=1)
+    found = fzero.profiling.profile(make(Heads), torch.randn(4, 8), num_runs=1)
     for name in "qkv":
         assert found[name].backward_flops == 2 * found[name].forward_flops > 0
     assert found.model.backward_flops == sum(found[name].backward_flops for name in ("into", "q", "k", "v"))
@@ -186,7 +186,7 @@ def test_counted_operations_of_a_plain_gpt_are_six_for_each_weight_and_token_and
     """6 N tokens, N without embeddings, norms and biases; attention: 12 · depth · width · sequence for each token."""
     ids = torch.zeros(2, sequence, dtype=torch.int64)
     model = make(lambda: PlainGPT(depth, width))
-    found = fzero.profile(model, {"input_ids": ids, "labels": ids}, num_runs=1).model
+    found = fzero.profiling.profile(model, {"input_ids": ids, "labels": ids}, num_runs=1).model
     num_weights = 12 * depth * width**2 + width * VOCABULARY
     dense, attention = 6 * num_weights * ids.numel(), 12 * depth * width * sequence * ids.numel()
     assert found.forward_flops == (dense + attention) // 3
@@ -243,7 +243,7 @@ def _logged(stage: int) -> tuple[Any, Any]:
     step = fzero.make_train_step(
         make(Net), settings(stage), loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1])
     )
-    comm = fzero.trace_comm(step, step.init(), mine(engine, data(1)))
+    comm = fzero.profiling.trace_comm(step, step.init(), mine(engine, data(1)))
     return engine.comms_log.counts - before, [(row.collective, row.axis, row.nbytes) for row in comm.rows]  # type: ignore[union-attr]
 
 
@@ -329,7 +329,7 @@ def test_save_trace_writes_a_step_and_leaves_the_state(device: str, tmp_path: Pa
     step = fzero.make_train_step(make(Net), cfg, loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1]))
     state = step.init()
     params, left = {key: x.clone() for key, x in state.params.items()}, {*tmp_path.rglob("*.flat")}
-    fzero.save_trace(tmp_path / "new" / "trace.json", step, state, data(0))
+    fzero.profiling.save_trace(tmp_path / "new" / "trace.json", step, state, data(0))
     names = [name for name, _, _ in ranges_of(tmp_path / "new" / "trace.json")]
     assert names.count("update") == 1 and {"gather head", "reduce_scatter head", "unit head"} <= {*names}
     assert all(torch.equal(x, params[key]) for key, x in state.params.items())
@@ -359,7 +359,7 @@ def stepped(cfg: dict[str, Any], **how: Any) -> Any:
 
 def test_a_trace_names_what_moves_between_files_and_a_step_and_shows_that_it_overlaps(tmp_path: Path) -> None:
     step = stepped(with_files(tmp_path, "offload_optimizer", "offload_param"))
-    fzero.save_trace(tmp_path / "trace.json", step, step.init(), data(0))
+    fzero.profiling.save_trace(tmp_path / "trace.json", step, step.init(), data(0))
     events = events_of(tmp_path / "trace.json")
     spans = {e["name"][7:]: (e["ts"], e["ts"] + e["dur"]) for e in events}  # of several the last
     names = [e["name"][7:] for e in events]

@@ -18,8 +18,7 @@ import deepspeed_estimates
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from training import config, make, vectors
@@ -30,7 +29,7 @@ from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
 from fzero.estimation import zero_formulas as estimates
 from fzero.estimation.activation_trace import ActivationCounter, trace_activations
 from fzero.estimation.dry_run import dry_run
-from fzero.estimation.fit import Limits
+from fzero.estimation.fitting import Limits
 from fzero.estimation.models import VOCABULARY, Block, ModelError, PlainGPT, filled, named, shape_of
 from fzero.estimation.unit_events import order_of, parts_of
 from fzero.estimation.zero_formulas import zero_nbytes
@@ -71,7 +70,7 @@ def test_the_formula_gives_table_1_of_the_zero_paper(num_ranks: int) -> None:
 
 
 def test_a_model_of_7_5_billion_parameters_on_64_ranks_is_figure_1_of_the_zero_paper() -> None:
-    comparison = fzero.compare_plans(named("7.5B").model, FP16, world_size=64)
+    comparison = fzero.estimation.compare_plans(named("7.5B").model, FP16, world_size=64)
     held = [sum(comparison[f"stage {stage}"].plan.bytes_per_rank.values()) / 1e9 for stage in range(4)]
     # The model has 0.04 % more parameters than the paper's, and vectors that stage 3 keeps whole.
     assert held == pytest.approx([120, 31.406, 16.641, 1.875], rel=0.003)
@@ -240,7 +239,7 @@ def test_planned_buffers_are_those_that_a_running_step_takes(
     if precision == "wide gradients":
         cfg |= {"data_types": {"grad_accum_dtype": "fp32"}}
     counted = Counted(monkeypatch)
-    step = fzero.make_train_step(make(Uneven), cfg, mesh=fzero.AbstractAxis("data", 3))
+    step = fzero.make_train_step(make(Uneven), cfg, mesh=fzero.comms.AbstractAxis("data", 3))
     ranks = LockstepRanks(step.recipe, 3)
     state = ranks.init()
     for _ in range(2):  # the order of gathers is known from the second on
@@ -532,7 +531,9 @@ def test_inputs_in_host_memory_count_there_and_their_copies_take_time() -> None:
     def planned(block: dict[str, Any], device: Any = "cuda", **keys: Any) -> Any:
         cfg = config(1) | {"activation_checkpointing": block} | keys
         model, machine = make(Masked), MachineModel(host=1e6)
-        return fzero.compare_plans(model, cfg, batch=vectors(0, 500), machine=machine, device=device)["stage 1"]
+        return fzero.estimation.compare_plans(model, cfg, batch=vectors(0, 500), machine=machine, device=device)[
+            "stage 1"
+        ]
 
     block = ON_HOST["activation_checkpointing"]
     here, there = planned({"every": 1}), planned(block)
@@ -555,7 +556,7 @@ def test_inputs_in_host_memory_count_there_and_their_copies_take_time() -> None:
 def test_what_fits_may_keep_inputs_in_host_memory_where_a_device_has_memory_of_its_own() -> None:
     def found(device_nbytes: float = 1e9, device: Any = "cuda", **keys: Any) -> Any:
         cfg = config(1) | keys
-        return fzero.fit(
+        return fzero.estimation.fit(
             make(Masked), cfg, world_size=2, device_nbytes=device_nbytes, batch=vectors(0, 500), device=device
         )
 
@@ -609,7 +610,7 @@ class Caching(nn.Module):
 def test_a_model_that_is_planned_is_left_as_it_was() -> None:
     model, batch = make(Caching), vectors(0, 4)
     seen, before = model.seen, {name: dict(vars(module)) for name, module in model.named_modules()}
-    fzero.compare_plans(model, batch=batch)
+    fzero.estimation.compare_plans(model, batch=batch)
     assert {name: vars(module) for name, module in model.named_modules()} == before
     assert model.table is None and not model.tables and list(model._buffers) == ["seen"] and model.seen is seen
     assert torch.isfinite(model(*batch)), "on real tensors"
@@ -728,7 +729,7 @@ def billion() -> nn.Module:
 
 @pytest.mark.long
 def test_more_memory_is_never_slower_and_what_fits_holds(billion: nn.Module, tmp_path: Path) -> None:
-    found = [fzero.fit(billion, FP16, world_size=8, device_nbytes=size * GIGA) for size in SIZES]
+    found = [fzero.estimation.fit(billion, FP16, world_size=8, device_nbytes=size * GIGA) for size in SIZES]
     fitting = [(size, one.best) for size, one in zip(SIZES, found, strict=True) if one.best is not None]
     assert len(fitting) > 5 and found[0].best is None
     seconds = [best.seconds for _, best in fitting]
@@ -748,7 +749,7 @@ def test_more_memory_is_never_slower_and_what_fits_holds(billion: nn.Module, tmp
 def test_the_ladder_goes_one_change_at_a_time_from_the_given_configuration(billion: nn.Module) -> None:
     tokens = torch.empty((1, 256), dtype=torch.int64, device="meta")
     batch = {"input_ids": tokens, "labels": tokens}
-    found = fzero.fit(billion, FP16, world_size=4, device_nbytes=6 * GIGA, nvme_path="/local", batch=batch)
+    found = fzero.estimation.fit(billion, FP16, world_size=4, device_nbytes=6 * GIGA, nvme_path="/local", batch=batch)
     names = [rung.name for rung in found.ladder]
     assert names[:5] == [
         "as it is", "activation checkpointing", "stage 2", "checkpointed inputs in host memory",
@@ -761,7 +762,9 @@ def test_the_ladder_goes_one_change_at_a_time_from_the_given_configuration(billi
         fields = ("stage", "optimizer", "params", "checkpoints", "small", "inputs")
         assert sum(getattr(before.choice, name) != getattr(after.choice, name) for name in fields) == 1
     assert found.ladder[0].column.keys == FP16, "as it is"
-    later = fzero.fit(billion, FP16 | {"zero_optimization": {"stage": 3}}, world_size=4, device_nbytes=60 * GIGA)
+    later = fzero.estimation.fit(
+        billion, FP16 | {"zero_optimization": {"stage": 3}}, world_size=4, device_nbytes=60 * GIGA
+    )
     assert later.best is not None and later.best.choice.stage == 3, "no stage below the given one"
     for rung in found.ladder:
         assert rung.device_nbytes == rung.column.nbytes("device") > rung.activations > 0
@@ -782,26 +785,26 @@ OLDER = [
 def test_older_names_of_keys_are_planned_as_todays(older: dict[str, Any], today: dict[str, Any]) -> None:
     def found(zero: dict[str, Any]) -> Any:
         cfg = FP16 | {"zero_optimization": zero}
-        compared = fzero.compare_plans(make(Uneven), cfg, world_size=2)
-        fitting = fzero.fit(make(Uneven), cfg, world_size=2, device_nbytes=1e9)
+        compared = fzero.estimation.compare_plans(make(Uneven), cfg, world_size=2)
+        fitting = fzero.estimation.fit(make(Uneven), cfg, world_size=2, device_nbytes=1e9)
         columns = {column.name: column.memory for column in compared.columns}
         rungs = [(rung.name, rung.device_nbytes) for rung in fitting.ladder]
         return compared.given, columns, compared.refused, rungs, fitting.notes
 
     assert found(older) == found(today)
-    assert fzero.compare_plans(make(Uneven), {"zero_optimization": older}).refused == {}
+    assert fzero.estimation.compare_plans(make(Uneven), {"zero_optimization": older}).refused == {}
     beside = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
     with pytest.raises(fzero.ConfigError, match=r"zero_optimization.cpu_offload: stands beside 'offload_optimizer'"):
-        fzero.compare_plans(make(Uneven), beside)
+        fzero.estimation.compare_plans(make(Uneven), beside)
 
 
 def test_checkpointing_that_is_configured_is_planned_as_it_is() -> None:
     model, batch = make(Uneven), vectors(0, 4000)
     cfg = config(1) | {"activation_checkpointing": {"every": 4}}
-    found = fzero.fit(model, cfg, world_size=2, device_nbytes=1e9, batch=batch)
+    found = fzero.estimation.fit(model, cfg, world_size=2, device_nbytes=1e9, batch=batch)
     assert {rung.column.keys["activation_checkpointing"]["every"] for rung in found.ladder} == {4}
     given, all_of_them = (
-        fzero.compare_plans(
+        fzero.estimation.compare_plans(
             model, config(1) | {"activation_checkpointing": {"every": every}}, world_size=2, batch=batch
         )
         for every in (4, 1)
@@ -810,25 +813,27 @@ def test_checkpointing_that_is_configured_is_planned_as_it_is() -> None:
 
 
 def test_a_model_without_repeated_blocks_is_fitted_without_checkpointing() -> None:
-    found = fzero.fit(make(Caching), config(1), world_size=2, device_nbytes=1e9, batch=vectors(0, 4))
+    found = fzero.estimation.fit(make(Caching), config(1), world_size=2, device_nbytes=1e9, batch=vectors(0, 4))
     assert found.best is not None and not any(rung.choice.checkpoints for rung in found.ladder)
     assert "Activation checkpointing was not tried: Caching has no repeated blocks." in found.notes
-    with_blocks = fzero.fit(make(Uneven), config(1), world_size=2, device_nbytes=1e9, batch=vectors(0, 4))
+    with_blocks = fzero.estimation.fit(make(Uneven), config(1), world_size=2, device_nbytes=1e9, batch=vectors(0, 4))
     assert any(rung.choice.checkpoints for rung in with_blocks.ladder) and "repeated" not in str(with_blocks)
 
 
 def test_a_unit_larger_than_the_default_limit_raises_it_and_says_so() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(40_000, 40_000, bias=False) for _ in range(2)))
-    compared = fzero.compare_plans(model, FP16, world_size=4)
+    compared = fzero.estimation.compare_plans(model, FP16, world_size=4)
     assert compared["stage 3"].keys["zero_optimization"]["stage3_max_live_parameters"] == 2 * 40_000**2
     assert "holds the two largest units" in compared["stage 3"].note
-    refused = fzero.compare_plans(model, FP16 | {"zero_optimization": {"stage3_max_live_parameters": 5}}).refused
+    refused = fzero.estimation.compare_plans(
+        model, FP16 | {"zero_optimization": {"stage3_max_live_parameters": 5}}
+    ).refused
     assert "stage3_max_live_parameters: must hold the largest unit" in refused["stage 3"], "what was given stays"
 
 
 def test_seventy_billion_parameters_on_1024_ranks_are_compared() -> None:
-    compared = fzero.compare_plans(named("70B").model, world_size=1024)
+    compared = fzero.estimation.compare_plans(named("70B").model, world_size=1024)
     assert sum(compared["stage 3"].plan.bytes_per_rank.values()) < 1.2e9
 
 
@@ -838,7 +843,7 @@ def test_a_model_whose_loss_is_computed_outside_is_planned_and_fitted() -> None:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).float().square().mean()
 
-    compared = fzero.compare_plans(model, world_size=2, batch=batch, loss_fn=loss_fn)
+    compared = fzero.estimation.compare_plans(model, world_size=2, batch=batch, loss_fn=loss_fn)
     assert compared["stage 2"].step.at_peak["activations"] >= 32 * 8 * 4
-    found = fzero.fit(model, world_size=2, device_nbytes=1e9, batch=batch, loss_fn=loss_fn)
+    found = fzero.estimation.fit(model, world_size=2, device_nbytes=1e9, batch=batch, loss_fn=loss_fn)
     assert found.best is not None

@@ -669,9 +669,9 @@ def test_generated_code_does_not_make_again_in_the_forward_what_the_backward_nee
 
 
 def _sent(stage: int, checkpoint: int | None) -> dict[str, int]:
-    log: list[fzero.CommRecord] = []
+    log: list[fzero.comms.CommRecord] = []
     axis = fzero.join()
-    axis = fzero.ProcessAxis(axis.name, axis.size, axis.rank, axis.group, log.append)
+    axis = fzero.comms.ProcessAxis(axis.name, axis.size, axis.rank, axis.group, log.append)
     step = fzero.make_train_step(make(Plain), config(stage), mesh=axis, checkpoint=checkpoint, **AOT)
     state = step.init()
     state, _ = step(state, part(vectors(0), step.rank, step.world_size))
@@ -729,7 +729,9 @@ def test_what_one_rank_explains_before_the_first_step_is_what_runs(
     if keys is TWICE:
         assert explained.pop(0) == explained[0], "two micro-steps are one graph"
     assert explained == run and any("c10d" in target for target, _ in run[0])
-    eager = fzero.make_train_step(make(Short), config(stage) | keys, mesh=fzero.AbstractAxis("data", 2, backend="gloo"))
+    eager = fzero.make_train_step(
+        make(Short), config(stage) | keys, mesh=fzero.comms.AbstractAxis("data", 2, backend="gloo")
+    )
     assert [_collectives(c.scheduled().graph) for c in eager.trace(part(vectors(0), 0, 2))][-1] == run[-1]
 
 
@@ -775,7 +777,7 @@ def test_explaining_changes_nothing(options: dict[str, Any]) -> None:
 
 @pytest.mark.long
 def test_a_step_may_be_explained_for_many_batches_on_any_device() -> None:
-    step = fzero.make_train_step(make(Short), config(1), mesh=fzero.AbstractAxis("data", 8))
+    step = fzero.make_train_step(make(Short), config(1), mesh=fzero.comms.AbstractAxis("data", 8))
     real, meta = (step.explain(tuple(x.to(device) for x in vectors(0))) for device in ("cpu", "meta"))
     assert real == meta
     found = [sum(step.explain(vectors(0, size)).liveness.live) for size in range(2, 11)]
@@ -788,7 +790,7 @@ def test_a_step_on_paper_holds_and_sends_what_the_plan_says(stage: int) -> None:
     num_ranks, text_ = 64, text(0)
     with torch.device("meta"):
         model = MODELS["llama"]()
-    step = fzero.make_train_step(model, config(stage), mesh=fzero.AbstractAxis("data", num_ranks))
+    step = fzero.make_train_step(model, config(stage), mesh=fzero.comms.AbstractAxis("data", num_ranks))
     (captured,) = step.trace(text_)
     graph, units = captured.graph, captured.units
     held = sum(node.meta["val"].nbytes for node in graph.nodes if node.op == "placeholder" and node.name in units)
@@ -810,7 +812,7 @@ def test_a_step_with_weighted_losses_is_explained_with_its_micro_steps() -> None
         return model(*batch) * 5, torch.tensor(5)
 
     cfg = config(2, optimizer=SGD) | {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 4}
-    step = fzero.make_train_step(make(Plain), cfg, loss_fn=loss_fn, mesh=fzero.AbstractAxis("data", 4))
+    step = fzero.make_train_step(make(Plain), cfg, loss_fn=loss_fn, mesh=fzero.comms.AbstractAxis("data", 4))
     timeline = step.explain(vectors(0))
     assert timeline.sent == 4 * sum(step.plan.sent_per_step.values()) + (3 * 4 + 1) * 8 * 3
 
@@ -823,15 +825,15 @@ def test_what_cannot_be_explained_or_run_is_told() -> None:
         fzero.make_train_step(make(Plain), config(0, optimizer={"type": "Muon"})).explain(vectors(0))
     with pytest.raises(fzero.CompileError, match=r"if x.sum\(\).item\(\) > 0"):
         fzero.make_train_step(Branching(), config(0)).explain(vectors(0))
-    paper = fzero.make_train_step(make(Plain), config(3) | TWICE, mesh=fzero.AbstractAxis("data", 4))
+    paper = fzero.make_train_step(make(Plain), config(3) | TWICE, mesh=fzero.comms.AbstractAxis("data", 4))
     with pytest.raises(ValueError, match="batch: must hold 6 samples"):
         paper.explain(vectors(0))
     with pytest.raises(ValueError, match=r"mesh: .* AbstractAxis\(name='data', size=4"):
         paper.init()
     with pytest.raises(ValueError, match="AbstractAxis: rank must be in"):
-        fzero.AbstractAxis("data", 4, rank=4)
+        fzero.comms.AbstractAxis("data", 4, rank=4)
     with pytest.raises(ValueError, match="AbstractAxis: backend must be"):
-        fzero.AbstractAxis("data", 4, backend="mpi")  # type: ignore[arg-type]
+        fzero.comms.AbstractAxis("data", 4, backend="mpi")  # type: ignore[arg-type]
 
 
 # --- blocks ------------------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import GROUP, trace_step
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Interpreter, Node
@@ -178,7 +177,7 @@ class _Joins(nn.Module):
 def test_a_model_that_joins_products_itself_is_put_in_order(stage: int) -> None:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     step = fzero.make_train_step(
-        _Joins(), {"zero_optimization": zero}, mesh=fzero.AbstractAxis("data", 2, backend="gloo")
+        _Joins(), {"zero_optimization": zero}, mesh=fzero.comms.AbstractAxis("data", 2, backend="gloo")
     )
     (captured,) = step.trace(torch.ones(4, 6))
     captured.scheduled().graph.lint()
@@ -192,7 +191,7 @@ def test_collected_gradients_are_reduced_and_not_gathered(stage: int) -> None:
         "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": stage},
     }
-    step = fzero.make_train_step(_Joins(), cfg, mesh=fzero.AbstractAxis("data", 2, backend="gloo"))
+    step = fzero.make_train_step(_Joins(), cfg, mesh=fzero.comms.AbstractAxis("data", 2, backend="gloo"))
     timeline = step.explain(torch.ones(4, 6))
     assert timeline.liveness.peak_gathered == 0
     sent = sum(span.nbytes for span in timeline.spans if span.lane == "collective")

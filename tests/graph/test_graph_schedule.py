@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from graphs import Traced, run_ranks, trace_step
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from profiles import examples
 from torch import Tensor
 from torch._subclasses import FakeTensorMode

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from profiles import examples
 from ranks import RankError, RankPool
 from test_compiled import AOT, SGD, Short
@@ -55,7 +54,7 @@ def given_mesh(mode: str, mesh: Mesh) -> Mesh | None:
 def in_lockstep(
     mode: str, mesh: Mesh, model: Any, observe: Any = None, *, options: Mapping[str, Any] = {}, **keys: Any
 ) -> LockstepRanks:
-    fake = fzero.AbstractAxis("data", mesh.size, mesh=given_mesh(mode, mesh))
+    fake = fzero.comms.AbstractAxis("data", mesh.size, mesh=given_mesh(mode, mesh))
     step = fzero.make_train_step(make(model), config_of(mode, mesh, **keys), mesh=fake, **options)
     return LockstepRanks(step.recipe, mesh.size, observe, mesh=fake.mesh)
 
@@ -234,7 +233,7 @@ def test_stages_agree_on_every_mesh(
     data = functools.partial(tokens, size=2 * num_micro_steps * mesh.size)
     of_stage = [train(in_lockstep(f"hybrid {stage}", mesh, model, **keys), data, 2) for stage in range(4)]
     one_axis = fzero.make_train_step(
-        make(model), config_of("hybrid 2", mesh, **keys), mesh=fzero.AbstractAxis("data", mesh.size)
+        make(model), config_of("hybrid 2", mesh, **keys), mesh=fzero.comms.AbstractAxis("data", mesh.size)
     )
     curve, _ = train(fzero.simulate(one_axis, by="lockstep"), data, 2)
     assert_same(of_stage[0], of_stage[1])
@@ -357,7 +356,7 @@ def test_fine_shards_of_a_node_axis_are_neighbours() -> None:
 METRICS = ("told", "norm", "optimizer")
 
 
-def _sorted(log: list[fzero.CommRecord]) -> dict[str, Counter[str]]:
+def _sorted(log: list[fzero.comms.CommRecord]) -> dict[str, Counter[str]]:
     """What was sent by axis and kind."""
     sent: dict[str, Counter[str]] = {}
     for record in log:
@@ -369,7 +368,7 @@ def _sorted(log: list[fzero.CommRecord]) -> dict[str, Counter[str]]:
 
 
 def _sent_in_third_step(mode: str, mesh: Mesh, keys: Mapping[str, Any]) -> tuple[dict[str, Counter[str]], fzero.Plan]:
-    log: list[fzero.CommRecord] = []
+    log: list[fzero.comms.CommRecord] = []
     axis = replace(fzero.join(), observe=log.append, mesh=given_mesh(mode, mesh))
     step = fzero.make_train_step(make(Plain), config_of(mode, mesh, **keys), mesh=axis)
     state = step.init()
@@ -416,7 +415,7 @@ def test_a_step_sends_along_each_axis_what_the_plan_says(ranks: RankPool, mode: 
 @pytest.mark.parametrize(("name", "mode"), modes_of("2x3", "3x2", "4x1", "1x4"))
 def test_so_it_does_in_lockstep(name: str, mode: str) -> None:
     mesh = MESHES[name]
-    log: list[fzero.CommRecord] = []
+    log: list[fzero.comms.CommRecord] = []
     simulated = in_lockstep(mode, mesh, Plain, lambda rank, sent: log.append(sent) if rank == 1 else None)
     state = simulated.init()
     for index in range(2):
@@ -487,7 +486,7 @@ class Run(NamedTuple):
 
 
 def _run(mode: str, keys: Mapping[str, Any], options: Mapping[str, Any]) -> Run:
-    log: list[fzero.CommRecord] = []
+    log: list[fzero.comms.CommRecord] = []
     axis = replace(fzero.join(), observe=log.append, mesh=given_mesh(mode, SQUARE))
     step = fzero.make_train_step(make(Short), _config(mode, keys), mesh=axis, **options)
     state, curve = step.init(), []
@@ -511,7 +510,7 @@ def _captured(case: str) -> tuple[bool, dict[str, int], dict[str, int], list[int
     gathered = [liveness(graph).peak_gathered_numel for graph in captured.graphs]
     if fzero.join().rank:
         return same, planned, dict(captured.sent), gathered, True
-    fake = fzero.AbstractAxis("data", 4, 0, "gloo", given_mesh(mode, SQUARE))
+    fake = fzero.comms.AbstractAxis("data", 4, 0, "gloo", given_mesh(mode, SQUARE))
     paper = fzero.make_train_step(make(Short), _config(mode, keys), mesh=fake)
     traced = [collectives_of(c.scheduled().graph) for c in paper.trace(part(vectors(0, 8), 0, 4))]
     ran = [collectives_of(graph) for graph in captured.graphs]
@@ -544,7 +543,7 @@ def test_a_step_of_a_mesh_on_paper_tells_what_crosses_each_axis() -> None:
     of_axis = {}
     for mode in ("hybrid 2", "hybrid 3", "hpz 3"):
         step = fzero.make_train_step(
-            make(Plain), config_of(mode, mesh), mesh=fzero.AbstractAxis("data", 64, mesh=given_mesh(mode, mesh))
+            make(Plain), config_of(mode, mesh), mesh=fzero.comms.AbstractAxis("data", 64, mesh=given_mesh(mode, mesh))
         )
         timeline = step.explain(vectors(0, 2))
         planned = {name: 4 * sum(kinds.values()) for name, kinds in step.plan.sent_by_axis.items()}
@@ -557,7 +556,7 @@ def test_a_step_of_a_mesh_on_paper_tells_what_crosses_each_axis() -> None:
         assert "a rank sends" in str(timeline) and "MB along node" in str(timeline)
         of_axis[mode] = timeline.sent_by_axis
     assert of_axis["hybrid 3"]["data"] > of_axis["hybrid 2"]["data"]
-    one_axis = fzero.make_train_step(make(Plain), config(3), mesh=fzero.AbstractAxis.of(Mesh.of(node=1, data=4)))
+    one_axis = fzero.make_train_step(make(Plain), config(3), mesh=fzero.comms.AbstractAxis.of(Mesh.of(node=1, data=4)))
     assert set(one_axis.explain(vectors(0, 3)).sent_by_axis) == {"data"}
 
 
@@ -567,7 +566,7 @@ def test_a_step_of_a_mesh_on_paper_tells_what_crosses_each_axis() -> None:
 def as_a_dimension(
     mode: str, mesh: Mesh, model: Any, compile: Literal["aot_eager"] | None = None, **keys: Any
 ) -> LockstepRanks:
-    fake = fzero.AbstractAxis("data", mesh.size, mesh=given_mesh(mode, mesh))
+    fake = fzero.comms.AbstractAxis("data", mesh.size, mesh=given_mesh(mode, mesh))
     step = fzero.make_train_step(make(model), config_of(mode, mesh, **keys), mesh=fake)
     return fzero.simulate(step, by="vmap", compile=compile)
 
@@ -645,7 +644,7 @@ def _make_on_a_mesh_of_its_own() -> None:
 def test_ranks_on_different_meshes_are_told(ranks: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         ranks(4, _make_on_a_mesh_of_its_own)
-    assert all(isinstance(error, fzero.MismatchError) for error in caught.value.errors)
+    assert all(isinstance(error, fzero.runtime.MismatchError) for error in caught.value.errors)
 
 
 def test_wrong_meshes_are_told() -> None:
@@ -662,7 +661,7 @@ def test_wrong_meshes_are_told() -> None:
 
 
 def test_a_simulation_takes_the_mesh_of_its_step_or_its_own() -> None:
-    step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.AbstractAxis.of(SQUARE))
+    step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.comms.AbstractAxis.of(SQUARE))
     simulate = functools.partial(fzero.simulate, by="lockstep")
     assert simulate(step).plan.mesh == simulate(step, 4).plan.mesh == SQUARE
     assert simulate(step, mesh=MESHES["2x3"]).plan.mesh == MESHES["2x3"]

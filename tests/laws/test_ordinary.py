@@ -12,8 +12,7 @@ import numpy
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from profiles import examples
 from ranks import RankError, RankPool
 from torch import Tensor, nn
@@ -750,13 +749,13 @@ def test_a_compiled_module_is_refused_where_it_spans_units_that_are_gathered() -
     itself.blocks[1].compile()
     decorated.blocks[1] = Decorated(16, 16)
     for model in (inside, itself, decorated):  # a unit each
-        fzero.make_train_step(model, config(3), mesh=fzero.AbstractAxis("data", 2))
+        fzero.make_train_step(model, config(3), mesh=fzero.comms.AbstractAxis("data", 2))
     pair.blocks.compile()
     for model, name in ((torch.compile(make(Plain)), "the model"), (pair, "'blocks'")):
         for stage, size in ((0, 2), (2, 2), (3, 1)):
-            fzero.make_train_step(model, config(stage), mesh=fzero.AbstractAxis("data", size))  # type: ignore[arg-type]
+            fzero.make_train_step(model, config(stage), mesh=fzero.comms.AbstractAxis("data", size))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=rf"model: must have no module compiled .* got {name} compiled, .*units="):
-            fzero.make_train_step(model, config(3), mesh=fzero.AbstractAxis("data", 2))  # type: ignore[arg-type]
+            fzero.make_train_step(model, config(3), mesh=fzero.comms.AbstractAxis("data", 2))  # type: ignore[arg-type]
 
 
 def test_a_hook_on_a_parameter_is_refused() -> None:

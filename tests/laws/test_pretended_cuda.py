@@ -12,15 +12,14 @@ import optree
 import pretended_cuda
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from pretended_cuda import Crossed, PretendedCuda
 from profiles import examples
 from torch import Tensor
 from training import Plain, make, vectors
 
 import fzero
-from fzero.optim.mixed_precision import mixed_precision
+from fzero.optim.precision import mixed_precision
 from fzero.optim.transforms import Transform, adamw, same_bits
 from fzero.storage.movers import ByName, DeviceMover, Resident
 from fzero.storage.shard_io import BufferPool, ShardTransfer

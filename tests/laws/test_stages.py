@@ -140,7 +140,7 @@ def test_training_moves_the_weights_and_leaves_the_frozen_ones() -> None:
 
 
 def _sent_in_third_step(stage: int, threshold: int) -> tuple[Counter[str], dict[str, int], int, int]:
-    log: list[fzero.CommRecord] = []
+    log: list[fzero.comms.CommRecord] = []
     axis = replace(fzero.join(), observe=log.append)
     step = fzero.make_train_step(make(Plain), config(stage, stage3_param_persistence_threshold=threshold), mesh=axis)
     state = step.init()

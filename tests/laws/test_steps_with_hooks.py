@@ -12,8 +12,7 @@ from typing import Any, Literal
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from profiles import examples
 from ranks import RankError, RankPool
 from test_codecs import codecs
@@ -25,6 +24,7 @@ from torch.fx import Graph
 from training import ADAMW, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
+from fzero import comms
 from fzero.comms.codecs import Codec
 from fzero.comms.comm_hooks import CommHook
 from fzero.config.config import ConfigError
@@ -36,12 +36,12 @@ from sharding import Mesh, Sharded
 from sharding.views import flatten
 
 Q8, Q4, HALF = (
-    fzero.compressed(fzero.quantize(8, 32)),
-    fzero.compressed(fzero.quantize(4, 32)),
-    fzero.compressed(fzero.cast("bfloat16")),
+    fzero.comms.compressed(fzero.comms.quantize(8, 32)),
+    fzero.comms.compressed(fzero.comms.quantize(4, 32)),
+    fzero.comms.compressed(fzero.comms.cast("bfloat16")),
 )
-FEEDBACK = fzero.error_feedback(Q4)
-LOCO = fzero.reset_every(fzero.error_feedback(Q4, decay=0.8), every=2)
+FEEDBACK = fzero.comms.error_feedback(Q4)
+LOCO = fzero.comms.reset_every(fzero.comms.error_feedback(Q4, decay=0.8), every=2)
 PLUS_PLUS = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {"reset_T": 2}}
 
 WIRES: dict[str, Mapping[str, Any]] = {
@@ -61,7 +61,7 @@ def simulated(
     step = fzero.make_train_step(
         make(model),
         config_of(mode, mesh) | keys,
-        mesh=fzero.AbstractAxis("data", mesh.size, mesh=given_mesh(mode, mesh)),
+        mesh=fzero.comms.AbstractAxis("data", mesh.size, mesh=given_mesh(mode, mesh)),
         **options,
     )
     return LockstepRanks(step.recipe, mesh.size, observe, mesh=given_mesh(mode, mesh))
@@ -144,7 +144,7 @@ def test_the_sums_of_micro_steps_go_through_the_wire_one_by_one_where_gradients_
 
 @pytest.mark.parametrize("mode", ["hybrid 1", "hybrid 3", "mics 3", "hpz 3"])
 def test_exact_wires_are_none(mode: str) -> None:
-    given = {"reduce_hook": fzero.exact()} | ({"gather_hook": fzero.exact()} if mode[-1] == "3" else {})
+    given = {"reduce_hook": fzero.comms.exact()} | ({"gather_hook": fzero.comms.exact()} if mode[-1] == "3" else {})
     logs: list[list[Any]] = [[], []]
     runs = [
         run(
@@ -191,7 +191,7 @@ GRAPHS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _sent_by_axis(log: list[fzero.CommRecord]) -> Counter[str]:
+def _sent_by_axis(log: list[fzero.comms.CommRecord]) -> Counter[str]:
     """Bytes of parameters and gradients: a graph's labels do not tell them from norms, which are fewer."""
     sent: Counter[str] = Counter()
     for record in log:
@@ -204,7 +204,7 @@ def _captured(case: str) -> tuple[Any, Any, Counter[str], dict[str, int]]:
     cfg = config_of(mode, SQUARE) | {"optimizer": SGD, "gradient_clipping": 0.05} | keys
     found = []
     for options in ({}, AOT):
-        log: list[fzero.CommRecord] = []
+        log: list[fzero.comms.CommRecord] = []
         axis = replace(fzero.join(), observe=log.append, mesh=given_mesh(mode, SQUARE))
         step = fzero.make_train_step(make(Short), cfg, mesh=axis, **hooks, **options)
         state, curve = step.init(), []
@@ -232,7 +232,7 @@ def _on_paper(**options: Any) -> tuple[fzero.TrainStep, Graph]:
     """A step of one rank of four, and its graph as it would run."""
     cfg = config(3, **options.pop("zero", {}))
     step = fzero.make_train_step(
-        make(functools.partial(Plain, 16, 3)), cfg, mesh=fzero.AbstractAxis("data", 4), **options
+        make(functools.partial(Plain, 16, 3)), cfg, mesh=fzero.comms.AbstractAxis("data", 4), **options
     )
     (captured,) = step.trace(part(vectors(0), 0, 4))
     return step, captured.scheduled().graph
@@ -250,7 +250,7 @@ def test_a_graph_sends_codes_in_the_order_in_which_it_sends_numbers() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("hook", "bucket"),
-    [(Q8, {}), (fzero.compressed(fzero.quantize(4, 6)), {"allgather_bucket_size": 10**6}), (HALF, {})],
+    [(Q8, {}), (fzero.comms.compressed(fzero.comms.quantize(4, 6)), {"allgather_bucket_size": 10**6}), (HALF, {})],
     ids=["8 bits", "4 bits, joined", "cast"],
 )
 def test_a_graph_decodes_at_most_two_units_at_a_time_and_encodes_them_again_for_the_backward(
@@ -306,7 +306,7 @@ def test_the_model_sees_parameters_within_the_bound_of_the_codec_the_same_on_eve
         return loss
 
     model = functools.partial(Plain, width, 2)
-    options = {"gather_hook": fzero.compressed(codec), "loss_fn": loss_of}
+    options = {"gather_hook": fzero.comms.compressed(codec), "loss_fn": loss_of}
     in_turn = simulated(3, Mesh.of(data=world_size), model, options=options)
     state, data = in_turn.init(), for_ranks(vectors(0, 2 * world_size, width), world_size)
     in_turn.evaluate(state, data)
@@ -330,7 +330,7 @@ def test_the_model_sees_parameters_within_the_bound_of_the_codec_the_same_on_eve
 def test_the_mean_gradient_is_within_the_bounds_of_what_was_sent(codec: Codec, mesh: Mesh, stage: int) -> None:
     """Along each axis what every rank sends errs by its own bound, of what it then is: the exact sum and the errors so far."""
     keys = {"gradient_clipping": 0.0}
-    coded = simulated(stage, mesh, Plain, options={"reduce_hook": {"data": fzero.compressed(codec)}}, **keys)
+    coded = simulated(stage, mesh, Plain, options={"reduce_hook": {"data": fzero.comms.compressed(codec)}}, **keys)
     batch, model = vectors(0, 2 * mesh.size), make(Plain)
     names = [name for name, _ in model.named_parameters()]
     params = list(model.parameters())
@@ -373,7 +373,7 @@ def test_feedback_brings_the_sum_of_gradients_near_the_exact_one() -> None:
 # --- bytes -------------------------------------------------------------------------------------------------------
 
 
-def _sent(log: list[fzero.CommRecord]) -> dict[str, Counter[str]]:
+def _sent(log: list[fzero.comms.CommRecord]) -> dict[str, Counter[str]]:
     """Bytes by axis, of what the plan tells: parameters and gradients."""
     by_axis: dict[str, Counter[str]] = {}
     for record in log:
@@ -398,7 +398,7 @@ def _planned(plan: fzero.Plan) -> dict[str, Counter[str]]:
 
 
 def _counted_and_planned(mode: str, mesh: Mesh, hooks: str, keys: Mapping[str, Any]) -> Any:
-    log: list[fzero.CommRecord] = []
+    log: list[fzero.comms.CommRecord] = []
     axis = replace(fzero.join(), observe=log.append, mesh=given_mesh(mode, mesh))
     step = fzero.make_train_step(make(Plain), config_of(mode, mesh) | keys, mesh=axis, **WIRES.get(hooks, {}))
     state = step.init()
@@ -511,12 +511,12 @@ def test_what_was_lost_follows_the_loss_scale(by: Literal["lockstep", "vmap"]) -
 
 
 def test_a_wire_may_leave_its_result_anywhere() -> None:
-    def add(full: Tensor, axis: Any, state: Any, *, after: Any = None, **_: Any) -> fzero.Sending:
+    def add(full: Tensor, axis: Any, state: Any, *, after: Any = None, **_: Any) -> fzero.comms.Sending:
         if after is not None:
             after.wait()
-        return fzero.completed(fzero.exact().reduce_scatter(full, axis, state)[0], state)
+        return fzero.comms.completed(fzero.comms.exact().reduce_scatter(full, axis, state)[0], state)
 
-    elsewhere = fzero.exact()._replace(name="elsewhere", start_reduce_scatter=add)
+    elsewhere = fzero.comms.exact()._replace(name="elsewhere", start_reduce_scatter=add)
     for mode, mesh in (("hybrid 0", ONE), ("hybrid 2", SQUARE), ("hpz 3", SQUARE)):
         found = [run(simulated(mode, mesh, options={"reduce_hook": hook}), tokens) for hook in (None, elsewhere)]
         assert_same(*[state.params for _, state in found])
@@ -596,8 +596,8 @@ def test_the_configuration_means_wires() -> None:
     by_hand = simulated(
         3, ONE,
         options={
-            "gather_hook": fzero.compressed(fzero.quantize(8, 256)),
-            "reduce_hook": fzero.reset_every(fzero.error_feedback(fzero.compressed(fzero.quantize(4, 256)), decay=0.8), every=2),
+            "gather_hook": fzero.comms.compressed(fzero.comms.quantize(8, 256)),
+            "reduce_hook": comms.reset_every(comms.error_feedback(comms.compressed(comms.quantize(4, 256)), decay=0.8), every=2),
         },
     )  # fmt: skip
     assert str(asked.plan.comm_hooks) == str(by_hand.plan.comm_hooks)
@@ -634,7 +634,7 @@ WRONG: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "node": (3, {"gather_hook": {"node": Q8}}, {}, "gather_hook: must name axes .* 'data' of Mesh.*, got 'node'"),
     "codec": (
         3,
-        {"reduce_hook": fzero.quantize(8)},
+        {"reduce_hook": fzero.comms.quantize(8)},
         {},
         "reduce_hook: must be a comm hook, or comm hooks by axis, got Codec",
     ),
@@ -645,12 +645,12 @@ WRONG: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
 def test_wires_of_no_use_are_told(name: str) -> None:
     stage, options, keys, says = WRONG[name]
     with pytest.raises(ConfigError, match=says):
-        fzero.make_train_step(make(Plain), config(stage, **keys), mesh=fzero.AbstractAxis("data", 2), **options)
+        fzero.make_train_step(make(Plain), config(stage, **keys), mesh=fzero.comms.AbstractAxis("data", 2), **options)
 
 
 def test_a_wire_that_remembers_is_counted_from_one() -> None:
     with pytest.raises(ValueError, match="reset_every: every must be a positive number of rounds, got 0; 1024 say"):
-        fzero.reset_every(FEEDBACK, every=0)
+        fzero.comms.reset_every(FEEDBACK, every=0)
 
 
 def _make_with_a_wire_of_its_own() -> None:
@@ -661,4 +661,6 @@ def _make_with_a_wire_of_its_own() -> None:
 def test_ranks_with_different_wires_are_told(ranks: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         ranks(2, _make_with_a_wire_of_its_own)
-    assert all(isinstance(error, fzero.MismatchError) and "comm hooks" in str(error) for error in caught.value.errors)
+    assert all(
+        isinstance(error, fzero.runtime.MismatchError) and "comm hooks" in str(error) for error in caught.value.errors
+    )

@@ -7,8 +7,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -10,8 +10,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPool
 from training import Plain, adamw, config, make, part, train, train_plainly, vectors
 
@@ -214,7 +213,7 @@ def _step_that_drifts(stage: int, options: dict[str, Any], by_state: bool) -> st
     state, _ = step(step.init(), part(vectors(0), rank, 2))
     before, share[0] = step.gather(state), 0.0 if by_state else float(rank)
     given = state._replace(step=state.step + rank) if by_state else state
-    with pytest.raises(fzero.MismatchError) as told:
+    with pytest.raises(fzero.runtime.MismatchError) as told:
         step(given, part(vectors(1), rank, 2))
     assert all(map(torch.equal, step.gather(state).values(), before.values())), "nothing was updated"
     share[0] = 0.0
@@ -243,7 +242,7 @@ def test_a_rate_that_differs_between_ranks_raises_on_all_and_updates_nothing(
 
 def test_a_graph_of_a_step_finds_the_checksums_that_differ_and_updates_nothing() -> None:
     simulated = fzero.simulate(fzero.make_train_step(make(Plain), config(2)), 2, by="vmap")
-    assert isinstance(simulated, fzero.VmapRanks)
+    assert isinstance(simulated, fzero.simulation.VmapRanks)
     state, batch = simulated.init(), tuple(x.unflatten(0, (2, -1)) for x in vectors(0))
     for checksum, is_ok in ((7.0, False), (8.0, True)):
         given = optree.tree_map(torch.clone, state)
@@ -275,7 +274,7 @@ def _engine_that_drifts(stage: int, when: str) -> str:
 
     group["lr"] = 1 / 32
     train_once(0)
-    with pytest.raises(fzero.MismatchError) as told:
+    with pytest.raises(fzero.runtime.MismatchError) as told:
         if when == "before the backward":
             train_once(1, before=rank / 16)
         elif when == "between backward and step":  # the ranks meet again in the next backward

@@ -12,8 +12,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPool
 from torch import Tensor
 

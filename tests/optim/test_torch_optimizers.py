@@ -143,7 +143,7 @@ def run_torch(cls: type[Optimizer], params: Any, param: Tensor, grads: Sequence[
 @every_case
 def test_it_is_the_class_of_torch_bit_for_bit(name: str, params: Any, numel: int) -> None:
     param, grads = make_param(numel), make_grads(numel)
-    ours, state = run(fzero.torch_optimizer(name, **params), param, grads)
+    ours, state = run(fzero.optim.torch_optimizer(name, **params), param, grads)
     theirs = run_torch(classes()[name], params, param, grads)
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
     assert state.step == NUM_STEPS
@@ -151,7 +151,7 @@ def test_it_is_the_class_of_torch_bit_for_bit(name: str, params: Any, numel: int
 
 
 def test_it_works_in_place() -> None:
-    transform, param, grad = fzero.torch_optimizer("Adamax"), make_param(64), make_grads(64)[0]
+    transform, param, grad = fzero.optim.torch_optimizer("Adamax"), make_param(64), make_grads(64)[0]
     _, after_one, state = transform.update(grad, param, transform.init(param))
     memory = [x.data_ptr() for x in optree.tree_leaves((param, state))]
     _, after_two, state = transform.update(grad, after_one, state)
@@ -163,11 +163,11 @@ def test_it_works_in_place() -> None:
 def test_another_transform_goes_on_with_the_state(name: str, params: Any, num_before: int) -> None:
     """As after a checkpoint: the state is all that there is, also before the first update."""
     param, grads = make_param(64), make_grads(64)
-    straight, straight_state = run(fzero.torch_optimizer(name, **params), param, grads)
-    transform = fzero.torch_optimizer(name, **params)
+    straight, straight_state = run(fzero.optim.torch_optimizer(name, **params), param, grads)
+    transform = fzero.optim.torch_optimizer(name, **params)
     before, state = run(transform, param, grads[:num_before])
     stored = optree.tree_map(torch.clone, state)
-    after, last = run(fzero.torch_optimizer(name, **params), [param, *before][-1], grads[num_before:], stored)
+    after, last = run(fzero.optim.torch_optimizer(name, **params), [param, *before][-1], grads[num_before:], stored)
     assert torch.equal(after[-1], straight[-1])
     assert optree.tree_structure(last) == optree.tree_structure(stored) == optree.tree_structure(straight_state)
     assert all(map(torch.equal, optree.tree_leaves(last), optree.tree_leaves(straight_state)))
@@ -175,7 +175,7 @@ def test_another_transform_goes_on_with_the_state(name: str, params: Any, num_be
 
 def test_python_numbers_are_part_of_the_state() -> None:
     param, grads = make_param(64), make_grads(64)
-    ours, state = run(fzero.torch_optimizer(Counting, lr=0.5), param, grads)
+    ours, state = run(fzero.optim.torch_optimizer(Counting, lr=0.5), param, grads)
     theirs = run_torch(Counting, {"lr": 0.5}, param, grads)
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
     assert state.numbers["count"].item() == NUM_STEPS and state.numbers["rate"].item() == 0.5**NUM_STEPS
@@ -184,22 +184,22 @@ def test_python_numbers_are_part_of_the_state() -> None:
 
 @every_case
 def test_every_class_keeps_the_laws_of_transforms(name: str, params: Any) -> None:
-    check_transform(fzero.torch_optimizer(name, **params), name=name, max_examples=examples(5).max_examples)
+    check_transform(fzero.optim.torch_optimizer(name, **params), name=name, max_examples=examples(5).max_examples)
 
 
 ELEMENTWISE: dict[str, Transform] = {
     "sgd": fzero.sgd(0.1, momentum=0.9),
-    "adam": fzero.adam(0.1),
+    "adam": fzero.optim.adam(0.1),
     "adamw": fzero.adamw(0.1),
-    "adagrad": fzero.adagrad(0.1),
-    "lion": fzero.lion(0.1),
-    "chain": fzero.chain(fzero.scale(0.5), fzero.adamw(0.1)),
+    "adagrad": fzero.optim.adagrad(0.1),
+    "lion": fzero.optim.lion(0.1),
+    "chain": fzero.chain(fzero.optim.scale(0.5), fzero.adamw(0.1)),
 }
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_the_transforms_here_are_found_elementwise(name: str) -> None:
-    fzero.check_elementwise(ELEMENTWISE[name])
+    fzero.optim.check_elementwise(ELEMENTWISE[name])
 
 
 def test_a_transform_of_your_own_is_refused_by_its_name_where_it_is_not_elementwise() -> None:
@@ -208,7 +208,7 @@ def test_a_transform_of_your_own_is_refused_by_its_name_where_it_is_not_elementw
 
     clipped = fzero.chain(Transform(lambda param: (), clip, lambda spec: ()), fzero.sgd(0.1))
     with pytest.raises(ValueError, match=r"^clipped: must be elementwise, .* use a transform that takes `contents`"):
-        fzero.check_elementwise(clipped, name="clipped")
+        fzero.optim.check_elementwise(clipped, name="clipped")
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------
@@ -220,8 +220,8 @@ def test_a_transform_of_your_own_is_refused_by_its_name_where_it_is_not_elementw
         ("LBFGS", {}, "LBFGS: needs a closure"),
         (Closing, {}, "Closing: needs a closure"),
         ("SparseAdam", {}, "SparseAdam: must step with the dense gradient .* does not support dense gradients"),
-        ("adafactor", {}, "Adafactor: must be elementwise, .* there is fzero.adafactor"),
-        ("Muon", {}, "Muon: does not take a flat tensor .* only supports 2D .* there is fzero.muon"),
+        ("adafactor", {}, "Adafactor: must be elementwise, .* there is fzero.optim.adafactor"),
+        ("Muon", {}, "Muon: does not take a flat tensor .* only supports 2D .* there is fzero.optim.muon"),
         (ByItsNorm, {}, "ByItsNorm: must be elementwise"),
         (WithNorms, {}, "WithNorms: must be elementwise"),
         (Noisy, {}, "Noisy: must be elementwise"),
@@ -238,7 +238,7 @@ def test_a_transform_of_your_own_is_refused_by_its_name_where_it_is_not_elementw
 def test_what_cannot_work_on_shards_is_refused_with_the_reason(given_class: Any, params: Any, message: str) -> None:
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match=message):
-        fzero.torch_optimizer(given_class, **params)
+        fzero.optim.torch_optimizer(given_class, **params)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -247,7 +247,7 @@ def test_every_class_of_torch_works_or_is_refused_here() -> None:
 
     def works(name: str) -> bool:
         try:
-            fzero.torch_optimizer(name)
+            fzero.optim.torch_optimizer(name)
         except ValueError:
             return False
         return True
@@ -256,7 +256,7 @@ def test_every_class_of_torch_works_or_is_refused_here() -> None:
 
 
 def test_before_the_first_update_the_state_is_zeros_and_says_so() -> None:
-    state: TorchState[Tensor] = fzero.torch_optimizer("Rprop", lr=0.5).init(make_param(3))
+    state: TorchState[Tensor] = fzero.optim.torch_optimizer("Rprop", lr=0.5).init(make_param(3))
     assert state.step == 0 and not any(x.any() for x in optree.tree_leaves(state))
 
 

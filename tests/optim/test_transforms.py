@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 from fzero import Transform
-from fzero.optim.mixed_precision import mixed_precision
+from fzero.optim.precision import mixed_precision
 from fzero.testing import check_transform
 
 NUM_STEPS = 20
@@ -46,15 +46,17 @@ LIONS: dict[str, dict[str, Any]] = {
     "weight decay": {"lr": 1e-2, "weight_decay": 0.3, "betas": (0.8, 0.95)},
 }
 TRANSFORMS: dict[str, Transform] = {
-    **{f"adagrad, {name}": fzero.adagrad(**values) for name, values in ADAGRADS.items()},
-    **{f"lion, {name}": fzero.lion(**values) for name, values in LIONS.items()},
+    **{f"adagrad, {name}": fzero.optim.adagrad(**values) for name, values in ADAGRADS.items()},
+    **{f"lion, {name}": fzero.optim.lion(**values) for name, values in LIONS.items()},
     **{f"sgd, {name}": fzero.sgd(**values) for name, values in SGDS.items()},
-    **{f"adam, {name}": fzero.adam(**values) for name, values in ADAMS.items()},
+    **{f"adam, {name}": fzero.optim.adam(**values) for name, values in ADAMS.items()},
     **{f"adamw, {name}": fzero.adamw(**values) for name, values in ADAMS.items()},
-    "scale": fzero.scale(0.3),
+    "scale": fzero.optim.scale(0.3),
     "empty chain": fzero.chain(),
-    "chain": fzero.chain(fzero.scale(0.3), fzero.sgd(0.1, momentum=0.9)),
-    "chain of chains": fzero.chain(fzero.chain(fzero.scale(2.0)), fzero.chain(fzero.scale(0.5), fzero.adamw(1e-2))),
+    "chain": fzero.chain(fzero.optim.scale(0.3), fzero.sgd(0.1, momentum=0.9)),
+    "chain of chains": fzero.chain(
+        fzero.chain(fzero.optim.scale(2.0)), fzero.chain(fzero.optim.scale(0.5), fzero.adamw(1e-2))
+    ),
 }
 every_transform = pytest.mark.parametrize("name", TRANSFORMS)
 
@@ -135,7 +137,7 @@ def test_sgd_is_the_one_of_torch(values: Any, numel: int) -> None:
 @pytest.mark.parametrize("values", ADAGRADS.values(), ids=ADAGRADS)
 def test_adagrad_is_the_fused_one_of_torch_bit_for_bit(values: Any, numel: int) -> None:
     param, grads = make_param(numel), make_grads(numel)
-    ours, state = run(fzero.adagrad(**values), param, grads)
+    ours, state = run(fzero.optim.adagrad(**values), param, grads)
     theirs = run_torch(torch.optim.Adagrad, {"fused": True, **values}, param, grads)
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
     assert state.step == NUM_STEPS
@@ -146,7 +148,7 @@ def test_adagrad_is_the_fused_one_of_torch_bit_for_bit(values: Any, numel: int) 
 def test_lion_is_algorithm_2_of_its_paper(values: Any, numel: int) -> None:
     """Chen et al., arXiv:2302.06675, written as there, in fp64."""
     param, grads = make_param(numel).double(), make_grads(numel).double()
-    ours, _ = run(fzero.lion(**values), param, grads)
+    ours, _ = run(fzero.optim.lion(**values), param, grads)
     beta_1, beta_2 = values.get("betas", (0.9, 0.99))
     theta, m = param.clone(), torch.zeros_like(param)
     for g, mine in zip(grads, ours, strict=True):
@@ -169,7 +171,7 @@ def test_every_transform_keeps_the_laws(name: str) -> None:
     check_transform(TRANSFORMS[name], name=name, compile="step", max_examples=examples(5).max_examples)
 
 
-@pytest.mark.parametrize("make", [fzero.adagrad, fzero.adam, fzero.adamw, fzero.lion, fzero.sgd])
+@pytest.mark.parametrize("make", [fzero.optim.adagrad, fzero.optim.adam, fzero.adamw, fzero.optim.lion, fzero.sgd])
 def test_every_optimizer_keeps_them_as_a_function_of_the_learning_rate(make: Callable[[Any], Transform]) -> None:
     check_transform(make, name=make.__name__, compile="step", max_examples=examples(10).max_examples)
 
@@ -178,7 +180,7 @@ def test_every_optimizer_keeps_them_as_a_function_of_the_learning_rate(make: Cal
 
 
 def test_a_chain_is_its_links_one_after_the_other() -> None:
-    first, second = fzero.scale(0.3), fzero.adamw(1e-2)
+    first, second = fzero.optim.scale(0.3), fzero.adamw(1e-2)
     chained, state = run(fzero.chain(first, second), make_param(50), make_grads(50))
     alone, alone_state = run(second, make_param(50), make_grads(50) * 0.3)
     assert all(torch.equal(x, y) for x, y in zip(chained, alone, strict=True))
@@ -186,7 +188,7 @@ def test_a_chain_is_its_links_one_after_the_other() -> None:
 
 
 def test_chains_are_associative() -> None:
-    a, b, c = fzero.scale(0.3), fzero.scale(0.7), fzero.sgd(0.1, momentum=0.9)
+    a, b, c = fzero.optim.scale(0.3), fzero.optim.scale(0.7), fzero.sgd(0.1, momentum=0.9)
     flat, left, right = (
         run(transform, make_param(50), make_grads(50))[0][-1]
         for transform in (fzero.chain(a, b, c), fzero.chain(fzero.chain(a, b), c), fzero.chain(a, fzero.chain(b, c)))
@@ -208,7 +210,7 @@ def test_the_empty_chain_changes_nothing() -> None:
 
 
 def test_a_chain_with_a_state_of_another_length_is_refused() -> None:
-    chained = fzero.chain(fzero.scale(2.0), fzero.sgd(1.0))
+    chained = fzero.chain(fzero.optim.scale(2.0), fzero.sgd(1.0))
     with pytest.raises(ValueError, match="shorter"):
         chained.update(torch.ones(1), torch.ones(1), chained.init(torch.ones(1))[:1])
 
@@ -351,12 +353,16 @@ def test_the_watch_sees_operators_and_new_memory() -> None:
             {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "nesterov": True},
             r"sgd: nesterov needs .* dampening = 0, got 0.9 and 0.1",
         ),
-        (fzero.adam, {"lr": -1}, "adam: lr must be at least 0, got -1"),
+        (fzero.optim.adam, {"lr": -1}, "adam: lr must be at least 0, got -1"),
         (fzero.adamw, {"lr": float("nan")}, "adamw: lr must be at least 0, got nan"),
         (fzero.adamw, {"lr": 0.1, "eps": -1e-8}, "adamw: eps must be at least 0, got -1e-08"),
         (fzero.adamw, {"lr": 0.1, "weight_decay": -0.1}, "adamw: weight_decay must be at least 0, got -0.1"),
         (fzero.adamw, {"lr": 0.1, "betas": (0.9, 1.0)}, r"adamw: each of betas must be in \[0, 1\), got \(0.9, 1.0\)"),
-        (fzero.adam, {"lr": 0.1, "betas": (-0.1, 0.9)}, r"adam: each of betas must be in \[0, 1\), got \(-0.1, 0.9\)"),
+        (
+            fzero.optim.adam,
+            {"lr": 0.1, "betas": (-0.1, 0.9)},
+            r"adam: each of betas must be in \[0, 1\), got \(-0.1, 0.9\)",
+        ),
     ],
 )
 def test_a_bad_value_is_refused_by_the_name_of_its_field(make: Any, values: Any, message: str) -> None:

@@ -7,12 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from training import Odd, config, make
 
 import fzero
-from fzero import Event
+from fzero.plans import Event
 from fzero.plans.plan import STAGES, FlatParamPlan
 from fzero.plans.unit_scheduler import TURN, early
 from fzero.runtime.eager import _KINDS, _serve, _zero_gaps, may_start_early, own_shard

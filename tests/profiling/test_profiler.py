@@ -32,8 +32,8 @@ class Slow(nn.Module):
         return self.large(self.small(self.norm(x))).square().mean()
 
 
-def profiled() -> fzero.Profile:
-    return fzero.profile(make(Slow), torch.randn(32, 64, generator=torch.Generator().manual_seed(1)))
+def profiled() -> fzero.profiling.Profile:
+    return fzero.profiling.profile(make(Slow), torch.randn(32, 64, generator=torch.Generator().manual_seed(1)))
 
 
 def test_a_profile_tells_parameters_and_operations_of_every_module_that_ran() -> None:
@@ -97,7 +97,7 @@ def test_a_module_that_sleeps_takes_that_long_forward_and_backward(monkeypatch: 
 
     monkeypatch.setattr(profiler._Clock, "now", lambda clock: now[0])
     monkeypatch.setattr(profiler, "matrix_rate", lambda *args: 1.0)
-    found = fzero.profile(Night(), torch.ones(3))
+    found = fzero.profiling.profile(Night(), torch.ones(3))
     seconds = {module.name: (module.forward, module.backward) for module in found.modules}
     assert seconds == {"": (21, 42), "early": (1, 2), "late": (20, 40), "late.0": (4, 8), "late.1": (16, 32)}
     assert (found.forward, found.backward) == (21, 42)
@@ -108,7 +108,7 @@ def test_a_profile_leaves_the_model_as_it_was() -> None:
     model.small.weight.grad = torch.ones(512, 64)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     random = torch.get_rng_state()
-    fzero.profile(model, batch)
+    fzero.profiling.profile(model, batch)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random) and torch.equal(model.small.weight.grad, torch.ones(512, 64))
     assert model.large.weight.grad is None
@@ -116,7 +116,7 @@ def test_a_profile_leaves_the_model_as_it_was() -> None:
 
 
 def test_models_with_tied_frozen_and_unused_parameters_are_profiled() -> None:
-    found = fzero.profile(make(Odd), tokens(0), config(0, optimizer={"type": "Lamb", "params": {"lr": 1e-3}}))
+    found = fzero.profiling.profile(make(Odd), tokens(0), config(0, optimizer={"type": "Lamb", "params": {"lr": 1e-3}}))
     assert found.model.num_params == sum(p.numel() for p in Odd().parameters())
     assert found["blocks.1.up"].forward_flops == found["blocks.0.up"].forward_flops > 0
     assert found.update > 0
@@ -148,7 +148,9 @@ JOBS = {
 
 @pytest.mark.parametrize("job", JOBS)
 def test_the_configuration_of_a_job_of_many_ranks_is_profiled_on_one(job: str) -> None:
-    found = fzero.profile(make(Slow), torch.randn(4, 64), JOBS[job] | {"optimizer": {"type": "AdamW"}}, num_runs=1)
+    found = fzero.profiling.profile(
+        make(Slow), torch.randn(4, 64), JOBS[job] | {"optimizer": {"type": "AdamW"}}, num_runs=1
+    )
     assert found.update > 0
 
 
@@ -166,18 +168,18 @@ def test_a_profile_is_shown_in_parts_and_written_to_a_file(tmp_path: Path) -> No
 def test_a_model_that_cannot_be_profiled_is_told(device: str) -> None:
     model = make(Slow).to("meta") if device == "meta" else make(Slow).requires_grad_(False)
     with pytest.raises(ValueError, match=r"^profile: needs a model with values and with parameters that are trained"):
-        fzero.profile(model, torch.randn(4, 64))
+        fzero.profiling.profile(model, torch.randn(4, 64))
 
 
 def test_what_is_sent_is_summed_up_by_collective_axis_and_size() -> None:
     sent = [CommRecord("all_gather", "data", Label("gather"), n, 4 * n) for n in (10, 10, 20)]
     sent.append(CommRecord("reduce_scatter", "node", Label("reduce"), 5, 20))
-    rows = [line.split() for line in as_text(fzero.comms_table(sent)).splitlines()[2:]]
+    rows = [line.split() for line in as_text(fzero.profiling.comms_table(sent)).splitlines()[2:]]
     assert rows == [
         ["all_gather", "data", "40", "2", "80"], ["all_gather", "data", "80", "1", "80"],
         ["reduce_scatter", "node", "20", "1", "20"], ["all", "4", "180"],
     ]  # fmt: skip
-    assert "reduce_scatter" not in as_text(fzero.comms_table(sent, only=["all_gather"]))
+    assert "reduce_scatter" not in as_text(fzero.profiling.comms_table(sent, only=["all_gather"]))
 
 
 # --- the command line --------------------------------------------------------------------------------------------

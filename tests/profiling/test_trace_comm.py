@@ -57,12 +57,12 @@ def for_ranks(batch: Any, world_size: int) -> Any:
 
 def in_lockstep(step: fzero.TrainStep, data: Any) -> CommTrace:
     ranks = fzero.simulate(step, by="lockstep")
-    return fzero.trace_comm(ranks, ranks.init(), for_ranks(data(0), ranks.world_size))
+    return fzero.profiling.trace_comm(ranks, ranks.init(), for_ranks(data(0), ranks.world_size))
 
 
-def on_paper(model: Any, data: Any, cfg: Any, axis: fzero.AbstractAxis) -> tuple[fzero.TrainStep, CommTrace]:
+def on_paper(model: Any, data: Any, cfg: Any, axis: fzero.comms.AbstractAxis) -> tuple[fzero.TrainStep, CommTrace]:
     step = fzero.make_train_step(make(model), cfg, mesh=axis)
-    return step, fzero.plan_comm(step, part(data(0), 0, axis.size))
+    return step, fzero.profiling.plan_comm(step, part(data(0), 0, axis.size))
 
 
 def check_plan(comm: CommTrace, plan: fzero.Plan) -> None:
@@ -92,7 +92,7 @@ def _traced(model: Any, data: Any, cfg: Any) -> list[CommTrace]:
     found = []
     for options in ({}, AOT):
         step = fzero.make_train_step(make(model), cfg, **options)
-        found.append(fzero.trace_comm(step, step.init(), part(data(0), step.rank, step.world_size)))
+        found.append(fzero.profiling.trace_comm(step, step.init(), part(data(0), step.rank, step.world_size)))
     return found
 
 
@@ -105,7 +105,7 @@ def test_processes_lockstep_compiled_step_and_plan_tell_the_same_which_is_the_pl
     ranks: RankPool, world_size: int, stage: int, keys: Mapping[str, Any]
 ) -> None:
     cfg = config(stage, **keys) if keys is CODED else config(stage) | keys
-    step, planned = on_paper(Plain, vectors, cfg, fzero.AbstractAxis("data", world_size, backend="gloo"))
+    step, planned = on_paper(Plain, vectors, cfg, fzero.comms.AbstractAxis("data", world_size, backend="gloo"))
     check_plan(planned, step.plan)
     simulated = in_lockstep(step, vectors)
     for eager, compiled in ranks(world_size, _traced, Plain, vectors, cfg):
@@ -128,7 +128,7 @@ def _traced_in_files(stage: int, path: str) -> tuple[CommTrace, list[bytes], lis
     step = fzero.make_train_step(make(Plain), config(stage, **_in_files(stage, path)))
     state = step.init()
     before = bits()
-    comm = fzero.trace_comm(step, state, part(vectors(0), step.rank, step.world_size))
+    comm = fzero.profiling.trace_comm(step, state, part(vectors(0), step.rank, step.world_size))
     return comm, before, bits()
 
 
@@ -142,7 +142,7 @@ def _in_files(stage: int, path: Path | str) -> dict[str, Any]:
 def test_a_step_whose_state_is_in_files_sends_the_same_and_tells_whether_they_are_whole(
     ranks: RankPool, world_size: int, stage: int, tmp_path: Path
 ) -> None:
-    axis = fzero.AbstractAxis("data", world_size)
+    axis = fzero.comms.AbstractAxis("data", world_size)
     here, there = (
         in_lockstep(fzero.make_train_step(make(Plain), config(stage, **zero), mesh=axis), vectors)
         for zero in ({}, _in_files(stage, tmp_path / "lockstep"))
@@ -163,7 +163,7 @@ def test_a_step_whose_state_is_in_files_sends_the_same_and_tells_whether_they_ar
 def test_through_wires_lockstep_and_plan_tell_the_elements_that_are_meant_and_the_bytes_that_are_sent(
     stage: int, keys: Mapping[str, Any]
 ) -> None:
-    step, planned = on_paper(Plain, vectors, config(stage, **keys), fzero.AbstractAxis("data", 3))
+    step, planned = on_paper(Plain, vectors, config(stage, **keys), fzero.comms.AbstractAxis("data", 3))
     simulated = in_lockstep(step, vectors)
     assert told(simulated, *ALIKE) == told(planned, *ALIKE)
     for comm in (simulated, planned):
@@ -175,7 +175,7 @@ def test_through_wires_lockstep_and_plan_tell_the_elements_that_are_meant_and_th
 @pytest.mark.long
 def test_nccl_and_gloo_send_the_same_in_other_collectives() -> None:
     nccl, gloo = (
-        on_paper(Plain, vectors, config(0), fzero.AbstractAxis("data", 3, backend=b))[1] for b in ("nccl", "gloo")
+        on_paper(Plain, vectors, config(0), fzero.comms.AbstractAxis("data", 3, backend=b))[1] for b in ("nccl", "gloo")
     )  # type: ignore[arg-type]
     assert told(nccl) == told(gloo), "on gloo an all-reduce is two collectives, and one row"
     assert set(nccl.by_collective()) == {"all_gather", "all_reduce"} == set(gloo.by_collective())
@@ -183,7 +183,7 @@ def test_nccl_and_gloo_send_the_same_in_other_collectives() -> None:
 
 @pytest.mark.long
 def test_a_graph_gathers_in_the_backward_what_it_reads_and_an_eager_step_whole_units() -> None:
-    step, planned = on_paper(Odd, tokens, config(3), fzero.AbstractAxis("data", 3))
+    step, planned = on_paper(Odd, tokens, config(3), fzero.comms.AbstractAxis("data", 3))
     eager = in_lockstep(step, tokens)
     (frozen,) = [buffer for buffer in step.plan.flat_buffers if not buffer.trainable]  # a bias: no gradient needs it
     again = Counter([("gather", "data", "blocks.1", 2 * 4 * frozen.shard_numel)])
@@ -195,7 +195,7 @@ def test_a_graph_gathers_in_the_backward_what_it_reads_and_an_eager_step_whole_u
 @pytest.mark.long
 @pytest.mark.parametrize(("backend", "stage"), [("gloo", 2), ("nccl", 0), ("nccl", 3)])
 def test_collectives_that_are_joined_are_told_flat_buffer_by_flat_buffer(stage: int, backend: Any) -> None:
-    axis = fzero.AbstractAxis("data", 3, backend=backend)
+    axis = fzero.comms.AbstractAxis("data", 3, backend=backend)
     cfg = config(stage, reduce_bucket_size=3000, allgather_bucket_size=3000)
     step, joined = on_paper(Odd, tokens, cfg, axis)
     _, alone = on_paper(Odd, tokens, config(stage), axis)
@@ -208,7 +208,7 @@ def test_collectives_that_are_joined_are_told_flat_buffer_by_flat_buffer(stage: 
 
 
 def test_a_graph_makes_all_module_buffers_equal_and_an_eager_step_those_that_move() -> None:
-    step, planned = on_paper(Normed, vectors, config(1), fzero.AbstractAxis("data", 3))
+    step, planned = on_paper(Normed, vectors, config(1), fzero.comms.AbstractAxis("data", 3))
     eager = in_lockstep(step, vectors)
     assert told(eager, *ALIKE) == told(planned, *ALIKE)
     moving, number = 2 * 8 * 4, 8  # mean and variance; how many batches there were
@@ -218,26 +218,28 @@ def test_a_graph_makes_all_module_buffers_equal_and_an_eager_step_those_that_mov
 
 @pytest.mark.long
 def test_ranks_as_a_dimension_tell_what_one_of_them_would_send() -> None:
-    step, planned = on_paper(Plain, vectors, config(3), fzero.AbstractAxis("data", 3, backend="gloo"))
+    step, planned = on_paper(Plain, vectors, config(3), fzero.comms.AbstractAxis("data", 3, backend="gloo"))
     ranks = fzero.simulate(step, by="vmap")
-    assert fzero.trace_comm(ranks, ranks.init(), for_ranks(vectors(0), 3)).rows == planned.rows
-    wired = fzero.make_train_step(make(Plain), config(3, **CODED), mesh=fzero.AbstractAxis("data", 3, backend="gloo"))
-    coded = fzero.trace_comm(fzero.simulate(wired, by="vmap"), ranks.init(), for_ranks(vectors(0), 3))
+    assert fzero.profiling.trace_comm(ranks, ranks.init(), for_ranks(vectors(0), 3)).rows == planned.rows
+    wired = fzero.make_train_step(
+        make(Plain), config(3, **CODED), mesh=fzero.comms.AbstractAxis("data", 3, backend="gloo")
+    )
+    coded = fzero.profiling.trace_comm(fzero.simulate(wired, by="vmap"), ranks.init(), for_ranks(vectors(0), 3))
     assert 0 < 2 * coded.by_purpose()["gather"] < planned.by_purpose()["gather"]
 
 
 @pytest.mark.parametrize("by", ["vmap", "lockstep"])
 def test_what_is_no_step_or_no_state_of_it_is_told(by: Any) -> None:
-    step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.AbstractAxis("data", 3))
+    step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.comms.AbstractAxis("data", 3))
     ranks, batch = fzero.simulate(step, by=by), for_ranks(vectors(0), 3)
     with pytest.raises(ValueError, match=r"state: must be one of this step's, got one without state\."):
-        fzero.trace_comm(ranks, None, batch)  # type: ignore[arg-type]
+        fzero.profiling.trace_comm(ranks, None, batch)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"plan_comm: step must be of make_train_step, got \w+; .*trace_comm\(step, st"
     ):
-        fzero.plan_comm(ranks, batch)  # type: ignore[arg-type]
+        fzero.profiling.plan_comm(ranks, batch)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="trace_comm: step must be of make_train_step or of simulate, got Plan; pass"):
-        fzero.trace_comm(step.plan, ranks.init(), batch)  # type: ignore[arg-type]
+        fzero.profiling.trace_comm(step.plan, ranks.init(), batch)  # type: ignore[arg-type]
 
 
 # --- several axes ------------------------------------------------------------------------------------------------
@@ -253,14 +255,14 @@ def _mesh_config(stage: int, keys: Mapping[str, Any]) -> Any:
 def _traced_on_a_mesh(stage: int, keys: Mapping[str, Any]) -> CommTrace:
     axis = replace(fzero.join(), mesh=None if keys else SQUARE)
     step = fzero.make_train_step(make(Plain), _mesh_config(stage, keys), mesh=axis)
-    return fzero.trace_comm(step, step.init(), part(vectors(0), step.rank, step.world_size))
+    return fzero.profiling.trace_comm(step, step.init(), part(vectors(0), step.rank, step.world_size))
 
 
 @pytest.mark.parametrize(("stage", "keys"), MESHES)
 def test_on_several_axes_processes_and_lockstep_tell_what_the_plan_says_of_each(
     ranks: RankPool, stage: int, keys: Mapping[str, Any]
 ) -> None:
-    axis = fzero.AbstractAxis("data", 4, mesh=None if keys else SQUARE)
+    axis = fzero.comms.AbstractAxis("data", 4, mesh=None if keys else SQUARE)
     step = fzero.make_train_step(make(Plain), _mesh_config(stage, keys), mesh=axis)
     simulated = in_lockstep(step, vectors)
     check_plan(simulated, step.plan)
@@ -290,10 +292,10 @@ def test_every_byte_that_a_rank_sends_is_told(
 ) -> None:
     monkeypatch.setitem(LockstepRanks.__init__.__globals__, "Hub", Counting)
     monkeypatch.setattr(Counting, "nbytes", 0)
-    log: list[fzero.CommRecord] = []
+    log: list[fzero.comms.CommRecord] = []
     for stage in (3,) if keys else (0, 2, 3):
         recipe = fzero.make_train_step(
-            make(Normed), config(stage, **keys), mesh=fzero.AbstractAxis("data", 4, mesh=mesh)
+            make(Normed), config(stage, **keys), mesh=fzero.comms.AbstractAxis("data", 4, mesh=mesh)
         ).recipe
         ranks = LockstepRanks(recipe, 4, lambda rank, sent: log.append(sent) if rank == 1 else None, mesh)
         state = ranks.init()
@@ -313,7 +315,7 @@ def test_tracing_leaves_state_and_step_as_they_are(options: dict[str, Any]) -> N
     for index in range(2):
         before = step.schedule
         kept = optree.tree_map(torch.clone, state)
-        assert fzero.trace_comm(step, state, iter([vectors(7)])).rows == ()  # of one rank
+        assert fzero.profiling.trace_comm(step, state, iter([vectors(7)])).rows == ()  # of one rank
         assert optree.tree_all(optree.tree_map(torch.equal, state, kept)) and step.schedule == before
         state, _ = step(state, vectors(index))
         expected, _ = other(expected, vectors(index))
@@ -322,17 +324,19 @@ def test_tracing_leaves_state_and_step_as_they_are(options: dict[str, Any]) -> N
 
 def test_a_step_that_negotiates_tells_it_and_one_that_learned_does_not() -> None:
     for schedule, negotiates in (("learned", False), ("negotiated", True)):
-        step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.AbstractAxis("data", 2), schedule=schedule)  # type: ignore[arg-type]
+        step = fzero.make_train_step(
+            make(Plain), config(3), mesh=fzero.comms.AbstractAxis("data", 2), schedule=schedule
+        )  # type: ignore[arg-type]
         assert ("negotiate" in in_lockstep(step, vectors).by_purpose()) == negotiates
 
 
 def _both_observers() -> tuple[int, int, int]:
-    log: list[fzero.CommRecord] = []
+    log: list[fzero.comms.CommRecord] = []
     step = fzero.make_train_step(make(Plain), config(2), mesh=replace(fzero.join(), observe=log.append))
     state, batch = step.init(), part(vectors(0), step.rank, step.world_size)
     state, _ = step(state, batch)
     log.clear()
-    comm = fzero.trace_comm(step, state, batch)
+    comm = fzero.profiling.trace_comm(step, state, batch)
     num_told = len(log)
     step(state, batch)
     return len(comm.rows), num_told, len(log)
@@ -343,7 +347,7 @@ def _traced_on_rank_0_alone() -> None:
     batch = part(vectors(0), step.rank, step.world_size)
     state, _ = step(step.init(), batch)
     if step.rank == 0:
-        fzero.trace_comm(step, state, batch)
+        fzero.profiling.trace_comm(step, state, batch)
     for _ in range(2):
         state, _ = step(state, batch)
 
@@ -358,7 +362,7 @@ def test_a_trace_on_one_rank_alone_ends_all_ranks_and_is_named(ranks: RankPool) 
 
 def _named_otherwise() -> CommTrace:
     step = fzero.make_train_step(make(Normed), config(3), mesh=replace(fzero.join(), name="x"))
-    return fzero.trace_comm(step, step.init(), part(vectors(0), step.rank, step.world_size))
+    return fzero.profiling.trace_comm(step, step.init(), part(vectors(0), step.rank, step.world_size))
 
 
 def test_what_is_sent_along_one_axis_goes_by_the_name_of_the_mesh_alone(ranks: RankPool) -> None:
@@ -375,7 +379,7 @@ def test_who_observed_before_is_told_as_before(ranks: RankPool) -> None:
 
 
 def test_a_report_adds_up_and_has_a_table_and_a_picture(tmp_path: Path) -> None:
-    step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.AbstractAxis("data", 4, mesh=SQUARE))
+    step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.comms.AbstractAxis("data", 4, mesh=SQUARE))
     comm = in_lockstep(step, vectors)
     for totals in (comm.by_unit(), comm.by_axis(), comm.by_collective(), comm.by_purpose()):
         assert sum(totals.values()) == comm.nbytes == sum(row.nbytes for row in comm.rows)
@@ -412,15 +416,15 @@ def test_the_example_tells_what_crosses_each_axis_and_leaves_its_picture(
 
 @pytest.mark.long
 def test_of_one_rank_there_is_nothing_to_tell_and_a_picture_of_it() -> None:
-    step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.AbstractAxis("data", 1))
-    comm = fzero.plan_comm(step, vectors(0))
+    step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.comms.AbstractAxis("data", 1))
+    comm = fzero.profiling.plan_comm(step, vectors(0))
     assert comm.rows == () and comm.nbytes == 0 and str(comm) and comm.draw().axes
 
 
 def test_a_step_without_ranks_is_traced_on_paper_only() -> None:
-    step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.AbstractAxis("data", 4))
+    step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.comms.AbstractAxis("data", 4))
     ranks = fzero.simulate(step, by="lockstep")
     with pytest.raises(
         ValueError, match=r"trace_comm: the step must be of ranks that are there.*plan_comm\(step, batch\)"
     ):
-        fzero.trace_comm(step, ranks.init(), vectors(0))
+        fzero.profiling.trace_comm(step, ranks.init(), vectors(0))

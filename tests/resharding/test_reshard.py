@@ -16,8 +16,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankError, RankPool
 from test_sharding_laws import counted_lines
 from torch import Tensor, nn
@@ -94,7 +93,7 @@ def step_of(setting: Setting) -> fzero.TrainStep:
     return fzero.make_train_step(
         make(Normed),
         cfg,
-        mesh=fzero.AbstractAxis("data", setting.world_size, mesh=setting.mesh),
+        mesh=fzero.comms.AbstractAxis("data", setting.world_size, mesh=setting.mesh),
         units=units and [f"odd.{name}" for name in units],
         param_groups=GROUPS[setting.groups] if setting.optimizer == "AdamW" else [],
         order=ORDERS[setting.order],
@@ -172,7 +171,7 @@ def state_of(step: fzero.TrainStep, rank: int) -> TrainState[Tensor]:
         tensor.copy_(whole("buffer", name, tuple(tensor.shape)))
     for kind, tensor in step._first_state.rng(rank).items():
         state.rng[kind].copy_(tensor)
-    scale = fzero.LossScale(torch.tensor(1.0), torch.tensor(2), torch.tensor(0))
+    scale = fzero.optim.LossScale(torch.tensor(1.0), torch.tensor(2), torch.tensor(0))
     return state._replace(step=torch.tensor(11), loss_scale=scale)
 
 
@@ -211,28 +210,28 @@ def assert_same(states: list[Any], others: list[Any]) -> None:
 @given(paths(2))
 def test_resharded_states_are_what_the_new_step_would_cut_of_the_whole_one(path: list[Setting]) -> None:
     old, new = map(step_of, path)
-    assert_same(fzero.reshard_all(states_of(old), old, new), states_of(new))
+    assert_same(fzero.resharding.reshard_all(states_of(old), old, new), states_of(new))
 
 
 @given(paths(2))
 def test_there_and_back_again_changes_nothing(path: list[Setting]) -> None:
     old, new = map(step_of, path)
     states = states_of(old)
-    assert_same(fzero.reshard_all(fzero.reshard_all(states, old, new), new, old), states)
+    assert_same(fzero.resharding.reshard_all(fzero.resharding.reshard_all(states, old, new), new, old), states)
 
 
 @pytest.mark.long
 @given(paths(3))
 def test_two_moves_are_one(path: list[Setting]) -> None:
     first, second, third = map(step_of, path)
-    by_way = fzero.reshard_all(fzero.reshard_all(states_of(first), first, second), second, third)
-    assert_same(by_way, fzero.reshard_all(states_of(first), first, third))
+    by_way = fzero.resharding.reshard_all(fzero.resharding.reshard_all(states_of(first), first, second), second, third)
+    assert_same(by_way, fzero.resharding.reshard_all(states_of(first), first, third))
 
 
 def test_the_states_given_stay_as_they_were_and_share_no_memory_with_the_new_ones() -> None:
     old = step_of(Setting(1, 2))
     states = states_of(old)
-    made = fzero.reshard_all(states, old, old)
+    made = fzero.resharding.reshard_all(states, old, old)
     assert_same(made, states)
     for tensor in optree.tree_leaves(made):
         tensor.zero_()
@@ -258,7 +257,7 @@ def held_by(step: fzero.TrainStep, rank: int) -> Iterator[tuple[str, str, int]]:
                 yield from ((quantity, *x) for x in held(buffer.master))
 
 
-def planned(plan: fzero.ReshardPlan, process: int | None = None) -> Iterator[tuple[Any, Any]]:
+def planned(plan: fzero.resharding.ReshardPlan, process: int | None = None) -> Iterator[tuple[Any, Any]]:
     """The moves between different processes, with their flows."""
     for window in plan.rounds:
         for flow in window.flows:
@@ -268,7 +267,7 @@ def planned(plan: fzero.ReshardPlan, process: int | None = None) -> Iterator[tup
 @given(st.tuples(settings("AdamW"), settings("AdamW")))
 def test_a_process_gets_each_element_once_that_it_needs_and_has_not(path: tuple[Setting, Setting]) -> None:
     old, new = map(step_of, path)
-    plan = fzero.plan_reshard(old.plan, new.plan)
+    plan = fzero.resharding.plan_reshard(old.plan, new.plan)
     held = [set(held_by(old, rank)) for rank in range(old.world_size)]
     needed = [set(held_by(new, rank)) for rank in range(new.world_size)]
     buffers = sum(spec.numel for spec in new.plan.buffers.values())
@@ -281,7 +280,7 @@ def test_a_process_gets_each_element_once_that_it_needs_and_has_not(path: tuple[
 @given(st.tuples(settings("AdamW", precisions=("bfloat16",)), settings("AdamW", precisions=("bfloat16",))))
 def test_in_16_bits_no_element_comes_as_a_master_and_again_as_a_parameter(path: tuple[Setting, Setting]) -> None:
     old, new = map(step_of, path)
-    plan = fzero.plan_reshard(old.plan, new.plan)
+    plan = fzero.resharding.plan_reshard(old.plan, new.plan)
     held = [set(held_by(old, rank)) for rank in range(old.world_size)]
     for rank in range(new.world_size):
         needed = set(held_by(new, rank))
@@ -299,10 +298,10 @@ def test_the_moves_of_one_process_are_those_of_all_that_it_takes_part_in(path: l
     rows = list(zip([*range(old.world_size)] + [None] * num_processes, range(num_processes), strict=False))
     # The processes are in another order than the ranks of both jobs, which are not on the same ones.
     shifted = [r if r is not None and r < new.world_size else None for r in (num_processes - 1 - i for _, i in rows)]
-    places = [fzero.JobRank(rank, other) for (rank, _), other in zip(rows, shifted, strict=True)]
+    places = [fzero.resharding.JobRank(rank, other) for (rank, _), other in zip(rows, shifted, strict=True)]
     for plan in (
-        fzero.plan_reshard(old.plan, new.plan, rng=new.specs.rng),
-        fzero.plan_reshard(old.plan, new.plan, rng=new.specs.rng, places=places),
+        fzero.resharding.plan_reshard(old.plan, new.plan, rng=new.specs.rng),
+        fzero.resharding.plan_reshard(old.plan, new.plan, rng=new.specs.rng, places=places),
     ):
         for flow in (flow for window in plan.rounds for flow in window.flows):
             everything = list(plan.moves(flow))
@@ -320,7 +319,7 @@ def test_a_plan_of_many_tensors_on_many_ranks_holds_no_moves() -> None:
         cfg = config(3, stage3_max_live_parameters=10**12)
         old, new = (fzero.plan(model, cfg, world_size=w) for w in (world_size, world_size * 3 // 4))
         tracemalloc.start()
-        plan = fzero.plan_reshard(old, new)
+        plan = fzero.resharding.plan_reshard(old, new)
         nbytes = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert len(plan.rounds) > num_blocks // 2
@@ -339,7 +338,7 @@ def test_what_every_rank_holds_before_and_after_costs_a_process_no_look_at_the_o
     model = nn.ModuleList(nn.Linear(400, 4000, device="meta") for _ in range(4))
     cfg = config(1) | PRECISIONS["bfloat16"]
     old, new = (fzero.plan(model, cfg, world_size=w) for w in (4096, 3072))
-    plan = fzero.plan_reshard(old, new)
+    plan = fzero.resharding.plan_reshard(old, new)
     flows = [flow for window in plan.rounds for flow in window.flows if "params" in flow.target.name]
     moves, lines = counted_lines(lambda: [list(plan.moves(flow, 7)) for flow in flows])
     assert len(flows) == 4 and all(0 < len(own) <= 2 for own in moves)
@@ -351,7 +350,7 @@ def test_what_every_rank_holds_before_and_after_costs_a_process_no_look_at_the_o
 @given(paths(2))
 def test_each_process_sees_its_own_moves_and_both_ends_see_them_in_one_order(path: list[Setting]) -> None:
     old, new = map(step_of, path)
-    plan = fzero.plan_reshard(old.plan, new.plan, rng=new.specs.rng)
+    plan = fzero.resharding.plan_reshard(old.plan, new.plan, rng=new.specs.rng)
     for window in plan.rounds:
         for flow in window.flows:
             everything = {element for move in plan.moves(flow) for element in _elements(move)}
@@ -377,14 +376,14 @@ def _elements(move: Any) -> list[tuple[int, int, int, int]]:
 @pytest.mark.parametrize("stages", [(0, 1), (0, 3), (1, 2), (1, 3), (2, 3)])
 def test_a_higher_stage_on_the_same_ranks_sends_nothing(stages: tuple[int, int], precision: str) -> None:
     old, new = (step_of(Setting(stage, 4, precision=precision)) for stage in stages)
-    assert fzero.plan_reshard(old.plan, new.plan).sent_nbytes == (0, 0, 0, 0)
-    assert sum(fzero.plan_reshard(new.plan, old.plan).sent_nbytes) > 0 or stages == (1, 2)
+    assert fzero.resharding.plan_reshard(old.plan, new.plan).sent_nbytes == (0, 0, 0, 0)
+    assert sum(fzero.resharding.plan_reshard(new.plan, old.plan).sent_nbytes) > 0 or stages == (1, 2)
 
 
 def test_what_every_old_rank_holds_is_sent_by_all_of_them_in_equal_parts() -> None:
     model = Plain(width=64)
     old, new = (fzero.plan(model, config(0), world_size=w) for w in (4, 8))
-    sent = fzero.plan_reshard(old, new).sent_nbytes
+    sent = fzero.resharding.plan_reshard(old, new).sent_nbytes
     state = 12 * sum(param.numel() for param in model.parameters())
     assert sum(sent) == 4 * state and sent[4:] == (0,) * 4
     assert max(sent) - min(sent[:4]) < 4 * 12 * 32 * 4 * len(old.flat_buffers)  # what the alignment of shards makes
@@ -396,7 +395,7 @@ def test_ranks_that_hold_the_same_send_it_in_equal_parts(stage: int, zero: dict[
     model = Plain(width=64)
     old = fzero.plan(model, config(stage, **(zero if stage == 3 else {})), mesh=Mesh.of(node=3, data=2))
     new = fzero.plan(model, config(0), world_size=12)
-    sent = fzero.plan_reshard(old, new).sent_nbytes
+    sent = fzero.resharding.plan_reshard(old, new).sent_nbytes
     state = 12 * sum(param.numel() for param in model.parameters())
     parts = {"parameters": 1 / 3, "moments": 2 / 3}  # of the state; what each of the first six ranks has of it
     is_fine = stage == 3 and zero
@@ -411,11 +410,13 @@ def test_a_mesh_of_as_many_ranks_sends_what_lies_elsewhere_and_no_more() -> None
     model = Plain(width=64)
     mesh = Mesh.of(node=2, data=2)
     hybrid, hpz = (fzero.plan(model, config(3, **zero), mesh=mesh) for zero in ({}, {"zero_hpz_partition_size": 2}))
-    assert fzero.plan_reshard(hybrid, hpz).sent_nbytes == (0,) * 4
-    sent = fzero.plan_reshard(hpz, hybrid).sent_nbytes
+    assert fzero.resharding.plan_reshard(hybrid, hpz).sent_nbytes == (0,) * 4
+    sent = fzero.resharding.plan_reshard(hpz, hybrid).sent_nbytes
     assert sum(sent) == 8 * sum(param.numel() for param in model.parameters()), "moments, of the other half of a shard"
     assert max(sent) - min(sent) <= 8 * hpz.padding
-    assert "ZeRO stage 3 on 4 ranks, node 2 × data 2 -> stage 3 on 4 ranks" in str(fzero.plan_reshard(hybrid, hpz))
+    assert "ZeRO stage 3 on 4 ranks, node 2 × data 2 -> stage 3 on 4 ranks" in str(
+        fzero.resharding.plan_reshard(hybrid, hpz)
+    )
 
 
 def test_numbers_of_a_larger_plan_do_not_grow_with_its_elements() -> None:
@@ -423,7 +424,7 @@ def test_numbers_of_a_larger_plan_do_not_grow_with_its_elements() -> None:
         fzero.plan(nn.Linear(10_000, 10_000, device="meta"), config(stage), world_size=w)
         for stage, w in ((1, 48), (3, 64))
     ]
-    plan = fzero.plan_reshard(*plans)
+    plan = fzero.resharding.plan_reshard(*plans)
     flows = [flow for window in plan.rounds for flow in window.flows]
     assert 0 < sum(len(list(plan.moves(flow))) for flow in flows) < 3 * (48 + 64 + 2)
     assert "ZeRO stage 1 on 48 ranks -> stage 3 on 64 ranks" in str(plan)
@@ -434,7 +435,7 @@ def test_a_rank_keeps_its_random_state_and_a_further_one_starts_as_in_init() -> 
     states = states_of(old)
     for rank, state in enumerate(states):
         state.rng["cpu"].copy_(torch.Generator().manual_seed(100 + rank).get_state())
-    made = fzero.reshard_all(states, old, new)
+    made = fzero.resharding.reshard_all(states, old, new)
     for rank in range(2):
         assert torch.equal(made[rank].rng["cpu"], states[rank].rng["cpu"])
     assert torch.equal(made[2].rng["cpu"], new._first_state.rng(2)["cpu"])
@@ -443,10 +444,10 @@ def test_a_rank_keeps_its_random_state_and_a_further_one_starts_as_in_init() -> 
 def test_padding_of_the_optimizer_state_is_what_init_makes_it() -> None:
     optimizer = {"type": "Adagrad", "params": {"lr": 0.1, "initial_accumulator_value": 3.0}}
     old, new = (
-        fzero.make_train_step(make(Plain), config(stage, optimizer=optimizer), mesh=fzero.AbstractAxis("data", w))
+        fzero.make_train_step(make(Plain), config(stage, optimizer=optimizer), mesh=fzero.comms.AbstractAxis("data", w))
         for stage, w in ((0, 1), (3, 3))
     )
-    last = fzero.reshard_all([state_of(old, 0)], old, new)[-1]
+    last = fzero.resharding.reshard_all([state_of(old, 0)], old, new)[-1]
     for buffer in new.plan.flat_buffers:
         padding = buffer.layout.partition.padding
         assert padding and (last.optimizer[buffer.key].sum[-padding:] == 3.0).all()
@@ -460,16 +461,16 @@ def test_a_loss_scale_stays_where_both_steps_move_it_and_else_starts_anew() -> N
         "none": {},
     }
     steps = {
-        name: fzero.make_train_step(make(Plain), config(1) | cfg, mesh=fzero.AbstractAxis("data", 1))
+        name: fzero.make_train_step(make(Plain), config(1) | cfg, mesh=fzero.comms.AbstractAxis("data", 1))
         for name, cfg in cfgs.items()
     }
     state = state_of(steps["moved"], 0)._replace(
-        loss_scale=fzero.LossScale(torch.tensor(128.0), torch.tensor(1), torch.tensor(5))
+        loss_scale=fzero.optim.LossScale(torch.tensor(128.0), torch.tensor(1), torch.tensor(5))
     )
     for name, expected in (("moved", (128.0, 1, 5)), ("fixed", (32.0, 2, 0)), ("none", (1.0, 2, 0))):
-        (made,) = fzero.reshard_all([state], steps["moved"], steps[name])
+        (made,) = fzero.resharding.reshard_all([state], steps["moved"], steps[name])
         assert tuple(x.item() for x in made.loss_scale) == expected
-    (made,) = fzero.reshard_all([state_of(steps["none"], 0)], steps["none"], steps["moved"])
+    (made,) = fzero.resharding.reshard_all([state_of(steps["none"], 0)], steps["none"], steps["moved"])
     assert made.loss_scale.scale.item() == 16.0
 
 
@@ -500,15 +501,19 @@ class Job:
         return config(self.stage, **({"zero_hpz_partition_size": self.hpz} if self.hpz else {})) | dict(self.cfg)
 
 
-def bind(job: Job, sent: list[fzero.CommRecord] | None = None, model: Any = Lively, **options: Any) -> fzero.TrainStep:
+def bind(
+    job: Job, sent: list[fzero.comms.CommRecord] | None = None, model: Any = Lively, **options: Any
+) -> fzero.TrainStep:
     """The job's step, on this process. Every process makes the group."""
     groups = dist.new_group(sorted(job.processes))
-    axis: fzero.ProcessAxis | fzero.AbstractAxis = fzero.AbstractAxis("data", len(job.processes), mesh=job.mesh)
+    axis: fzero.comms.ProcessAxis | fzero.comms.AbstractAxis = fzero.comms.AbstractAxis(
+        "data", len(job.processes), mesh=job.mesh
+    )
     if dist.get_rank() in job.processes:
         observe = None if sent is None else sent.append
         rank = sorted(job.processes).index(dist.get_rank())
         group = groups if len(job.processes) > 1 else None
-        axis = fzero.ProcessAxis("data", len(job.processes), rank, group, observe, job.mesh)
+        axis = fzero.comms.ProcessAxis("data", len(job.processes), rank, group, observe, job.mesh)
     units = None if job.units is None else list(job.units)
     return fzero.make_train_step(make(model), job.config, mesh=axis, units=units, **options)
 
@@ -611,7 +616,7 @@ def test_on_other_processes_the_state_is_the_one_made_of_all_old_states(ranks: R
     steps = [_on_paper(job) for job in jobs]
     held = [states[process] for process in jobs[0].processes]
     for index in range(1, len(jobs)):
-        held = fzero.reshard_all(held, steps[index - 1], steps[index])
+        held = fzero.resharding.reshard_all(held, steps[index - 1], steps[index])
         held = ranks(len(held), _train_from, jobs[index], held, 3 * index)
     assert_same([moved[process][1] for process in jobs[-1].processes], held)
 
@@ -619,7 +624,7 @@ def test_on_other_processes_the_state_is_the_one_made_of_all_old_states(ranks: R
 def _on_paper(job: Job) -> fzero.TrainStep:
     units = None if job.units is None else list(job.units)
     return fzero.make_train_step(
-        make(Lively), job.config, mesh=fzero.AbstractAxis("data", len(job.processes), mesh=job.mesh), units=units
+        make(Lively), job.config, mesh=fzero.comms.AbstractAxis("data", len(job.processes), mesh=job.mesh), units=units
     )
 
 
@@ -631,19 +636,19 @@ def _train_from(job: Job, states: list[TrainState[Tensor]], index: int) -> Train
     return state
 
 
-def _sent(jobs: list[Job]) -> tuple[Any, list[fzero.CommRecord], int]:
-    sent: list[fzero.CommRecord] = []
+def _sent(jobs: list[Job]) -> tuple[Any, list[fzero.comms.CommRecord], int]:
+    sent: list[fzero.comms.CommRecord] = []
     old, new = (bind(job, sent) for job in jobs)
     state = old.init() if dist.get_rank() in jobs[0].processes else None
     sent.clear()
     fzero.reshard(state, old, new)
     moved = [record for record in sent if record.label.purpose == "reshard"]
     places = [
-        fzero.JobRank(*(job.processes.index(process) if process in job.processes else None for job in jobs))
+        fzero.resharding.JobRank(*(job.processes.index(process) if process in job.processes else None for job in jobs))
         for process in range(dist.get_world_size())
     ]
     return (
-        fzero.plan_reshard(old.plan, new.plan, places=places, rng=new.specs.rng).sent_nbytes,
+        fzero.resharding.plan_reshard(old.plan, new.plan, places=places, rng=new.specs.rng).sent_nbytes,
         moved,
         len(new.plan.units),
     )
@@ -671,7 +676,9 @@ def test_a_process_sends_the_bytes_of_the_plan_in_few_messages(ranks: RankPool, 
 
 
 def test_one_process_alone_changes_its_stage_without_a_process_group() -> None:
-    old, new = (fzero.make_train_step(make(Odd), config(stage), mesh=fzero.ProcessAxis("data")) for stage in (0, 3))
+    old, new = (
+        fzero.make_train_step(make(Odd), config(stage), mesh=fzero.comms.ProcessAxis("data")) for stage in (0, 3)
+    )
     state, always = old.init(), new.init()
     for index in range(4):
         step = old if index < 2 else new
@@ -740,13 +747,13 @@ def test_no_process_holds_more_than_both_states_and_the_pieces_of_one_unit(ranks
 
 def _fails(old: fzero.TrainStep, new: fzero.TrainStep, *words: str) -> None:
     with pytest.raises(ValueError, match="reshard") as caught:
-        fzero.reshard_all(states_of(old), old, new)
+        fzero.resharding.reshard_all(states_of(old), old, new)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def _plain(cfg: Mapping[str, Any] | None = None, model: Any = Plain, **options: Any) -> fzero.TrainStep:
     return fzero.make_train_step(
-        make(model), config(1) | dict(cfg or {}), mesh=fzero.AbstractAxis("data", 2), **options
+        make(model), config(1) | dict(cfg or {}), mesh=fzero.comms.AbstractAxis("data", 2), **options
     )
 
 
@@ -765,7 +772,7 @@ def test_a_master_does_not_become_narrower() -> None:
     pure = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
     _fails(_plain(), _plain(pure), "narrower", "float32", "bfloat16")
     old, new = _plain(pure), _plain()
-    for state in fzero.reshard_all(states_of(old), old, new):
+    for state in fzero.resharding.reshard_all(states_of(old), old, new):
         assert all(param.dtype == torch.float32 for param in state.params.values())
 
 
@@ -774,18 +781,18 @@ def test_counters_that_differ_are_not_joined() -> None:
     states = states_of(old)
     states[0].optimizer["odd.blocks.1/float32"].step.fill_(3)
     with pytest.raises(ValueError, match=r"equal numbers.*is 7.*is 3|equal numbers.*is 3.*is 7"):
-        fzero.reshard_all(states, old, new)
+        fzero.resharding.reshard_all(states, old, new)
 
 
 def test_what_is_no_step_no_plan_or_no_state_is_told() -> None:
     step = step_of(Setting(1, 2))
     states = states_of(step)
     with pytest.raises(ValueError, match=r"plan_reshard: old must be a plan, got TrainStep; pass old\.plan of a step"):
-        fzero.plan_reshard(step, step)  # type: ignore[arg-type]
+        fzero.resharding.plan_reshard(step, step)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"reshard: old must be a step, .* got int; pass the one that made the state"):
         fzero.reshard(states[0], 1, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="reshard: new must be a step, of make_train_step, got Plan"):
-        fzero.reshard_all(states, step, step.plan)  # type: ignore[arg-type]
+        fzero.resharding.reshard_all(states, step, step.plan)  # type: ignore[arg-type]
     simulated = fzero.simulate(step, by="lockstep"), fzero.simulate(step, by="vmap")
     with pytest.raises(ValueError, match="reshard: the state of simulated steps must be that of all ranks, got None"):
         fzero.reshard(None, *simulated)
@@ -796,9 +803,9 @@ def test_what_is_no_step_no_plan_or_no_state_is_told() -> None:
 def test_a_state_of_another_step_is_named() -> None:
     old, new = step_of(Setting(1, 2)), step_of(Setting(3, 2))
     with pytest.raises(ValueError, match=r"state\.params.*must be torch.float32 of shape.*pass the step that made"):
-        fzero.reshard_all(states_of(new), old, new)
+        fzero.resharding.reshard_all(states_of(new), old, new)
     with pytest.raises(ValueError, match=r"all 2 ranks.*got 1"):
-        fzero.reshard_all(states_of(old)[:1], old, new)
+        fzero.resharding.reshard_all(states_of(old)[:1], old, new)
 
 
 def _reshard_wrongly(case: str) -> None:
@@ -810,14 +817,16 @@ def _reshard_wrongly(case: str) -> None:
     elif case == "state":
         fzero.reshard(state if rank == 0 else state._replace(master={"x": state.step}), old, new)
     elif case == "steps":
-        other = fzero.make_train_step(make(Lively), config(2), mesh=fzero.AbstractAxis("data", 2))
+        other = fzero.make_train_step(make(Lively), config(2), mesh=fzero.comms.AbstractAxis("data", 2))
         fzero.reshard(state, old, new if rank == 0 else other)
     elif case == "comm hooks":
-        fake, hook = fzero.AbstractAxis("data", 2), fzero.compressed(fzero.quantize(8))
+        fake, hook = fzero.comms.AbstractAxis("data", 2), fzero.comms.compressed(fzero.comms.quantize(8))
         other = fzero.make_train_step(make(Lively), Job(3, (0, 1)).config, mesh=fake, reduce_hook=hook)
         fzero.reshard(state, old, new if rank == 0 else other)
     elif case == "nobody":
-        fzero.reshard(state, old, fzero.make_train_step(make(Lively), config(2), mesh=fzero.AbstractAxis("data", 2)))
+        fzero.reshard(
+            state, old, fzero.make_train_step(make(Lively), config(2), mesh=fzero.comms.AbstractAxis("data", 2))
+        )
 
 
 @pytest.mark.parametrize(

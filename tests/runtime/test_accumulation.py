@@ -153,7 +153,7 @@ def test_the_norm_is_measured_as_gradients_come_and_again_of_those_that_somebody
 
 
 def _sent(stage: int, num_micro_steps: int) -> tuple[dict[str, int], dict[str, int]]:
-    log: list[fzero.CommRecord] = []
+    log: list[fzero.comms.CommRecord] = []
     axis = replace(fzero.join(), observe=log.append)
     cfg = config(stage) | STEPS | {"gradient_accumulation_steps": num_micro_steps}
     step = fzero.make_train_step(make(Plain), cfg, mesh=axis)

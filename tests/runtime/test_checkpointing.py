@@ -17,8 +17,7 @@ from test_models import MODELS, text
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint, create_selective_checkpoint_contexts
 from training import Block, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
@@ -364,7 +363,7 @@ def test_an_input_that_is_changed_in_place_is_refused(stage: int) -> None:
 
 def _sent(model: Any, data: Any, checkpoint: int | None, schedule: Any) -> tuple[Any, Counter[Any], list[Any]]:
     """The schedule, and what was sent in the first step and in the third."""
-    log: list[fzero.CommRecord] = []
+    log: list[fzero.comms.CommRecord] = []
     axis = replace(fzero.join(), observe=log.append)
     step = fzero.make_train_step(make(model), config(3), mesh=axis, checkpoint=checkpoint, schedule=schedule)
     state, seen = step.init(), []
@@ -557,7 +556,7 @@ def _differs(rank_dependent: bool) -> str:
     rank = fzero.join().rank
     try:
         fzero.make_train_step(make(Plain), config(3), checkpoint=1 + rank * rank_dependent)
-    except fzero.MismatchError as error:
+    except fzero.runtime.MismatchError as error:
         return str(error)
     return ""
 

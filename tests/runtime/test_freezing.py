@@ -220,7 +220,7 @@ def test_a_transform_that_begins_from_the_weights_begins_from_those_of_its_own_t
     steps.append(fzero.make_train_step(model, config(stage) | NARROW, transform=anchored(0.1), after=steps[0], **at))
     old, new = (fzero.simulate(step, 2, by="lockstep") for step in steps)
     state = fzero.reshard(old.init(), old, new)
-    for of_rank in fzero.unstacked(state, 2):
+    for of_rank in fzero.simulation.unstacked(state, 2):
         for key, kept in of_rank.optimizer.items():
             assert torch.equal(kept.anchor[:], of_rank.master[key])
 

@@ -64,15 +64,17 @@ def step_of(
     stage: int, precision: str = "float32", *, placements: Any = None, world_size: int = 1, **zero: Any
 ) -> fzero.TrainStep:
     cfg = config(stage, optimizer=ADAMW, clip=0.1, **zero) | PRECISIONS[precision] | ACCUMULATING
-    return fzero.make_train_step(make(blocks), cfg, placements=placements, mesh=fzero.AbstractAxis("data", world_size))
+    return fzero.make_train_step(
+        make(blocks), cfg, placements=placements, mesh=fzero.comms.AbstractAxis("data", world_size)
+    )
 
 
-def on(world_size: int, step: fzero.TrainStep) -> fzero.LockstepRanks:
+def on(world_size: int, step: fzero.TrainStep) -> fzero.simulation.LockstepRanks:
     return fzero.simulate(step, world_size, by="lockstep")
 
 
 def train(
-    ranks: fzero.LockstepRanks, state: fzero.TrainState[Any], first: int, num_steps: int
+    ranks: fzero.simulation.LockstepRanks, state: fzero.TrainState[Any], first: int, num_steps: int
 ) -> tuple[fzero.TrainState[Any], list[str]]:
     told = []
     for index in range(first, first + num_steps):
@@ -366,7 +368,7 @@ def test_what_cannot_be_is_refused_with_the_fix(
     optimizer = keys.pop("optimizer", ADAMW)
     cfg = config(2, optimizer=optimizer, **nvme(tmp_path, **keys))
     with pytest.raises(fzero.ConfigError, match=message):
-        fzero.make_train_step(make(blocks), cfg, mesh=fzero.AbstractAxis("data", 2), **options)
+        fzero.make_train_step(make(blocks), cfg, mesh=fzero.comms.AbstractAxis("data", 2), **options)
 
 
 # --- moving a live state -----------------------------------------------------------------------------------------
@@ -440,9 +442,11 @@ class Quantized(nn.Module):
         return (x @ self.scale @ self.weight.float().T).square().mean() + (x @ self.scale - y).square().mean()
 
 
-def _narrow(**zero: Any) -> fzero.LockstepRanks:
+def _narrow(**zero: Any) -> fzero.simulation.LockstepRanks:
     cfg = config(3, clip=0.1, stage3_param_persistence_threshold=0, **zero)
-    return on(1, fzero.make_train_step(make(Quantized), cfg, transform=_by_signs, mesh=fzero.AbstractAxis("data", 1)))
+    return on(
+        1, fzero.make_train_step(make(Quantized), cfg, transform=_by_signs, mesh=fzero.comms.AbstractAxis("data", 1))
+    )
 
 
 @pytest.mark.parametrize("checksums", [False, True])

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from ranks import RankPool
 from torch import Tensor, nn
 from training import GLOBAL_BATCH, Mixed, Odd, Plain, config, make, part, tokens, train, train_in_16_bits, vectors
 
 import fzero
-from fzero.optim.mixed_precision import mixed_precision, stochastic
+from fzero.optim.precision import mixed_precision, stochastic
 
 B, H, F = torch.bfloat16, torch.float16, torch.float32
 NUM_STEPS = 4
@@ -216,7 +215,7 @@ def test_planned_bytes_in_16_bits_are_the_papers_formula(world_size: int) -> Non
 
 
 def _bytes_of_elements(stage: int, keys: dict[str, Any]) -> dict[str, float]:
-    log: list[fzero.CommRecord] = []
+    log: list[fzero.comms.CommRecord] = []
     step = fzero.make_train_step(make(Plain), config(stage) | keys, mesh=replace(fzero.join(), observe=log.append))
     state = step.init()
     log.clear()
@@ -414,7 +413,7 @@ def test_tiles_change_nothing(name: str, dtypes: tuple[str, str], numel: int) ->
 
 
 def test_a_widened_transform_places_what_it_makes() -> None:
-    for transform in (fzero.adamw(1e-3), fzero.sgd(0.1, momentum=0.9), fzero.lion(1e-3), fzero.sgd(0.1)):
+    for transform in (fzero.adamw(1e-3), fzero.sgd(0.1, momentum=0.9), fzero.optim.lion(1e-3), fzero.sgd(0.1)):
         for param_dtype, state_dtype in (("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")):
             param = torch.zeros(64, dtype=getattr(torch, param_dtype))
             narrow = mixed_precision(transform, state_dtype=state_dtype)
@@ -573,7 +572,7 @@ def test_frozen_weights_under_autocast_come_back_with_all_their_bits(stage: int,
         fzero.save(state, tmp_path / f"{world_size}", step=step)
         for into in (step, moved, wide):
             assert has_own(into.gather(fzero.load(tmp_path / f"{world_size}", step=into).state))
-        fzero.export(tmp_path / f"{world_size}", tmp_path / "out", dtype="float32")
+        fzero.checkpoint.export(tmp_path / f"{world_size}", tmp_path / "out", dtype="float32")
         assert has_own(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"))
         step.save_16bit_model(state, tmp_path / "out", dtype="float32")
         assert has_own(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"))

@@ -9,8 +9,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
-from hypothesis import find, given, settings
-from hypothesis import strategies as st
+from hypothesis import find, given, settings, strategies as st
 
 from sharding import (
     FlatLayout,

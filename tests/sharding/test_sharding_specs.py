@@ -4,8 +4,7 @@ import math
 import pickle
 from dataclasses import replace
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sharding import Mesh, Partial, Partition, Replicated, Sharded, TensorSpec
 from sharding.testing import meshes, shapes, world_sizes

@@ -4,8 +4,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import find, given, settings
-from hypothesis import strategies as st
+from hypothesis import find, given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharding import FlatLayout, Partition, plan_transfer

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from training import GLOBAL_BATCH, Plain, adamw, config, make, part, train, train_plainly, vectors
 
 import fzero
-from fzero import CollectiveError, ConfigError, MismatchError, ScheduleError
+from fzero import CollectiveError, ConfigError, ScheduleError
 from fzero.comms import collectives
+from fzero.runtime import MismatchError
 from sharding import Mesh
 
 SECONDS = 20  # to tell an error on all ranks; the pool's own timeout, which a rank that waits in vain meets, is 120
@@ -169,10 +170,10 @@ def test_a_mesh_that_does_not_fit_the_job_is_told_with_its_axes(ranks: RankPool,
 @pytest.mark.parametrize("mesh", [(2, 2), 4, "data", Mesh.of(world=2, data=2)], ids=str)
 def test_what_is_no_mesh_or_has_an_axis_that_means_all_ranks_is_told(mesh: Any) -> None:
     words = "no axis may be named 'world'" if isinstance(mesh, Mesh) else "must be a mesh of named axes, .* got"
-    step = fzero.make_train_step(Plain(), config(3), mesh=fzero.AbstractAxis("data", 4))
+    step = fzero.make_train_step(Plain(), config(3), mesh=fzero.comms.AbstractAxis("data", 4))
     for make_on in (
         lambda: fzero.make_train_step(Plain(), config(3), mesh=mesh),
-        lambda: fzero.make_train_step(Plain(), config(3), mesh=fzero.AbstractAxis("data", 4, mesh=mesh)),
+        lambda: fzero.make_train_step(Plain(), config(3), mesh=fzero.comms.AbstractAxis("data", 4, mesh=mesh)),
         lambda: fzero.plan(Plain(), config(3), mesh=mesh),
         lambda: fzero.simulate(step, 4, mesh=mesh),
     ):
@@ -180,7 +181,7 @@ def test_what_is_no_mesh_or_has_an_axis_that_means_all_ranks_is_told(mesh: Any) 
             make_on()
     if not isinstance(mesh, Mesh):
         with pytest.raises(ValueError, match=r"AbstractAxis\.of: mesh must be a sharding.Mesh, got"):
-            fzero.AbstractAxis.of(mesh)
+            fzero.comms.AbstractAxis.of(mesh)
 
 
 def test_a_mesh_that_fits_is_taken(ranks: RankPool) -> None:
@@ -366,7 +367,7 @@ def test_a_graph_of_a_step_refuses_such_losses_too() -> None:
         step = fzero.make_train_step(make(Plain), config(0), loss_fn=bad)
         with pytest.raises((ValueError, RuntimeError), match=told):
             fzero.simulate(step, 1, by="vmap" if bad is _elsewhere else "lockstep")(
-                fzero.stacked([step.init()]), tuple(x[None] for x in vectors(0))
+                fzero.simulation.stacked([step.init()]), tuple(x[None] for x in vectors(0))
             )
 
 
@@ -375,7 +376,7 @@ def test_a_plan_is_for_a_positive_number_of_ranks(world_size: Any) -> None:
     told = f"world_size: must be a positive integer, got {world_size!r}; say how many ranks"
     for plan in (
         lambda: fzero.plan(Plain(), config(1), world_size=world_size),
-        lambda: fzero.compare_plans(Plain(), config(1), world_size=world_size),
+        lambda: fzero.estimation.compare_plans(Plain(), config(1), world_size=world_size),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
             plan()

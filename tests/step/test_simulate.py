@@ -217,7 +217,7 @@ VMAPPED = ("plain", "odd", "noisy", "checkpointed", "bf16", "overflows", "autoca
 NARROW = {"bf16": 2**-7, "autocast": 2**-7}
 
 
-def _run(simulated: fzero.LockstepRanks, case: Case, num_steps: int) -> tuple[Any, list[fzero.Metrics]]:
+def _run(simulated: fzero.simulation.LockstepRanks, case: Case, num_steps: int) -> tuple[Any, list[fzero.Metrics]]:
     state, curve = simulated.init(), []
     for index in range(num_steps):
         state, metrics = simulated(state, for_ranks(case.data(index), simulated.world_size))
@@ -315,7 +315,7 @@ def test_a_backward_of_its_own_is_honoured_or_refused() -> None:
     found, expected = _run(by_vmap, case, 2), _run(in_turn, case, 2)
     assert_near(found, expected, rounding=2.0**-17)
     captured = fzero.simulate(_step(case, 3), 2, by="vmap", compile="aot_eager")
-    with pytest.raises(fzero.VmapError, match=r"Poisoned is a torch.autograd.Function, whose backward a capture"):
+    with pytest.raises(fzero.comms.VmapError, match=r"Poisoned is a torch.autograd.Function, whose backward a capture"):
         _run(captured, case, 1)
 
 
@@ -325,7 +325,9 @@ def test_what_vmap_cannot_do_is_told_or_done_in_lockstep() -> None:
             return super().forward(x, y) * (2 if x.sum().item() > 0 else 1)
 
     case = Case(Reads, vectors)
-    with pytest.raises(fzero.VmapError, match=r"cannot run this step for all ranks at once: .*item.*by='lockstep'"):
+    with pytest.raises(
+        fzero.comms.VmapError, match=r"cannot run this step for all ranks at once: .*item.*by='lockstep'"
+    ):
         _run(fzero.simulate(_step(case, 2), 2, by="vmap"), case, 1)
     with pytest.warns(UserWarning, match="the ranks run in lockstep, which takes longer") as warned:
         found = _run(fzero.simulate(_step(case, 2), 2), case, 2)
@@ -336,7 +338,7 @@ def test_what_vmap_cannot_do_is_told_or_done_in_lockstep() -> None:
         fzero.simulate(_step(CASES["muon"], 2), 2)
     with pytest.raises(fzero.ConfigError, match="must be elementwise"):
         fzero.simulate(_step(CASES["muon"], 2), 2, by="vmap")
-    with pytest.raises(fzero.VmapError, match="draws random numbers in a graph of all ranks"):
+    with pytest.raises(fzero.comms.VmapError, match="draws random numbers in a graph of all ranks"):
         _run(fzero.simulate(_step(CASES["noisy"], 0), 2, by="vmap", compile="aot_eager"), CASES["noisy"], 1)
 
 
@@ -409,7 +411,7 @@ def test_a_simulated_state_is_resharded_as_real_ones_are() -> None:
     before, after = (fzero.simulate(_step(CASES["noisy"], stage), size) for stage, size in ((1, 2), (3, 3)))
     state, _ = before(before.init(), for_ranks(vectors(0, 24), 2))
     moved = fzero.reshard(state, before, after)
-    expected = fzero.reshard_all(fzero.unstacked(state, 2), before.steps[0], after.steps[0])
+    expected = fzero.resharding.reshard_all(fzero.simulation.unstacked(state, 2), before.steps[0], after.steps[0])
     assert_same(moved, stacked(expected))
     assert_same(after.gather(moved), before.gather(state))
     after(moved, for_ranks(vectors(1, 24), 3))
@@ -433,7 +435,7 @@ def test_an_error_on_one_rank_is_raised_with_its_rank() -> None:
     def fails_on_rank_2(rank: int) -> Any:
         if rank == 2:
             raise KeyError("only here")
-        return simulated.steps[rank].evaluate(fzero.unstacked(state, 3)[rank], part(vectors(0), rank, 3))
+        return simulated.steps[rank].evaluate(fzero.simulation.unstacked(state, 3)[rank], part(vectors(0), rank, 3))
 
     with pytest.raises(KeyError, match="only here") as raised:
         simulated._run(fails_on_rank_2)

@@ -7,8 +7,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from profiles import examples
 from ranks import RankPool
 from torch import Tensor
@@ -45,7 +44,7 @@ def equal(found: Any, expected: Any) -> bool:
 
 @given(state_trees(("float32", "bfloat16", "int64", "bool")), world_sizes())
 def test_gather_undoes_shard(tree: StateTree, world_size: int) -> None:
-    axis = fzero.Sim("data", world_size)
+    axis = fzero.comms.Sim("data", world_size)
     full = stacked([tree.tensors] * world_size)
     shards = fzero.shard(full, tree.specs, axis)
     assert equal(fzero.gather(shards, tree.specs, axis), full)
@@ -53,7 +52,7 @@ def test_gather_undoes_shard(tree: StateTree, world_size: int) -> None:
 
 @given(spec_trees(), world_sizes())
 def test_shards_have_the_shape_that_their_spec_says(specs: Any, world_size: int) -> None:
-    axis = fzero.Sim("data", world_size)
+    axis = fzero.comms.Sim("data", world_size)
     shards = fzero.shard(stacked([distinct_tensors(specs)] * world_size), specs, axis)
     optree.tree_map(lambda x, spec: _check(x.shape == (world_size, *spec.local_shape(world_size))), shards, specs)
 
@@ -64,7 +63,7 @@ def _check(holds: bool) -> None:
 
 @given(spec_trees(), world_sizes())
 def test_shards_of_all_ranks_are_the_tensor_and_zeros(specs: Any, world_size: int) -> None:
-    axis = fzero.Sim("data", world_size)
+    axis = fzero.comms.Sim("data", world_size)
     full = distinct_tensors(specs, first=1)
 
     def one(shards: Tensor, x: Tensor, spec: TensorSpec) -> None:
@@ -77,7 +76,7 @@ def test_shards_of_all_ranks_are_the_tensor_and_zeros(specs: Any, world_size: in
 
 @given(spec_trees(), world_sizes())
 def test_reduced_gradients_are_shards_of_the_mean_and_partial_ones_stay(specs: Any, world_size: int) -> None:
-    axis = fzero.Sim("data", world_size)
+    axis = fzero.comms.Sim("data", world_size)
     on_ranks = [grads_of(specs, rank) for rank in range(world_size)]
 
     def mean(spec: TensorSpec, *grads: Tensor) -> Tensor:
@@ -94,7 +93,7 @@ def test_reduced_gradients_are_shards_of_the_mean_and_partial_ones_stay(specs: A
 
 @given(st.integers(0, 40), world_sizes(), st.integers(1, 4))
 def test_gather_and_world_size_times_reduce_scatter_are_adjoint(numel: int, world_size: int, multiple_of: int) -> None:
-    axis = fzero.Sim("data", world_size)
+    axis = fzero.comms.Sim("data", world_size)
     spec = TensorSpec((numel,), "float64", Sharded("data"), multiple_of=multiple_of)
     generator = torch.Generator().manual_seed(numel)
     shards = fzero.shard(torch.randn(numel, generator=generator).double().expand(world_size, -1), spec, axis)
@@ -106,7 +105,7 @@ def test_gather_and_world_size_times_reduce_scatter_are_adjoint(numel: int, worl
 
 @given(spec_trees(), world_sizes(3))
 def test_the_verbs_leave_their_inputs_unchanged(specs: Any, world_size: int) -> None:
-    axis = fzero.Sim("data", world_size)
+    axis = fzero.comms.Sim("data", world_size)
     grads = stacked([grads_of(specs, rank) for rank in range(world_size)])
     shards = fzero.shard(grads, specs, axis)
     kept = optree.tree_map(torch.clone, (grads, shards))
@@ -137,7 +136,7 @@ def _verbs_on_a_rank(trees: list[Any]) -> list[Any]:
 @examples(10)
 @given(trees=st.lists(spec_trees(), min_size=8, max_size=8))
 def test_real_ranks_and_a_simulated_axis_give_the_same_bits(ranks: RankPool, world_size: int, trees: list[Any]) -> None:
-    axis = fzero.Sim("data", world_size)
+    axis = fzero.comms.Sim("data", world_size)
     on_ranks = ranks(world_size, _verbs_on_a_rank, trees)
     for index, specs in enumerate(trees):
         full = stacked([distinct_tensors(specs)] * world_size)
@@ -149,9 +148,9 @@ def test_real_ranks_and_a_simulated_axis_give_the_same_bits(ranks: RankPool, wor
 
 
 def _what_is_sent(spec: TensorSpec) -> list[tuple[str, int]]:
-    sent: list[fzero.CommRecord] = []
+    sent: list[fzero.comms.CommRecord] = []
     bound = fzero.join()
-    axis = fzero.ProcessAxis(bound.name, bound.size, bound.rank, observe=sent.append)
+    axis = fzero.comms.ProcessAxis(bound.name, bound.size, bound.rank, observe=sent.append)
     full = distinct_tensors(spec)
     fzero.gather(fzero.shard(full, spec, axis), spec, axis)
     fzero.reduce_scatter_grads(full, spec, axis)
@@ -176,7 +175,7 @@ def test_the_verbs_send_what_they_say(ranks: RankPool, world_size: int) -> None:
 TRANSFORMS = {
     "adamw": fzero.adamw(1e-2),
     "sgd": fzero.sgd(0.1, momentum=0.9, weight_decay=0.1),
-    "chain": fzero.chain(fzero.scale(0.5), fzero.adam(1e-2, weight_decay=0.1)),
+    "chain": fzero.chain(fzero.optim.scale(0.5), fzero.optim.adam(1e-2, weight_decay=0.1)),
 }
 
 
@@ -199,7 +198,7 @@ def test_an_update_changes_nothing_that_it_is_given_and_returns_new_tensors(name
 
 # --- bad input ---------------------------------------------------------------------------------------------------
 
-TWO = fzero.Sim("data", 2)
+TWO = fzero.comms.Sim("data", 2)
 
 
 def test_a_leaf_of_another_shape_is_named_with_its_shape_and_its_specs() -> None:
@@ -215,7 +214,7 @@ def test_a_leaf_of_another_shape_is_named_with_its_shape_and_its_specs() -> None
     ):
         fzero.gather({"layer": [torch.zeros(2, 4)]}, specs, TWO)
     with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(6,\).*got \(3, 2\)"):
-        fzero.gather({"layer": [torch.zeros(3, 2)]}, specs, fzero.ProcessAxis("data"))
+        fzero.gather({"layer": [torch.zeros(3, 2)]}, specs, fzero.comms.ProcessAxis("data"))
 
 
 @pytest.mark.parametrize("spec", SPECS)

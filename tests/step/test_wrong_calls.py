@@ -83,8 +83,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "a state dict": (lambda: fzero.make_train_step(two().state_dict(), CFG), "model: .*got an OrderedDict"),
     "a class to plan": (lambda: fzero.plan(nn.Linear, CFG), "model: must be a torch.nn.Module, got the class Linear"),
     "a list to plan": (lambda: fzero.plan([two()], CFG), "model: must be a torch.nn.Module, got a list"),
-    "a class to compare": (lambda: fzero.compare_plans(nn.Linear, CFG), "model: must be a torch.nn.Module"),
-    "None to profile": (lambda: fzero.profile(None, BATCH), "model: must be a torch.nn.Module, got None"),
+    "a class to compare": (lambda: fzero.estimation.compare_plans(nn.Linear, CFG), "model: must be a torch.nn.Module"),
+    "None to profile": (lambda: fzero.profiling.profile(None, BATCH), "model: must be a torch.nn.Module, got None"),
     "a class for an engine": (
         lambda: fzero.initialize(model=nn.Linear, config=CFG),
         "model: must be a torch.nn.Module",
@@ -139,14 +139,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a factory": (lambda: fzero.chain(fzero.adamw), r"chain\[0\]: must be a Transform of three functions"),
     "a factory to check": (
-        lambda: fzero.check_elementwise(fzero.adamw),
+        lambda: fzero.optim.check_elementwise(fzero.adamw),
         "transform: must be a Transform of three functions",
     ),
     "a rate in a word": (lambda: fzero.adamw("1e-3"), "adamw: lr must be at least 0, got '1e-3'"),
     "no rate": (lambda: fzero.sgd(None), "sgd: lr must be at least 0, got None"),
     "one beta": (lambda: fzero.adamw(1e-3, betas=0.9), r"adamw: each of betas must be in \[0, 1\), got 0.9"),
     "three betas": (lambda: fzero.adamw(1e-3, betas=(0.9, 0.9, 0.9)), "adamw: each of betas must be"),
-    "a factor in a word": (lambda: fzero.scale("x"), "scale: factor must be a number, got 'x'"),
+    "a factor in a word": (lambda: fzero.optim.scale("x"), "scale: factor must be a number, got 'x'"),
     # other arguments of a step
     "a seed in a word": (lambda: step_of(seed="1"), "seed: must be a whole number, at least 0, got '1'"),
     "half a seed": (lambda: step_of(seed=1.5), "seed: must be a whole number, at least 0, got 1.5"),
@@ -212,9 +212,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "nobody observes": (
         lambda: step_of().observed(None),
-        "observe: must be a function of a fzero.CommRecord, got None",
+        "observe: must be a function of a fzero.comms.CommRecord, got None",
     ),
-    "a machine": (lambda: step_of().explain(BATCH, machine=3), "machine: must be a fzero.MachineModel, got 3"),
+    "a machine": (lambda: step_of().explain(BATCH, machine=3), "machine: must be a fzero.graph.MachineModel, got 3"),
     # files
     "save to nowhere": (
         with_state(lambda step, state: fzero.save(state, "", step=step)),
@@ -250,18 +250,27 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         with_state(lambda step, state: fzero.place(step, state)),
         r"step: must be a step, got a TrainState; pass place",
     ),
-    "one state": (lambda: fzero.reshard_all(None, step_of(), step_of()), "states: must be a list of states, got None"),
+    "one state": (
+        lambda: fzero.resharding.reshard_all(None, step_of(), step_of()),
+        "states: must be a list of states, got None",
+    ),
     # ranks and rates
     "ranks in a word": (
-        lambda: fzero.AbstractAxis("data", "4"),
+        lambda: fzero.comms.AbstractAxis("data", "4"),
         "AbstractAxis: size must be a whole number, at least 1, got '4'",
     ),
-    "no ranks": (lambda: fzero.AbstractAxis("data", 0), "AbstractAxis: size must be a whole number, at least 1, got 0"),
+    "no ranks": (
+        lambda: fzero.comms.AbstractAxis("data", 0),
+        "AbstractAxis: size must be a whole number, at least 1, got 0",
+    ),
     "bytes in a word": (
-        lambda: fzero.fit(two(), CFG, world_size=2, device_nbytes="80GB"),
+        lambda: fzero.estimation.fit(two(), CFG, world_size=2, device_nbytes="80GB"),
         "device_nbytes: must be a number of bytes",
     ),
-    "a rate of a machine": (lambda: fzero.MachineModel(flops="x"), "MachineModel: flops: must be a number, got 'x'"),
+    "a rate of a machine": (
+        lambda: fzero.graph.MachineModel(flops="x"),
+        "MachineModel: flops: must be a number, got 'x'",
+    ),
     # engines
     "an optimizer in a word": (
         lambda: fzero.initialize(model=two(), config=CFG, optimizer="adam"),

@@ -26,12 +26,10 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
-from fzero.storage import file_store
-from fzero.storage import ownership as claims
+from fzero.storage import file_store, ownership as claims
 from fzero.storage.direct_io import CHECKED
 from fzero.storage.file_store import FileSpec, FileStore, StoreError
 from fzero.storage.host_memory import Pool, _left_by_cgroups, check_host_memory

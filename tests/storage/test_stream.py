@@ -15,13 +15,12 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from profiles import examples
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fzero.optim.mixed_precision import long_leaves, mixed_precision, stochastic
+from fzero.optim.precision import long_leaves, mixed_precision, stochastic
 from fzero.optim.transforms import Transform, adagrad, adam, adamw, chain, lion, same_bits, scale, sgd, skip_if
 from fzero.storage.file_store import FileSpec, FileStore, StoreError
 from fzero.storage.movers import DeviceMover, FileMover, TensorRange

@@ -11,8 +11,7 @@ from unittest.mock import patch
 import optree
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 from profiles import examples
 from torch import Tensor, nn
@@ -21,9 +20,7 @@ import fzero
 from fzero.comms import collectives
 from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.optim.transforms import Transform
-from fzero.runtime import eager
-from fzero.runtime import loss as measure
-from fzero.runtime import update as updater
+from fzero.runtime import eager, loss as measure, update as updater
 from fzero.runtime.metrics import StepMetrics
 from fzero.runtime.update import Updater
 from fzero.step import TrainStep
@@ -249,7 +246,7 @@ def test_what_is_broken_is_found_within_the_default_number_of_runs(broken: Calla
 @pytest.mark.long
 def test_a_machine_takes_a_transform_and_holds_it_to_the_same_on_whole_parameters() -> None:
     class OfSigns(TrainingMachine):
-        transform = staticmethod(lambda lr: fzero.lion(lr))
+        transform = staticmethod(lambda lr: fzero.optim.lion(lr))
         lr = 1e-3
         compares = "bits"
 

@@ -472,8 +472,8 @@ def test_the_orders_here_pass(order: Any) -> None:
 # --- collectives -------------------------------------------------------------------------------------------------
 
 
-EXACT = fzero.exact()
-OF_8_BITS = fzero.compressed(fzero.quantize(8))
+EXACT = fzero.comms.exact()
+OF_8_BITS = fzero.comms.compressed(fzero.comms.quantize(8))
 
 
 def gather_by(function: Callable[..., tuple[Tensor, Any]], hook: CommHook = EXACT) -> CommHook:
@@ -600,9 +600,9 @@ def test_a_broken_collective_is_caught_for_the_right_reason(name: str) -> None:
 RIGHT = {
     "exact": (EXACT, 0.0),
     "8 bits": (OF_8_BITS, 1 / 127),
-    "bfloat16": (fzero.compressed(fzero.cast("bfloat16")), 2.0**-8),
-    "feedback": (fzero.error_feedback(OF_8_BITS), 2 / 127),  # what two rounds lose
-    "LoCo": (fzero.reset_every(fzero.error_feedback(OF_8_BITS, decay=0.8), every=2), 2 / 127),
+    "bfloat16": (fzero.comms.compressed(fzero.comms.cast("bfloat16")), 2.0**-8),
+    "feedback": (fzero.comms.error_feedback(OF_8_BITS), 2 / 127),  # what two rounds lose
+    "LoCo": (fzero.comms.reset_every(fzero.comms.error_feedback(OF_8_BITS, decay=0.8), every=2), 2 / 127),
 }
 
 

@@ -16,8 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import fzero
@@ -360,7 +359,7 @@ def test_a_job_on_cpus_is_planned_as_one(asked: Any) -> None:
     with pytest.raises(Ended):
         train(0)
     found = {one["candidate"]["choice"]["stage"]: one["nbytes"] for one in json.loads(out.read_text())["candidates"]}
-    planned = fzero.compare_plans(Model(), KEYS, device="cpu")["stage 3, all on host"]
+    planned = fzero.estimation.compare_plans(Model(), KEYS, device="cpu")["stage 3, all on host"]
     assert found[3] == {"device": planned.nbytes("device"), "host": 0, "nvme": 0}  # host memory is the device's
 
 

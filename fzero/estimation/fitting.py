@@ -1,13 +1,13 @@
 """What is the fastest configuration that fits, and what does each step on the way save and cost?
 
-    found = fzero.fit(model, "config.json", world_size=8, device_nbytes=80e9)
+    found = fzero.estimation.fit(model, "config.json", world_size=8, device_nbytes=80e9)
     print(found)
     found.save("fits.json")
 
 All combinations of stage, placement, checkpointing and bucket size that the configuration allows are planned. Of those that
 fit, the one whose step takes the fewest seconds on paper counts (`fzero.estimation.dry_run`), at the rates of a
-`fzero.MachineModel`; without a batch nothing computes but updates. Of equally fast ones that with the fewest bytes on the device
-counts, but a small bucket, which overlaps less, is the last resort.
+`fzero.graph.MachineModel`; without a batch nothing computes but updates. Of equally fast ones that with the fewest bytes on
+the device counts, but a small bucket, which overlaps less, is the last resort.
 
 The *ladder* goes from the configuration as it is to the one that needs the least of the device, one change at a time.
 """
