@@ -476,7 +476,11 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
     contents = json.loads((path / files.CONTENTS).read_bytes())
     found = DcpReader(path, map(Slice.of, contents["slices"]))
     saved = Saved(
-        found, contents["numbers"], contents["optimizer"], contents["hook_states"], manifest["scales_dynamically"]
+        found,
+        contents["numbers"],
+        contents["optimizer"],
+        contents.get("hook_states", {}),
+        manifest["scales_dynamically"],
     )
     client = files.read_client(path)
     return Loaded(restored(saved, step, scratch), client, path)
