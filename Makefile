@@ -38,8 +38,8 @@ nightly: env  ## the property tests, with ten times the examples, the zoo with a
 	ZOO_SEED=$$seed HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "property or nightly or long" $(ARGS)
 	$(MAKE) memcheck
 
-memcheck: env  ## all tests under a malloc that finds stale writes, chosen jobs under valgrind: hours; ARGS="--tests tests/test_stream.py"
-	$(BIN)/python tests/memcheck.py $(ARGS)
+memcheck: env  ## all tests under a malloc that finds stale writes, chosen jobs under valgrind: hours; ARGS="--tests tests/storage/test_stream.py"
+	$(BIN)/python tests/support/memcheck.py $(ARGS)
 
 lint: env  ## lint, format and types
 	$(BIN)/ruff check .

@@ -30,7 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 import fzero
-from fzero import print_report
+from fzero.common import print_report
 
 WORLD_SIZE = 2
 

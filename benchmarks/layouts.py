@@ -4,8 +4,8 @@ Integers only: nothing is allocated for the parameters, and no process is starte
 10^5 parameters on 4096 ranks and vary one of the three. Timed are the layout of one flat buffer, the fragments in the shards
 of all ranks, the transfers to three quarters of the ranks and from the order of declaration to round robin, `fzero.plan`
 of a model on `meta` with blocks of twelve parameters, and its reshard to three quarters of the ranks as one process plans it:
-`fzero.plan_reshard` and the moves of process 0, in stage 3 and in stage 1, where every rank holds all parameters. Seconds
-are those of one core's work, and the best round counts.
+`fzero.resharding.plan_reshard` and the moves of process 0, in stage 3 and in stage 1, where every rank holds all parameters.
+Seconds are those of one core's work, and the best round counts.
 Memory is what Python's allocator held at the peak, in a round of its own.
 """
 
@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import nn
 
 import fzero
-from fzero import print_report
+from fzero.common import print_report
 from sharding import FlatLayout, Move, NearEqualSplit, plan_transfer, round_robin
 
 
@@ -101,7 +101,7 @@ def works(size: Size) -> dict[str, Callable[[], Any]]:
 
 def reshard_moves(old: fzero.Plan, new: fzero.Plan) -> list[tuple[Move, ...]]:
     """What process 0 copies, sends and receives when the state moves: the moves of every flow."""
-    plan = fzero.plan_reshard(old, new)
+    plan = fzero.resharding.plan_reshard(old, new)
     return [tuple(plan.moves(flow, 0)) for round_ in plan.rounds for flow in round_.flows]
 
 

@@ -33,7 +33,7 @@ from rich.progress import track
 from rich.table import Table
 
 import fzero
-from fzero import print_report
+from fzero.common import print_report
 from fzero.storage.file_store import FileSpec, FileStore
 from fzero.storage.host_memory import Pool
 from fzero.storage.movers import FileMover

@@ -45,7 +45,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fzero
-from fzero import print_report
+from fzero.common import print_report
 
 WIDTH = 768
 READ = {"fp32": 12, "bf16": 14}
@@ -118,7 +118,7 @@ def kernel_of(numel: int, dtype: str) -> Contender:
     master, grad = torch.zeros(numel), torch.ones(numel, dtype=DTYPES[dtype])
     transform = fzero.adamw(1e-3)
     if dtype == "bf16":
-        transform = fzero.mixed_precision(
+        transform = fzero.optim.mixed_precision(
             transform, state_dtype="float32", out=torch.zeros(numel, dtype=torch.bfloat16)
         )
     state = [transform.init(master)]

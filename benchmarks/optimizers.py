@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fzero
-from fzero import print_report
+from fzero.common import print_report
 from sharding import FlatLayout
 
 Update = Callable[[], object]
@@ -38,7 +38,7 @@ def transform_update(
     grad, params = torch.randn(numel).to(dtype), torch.randn(numel).to(dtype)
     master = params.float() if has_master else params
     how = {"factor": torch.tensor(1.0), "out": params if has_master else None} | ({} if tiles else {"tile": None})
-    update = fzero.mixed_precision(transform, state_dtype=state, **how)
+    update = fzero.optim.mixed_precision(transform, state_dtype=state, **how)
     optimizer_state = update.init(master)
     return lambda: update.update(grad, master, optimizer_state)
 
@@ -61,7 +61,7 @@ def layout_of(numel: int) -> FlatLayout:
 def contenders(numel: int) -> dict[str, tuple[str, int, Update]]:
     """Group, bytes for each parameter, and the update, by name."""
     source, target = torch.randn(numel), torch.empty(numel)
-    whole = fzero.ShardContents.whole(layout_of(numel))
+    whole = fzero.optim.ShardContents.whole(layout_of(numel))
     AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
     adamw, bf16 = fzero.adamw(1e-3), {"param": "bfloat16", "state": "bfloat16"}
     return {
@@ -72,12 +72,12 @@ def contenders(numel: int) -> dict[str, tuple[str, int, Update]]:
         "torch SGD momentum": ("PyTorch", 20, torch_update(lambda p: SGD(p, lr=0.1, momentum=0.9), numel)),
         "AdamW without clipping": ("fzero, fp32", 28, torch_like(adamw, numel)),
         "AdamW": ("fzero, fp32", 28, transform_update(adamw, numel)),
-        "Adagrad": ("fzero, fp32", 20, transform_update(fzero.adagrad(1e-2), numel)),
+        "Adagrad": ("fzero, fp32", 20, transform_update(fzero.optim.adagrad(1e-2), numel)),
         "SGD momentum": ("fzero, fp32", 20, transform_update(fzero.sgd(0.1, momentum=0.9), numel)),
-        "Lion": ("fzero, fp32", 20, transform_update(fzero.lion(1e-4), numel)),
-        "LAMB": ("fzero, fp32", 28, transform_update(fzero.lamb(1e-3, contents=whole), numel, tiles=False)),
-        "Adafactor": ("fzero, fp32", 12, transform_update(fzero.adafactor(1e-2, contents=whole), numel, tiles=False)),
-        "Muon": ("fzero, fp32", 20, transform_update(fzero.muon(1e-2, contents=whole), numel, tiles=False)),
+        "Lion": ("fzero, fp32", 20, transform_update(fzero.optim.lion(1e-4), numel)),
+        "LAMB": ("fzero, fp32", 28, transform_update(fzero.optim.lamb(1e-3, contents=whole), numel, tiles=False)),
+        "Adafactor": ("fzero, fp32", 12, transform_update(fzero.optim.adafactor(1e-2, contents=whole), numel, tiles=False)),
+        "Muon": ("fzero, fp32", 20, transform_update(fzero.optim.muon(1e-2, contents=whole), numel, tiles=False)),
         "AdamW, bf16, fp32 master": ("fzero, 16 bits", 28, transform_update(adamw, numel, param="bfloat16", has_master=True)),
         "AdamW, fp16, fp32 master": ("fzero, 16 bits", 28, transform_update(adamw, numel, param="float16", has_master=True)),
         "AdamW, bf16, fp32 moments": ("fzero, 16 bits", 22, transform_update(adamw, numel, param="bfloat16")),

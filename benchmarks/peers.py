@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fzero import print_report
+from fzero.common import print_report
 
 WORLD_SIZE = 2
 GOAL = {0: 0.95, 1: 0.95, 2: 0.75, 3: 0.75}  # times the fastest peer's step

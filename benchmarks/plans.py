@@ -4,12 +4,13 @@
     python benchmarks/plans.py time              seven minutes on a quiet machine
     python benchmarks/plans.py memory --models GPT --stages 0,3 --out out/mine
 
-Each case is a job of two ranks with one thread each, on gloo, in fresh processes, planned by `fzero.compare_plans` with
-`device="cpu"`. Of three numbers for each case the plan is compared with what was measured: bytes of *model state* (resident when
-only the state is left, beyond what there was before `init`), of the *rest* between steps (with the working buffers that a step
-keeps on a CPU), and at the *peak* of a step. glibc is told to give memory back at once, so that what is resident is what is held;
-a small model of the same kind has run before, so that libraries are loaded. Seconds are the median of steps of processes that
-keep their memory, at rates that two processes measure at once (`fzero.measure_rates(num_ranks=2)`) before the cases and after.
+Each case is a job of two ranks with one thread each, on gloo, in fresh processes, planned by
+`fzero.estimation.compare_plans` with `device="cpu"`. Of three numbers for each case the plan is compared with what was
+measured: bytes of *model state* (resident when only the state is left, beyond what there was before `init`), of the
+*rest* between steps (with the working buffers that a step keeps on a CPU), and at the *peak* of a step. glibc gives
+memory back at once, so that what is resident is what is held; a small model of the same kind has run before, so that
+libraries are loaded. Seconds are the median of steps of processes that keep their memory, at rates that two processes
+measure at once (`fzero.profiling.measure_rates(num_ranks=2)`) before and after the cases.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import fzero
-from fzero import print_report
+from fzero.common import print_report
 
 NUM_RANKS, CONTEXT = 2, 128
 NUM_ROWS = {"memory": 4, "time": 2}
@@ -175,10 +176,14 @@ class Wrapped(nn.Module):
         return loss_of(self.model, batch)
 
 
-def planned(name: str, keys: dict[str, Any], machine: fzero.MachineModel, rows: int) -> fzero.Candidate:
+def planned(
+    name: str, keys: dict[str, Any], machine: fzero.graph.MachineModel, rows: int
+) -> fzero.estimation.Candidate:
     batch, model = batch_of(name, rows), built(name, NUM_BLOCKS[name])
     model = model if name == "GPT" else Wrapped(model)
-    compared = fzero.compare_plans(model, keys, world_size=NUM_RANKS, batch=batch, machine=machine, device="cpu")
+    compared = fzero.estimation.compare_plans(
+        model, keys, world_size=NUM_RANKS, batch=batch, machine=machine, device="cpu"
+    )
     return compared[compared.given]
 
 
@@ -187,7 +192,7 @@ def planned(name: str, keys: dict[str, Any], machine: fzero.MachineModel, rows: 
 Case = tuple[str, int, str, bool]
 
 
-def run(args: argparse.Namespace, console: Console, machine: fzero.MachineModel) -> Iterator[dict[str, Any]]:
+def run(args: argparse.Namespace, console: Console, machine: fzero.graph.MachineModel) -> Iterator[dict[str, Any]]:
     stages, models = map(int, args.stages.split(",")), args.models.split(",")
     num_steps, rows = args.steps if args.what == "time" else 4, NUM_ROWS[args.what]
     for name, precision, checkpointed, stage in product(models, ("fp32", "bf16"), (False, True), list(stages)):
@@ -246,10 +251,10 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | GIVES_BACK)
     console = Console(highlight=False, width=120)
     get_context("forkserver").set_forkserver_preload(["plans"])
-    rates = [fzero.measure_rates(num_ranks=NUM_RANKS)] if args.what == "time" else []
+    rates = [fzero.profiling.measure_rates(num_ranks=NUM_RANKS)] if args.what == "time" else []
     for rate in rates:
         print_report(rate)
-    cases = list(run(args, console, rates[0].machine if rates else fzero.MachineModel()))
+    cases = list(run(args, console, rates[0].machine if rates else fzero.graph.MachineModel()))
     if args.what == "memory":
         print_report(table_of(cases, ("state", "rest", "peak"), 1e6, "MB"))
         for name, bar in BARS.items():
@@ -259,7 +264,7 @@ def main() -> None:
                 f"{name}: from {min(found):+.1%} to {max(found):+.1%}, {missed} of {len(found)} off by more than {bar:.0%}"
             )
     else:
-        rates.append(fzero.measure_rates(num_ranks=NUM_RANKS))
+        rates.append(fzero.profiling.measure_rates(num_ranks=NUM_RANKS))
         print_report(table_of(cases, ("seconds",), 1.0, "s"))
         found = errors(cases, "seconds")
         console.print(f"error: median {statistics.median(map(abs, found)):.0%}, worst {max(found, key=abs):+.0%}")

@@ -17,7 +17,7 @@ from gpt import SIZES, make_batch
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from fzero import print_report
+from fzero.common import print_report
 
 WORLD_SIZE, NUM_WARMUP_STEPS, NUM_STEPS, NUM_ROWS = 2, 4, 8, 20
 

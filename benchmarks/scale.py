@@ -4,11 +4,12 @@
     python benchmarks/scale.py --models 7b --ranks 64 --stages 0,1,2,3
     python benchmarks/scale.py --blocks 8,32,128                what the passes cost, by number of blocks
 
-Builds transformers' Llama on `meta`, plans it in all stages and placements (`fzero.compare_plans`), makes a step on a
-`fzero.AbstractAxis` axis, captures its graph with `step.trace`, and puts it in order as a compiled step does: bf16 beside an fp32
-master, AdamW, one sequence of 4096 tokens on each rank, collectives as on NCCL. Beside what the graph holds and sends stand the
-formulas: 16Ψ/W bytes of state, and 3Ψ(W-1)/W elements sent in stage 3, 2Ψ(W-1)/W in the others (ZeRO, sections 3 and 7). Bytes
-alive are the graph's: every tensor from the node that makes it to its last use, nothing fused, no activation checkpointing.
+Builds transformers' Llama on `meta`, plans it in all stages and placements (`fzero.estimation.compare_plans`), makes a step on a
+`fzero.comms.AbstractAxis` axis, captures its graph with `step.trace`, and puts it in order as a compiled step does: bf16
+beside an fp32 master, AdamW, one sequence of 4096 tokens on each rank, collectives as on NCCL. Beside what the graph holds
+and sends stand the formulas: 16Ψ/W bytes of state, and 3Ψ(W-1)/W elements sent in stage 3, 2Ψ(W-1)/W in the others (ZeRO,
+sections 3 and 7). Bytes alive are the graph's: every tensor from the node that makes it to its last use, nothing fused,
+no activation checkpointing.
 Prints a table; writes it and pictures to out/scale/.
 """
 
@@ -26,10 +27,10 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fzero
-from fzero import print_report
+from fzero.common import print_report
 
 CONTEXT = 4096
-MACHINE = fzero.MachineModel(flops=4e14, memory=3e12, network=5e10)  # as of an accelerator of 2024
+MACHINE = fzero.graph.MachineModel(flops=4e14, memory=3e12, network=5e10)  # as of an accelerator of 2024
 SIZES = {
     "7b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008},
     "70b": {
@@ -68,7 +69,7 @@ class Found:
 
 def find(
     name: str, sizes: dict[str, int], *, world_size: int, stage: int, context: int = CONTEXT
-) -> tuple[Found, fzero.Timeline]:
+) -> tuple[Found, fzero.graph.Timeline]:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, use_cache=False, tie_word_embeddings=False, **sizes))
         tokens = torch.empty((1, context), dtype=torch.int64)
@@ -80,9 +81,9 @@ def find(
         "zero_optimization": {"stage": stage, "stage3_max_live_parameters": 2_000_000_000},
     }
     start = time.process_time()
-    fzero.compare_plans(model, cfg, world_size=world_size)
+    fzero.estimation.compare_plans(model, cfg, world_size=world_size)
     compare_s = time.process_time() - start
-    step = fzero.make_train_step(model, cfg, mesh=fzero.AbstractAxis("data", world_size))
+    step = fzero.make_train_step(model, cfg, mesh=fzero.comms.AbstractAxis("data", world_size))
     start = time.process_time()
     (captured,) = step.trace({"input_ids": tokens, "labels": tokens})
     capture_s = time.process_time() - start

@@ -17,7 +17,7 @@ from gpt import GPT, VOCAB, Size
 from rich.table import Table
 
 import fzero
-from fzero import print_report
+from fzero.common import print_report
 
 SIZES = {"tiny": Size(96, 3, 3, 64, 1), "small": Size(384, 6, 6, 128, 1)}
 

@@ -25,7 +25,7 @@ def loss_fn(params: Tree, model: nn.Module, x: Tensor) -> Tensor:
     return nn.functional.mse_loss(functional_call(model, params, x), torch.sin(x))
 
 
-def train(model: nn.Module, batches: Tensor, stage: int, axis: fzero.ProcessAxis) -> list[float]:
+def train(model: nn.Module, batches: Tensor, stage: int, axis: fzero.comms.ProcessAxis) -> list[float]:
     """The losses, one for each batch; the model itself lends its structure and its first weights."""
     weights = {name: param.detach() for name, param in model.named_parameters()}
     whole, params_spec, grads_spec, state_spec = (fzero.specs_of(weights, spec) for spec in (WHOLE, *STAGES[stage]))

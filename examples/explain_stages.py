@@ -3,7 +3,7 @@
     python examples/explain_stages.py --out docs/schedules.png
 
 `step.explain(batch)` captures the step as one graph on tensors without memory, schedules it, and puts it in time over a
-simple model of a machine. Nothing runs: the eight ranks are a number (`fzero.AbstractAxis`), and the model stays on `meta`.
+simple model of a machine. Nothing runs: the eight ranks are a number (`fzero.comms.AbstractAxis`), and the model stays on `meta`.
 """
 
 import argparse
@@ -15,7 +15,9 @@ from gpt import GPT, SIZES
 import fzero
 
 NUM_ROWS = 4  # of each rank's batch
-MACHINE = fzero.MachineModel(flops=4e12, memory=1e12, network=8e9, latency=1e-5)  # rates at which neither lane is idle
+MACHINE = fzero.graph.MachineModel(
+    flops=4e12, memory=1e12, network=8e9, latency=1e-5
+)  # rates at which neither lane is idle
 
 
 def main() -> None:
@@ -31,7 +33,7 @@ def main() -> None:
     timelines = []
     for stage in range(4):
         cfg = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}}
-        step = fzero.make_train_step(model, cfg, mesh=fzero.AbstractAxis("data", args.ranks))
+        step = fzero.make_train_step(model, cfg, mesh=fzero.comms.AbstractAxis("data", args.ranks))
         timelines.append(step.explain((tokens_BT, tokens_BT), machine=MACHINE))
         print(timelines[-1])
     args.out.parent.mkdir(parents=True, exist_ok=True)

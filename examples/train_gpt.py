@@ -166,7 +166,7 @@ def learn(
     if folder and (folder / "latest").exists():
         state, losses, path = fzero.load(folder, step=step)
         console.print(f"goes on from {path}")
-    saving: fzero.Saving | None = None
+    saving: fzero.checkpoint.Saving | None = None
     num_before = len(losses)
     micro_batch, num_micro_steps = cfg.batch_sizes(step.world_size)[1:]
     batch_size = (micro_batch or BATCH_SIZE) * num_micro_steps

@@ -2,10 +2,10 @@
 
     python examples/what_is_sent.py --out out/what_is_sent.png
 
-`fzero.trace_comm` listens to a step: a row for each collective, with its bytes, axis, unit and phase. With the state
+`fzero.profiling.trace_comm` listens to a step: a row for each collective, with its bytes, axis, unit and phase. With the state
 sharded over a node (hybrid sharding) gradients are all-reduced between the nodes. With hpZ they are reduce-scattered, and
 updated shards joined: the same bytes, and a quarter of the optimizer state on each rank in place of half of it.
-`fzero.plan_comm` tells as much of ranks that are not there.
+`fzero.profiling.plan_comm` tells as much of ranks that are not there.
 """
 
 import argparse
@@ -34,13 +34,13 @@ class Model(nn.Module):
         return nn.functional.mse_loss(y, x.flip(-1))
 
 
-def trace(**zero: int) -> fzero.CommTrace:
+def trace(**zero: int) -> fzero.profiling.CommTrace:
     """What rank 0 of four sends, by running all of them in turn."""
-    mesh = fzero.AbstractAxis.of(NODES)
+    mesh = fzero.comms.AbstractAxis.of(NODES)
     step = fzero.make_train_step(Model(), {"optimizer": {"type": "AdamW"}, "zero_optimization": ZERO | zero}, mesh=mesh)
     ranks = fzero.simulate(step, by="lockstep")
     batch = rearrange(torch.randn(8, WIDTH), "(rank b) width -> rank b width", rank=NODES.size)
-    return fzero.trace_comm(ranks, ranks.init(), batch)
+    return fzero.profiling.trace_comm(ranks, ranks.init(), batch)
 
 
 def main() -> None:
@@ -55,8 +55,8 @@ def main() -> None:
         print(f"{name}: {by_axis}")
     hpz.save(args.out)
     print(f"drawn to {args.out}")
-    many = fzero.make_train_step(Model(), {"zero_optimization": ZERO}, mesh=fzero.AbstractAxis("data", 1024))
-    planned = fzero.plan_comm(many, torch.randn(2, WIDTH))
+    many = fzero.make_train_step(Model(), {"zero_optimization": ZERO}, mesh=fzero.comms.AbstractAxis("data", 1024))
+    planned = fzero.profiling.plan_comm(many, torch.randn(2, WIDTH))
     print(f"one rank of 1024 would send {planned.nbytes:,} bytes in {len(planned.rows)} collectives")
 
 

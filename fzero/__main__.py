@@ -12,7 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
-from fzero import Config, ConfigWarning, convert_deepspeed, export, export_deepspeed
+from fzero import Config, ConfigWarning
+from fzero.checkpoint import convert_deepspeed, export, export_deepspeed
 from fzero.cli.plan_profile import count, nbytes, parser_of, plan_model, profile_model, told
 from fzero.config.conflicts import values
 from fzero.config.table import reference, table

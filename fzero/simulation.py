@@ -2,8 +2,8 @@
 
 A simulated state has the structure of a rank's, and every tensor a leading dimension of ranks; so has a batch.
 
-- *As a dimension* (`fzero.stacked`): the functions of a compiled step, run once by `torch.vmap` over the ranks, captured or
-  not. The numbers are those of as many processes, to rounding: a batched product rounds otherwise.
+- *As a dimension* (`fzero.simulation.stacked`): the functions of a compiled step, run once by `torch.vmap` over the ranks,
+  captured or not. The numbers are those of as many processes, to rounding: a batched product rounds otherwise.
 - *In lockstep* every rank is a step of its own with a copy of the model (its tensors shared), and they run in turn. Any
   model works, and the bits are those of as many processes.
 
@@ -43,6 +43,8 @@ from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import FileTensor, FileTensors
 from sharding import Mesh, TensorSpec
+
+__all__ = ["LockstepRanks", "VmapRanks", "simulate", "stacked", "unstacked"]
 
 if TYPE_CHECKING:
     from fzero.graph.capture import CompiledStep
@@ -316,7 +318,7 @@ def simulate(
     """The same step on `world_size` ranks, all of them in this process.
 
     Args:
-        step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.AbstractAxis("data", W)` it checks
+        step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.comms.AbstractAxis("data", W)` it checks
             batch sizes for as many. It is not changed.
         world_size: number of ranks W; None takes those of `mesh`, or the step's own.
         mesh: how they stand along several axes; None takes the step's own where it has as many ranks.

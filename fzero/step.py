@@ -69,6 +69,8 @@ from fzero.storage.shard_io import BufferPool, ShardTransfer
 from sharding import Mesh, TensorSpec
 from sharding.views import torch_dtype, unflatten
 
+__all__ = ["AccumulationWindow", "TrainStep", "make_train_step"]
+
 if TYPE_CHECKING:
     from fzero.comms.stacked import Stacked
     from fzero.graph.blocks import CompiledBlocks
@@ -116,7 +118,7 @@ def make_train_step(
             output if it is a scalar, its `.loss`, or its first item.
         mesh: the ranks: a `sharding.Mesh`, whose axis `"data"` the state is sharded over, as the stage says, while ranks
             along its other axes hold the same (`Mesh.of(node=2, data=4)`: hybrid sharding); or a bound axis. None is one
-            axis, or what `mics_shard_size` or `zero_hpz_partition_size` mean. On a `fzero.AbstractAxis`
+            axis, or what `mics_shard_size` or `zero_hpz_partition_size` mean. On a `fzero.comms.AbstractAxis`
             (`AbstractAxis.of` a mesh) no rank is there: `plan`, `specs`, `trace` and `explain` describe a job of so many ranks.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
@@ -125,7 +127,7 @@ def make_train_step(
         transform: in place of the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or
             a function of the learning rate that makes one; `fzero.optim.transforms` says how one is made.
         gather_hook: how the parameters that stage 3 gathers travel in the forward, the backward and `evaluate`
-            (`fzero.compressed(fzero.quantize(8))`, say): a `CommHook` without a state. None is the
+            (`fzero.comms.compressed(fzero.comms.quantize(8))`, say): a `CommHook` without a state. None is the
             configuration's, or exact.
         reduce_hook: how gradients travel: a `CommHook` for all axes of the mesh, or hooks by axis, through which they are
             added up along one axis after the other. Its state is in `state.hook_states`. Sums travel as they are.
@@ -1093,7 +1095,11 @@ class TrainStep:
             ValueError: no batch is given, and no graph has run; and what `trace` raises.
         """
         check_kind(
-            "machine", machine, MachineModel | None, "a fzero.MachineModel", "pass fzero.MachineModel(flops=1e13), say"
+            "machine",
+            machine,
+            MachineModel | None,
+            "a fzero.graph.MachineModel",
+            "pass fzero.graph.MachineModel(flops=1e13), say",
         )
         title = f"stage {self.plan.stage} on {describe(self.plan.mesh)}"
         if batch is None:
@@ -1114,7 +1120,7 @@ class TrainStep:
 
         Shares what is captured, and the model. Each rank may call it or not.
         """
-        check_callable("observe", observe, "a function of a fzero.CommRecord")
+        check_callable("observe", observe, "a function of a fzero.comms.CommRecord")
         twin = copy.copy(self)
         twin._bound = self._mesh.observed(observe)
         twin._updater = replace(self._updater, mesh=twin._bound)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-import laws  # noqa: F401 - the profiles, before any test module
+import profiles  # noqa: F401 - the profiles, before any test module
 import pytest
 import torch
 from hypothesis import is_hypothesis_test
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from test_deepspeed_checkpoints import DeepSpeed
 
 
-collect_ignore = ["deepspeed_jobs.py", "deepspeed_server.py", "launched_rank.py", "elastic_rank.py", "memcheck_job.py"]
+collect_ignore = [
+    f"support/{name}.py"
+    for name in ("deepspeed_jobs", "deepspeed_server", "launched_rank", "elastic_rank", "memcheck_job")
+]
 """Programs that tests start; `--doctest-modules` would import them."""
 
-BUDGETS = {"test_zoo.py": 600}
-"""Seconds that the long tests of a file are meant to take."""
+BUDGETS = {"laws": 1500}
+"""Seconds that the long tests of a room are meant to take, on all workers together."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before markers select
@@ -68,19 +71,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
     times = [report.duration for report in reports if "property" in report.keywords]
     terminalreporter.write_line(f"{len(times)} property tests took {sum(times):.0f} s of work and waiting")
-    for part, took in sorted(_of_long_parts(terminalreporter).items()):
-        budget = BUDGETS[part.rpartition("/")[2]]
+    for room, took in sorted(_of_long_tests(terminalreporter).items()):
+        budget = BUDGETS[room]
         over = ": over" if took > budget else ""
-        terminalreporter.write_line(f"{part} took {took:.0f} s of its budget of {budget} s{over}")
+        terminalreporter.write_line(f"long tests of {room} took {took:.0f} s of their budget of {budget} s{over}")
 
 
-def _of_long_parts(terminalreporter: pytest.TerminalReporter) -> dict[str, float]:
-    """The seconds that each file of long tests took."""
+def _of_long_tests(terminalreporter: pytest.TerminalReporter) -> dict[str, float]:
+    """The seconds that each room's long tests took."""
     took: defaultdict[str, float] = defaultdict(float)
     every = [report for reports in terminalreporter.stats.values() for report in reports]
     for report in (report for report in every if isinstance(report, pytest.TestReport)):
         if "long" in report.keywords:
-            took[report.nodeid.partition("::")[0]] += report.duration
+            took[report.nodeid.split("/")[1]] += report.duration
     return took
 
 

@@ -7,8 +7,9 @@ momentum, in a fixed metric: linear, so that an error made in one step can be ma
 its own gradient to the common momentum and sends *signs*, with a scale for each block; so does each worker that added up a
 part of them. What both of them lost, they add to what they send next.
 
-The codec is this page's own, 20 lines: `fzero.compressed` makes a comm hook of it, `fzero.error_feedback` remembers, and
-`check_collective` tries the laws that comm hooks keep. Without feedback, the third curve, the same bits teach less.
+The codec is this page's own, 20 lines: `fzero.comms.compressed` makes a comm hook of it, `fzero.comms.error_feedback`
+remembers, and `check_collective` tries the laws that comm hooks keep. Without feedback, the third curve, the same bits teach
+less.
 
 Shape letters: W workers (the leading dimension), P elements of all parameters, B bytes.
 """
@@ -31,11 +32,11 @@ from sharding.views import flatten, unflatten
 
 WORKERS, NUM_ROWS, BLOCK = 4, 16, 64
 LR, BETA_1, BETA_2 = 0.004, 0.9, 0.97
-AXIS = fzero.Sim("data", WORKERS)  # all workers in this process; a Real axis would do as well
+AXIS = fzero.comms.Sim("data", WORKERS)  # all workers in this process; a Real axis would do as well
 POWERS = 2 ** torch.arange(8, dtype=torch.uint8)
 
 
-def one_bit(block: int) -> fzero.Codec:
+def one_bit(block: int) -> fzero.comms.Codec:
     """The sign of each element, eight to a byte, times the mean size of its block."""
 
     def scales_of(x: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ def one_bit(block: int) -> fzero.Codec:
     def bound(x: Tensor) -> Tensor:
         return (x.double().abs() - scales_of(x).repeat_interleave(block, -1)[..., : x.shape[-1]]).abs() * (1 + 2**-20)
 
-    return fzero.Codec(f"one bit({block})", lambda n: -(-n // 8) + 4 * -(-n // block), encode, decode, bound)
+    return fzero.comms.Codec(f"one bit({block})", lambda n: -(-n // 8) + 4 * -(-n // block), encode, decode, bound)
 
 
 def gradients_of(batch_W: tuple[Tensor, ...], model: torch.nn.Module, layout: FlatLayout) -> Callable[[Tensor], Any]:
@@ -82,14 +83,14 @@ def gradients_of(batch_W: tuple[Tensor, ...], model: torch.nn.Module, layout: Fl
     return of_all
 
 
-def mean_over(hook: fzero.CommHook, x_WP: Tensor, states: tuple[Any, Any]) -> tuple[Tensor, tuple[Any, Any]]:
+def mean_over(hook: fzero.comms.CommHook, x_WP: Tensor, states: tuple[Any, Any]) -> tuple[Tensor, tuple[Any, Any]]:
     """The mean over workers, sent twice: a part of the sum to each worker, and that part of the mean to all."""
     sum_WS, of_workers = hook.reduce_scatter(x_WP, AXIS, states[0])
     mean_WP, of_parts = hook.gather(sum_WS / WORKERS, AXIS, states[1])
     return mean_WP[0], (of_workers, of_parts)  # the same on every worker
 
 
-def train(num_steps: int, num_exact: int, hook: fzero.CommHook) -> tuple[list[float], list[float]]:
+def train(num_steps: int, num_exact: int, hook: fzero.comms.CommHook) -> tuple[list[float], list[float]]:
     """After every step the loss, and the megabytes that a worker has sent; from step `num_exact` on through `hook`."""
     model = make_model()
     params = {name: param.detach() for name, param in model.named_parameters()}
@@ -97,7 +98,7 @@ def train(num_steps: int, num_exact: int, hook: fzero.CommHook) -> tuple[list[fl
     layout = FlatLayout(tuple(params), shapes, WORKERS, multiple_of=BLOCK)
     params_P = flatten(params, layout)
     m_P, v_P, losses, sent = torch.zeros_like(params_P), torch.zeros_like(params_P), [], [0.0]
-    shard_numel, now = layout.partition.shard_numel, fzero.exact()
+    shard_numel, now = layout.partition.shard_numel, fzero.comms.exact()
     states: tuple[Any, Any] = (None, None)
     for index in range(num_steps):
         if index == num_exact:
@@ -119,13 +120,13 @@ def train(num_steps: int, num_exact: int, hook: fzero.CommHook) -> tuple[list[fl
 
 def main() -> None:
     options = parse(__doc__.splitlines()[0], steps=200)
-    signs = fzero.compressed(one_bit(BLOCK))
+    signs = fzero.comms.compressed(one_bit(BLOCK))
     check_collective(signs, max_error=1.0)  # an element is at most as far off as the largest is large
     print("the codec keeps the laws of collectives")
     num_exact = max(1, options.steps // 4)
     runs: dict[str, Callable[[], tuple[list[float], list[float]]]] = {
-        "Adam": partial(train, options.steps, options.steps, fzero.exact()),
-        "1-bit Adam": partial(train, options.steps, num_exact, fzero.error_feedback(signs)),
+        "Adam": partial(train, options.steps, options.steps, fzero.comms.exact()),
+        "1-bit Adam": partial(train, options.steps, num_exact, fzero.comms.error_feedback(signs)),
         "1-bit without feedback": partial(train, options.steps, num_exact, signs),
     }
     figure = Figure(figsize=(11, 4.5), layout="constrained")

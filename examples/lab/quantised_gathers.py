@@ -20,20 +20,20 @@ import fzero
 
 RANKS, NUM_ROWS = 4, 16
 BLOCKS = (16, 64, 256, 1024, 4096)
-REDUCTIONS = fzero.compressed(fzero.quantize(4, 1024))
+REDUCTIONS = fzero.comms.compressed(fzero.comms.quantize(4, 1024))
 WIRES: dict[str, dict[str, Any]] = {
     "exact": {},
-    "8-bit gathers": {"gather_hook": fzero.compressed(fzero.quantize(8, 256))},
+    "8-bit gathers": {"gather_hook": fzero.comms.compressed(fzero.comms.quantize(8, 256))},
     "4-bit reductions": {"reduce_hook": REDUCTIONS},
-    "4-bit reductions with feedback": {"reduce_hook": fzero.error_feedback(REDUCTIONS, decay=0.8)},
+    "4-bit reductions with feedback": {"reduce_hook": fzero.comms.error_feedback(REDUCTIONS, decay=0.8)},
     "both": {
-        "gather_hook": fzero.compressed(fzero.quantize(8, 256)),
-        "reduce_hook": fzero.error_feedback(REDUCTIONS, decay=0.8),
+        "gather_hook": fzero.comms.compressed(fzero.comms.quantize(8, 256)),
+        "reduce_hook": fzero.comms.error_feedback(REDUCTIONS, decay=0.8),
     },
 }
 
 
-def error_of(codec: fzero.Codec, x: torch.Tensor) -> tuple[float, float]:
+def error_of(codec: fzero.comms.Codec, x: torch.Tensor) -> tuple[float, float]:
     """Bytes for an element, and the size of the error beside that of the elements."""
     arrived = codec.decode(codec.encode(x), x.numel(), x.dtype)
     assert ((arrived - x).double().abs() <= codec.bound(x)).all()
@@ -43,7 +43,7 @@ def error_of(codec: fzero.Codec, x: torch.Tensor) -> tuple[float, float]:
 def train(num_steps: int, **hooks: Any) -> tuple[list[float], int]:
     """The losses, and the bytes that a rank sends in a step."""
     step = fzero.make_train_step(
-        make_model(), config(stage=3, lr=0.01), mesh=fzero.AbstractAxis("data", RANKS), **hooks
+        make_model(), config(stage=3, lr=0.01), mesh=fzero.comms.AbstractAxis("data", RANKS), **hooks
     )
     ranks = fzero.simulate(step, by="lockstep")
     state, losses = ranks.init(), []
@@ -59,13 +59,13 @@ def main() -> None:
     errors, curves = figure.subplots(1, 2)
     weights = torch.cat([param.detach().flatten() for param in make_model().parameters()])
     for bits in (8, 4):
-        points = [error_of(fzero.quantize(bits, block), weights) for block in BLOCKS]
+        points = [error_of(fzero.comms.quantize(bits, block), weights) for block in BLOCKS]
         for block, (nbytes, error) in zip(BLOCKS, points, strict=True):
             print(f"{bits} bits in blocks of {block}: {nbytes:.3f} bytes for an element, error {error:.2e}")
             errors.annotate(f" {block}", (nbytes, error), textcoords="offset points", xytext=(4, -2), fontsize=7)
         errors.plot(*zip(*points, strict=True), "o-", label=f"{bits} bits, by elements of a block")
     for dtype in ("bfloat16", "float16"):
-        nbytes, error = error_of(fzero.cast(dtype), weights)
+        nbytes, error = error_of(fzero.comms.cast(dtype), weights)
         errors.plot(nbytes, error, "s", label=dtype)
     errors.set(yscale="log", xlabel="bytes for an element (fp32: 4)", ylabel="error of a gather, beside the parameters")
     errors.set_title("Parameters in fewer bits", loc="left")

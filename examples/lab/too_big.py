@@ -59,7 +59,7 @@ def train(num_steps: int) -> None:
     print(f"trained on {RANKS} ranks in stage 3, {num_steps} steps: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     numel, planned = sum(param.numel() for param in model.parameters()), sum(ranks.plan.bytes_per_rank.values())
     print(f"whole, the state would be {16 * numel:,} bytes")
-    for rank, own in enumerate(fzero.unstacked(state, RANKS)):
+    for rank, own in enumerate(fzero.simulation.unstacked(state, RANKS)):
         held = sum(x.nbytes for x in optree.tree_leaves((own.params, own.master, own.grads, own.optimizer)))
         print(f"rank {rank} holds {held:,} bytes, planned were {planned:,}")
     unit = max(ranks.plan.units, key=lambda unit: unit.gathered_numel)

@@ -3,4 +3,33 @@
 May import: resharding, step and below. Begin with `fzero.checkpoint.save_load`.
 """
 
-__all__ = ["dcp_format", "deepspeed", "folders", "layout", "safetensors", "save_load", "weights"]
+from typing import TYPE_CHECKING
+
+from fzero.common.doors import door
+
+if TYPE_CHECKING:
+    from fzero.checkpoint.deepspeed.export import export_deepspeed as export_deepspeed
+    from fzero.checkpoint.deepspeed.load import (
+        convert_deepspeed as convert_deepspeed,
+        import_deepspeed as import_deepspeed,
+    )
+    from fzero.checkpoint.folders import CheckpointError as CheckpointError
+    from fzero.checkpoint.save_load import (
+        Loaded as Loaded,
+        Saving as Saving,
+        load as load,
+        save as save,
+        start_save as start_save,
+    )
+    from fzero.checkpoint.weights import export as export, load_weights as load_weights
+else:
+    __getattr__, __dir__, __all__ = door(
+        __name__,
+        {
+            "deepspeed.export": "export_deepspeed",
+            "deepspeed.load": "convert_deepspeed import_deepspeed",
+            "folders": "CheckpointError",
+            "save_load": "Loaded Saving load save start_save",
+            "weights": "export load_weights",
+        },
+    )

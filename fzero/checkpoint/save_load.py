@@ -61,8 +61,7 @@ from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_store import StoreError
-from fzero.storage.file_tensor import FilePart, part_of
-from fzero.storage.file_tensor import StateFiles as Scratch
+from fzero.storage.file_tensor import FilePart, StateFiles as Scratch, part_of
 from fzero.storage.shard_io import Leaf
 
 if TYPE_CHECKING:
@@ -477,7 +476,11 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
     contents = json.loads((path / files.CONTENTS).read_bytes())
     found = DcpReader(path, map(Slice.of, contents["slices"]))
     saved = Saved(
-        found, contents["numbers"], contents["optimizer"], contents["hook_states"], manifest["scales_dynamically"]
+        found,
+        contents["numbers"],
+        contents["optimizer"],
+        contents.get("hook_states", {}),
+        manifest["scales_dynamically"],
     )
     client = files.read_client(path)
     return Loaded(restored(saved, step, scratch), client, path)

@@ -2,7 +2,7 @@
 
     state = fzero.load_weights("model.safetensors", step=step)      # nothing but weights: the rest starts as in init
     step.save_16bit_model(state, "out")                             # for from_pretrained
-    fzero.export("checkpoints", "out")                              # the same of a checkpoint, in one process
+    fzero.checkpoint.export("checkpoints", "out")                              # the same of a checkpoint, in one process
 
 Each rank reads the ranges that it holds, so that none ever has the whole model.
 """
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint import folders as files
-from fzero.checkpoint.deepspeed.files import find as find_deepspeeds
-from fzero.checkpoint.deepspeed.files import is_deepspeeds
+from fzero.checkpoint.deepspeed.files import find as find_deepspeeds, is_deepspeeds
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice, parts_of_weights

@@ -21,13 +21,16 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from fzero import CheckpointError, ConfigWarning, MachineModel, compare_plans, fit, make_train_step, profile, save_trace
+from fzero import CheckpointError, ConfigWarning, make_train_step
 from fzero.common.flags import Parser
 from fzero.common.text_tables import print_report
 from fzero.config.files import changed
+from fzero.estimation import compare_plans, fit
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.dry_run import DryRun
 from fzero.estimation.models import ModelError, Named, filled, named, sample_from, sample_of
+from fzero.graph import MachineModel
+from fzero.profiling import profile, save_trace
 from fzero.profiling.machine import rates_from
 from fzero.profiling.profiler import OF_MANY_RANKS
 

@@ -10,7 +10,7 @@ Each is called `fzero::VERB WHAT`: `forward`, `unit h.3`, `gather h.3`, `backwar
 What moves between memories is called by its tensor. Whole shards of a pass: `bring h.3/bfloat16`, `put h.3/bfloat16/grads`, where
 they start, and `wait bring …`, `wait put …` where the host waits. Sub-groups of an update, with their elements: `fetch
 h.3/bfloat16 0:64`, `update …`, `put …`, with the waits; `ahead …` of what is read beside a backward. The blocks of files, in the
-threads that move them: `read …` and `write …`; a trace has them if it is of all threads, as that of `fzero.save_trace` is.
+threads that move them: `read …` and `write …`; a trace of all threads has them, such as that of `fzero.profiling.save_trace`.
 """
 
 from __future__ import annotations

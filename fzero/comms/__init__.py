@@ -4,17 +4,41 @@ torch.distributed.
 May import: sharding, common. Begin with `fzero.comms.collectives`.
 """
 
-__all__ = [
-    "codecs",
-    "collectives",
-    "comm_hooks",
-    "lockstep",
-    "meeting",
-    "mesh",
-    "mesh_in_graph",
-    "records",
-    "rendezvous",
-    "stacked",
-    "thread_dumps",
-    "watchdog",
-]
+from typing import TYPE_CHECKING
+
+from fzero.common.doors import door
+
+if TYPE_CHECKING:
+    from fzero.comms.codecs import Codec as Codec, cast as cast, quantize as quantize
+    from fzero.comms.collectives import (
+        AbstractAxis as AbstractAxis,
+        CollectiveError as CollectiveError,
+        ProcessAxis as ProcessAxis,
+        Sim as Sim,
+        join as join,
+        shutdown as shutdown,
+    )
+    from fzero.comms.comm_hooks import (
+        CommHook as CommHook,
+        Sending as Sending,
+        completed as completed,
+        compressed as compressed,
+        error_feedback as error_feedback,
+        exact as exact,
+        reset_every as reset_every,
+    )
+    from fzero.comms.records import CommRecord as CommRecord, Label as Label
+    from fzero.comms.rendezvous import RankInfo as RankInfo, launched as launched
+    from fzero.comms.stacked import VmapError as VmapError
+else:
+    __getattr__, __dir__, __all__ = door(
+        __name__,
+        {
+            "codecs": "Codec cast quantize",
+            "collectives": "AbstractAxis CollectiveError ProcessAxis Sim join shutdown",
+            "comm_hooks": "CommHook Sending completed compressed error_feedback exact reset_every",
+            "records": "CommRecord Label",
+            "rendezvous": "RankInfo launched",
+            "stacked": "VmapError",
+        },
+    )

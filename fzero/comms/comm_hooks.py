@@ -250,7 +250,7 @@ def reset_every(hook: CommHook, *, every: int) -> CommHook:
             f"error_feedback(compressed(quantize(4))), say"
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"restarted: every must be a positive number of rounds, got {every!r}; 1024 say")
+        raise ValueError(f"reset_every: every must be a positive number of rounds, got {every!r}; 1024 say")
 
     def init(like: Tensor) -> ResetEvery:
         return ResetEvery(hook.init(like), torch.zeros(like.shape[:-1], dtype=torch.int64, device=like.device))

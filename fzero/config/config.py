@@ -24,8 +24,10 @@ from pydantic_core import ErrorDetails
 from fzero.config.conflicts import conflicts
 from fzero.config.elasticity import Elasticity
 from fzero.config.fields import Block, Count, Dtype, Number, Rate, block_of, message_of
-from fzero.config.files import ConfigError as ConfigError  # users know it from here
-from fzero.config.files import read
+from fzero.config.files import (
+    ConfigError as ConfigError,  # users know it from here
+    read,
+)
 from fzero.config.offload import AIO
 from fzero.config.optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
 from fzero.config.precision import BF16, FP16, DataTypes, TorchAutocast
@@ -33,7 +35,7 @@ from fzero.config.schedulers import SCHEDULERS, AnyScheduler, TorchScheduler
 from fzero.config.unused_keys import SAYS_NOT_YET, Note, split_keys, unknown_key
 from fzero.config.zero import ActivationCheckpointing, ZeroOptimization
 from fzero.optim.loss_scale import LossScaling
-from fzero.optim.mixed_precision import Precision
+from fzero.optim.precision import Precision
 
 
 class ConfigWarning(UserWarning):

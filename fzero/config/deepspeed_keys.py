@@ -15,7 +15,7 @@ from typing import Any
 
 ACCEPTED = {
     "steps_per_print": "for the engine (fzero.initialize); a step prints nothing, and returns its metrics",
-    "wall_clock_breakdown": "for the engine (fzero.initialize); a step prints nothing; use fzero.save_trace",
+    "wall_clock_breakdown": "for the engine (fzero.initialize); a step prints nothing; use fzero.profiling.save_trace",
     "memory_breakdown": "for the engine (fzero.initialize); print(step.plan) shows the bytes of model state",
     "dump_state": "for the engine (fzero.initialize); print the configuration and step.plan",
     "autotuning": "for `fzero tune` and `fzero run --autotuning`; a run uses the values that the other keys have",
@@ -104,8 +104,9 @@ HARMLESS = {
     "nebula": _SAVES_NOTHING,
     "datastates": _SAVES_NOTHING,
     "datastates_ckpt": _SAVES_NOTHING,
-    "flops_profiler": "for the engine (fzero.initialize); for a step call fzero.profile(model, batch)",
-    "comms_logger": "for the engine (fzero.initialize); for a step fzero.comms_table(fzero.trace_comm(step, state, batch).rows)",
+    "flops_profiler": "for the engine (fzero.initialize); for a step call fzero.profiling.profile(model, batch)",
+    "comms_logger": "for the engine (fzero.initialize); for a step comms_table(trace_comm(step, state, batch).rows) "
+    "of fzero.profiling",
     "tensorboard": _ENGINE_WRITES,
     "csv_monitor": _ENGINE_WRITES,
     "wandb": _WRITES_NOTHING,

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from fzero.config.elastic_batch import ElasticBatch, elastic_batch, elastic_batch_of_nodes
+from fzero.config.elastic_sizes import ElasticBatch, elastic_batch, elastic_batch_of_nodes
 from fzero.config.fields import Block, Count, Number
 
 

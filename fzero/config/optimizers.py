@@ -20,9 +20,7 @@ from torch import Tensor
 
 from fzero.config.fields import Beta, Block, Count, Number, Rate, message_of
 from fzero.config.files import ConfigError
-from fzero.optim import matrix as matrix_transforms
-from fzero.optim import torch_optim as torch_optimizers
-from fzero.optim import transforms
+from fzero.optim import matrix as matrix_transforms, torch_optim as torch_optimizers, transforms
 from fzero.optim.fragments import ShardContents
 from fzero.optim.transforms import Transform
 

@@ -12,7 +12,7 @@ from pydantic import (
 
 from fzero.config.fields import Block, Count, Dtype, Rate, number
 from fzero.optim.loss_scale import LossScaling
-from fzero.optim.mixed_precision import find_class
+from fzero.optim.precision import find_class
 
 
 def _exponent(value: object) -> object:

@@ -15,9 +15,7 @@ import torch
 from fzero.checkpoint import folders as files
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import stored_starts
-from fzero.checkpoint.save_load import check_same_folder, of_rank_0, together
-from fzero.checkpoint.save_load import load as load_state
-from fzero.checkpoint.save_load import save as save_state
+from fzero.checkpoint.save_load import check_same_folder, load as load_state, of_rank_0, save as save_state, together
 from fzero.checkpoint.weights import load_weights
 from fzero.common.arguments import check_kind, check_path, refuse
 from fzero.common.safe_files import create

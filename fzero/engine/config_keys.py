@@ -24,7 +24,7 @@ class Monitor(Block):
 
 
 class FlopsProfilerKeys(Block):
-    """DeepSpeed key `flops_profiler`: one step of rank 0, module by module (`fzero.Profile`)."""
+    """DeepSpeed key `flops_profiler`: one step of rank 0, module by module (`fzero.profiling.Profile`)."""
 
     enabled: bool = False
     recompute_fwd_factor: Number = 0.0

@@ -3,16 +3,22 @@
 May import: graph, runtime, storage, plans and below; not step. Begin with `fzero.estimation.compare`.
 """
 
-__all__ = [
-    "activation_trace",
-    "compare",
-    "dry_pass",
-    "dry_run",
-    "dry_update",
-    "fit",
-    "fit_search",
-    "ledger",
-    "models",
-    "unit_events",
-    "zero_formulas",
-]
+from typing import TYPE_CHECKING
+
+from fzero.common.doors import door
+
+if TYPE_CHECKING:
+    from fzero.estimation.compare import (
+        Candidate as Candidate,
+        Comparison as Comparison,
+        compare_plans as compare_plans,
+    )
+    from fzero.estimation.fitting import Fit as Fit, fit as fit
+else:
+    __getattr__, __dir__, __all__ = door(
+        __name__,
+        {
+            "compare": "Candidate Comparison compare_plans",
+            "fitting": "Fit fit",
+        },
+    )

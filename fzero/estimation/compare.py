@@ -1,6 +1,6 @@
 """Which stage and which placement? Everything that a rank would hold and send, for all of them beside each other.
 
-    comparison = fzero.compare_plans(model, "config.json", world_size=64)
+    comparison = fzero.estimation.compare_plans(model, "config.json", world_size=64)
     print(comparison)
 
 Each column is a configuration: the given one with another stage, or with state placed elsewhere. Its numbers are those of

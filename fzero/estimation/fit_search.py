@@ -1,4 +1,4 @@
-"""Which configurations may fit, what does each need, and in which order are they tried? See `fzero.fit`."""
+"""Which configurations may fit, what does each need, and in which order are they tried? See `fzero.estimation.fit`."""
 
 from __future__ import annotations
 

@@ -4,17 +4,18 @@ torch._inductor.
 May import: runtime and below. Begin with `fzero.graph.capture`.
 """
 
-__all__ = [
-    "analysis",
-    "backends",
-    "blocks",
-    "buckets",
-    "capture",
-    "exchange",
-    "remat",
-    "reuse",
-    "schedule",
-    "timeline",
-    "traffic",
-    "weight_grads",
-]
+from typing import TYPE_CHECKING
+
+from fzero.common.doors import door
+
+if TYPE_CHECKING:
+    from fzero.graph.schedule import CompileError as CompileError
+    from fzero.graph.timeline import MachineModel as MachineModel, Timeline as Timeline
+else:
+    __getattr__, __dir__, __all__ = door(
+        __name__,
+        {
+            "schedule": "CompileError",
+            "timeline": "MachineModel Timeline",
+        },
+    )

@@ -22,12 +22,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
 from fzero.comms.collectives import TracedAxis
-from fzero.graph import analysis as graph_analysis
-from fzero.graph import buckets as graph_buckets
-from fzero.graph import exchange as graph_exchange
-from fzero.graph import reuse as graph_stays
-from fzero.graph import schedule as graph_schedule
-from fzero.graph import weight_grads as graph_products
+from fzero.graph import (
+    analysis as graph_analysis,
+    buckets as graph_buckets,
+    exchange as graph_exchange,
+    reuse as graph_stays,
+    schedule as graph_schedule,
+    weight_grads as graph_products,
+)
 from fzero.graph.analysis import (
     WAIT,
     aten,

@@ -51,14 +51,13 @@ from fzero.comms.mesh_in_graph import Through, TracedMesh
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
 from fzero.graph.analysis import name_units
-from fzero.graph.backends import Backend as TorchBackend
-from fzero.graph.backends import GraphOnly, aot_eager, graph_only, inductor
+from fzero.graph.backends import Backend as TorchBackend, GraphOnly, aot_eager, graph_only, inductor
 from fzero.graph.remat import BACKWARD, RematError, rematerialise
 from fzero.graph.schedule import CompileError, PassOptions, copy_of, run_passes
 from fzero.graph.timeline import Along, MachineModel, Timeline, make_timeline
 from fzero.graph.traffic import labelled, sent_in
 from fzero.optim.loss_scale import LossScale, LossScaling
-from fzero.optim.mixed_precision import cast_leaves, stochastic, to_nearest, update_in_graph
+from fzero.optim.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.eager import INSIDE, UNRELATED

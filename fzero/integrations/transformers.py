@@ -32,8 +32,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from fzero.common.pickles import load_tensors
-from fzero.config.files import ConfigError
-from fzero.config.files import read as read_config
+from fzero.config.files import ConfigError, read as read_config
 from fzero.engine.engine import Engine
 from fzero.engine.initialize import initialize
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer

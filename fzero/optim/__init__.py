@@ -3,4 +3,37 @@
 May import: sharding, common. Begin with `fzero.optim.transforms`.
 """
 
-__all__ = ["fragments", "loss_scale", "lr_schedules", "matrix", "mixed_precision", "torch_optim", "transforms"]
+from typing import TYPE_CHECKING
+
+from fzero.common.doors import door
+
+if TYPE_CHECKING:
+    from fzero.optim.fragments import ShardContents as ShardContents
+    from fzero.optim.loss_scale import LossScale as LossScale, LossScaling as LossScaling
+    from fzero.optim.matrix import adafactor as adafactor, lamb as lamb, muon as muon
+    from fzero.optim.precision import Precision as Precision, mixed_precision as mixed_precision
+    from fzero.optim.torch_optim import torch_optimizer as torch_optimizer
+    from fzero.optim.transforms import (
+        Transform as Transform,
+        adagrad as adagrad,
+        adam as adam,
+        adamw as adamw,
+        chain as chain,
+        check_elementwise as check_elementwise,
+        lion as lion,
+        scale as scale,
+        sgd as sgd,
+        skip_if as skip_if,
+    )
+else:
+    __getattr__, __dir__, __all__ = door(
+        __name__,
+        {
+            "fragments": "ShardContents",
+            "loss_scale": "LossScale LossScaling",
+            "matrix": "adafactor lamb muon",
+            "precision": "Precision mixed_precision",
+            "torch_optim": "torch_optimizer",
+            "transforms": "Transform adagrad adam adamw chain check_elementwise lion scale sgd skip_if",
+        },
+    )

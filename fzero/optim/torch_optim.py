@@ -30,7 +30,7 @@ from fzero.optim.transforms import (
 from sharding import TensorSpec
 from sharding.views import dtype_name
 
-OWN = {"Adafactor": "fzero.adafactor", "Muon": "fzero.muon"}
+OWN = {"Adafactor": "fzero.optim.adafactor", "Muon": "fzero.optim.muon"}
 """Classes that look at whole parameters, and what does so here."""
 
 

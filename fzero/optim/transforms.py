@@ -58,7 +58,7 @@ class Transform(NamedTuple):
     def update_each(self, grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
         """The states after the updates of several buffers, in one call where there is a kernel for that.
 
-        For transforms that write where their arguments are, as those of `fzero.optim.mixed_precision.mixed_precision` do.
+        For transforms that write where their arguments are, as those of `fzero.optim.precision` do.
         """
         if self.fused is not None and self.is_fused:
             return self.fused[1](grads, params, states)

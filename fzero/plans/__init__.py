@@ -4,4 +4,18 @@ of gathers.
 May import: config, comms and below. Begin with `fzero.plans.plan`.
 """
 
-__all__ = ["comm_hooks", "mesh_axes", "orders", "placements", "plan", "unit_scheduler"]
+from typing import TYPE_CHECKING
+
+from fzero.common.doors import door
+
+if TYPE_CHECKING:
+    from fzero.plans.plan import Plan as Plan
+    from fzero.plans.unit_scheduler import Event as Event, ScheduleError as ScheduleError
+else:
+    __getattr__, __dir__, __all__ = door(
+        __name__,
+        {
+            "plan": "Plan",
+            "unit_scheduler": "Event ScheduleError",
+        },
+    )

@@ -111,7 +111,8 @@ def _by_axis(field_: str, hook: GivenHook, mesh: Mesh, axes: tuple[str, ...]) ->
     given = dict.fromkeys(axes, hook) if isinstance(hook, CommHook) else hook
     if not isinstance(given, Mapping) or not all(isinstance(one, CommHook) for one in given.values()):
         raise ConfigError(
-            f"{field_}: must be a comm hook, or comm hooks by axis, got {hook!r}; pass fzero.compressed(fzero.quantize(8)), say"
+            f"{field_}: must be a comm hook, or comm hooks by axis, got {hook!r}; pass "
+            f"fzero.comms.compressed(fzero.comms.quantize(8)), say"
         )
     for axis, one in given.items():
         if axis not in axes:

@@ -19,7 +19,7 @@ from torch import nn
 from fzero.config.config import Config
 from fzero.config.optimizers import Optimizer
 from fzero.optim.fragments import ShardContents
-from fzero.optim.mixed_precision import Dtypes, mixed_precision
+from fzero.optim.precision import Dtypes, mixed_precision
 from fzero.optim.transforms import Transform, leaf_names
 from fzero.plans.mesh_axes import num_ranks, shard_axes
 from fzero.plans.orders import OrderFunction, ordered

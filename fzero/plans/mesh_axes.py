@@ -24,8 +24,8 @@ def check_mesh(given: object) -> None:
     """Raises a ValueError unless `given` is a mesh of named axes, or None."""
     if given is not None and not isinstance(given, Mesh):
         raise ValueError(
-            f"mesh: must be a mesh of named axes, an axis of ranks (fzero.join(), fzero.AbstractAxis) or None, got {given!r}; "
-            f"pass sharding.Mesh.of(node=2, data=4), say"
+            f"mesh: must be a mesh of named axes, an axis of ranks (fzero.join(), fzero.comms.AbstractAxis) or None, got "
+            f"{given!r}; pass sharding.Mesh.of(node=2, data=4), say"
         )
     if given is not None and WORLD in given.names:
         raise ValueError(

@@ -57,7 +57,7 @@ class UserTransform:
         except TypeError as error:  # a class of torch.optim, say, which takes parameters first
             raise ConfigError(
                 f"{self.field}: must make a Transform of a learning rate, got {shown(self.make)}, which raises {error}; pass "
-                f"lambda lr: fzero.torch_optimizer(cls, lr=lr) for a class of torch.optim, or see fzero.optim.transforms"
+                f"lambda lr: fzero.optim.torch_optimizer(cls, lr=lr) for a class of torch.optim, or see fzero.optim.transforms"
             ) from error
         if not isinstance(made, Transform):
             raise ConfigError(

@@ -1,7 +1,7 @@
 """What does a step send: which collective, how many bytes, along which axis, for which unit, and when?
 
-    print(fzero.trace_comm(step, state, batch))    # runs a step on a copy of the state, and tells what it sent
-    print(fzero.plan_comm(step, batch))            # the same from the step's graph, of ranks that need not be there
+    print(fzero.profiling.trace_comm(step, state, batch))    # runs a step on a copy of the state, and tells what it sent
+    print(fzero.profiling.plan_comm(step, batch))            # the same from the step's graph, of ranks that need not be there
 
 `trace_comm` listens at the axes of a step: of processes, or of ranks in lockstep. A compiled step tells what its graph
 holds. Both ways give the same rows, but for what `CommTrace` names.
@@ -43,7 +43,7 @@ class CommRow(NamedTuple):
         axis: of the mesh; "everyone" is all ranks of a mesh of several axes.
         unit: whose flat buffer it moves; "" for what is of no unit.
         buffer: the key of that.
-        purpose: see `fzero.Label`.
+        purpose: see `fzero.comms.Label`.
         phase: when it starts: in the forward, at the turn, in the backward or in the update.
         num_elements: that this rank sends to all others together; in a comm hook those before they are coded.
         nbytes: the same in bytes, as they travel.

@@ -1,6 +1,6 @@
 """Where do the time and the work of a model go? Module by module, forward and backward, and what an update takes.
 
-    found = fzero.profile(model, batch)
+    found = fzero.profiling.profile(model, batch)
     print(found)                      # a tree
     print(found.report(module_depth=1))
 

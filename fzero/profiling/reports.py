@@ -328,8 +328,8 @@ def comms_table(sent: Iterable[SentRow] | Mapping[tuple[str, str, int], int], *,
     """`comms_logger`: what a rank sent, by collective, axis and size of a message.
 
     Args:
-        sent: the rows of `fzero.trace_comm`, or what the `observe` of an axis was told; or how often each collective sent so
-            many bytes along an axis.
+        sent: the rows of `fzero.profiling.trace_comm`, or what the `observe` of an axis was told; or how often each
+            collective sent so many bytes along an axis.
         only: the collectives that are shown (`prof_ops`); none is all.
     """
     wanted = set(only)

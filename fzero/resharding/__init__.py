@@ -3,4 +3,18 @@
 May import: step, simulation and below. Begin with `fzero.resharding.reshard`.
 """
 
-__all__ = ["parameters", "place", "plan", "reshard"]
+from typing import TYPE_CHECKING
+
+from fzero.common.doors import door
+
+if TYPE_CHECKING:
+    from fzero.resharding.plan import JobRank as JobRank, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
+    from fzero.resharding.reshard import reshard_all as reshard_all
+else:
+    __getattr__, __dir__, __all__ = door(
+        __name__,
+        {
+            "plan": "JobRank ReshardPlan plan_reshard",
+            "reshard": "reshard_all",
+        },
+    )

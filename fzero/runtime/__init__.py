@@ -4,19 +4,16 @@ states.
 May import: state, verbs, storage and below. Begin with `fzero.runtime.eager`.
 """
 
-__all__ = [
-    "activation_checkpointing",
-    "batches",
-    "eager",
-    "hooks",
-    "init_state",
-    "loss",
-    "metrics",
-    "module_binding",
-    "module_buffers",
-    "offload",
-    "own_params",
-    "step_spec",
-    "trainability",
-    "update",
-]
+from typing import TYPE_CHECKING
+
+from fzero.common.doors import door
+
+if TYPE_CHECKING:
+    from fzero.runtime.step_spec import MismatchError as MismatchError
+else:
+    __getattr__, __dir__, __all__ = door(
+        __name__,
+        {
+            "step_spec": "MismatchError",
+        },
+    )

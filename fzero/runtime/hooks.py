@@ -7,13 +7,14 @@ Who wants to see the batches of a step and its updates adds a maker of observers
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-from fzero.config.config import Config
-from fzero.runtime.loss import LossFn
+    from fzero.config.config import Config
+    from fzero.runtime.loss import LossFn
 
 
 class Observer(Protocol):
@@ -29,7 +30,7 @@ class Observer(Protocol):
         """An update has been made."""
 
 
-Maker = Callable[[Any, nn.Module, Config, LossFn | None, torch.device], Observer | None]
+Maker = Callable[["Any", "nn.Module", "Config", "LossFn | None", "torch.device"], Observer | None]
 """Makes the observer of a step from its ranks, model, configuration, loss function and device; None to see nothing."""
 
 _MAKERS: list[Maker] = []

@@ -1,7 +1,7 @@
 """What does an update do to a state? It changes this rank's share of each flat buffer, and joins what every rank holds whole.
 
 The transform of a flat buffer is that of its parameter group, for the learning rate and momentum of this update, and in the
-buffer's dtypes (`fzero.optim.mixed_precision.mixed_precision`). Neighbours that are alike are updated in one call. What lives
+buffer's dtypes (`fzero.optim.precision`). Neighbours that are alike are updated in one call. What lives
 elsewhere streams through its update (`fzero.runtime.offload`). A captured step has the update in its graph, and reads what
 changes about it from `TracedHyperparams`.
 """
@@ -28,7 +28,7 @@ from fzero.config.optimizers import Optimizer, TorchOptimizer
 from fzero.optim.fragments import ShardContents
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.lr_schedules import Schedule, constant
-from fzero.optim.mixed_precision import NUM_SALTS, mixed_precision, salts_of, stochastic
+from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan

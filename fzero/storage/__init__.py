@@ -3,14 +3,18 @@
 May import: plans and below. Begin with `fzero.storage.file_store`.
 """
 
-__all__ = [
-    "buffer_sizes",
-    "direct_io",
-    "file_store",
-    "file_tensor",
-    "host_memory",
-    "movers",
-    "ownership",
-    "shard_io",
-    "stream",
-]
+from typing import TYPE_CHECKING
+
+from fzero.common.doors import door
+
+if TYPE_CHECKING:
+    from fzero.storage.file_store import StoreError as StoreError
+    from fzero.storage.file_tensor import FileTensor as FileTensor
+else:
+    __getattr__, __dir__, __all__ = door(
+        __name__,
+        {
+            "file_store": "StoreError",
+            "file_tensor": "FileTensor",
+        },
+    )

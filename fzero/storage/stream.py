@@ -13,7 +13,7 @@ A stream that fails midway leaves part of the state updated. It then tells the m
 
 `update_streamed` does so with the update of a transform, which must be elementwise. It gives the bits of the update of the whole:
 sub-groups are multiples of 32 elements, counters advance once, with the last one, and a transform may be told which elements it
-is given (`stochastic` rounding and `out` of `fzero.mixed_precision` need their place).
+is given (`stochastic` rounding and `out` of `fzero.optim.mixed_precision` need their place).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import optree
 from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
-from fzero.optim.mixed_precision import long_leaves
+from fzero.optim.precision import long_leaves
 from fzero.optim.transforms import Transform, leaf_names, separate
 
 LANES = 32

@@ -136,19 +136,19 @@ def check_collective(
     Raises:
         AssertionError: a law is broken; names it, the smallest example found, and what to mend.
 
-    >>> from fzero import coded, ended, exact, quantize
+    >>> from fzero.comms import completed, compressed, exact, quantize
     >>> check_collective(exact(), max_examples=2)
-    >>> check_collective(coded(quantize(8)), max_error=1 / 127, max_examples=2)
+    >>> check_collective(compressed(quantize(8)), max_error=1 / 127, max_examples=2)
     >>> def averaged(full_P, axis, state, *, after=None, **_):
     ...     if after is not None:
     ...         after.wait()
-    ...     return ended(exact().reduce_scatter(full_P, axis, state)[0] / axis.size, state)
+    ...     return completed(exact().reduce_scatter(full_P, axis, state)[0] / axis.size, state)
     >>> check_collective(exact()._replace(start_reduce_scatter=averaged))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     AssertionError: collective: reduce_scatter must give this rank's shard of the sum over ranks, ... Add up, do not average; ...
     """
-    check_kind("hook", hook, CommHook, "a fzero.CommHook", "pass fzero.compressed(codec), say, for a codec")
+    check_kind("hook", hook, CommHook, "a fzero.comms.CommHook", "pass fzero.comms.compressed(codec), say, for a codec")
     check_whole("max_examples", max_examples, 1)
     for law in COLLECTIVE_LAWS:
         try_law(law, Declared(hook, max_error), name, max_examples)

@@ -16,8 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor, nn
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.optim.mixed_precision import mixed_precision
+from fzero.optim.precision import mixed_precision
 from fzero.optim.transforms import (
     LATE_STARTS,
     LONG_RUN,
@@ -463,7 +463,7 @@ def transform_laws(num_updates: int = LONG_RUN) -> tuple[Law[Make, Any], ...]:
         Law(
             "the update of a shard must be the shard of the update, bit for bit",
             "Let each element go its own way; a transform that needs norms or sums over others takes `contents` "
-            "(fzero.ShardContents)",
+            "(fzero.optim.ShardContents)",
             updates(),
             _sees_others,
             (long, *late, large),

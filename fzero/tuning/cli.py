@@ -21,8 +21,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fzero import ConfigError
-from fzero.cli.plan_profile import nbytes as bytes_of
-from fzero.cli.plan_profile import positive, told
+from fzero.cli.plan_profile import nbytes as bytes_of, positive, told
 from fzero.config.autotuning import ABOUT_MODELS, Autotuning, autotuning
 from fzero.config.files import changed, read
 from fzero.estimation.compare import Keys

@@ -1,6 +1,6 @@
 """How does DeepSpeed go on where fzero stopped?
 
-    fzero.export_deepspeed("checkpoints", "out")      # then, with "checkpoint": {"load_universal": true}:
+    fzero.checkpoint.export_deepspeed("checkpoints", "out")      # then, with "checkpoint": {"load_universal": true}:
     engine.load_checkpoint("out")
 
 A checkpoint of fzero is written as a universal one of DeepSpeed, which its ZeRO 1, 2 and 3 load on any number of ranks. One

@@ -1,7 +1,7 @@
 """How does training go on in fzero where DeepSpeed stopped?
 
-    state, client, path = fzero.import_deepspeed("checkpoints", step=step)     # on the ranks of a job, of any number
-    fzero.convert_deepspeed("checkpoints", "out")                              # as a checkpoint of fzero, in one process
+    state, client, path = fzero.checkpoint.import_deepspeed("checkpoints", step=step)     # on the ranks of a job, of any number
+    fzero.checkpoint.convert_deepspeed("checkpoints", "out")                # as a checkpoint of fzero, in one process
 
 Checkpoints of ZeRO 0 to 3 and universal ones, saved on any number of ranks. What the files hold counts here as stored under the
 keys of fzero's own checkpoints, so that what a rank reads, and into which tensors, is the rule of `fzero.load`. A rank reads the
@@ -71,7 +71,7 @@ def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
         loaded = step._run(lambda rank: import_deepspeed(dir, step=step.steps[rank]))
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
     axis = step._mesh.world
-    collectives.meet("fzero.import_deepspeed", axis)
+    collectives.meet("fzero.checkpoint.import_deepspeed", axis)
     check_same_folder(axis, dir, WORD)
     path = Path(of_rank_0(axis, lambda: str(find(Path(dir)))))
 

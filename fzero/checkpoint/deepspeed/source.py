@@ -38,7 +38,7 @@ RULES = {
     "consecutive": "consecutive_hysteresis",
     "minimum": "min_scale",
 }
-"""The rules of the loss scale, by the names of `fzero.LossScaling`: what DeepSpeed calls them."""
+"""The rules of the loss scale, by the names of `fzero.optim.LossScaling`: what DeepSpeed calls them."""
 
 THEIRS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "lr_scheduler"),

@@ -1,0 +1,41 @@
+"""Public names of a package that are imported when they are first used (PEP 562), so that `import fzero` loads nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def door(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """The `__getattr__`, `__dir__` and `__all__` of a package.
+
+    Args:
+        package: its `__name__`.
+        modules: the public names by the module that defines them, relative to the package; "" is for modules, which are not
+            among `__all__`.
+
+    >>> __getattr__, __dir__, __all__ = door("collections", {"abc": "Mapping Sequence"})
+    >>> __getattr__("Mapping").__module__
+    'collections.abc'
+    >>> __getattr__("Maping")
+    Traceback (most recent call last):
+    ...
+    AttributeError: module 'collections' has no attribute 'Maping'
+    """
+    homes = {name: module for module, names in modules.items() for name in names.split()}
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home = homes[name]
+        module = importlib.import_module(f".{home or name}", package)
+        value = getattr(module, name) if home else module
+        setattr(sys.modules[package], name, value)  # the next use finds it at once
+        return value
+
+    def listed() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return get, listed, sorted(name for name, home in homes.items() if home)

@@ -1,0 +1,215 @@
+"""What is the fastest configuration that fits, and what does each step on the way save and cost?
+
+    found = fzero.estimation.fit(model, "config.json", world_size=8, device_nbytes=80e9)
+    print(found)
+    found.save("fits.json")
+
+All combinations of stage, placement, checkpointing and bucket size that the configuration allows are planned. Of those that
+fit, the one whose step takes the fewest seconds on paper counts (`fzero.estimation.dry_run`), at the rates of a
+`fzero.graph.MachineModel`; without a batch nothing computes but updates. Of equally fast ones that with the fewest bytes on
+the device counts, but a small bucket, which overlaps less, is the last resort.
+
+The *ladder* goes from the configuration as it is to the one that needs the least of the device, one change at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from torch import nn
+
+from fzero.common.arguments import check_kind
+from fzero.common.text_tables import as_text, scale_of, shown
+from fzero.config.config import ConfigError
+from fzero.estimation.compare import Keys, keys_of
+from fzero.estimation.fit_search import Rung, Search, Setting
+from fzero.estimation.ledger import Device
+from fzero.graph.timeline import MachineModel
+from fzero.runtime.loss import LossFn
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes that a rank may hold on its device, in host memory and in files."""
+
+    device: float
+    host: float = math.inf
+    disk: float = math.inf
+
+    def hold(self, rung: Rung) -> bool:
+        """Whether a configuration fits."""
+        return (
+            rung.device_nbytes <= self.device
+            and rung.column.nbytes("host") <= self.host
+            and rung.column.nbytes("nvme") <= self.disk
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What fits. `print(found)` shows the ladder and the configuration.
+
+    Attributes:
+        limits: what was to hold it.
+        best: the fastest that fits; None if none does.
+        ladder: one change after the other.
+        notes: what was not tried or not counted.
+    """
+
+    limits: Limits
+    best: Rung | None
+    ladder: tuple[Rung, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def config(self) -> Keys:
+        """The configuration that fits, as in a file.
+
+        Raises:
+            ConfigError: none does.
+        """
+        if self.best is None:
+            least = min(self.ladder, key=lambda rung: rung.device_nbytes)
+            raise ConfigError(
+                f"fit: nothing fits into {self.limits.device / 1e9:.3g} GB; {least.name!r} needs the least of the device, "
+                f"{least.device_nbytes / 1e9:.3g} GB, {least.column.nbytes('host') / 1e9:.3g} GB of host memory and "
+                f"{least.column.nbytes('nvme') / 1e9:.3g} GB of files; take more ranks, a smaller model or batch, or allow files"
+            )
+        return self.best.column.keys
+
+    def save(self, path: str | Path) -> None:
+        """Writes the configuration as JSON."""
+        text = json.dumps(self.config, indent=2) + "\n"
+        Path(path).write_text(text)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+
+        def told(rung: Rung) -> dict[str, Any]:
+            more = {"change": rung.name, "activations": rung.activations, "device": rung.device_nbytes}
+            return more | {"seconds": rung.seconds, "fits": self.limits.hold(rung)} | rung.column.as_dict()
+
+        best = None if self.best is None else told(self.best)
+        return {"best": best, "ladder": [told(rung) for rung in self.ladder], "notes": list(self.notes)}
+
+    def __rich__(self) -> Group:
+        return _report(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+def fit(
+    model: nn.Module,
+    cfg: Any = None,
+    *,
+    world_size: int = 1,
+    device_nbytes: float,
+    host_nbytes: float = math.inf,
+    disk_nbytes: float = math.inf,
+    nvme_path: str | None = None,
+    machine: MachineModel | None = None,
+    batch: Any = None,
+    loss_fn: LossFn | None = None,
+    device: Device = "cuda",
+) -> Fit:
+    """The fastest configuration with which a rank fits into its memories, and the ladder to the smallest.
+
+    Args:
+        model: any module; on `meta` it holds no weights.
+        cfg: where to start, what `Config.load` takes; None is bf16 beside an fp32 master, and AdamW. No stage is tried that is
+            below its own.
+        world_size: number of ranks W.
+        device_nbytes, host_nbytes, disk_nbytes: what one rank may hold; leave room for what is not counted.
+        nvme_path: a folder for files; None tries none, unless the configuration has one.
+        machine: the rates.
+        batch: one rank's samples of a micro-step, on `meta` too: counts activations, by tracing the step. None counts none.
+        loss_fn: see `make_train_step`.
+        device: where the model is; see `compare_plans`.
+
+    Raises:
+        ConfigError: the configuration is wrong in itself, or for the model.
+        ValueError: the model does not run on that batch.
+    """
+    search = Search(model, keys_of(cfg), world_size, machine or MachineModel(), nvme_path, batch, device, loss_fn)
+    search.rung("as it is", search.start)  # which must be possible
+    for name, value in (("device", device_nbytes), ("host", host_nbytes), ("disk", disk_nbytes)):
+        check_kind(f"{name}_nbytes", value, int | float, "a number of bytes", "pass 80e9 for 80 GB, say")
+    limits = Limits(device_nbytes, host_nbytes, disk_nbytes)
+    tried = [rung for choice in search.choices() if (rung := search.rung("", choice)) is not None]
+    best = min((rung for rung in tried if limits.hold(rung)), key=_speed, default=None)
+    ladder = tuple(search.ladder())
+    if best is not None:
+        best = replace(best, name=next((rung.name for rung in ladder if rung.choice == best.choice), "in between"))
+    return Fit(limits, best, ladder, tuple(search.notes()))
+
+
+def _speed(rung: Rung) -> tuple[float, bool, int]:
+    return rung.seconds, rung.choice.small, rung.device_nbytes
+
+
+# --- the table ---------------------------------------------------------------------------------------------------
+
+
+def _report(found: Fit) -> Group:
+    scale, unit = scale_of(max(rung.device_nbytes for rung in found.ladder))
+    limit = shown(found.limits.device, scale)
+    table = Table(title=f"What fits into {limit} {unit} of a device, per rank", title_justify="left", box=None)
+    for name in ("", "step of the ladder"):
+        table.add_column(name, no_wrap=True)
+    for name in (f"device, {unit}", "saves", f"host, {unit}", f"files, {unit}", f"sent, {unit}", "costs, s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    _rung_rows(table, found, scale)
+    lines = list(found.notes)
+    if found.best is not None:
+        best = found.best
+        where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
+        lines.insert(
+            0,
+            f"Fastest that fits: {_told(best.choice)}; {where}, {best.seconds:.3g} s"
+            + (" for a step." if best.activations else " besides what it computes."),
+        )
+        lines.insert(1, f"{best.column.step.told}.")
+        lines += [best.column.note] if best.column.note else []
+    else:
+        lines.insert(0, "Nothing fits.")
+    return Group(table, "", *lines)
+
+
+def _rung_rows(table: Table, found: Fit, scale: float) -> None:
+    before: Rung | None = None
+    for rung in found.ladder:
+        is_best = found.best is not None and rung.choice == found.best.choice
+        saves = shown(before.device_nbytes - rung.device_nbytes, scale) if before else ""
+        costs = f"{rung.seconds - before.seconds:+.3g}" if before else f"{rung.seconds:.3g}"
+        sign = "→" if is_best else "fits" if found.limits.hold(rung) else ""
+        _rung_row(table, rung, scale, sign, rung.name, saves, costs)
+        before = rung
+    if found.best is not None and all(rung.choice != found.best.choice for rung in found.ladder):
+        table.add_row()
+        _rung_row(table, found.best, scale, "→", _told(found.best.choice), "", f"{found.best.seconds:.3g}")
+
+
+def _rung_row(table: Table, rung: Rung, scale: float, sign: str, name: str, saves: str, costs: str) -> None:
+    sent = sum(rung.column.sent_by_axis.values())
+    numbers = (shown(number, scale) for number in (rung.column.nbytes("host"), rung.column.nbytes("nvme"), sent))
+    table.add_row(sign, name, shown(rung.device_nbytes, scale), saves, *numbers, costs)
+
+
+def _told(choice: Setting) -> str:
+    words: Sequence[str] = [
+        f"stage {choice.stage}",
+        f"optimizer state on {choice.optimizer}" * (choice.optimizer != "device"),
+        f"parameters on {choice.params}" * (choice.params != "device"),
+        "activation checkpointing" * choice.checkpoints,
+        "checkpointed inputs in host memory" * (choice.checkpoints and choice.inputs == "host"),
+        "a small bucket" * choice.small,
+    ]
+    return ", ".join(filter(None, words))

@@ -1,0 +1,100 @@
+"""The tests under a malloc that finds stale writes (quarantine.c), then chosen jobs under valgrind. `make memcheck` runs it.
+
+    python tests/support/memcheck.py                                  everything; hours on two cores
+    python tests/support/memcheck.py --tests tests/storage/test_stream.py     these tests only, and no valgrind
+    python tests/support/memcheck.py --valgrind                       valgrind only: about a quarter of an hour
+
+Under quarantine.c a test that limits memory, or measures it or time, may fail; what counts is what the malloc writes to
+out/memcheck/quarantine.log, and whether a process is ended by a signal. Valgrind (`apt-get install valgrind`) looks at every
+access of two gloo processes, of which one is killed in its last backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SUPPORT = Path(__file__).parent
+OUT = ROOT / "out" / "memcheck"
+SIMPLE = {  # instructions that valgrind knows
+    "PYTHONMALLOC": "malloc",
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "OMP_NUM_THREADS": "1",
+}
+CORRUPTED = ("malloc():", "free():", "corrupted", "Segmentation fault", "Fatal Python error")
+
+
+def quarantine(tests: list[str]) -> list[str]:
+    """Runs tests under quarantine.c; returns what was found."""
+    library, log = OUT / "quarantine.so", OUT / "quarantine.log"
+    build = [
+        "cc",
+        "-O2",
+        "-fPIC",
+        "-shared",
+        "-pthread",
+        "-o",
+        str(library),
+        str(SUPPORT / "quarantine.c"),
+    ]
+    subprocess.run(build, check=True)
+    log.unlink(missing_ok=True)
+    environment = os.environ | {"LD_PRELOAD": str(library), "QUARANTINE_LOG": str(log), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-m", "not nightly", "-rf", *tests]
+    with (OUT / "pytest.log").open("w") as out:
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
+    text = (OUT / "pytest.log").read_text()
+    print("\n".join(text.splitlines()[-20:]))
+    found = [line for line in text.splitlines() if any(word in line for word in CORRUPTED)]
+    if code < 0:
+        found.append(f"pytest was ended by signal {-code}")
+    if log.exists():
+        found += [line for line in log.read_text().splitlines() if line.startswith("== quarantine")]
+    return found
+
+
+def valgrind() -> list[str]:
+    """Runs `memcheck_job.py` on two ranks under valgrind; returns what was found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks, logs = [], [OUT / f"valgrind.{rank}.log" for rank in range(2)]
+    for rank, log in enumerate(logs):
+        command = [
+            "valgrind", "--undef-value-errors=no", "--num-callers=30", f"--suppressions={SUPPORT / 'valgrind.supp'}",
+            f"--log-file={log}", sys.executable, str(SUPPORT / "memcheck_job.py"), str(rank), str(port),
+        ]  # fmt: skip
+        environment = os.environ | SIMPLE | {"PYTHONPATH": str(ROOT)}
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment))
+    codes = [rank.wait() for rank in ranks]
+    found = [] if codes == [0, -9] else [f"valgrind: the ranks ended with {codes}, and must with 0 and -9"]
+    for log in logs:
+        found += [f"{log.name}: {line}" for line in log.read_text().splitlines() if "Invalid " in line]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", nargs="+", default=[], help="tests as pytest names them; all by default")
+    parser.add_argument("--valgrind", action="store_true", help="valgrind only")
+    args = parser.parse_args()
+    if not args.tests and shutil.which("valgrind") is None:
+        parser.error("valgrind: must be installed (apt-get install valgrind), or pass --tests")
+    OUT.mkdir(parents=True, exist_ok=True)
+    found = [] if args.valgrind else quarantine(args.tests)
+    if not args.tests:
+        found += valgrind()
+    print("\n".join(found) or "memcheck: nothing was found")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
