@@ -754,7 +754,7 @@ class TrainStep:
         with profiler_range("backward"), self._bound_to(window):
             told = work.backward(
                 scaled, loss_row(loss, weight, len(news), self._num_passes + mark_of(work.still), checksum),
-                share=1 / (self._measures.predivide * num_parts), is_first=not window.told, is_last=is_last, keeps=keeps,
+                grad_scale=1 / (self._measures.predivide * num_parts), is_first=not window.told, is_last=is_last, keeps=keeps,
                 check=(lambda rows: check_passes(rows[:, 3])) if self._holds_still else None,
             )  # fmt: skip
         check_alike(told[:, 3:], self._mesh.world, partial(self._named_hyper, num_parts))
@@ -844,7 +844,7 @@ class TrainStep:
             rng = state.rng if rng is None else rng
             work = window.work
             return self._updated(
-                state, told_AW5[..., :2], buffers, rng, hook_states, is_sum=window.is_sum, stage=work.stage,
+                state, told_AW5[..., :2], buffers, rng, hook_states, is_sum=window.is_sum, stage=work.transfer,
                 still=work.still_buffers,
             )  # fmt: skip
 

@@ -32,7 +32,7 @@ from fzero.engine.module import HoldsModule
 from fzero.engine.monitor import monitors
 from fzero.engine.optimizer import EngineOptimizer
 from fzero.engine.step_log import CommsLog, StepLog, dtype_of
-from fzero.runtime.eager import passes_of
+from fzero.runtime.autograd_nodes import works_of
 from fzero.state import Metrics, TrainState
 from fzero.step import AccumulationWindow, TrainStep
 
@@ -284,7 +284,7 @@ class Engine(HoldsModule, KeepsFiles):
         """Lets a backward go through forwards of other engines, whose gradients stay as they are."""
         rounds = {id(e._window.work): e for e in live_params.engines() if e is not self and e._window is not None}
         with ExitStack() as stack:
-            for engine in [rounds[id(work)] for work in passes_of(loss) if id(work) in rounds] if rounds else []:
+            for engine in [rounds[id(work)] for work in works_of(loss) if id(work) in rounds] if rounds else []:
                 stack.enter_context(engine._guarded())
                 stack.enter_context(engine.train_step.passing(engine._window, loss, keeps=keeps))
             yield

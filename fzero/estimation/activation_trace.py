@@ -248,7 +248,7 @@ def trace_activations(
 
 
 class _Gate(torch.autograd.Function):
-    """A parameter as a step hands it out (`fzero.runtime.eager._Leaf`): all gradients of a unit come when it has gone
+    """A parameter as a step hands it out (`fzero.runtime.autograd_nodes.ParamLeaf`): all gradients of a unit come when it has gone
     backward."""
 
     @staticmethod

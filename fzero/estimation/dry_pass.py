@@ -14,7 +14,6 @@ from fzero.estimation.unit_events import Part
 from fzero.plans.mesh_axes import sum_order
 from fzero.plans.plan import FlatParamPlan, UnitPlan
 from fzero.plans.unit_scheduler import Event
-from fzero.runtime.eager import may_start_early
 from fzero.storage.shard_io import MOST_LEAVING
 from sharding import Replicated, Sharded
 from sharding.dtypes import itemsize
@@ -109,7 +108,7 @@ class DryPass:
             self._live[unit.name] = self._end_gather(unit.name)
         event = self._next
         is_gather = event is not None and event.kind == "gather" and not self._gathering
-        if event is not None and is_gather and may_start_early(self.plan, unit.name, event.unit):
+        if event is not None and is_gather and self.plan.may_start_early(unit.name, event.unit):
             self._issue(event)
 
     @property

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Literal, NamedTuple
 
 from fzero.estimation.activation_trace import Traced, TraceEvent
 from fzero.graph.timeline import MachineModel
 from fzero.plans.plan import Plan
 from fzero.plans.unit_scheduler import TURN, Event, early
-from fzero.runtime.eager import may_start_early
 from sharding import Sharded
 
 
@@ -110,4 +108,4 @@ def order_of(plan: Plan, parts: Sequence[Part]) -> tuple[Event, ...]:
             reduced.add(part.unit)
     rest = [unit.name for unit in reversed(plan.units) if unit.trainable and unit.name not in reduced]
     backward += [Event("reduce", name) for name in rest]
-    return (*forward, TURN, *early(backward, partial(may_start_early, plan)))
+    return (*forward, TURN, *early(backward, plan.may_start_early))

@@ -60,11 +60,11 @@ from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.optim.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.eager import INSIDE, UNRELATED
 from fzero.runtime.loss import LossFn, LossRules, agreed_buffers, is_agreed, loss_of, mean_of
 from fzero.runtime.metrics import Outcome
 from fzero.runtime.module_binding import with_own_code
 from fzero.runtime.own_params import ParameterError, enter, late, was_changed, wrong_kind
+from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.state import TrainState
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype

@@ -129,6 +129,15 @@ class Plan:
         """Elements of padding in all flat buffers, all ranks together."""
         return sum(buffer.layout.partition.padding for buffer in self.flat_buffers)
 
+    def may_start_early(self, present: str, following: str) -> bool:
+        """Whether the unit `following` may be gathered while `present` is in use."""
+        units = {unit.name: unit for unit in self.units}
+        both = units[present], units[following]
+        # On one shard the model computes with the very memory that a file was read into.
+        staged = sum(b.param_placement.kind == "nvme" for u in both for b in u.buffers) if self.num_shards == 1 else 0
+        has_room = self.streaming.num_staged is None or staged <= self.streaming.num_staged
+        return self.prefetch != 0 and has_room and sum(unit.gathered_numel for unit in both) <= self.max_live
+
     # --- memory ---
 
     @property

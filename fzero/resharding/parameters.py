@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fzero.optim.transforms import leaf_names
 from fzero.plans.plan import FlatParamPlan
-from fzero.runtime.eager import own_shard
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import FileTensor, in_memory
+from fzero.storage.shard_io import own_shard
 from sharding import Partial, Replicated, TensorSpec
 from sharding.views import torch_dtype, unflatten
 

@@ -29,7 +29,6 @@ from fzero.plans.param_groups import UserTransform
 from fzero.plans.placements import SUB_GROUP
 from fzero.resharding.place import place as put
 from fzero.resharding.plan import JobRank, ReshardPlan, ReshardRound, Sources, kept_hook_states, plan_reshard
-from fzero.runtime.eager import own_shard
 from fzero.runtime.offload import QUANTITIES, agree, files_of
 from fzero.runtime.step_spec import MismatchError
 from fzero.runtime.trainability import listed
@@ -38,7 +37,7 @@ from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_store import StoreError
 from fzero.storage.file_tensor import StateFiles, handles_of, in_memory, kept
-from fzero.storage.shard_io import Leaf
+from fzero.storage.shard_io import Leaf, own_shard
 from sharding import Sharded
 from sharding.views import torch_dtype
 

@@ -22,12 +22,11 @@ from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
 from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.plans.plan import Plan
-from fzero.runtime.eager import own_shard
 from fzero.runtime.loss import LossRules, check_rows, mean_of
 from fzero.runtime.offload import Offload
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import Metrics, TrainState
-from fzero.storage.shard_io import BufferPool, ShardTransfer
+from fzero.storage.shard_io import BufferPool, ShardTransfer, own_shard
 
 Named = Callable[[], dict[str, dict[str, str]]]
 """Values as text, by subject and name."""

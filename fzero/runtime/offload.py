@@ -28,13 +28,12 @@ from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.eager import own_shard
 from fzero.state import TrainState
 from fzero.storage.buffer_sizes import updates_on_host
 from fzero.storage.file_store import FileSpec, StoreError
 from fzero.storage.file_tensor import FilePlan, FileTensor, StateFiles, handles_of, renewed
 from fzero.storage.movers import ByName, DeviceMover, Resident
-from fzero.storage.shard_io import MOST_LEAVING, BufferPool, Leaf, ShardTransfer
+from fzero.storage.shard_io import MOST_LEAVING, BufferPool, Leaf, ShardTransfer, own_shard
 from fzero.storage.stream import Mover, Streamed, SubGroup, cut, init_streamed, stream_update, update_streamed
 from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype

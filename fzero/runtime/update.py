@@ -32,10 +32,9 @@ from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochast
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.eager import own_shard
 from fzero.runtime.offload import Offload, Update
 from fzero.state import Metrics, TrainState
-from fzero.storage.shard_io import BufferPool
+from fzero.storage.shard_io import BufferPool, own_shard
 from sharding import Sharded
 from sharding.views import torch_dtype
 

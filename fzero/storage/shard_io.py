@@ -17,15 +17,18 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
-from fzero.storage.file_tensor import FileTensor, kept
+from fzero.plans.flat_params import FlatParamPlan
+from fzero.storage.file_tensor import FileTensor, kept, part_of
 from fzero.storage.host_memory import CHUNK, PAGE, paged
 
 Leaf = Tensor | FileTensor
+AnyLeaf = TypeVar("AnyLeaf", Tensor, Leaf)
 
 MOST_LEAVING = 2
 """Shards of gradients that are written to files while the backward goes on."""
@@ -262,3 +265,13 @@ class ShardTransfer:
 def _version(x: Leaf) -> int:
     """Counts the changes of a tensor in memory; a file is changed by nobody else."""
     return x._version if isinstance(x, Tensor) else 0
+
+
+def own_shard(flat: AnyLeaf, buffer: FlatParamPlan, shard: int) -> AnyLeaf:
+    """The rank's shard (S) of a flat buffer, of which it holds all (P), that shard, or that shard and its neighbours."""
+    numel = buffer.shard_numel
+    if flat.numel() == numel:
+        return flat
+    start = shard % (flat.numel() // numel) * numel
+    own: Any = part_of(flat, start, start + numel)
+    return own  # type: ignore[no-any-return]

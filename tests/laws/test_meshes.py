@@ -20,8 +20,8 @@ from training import ADAMW, Odd, Plain, adamw, config, make, part, tokens, train
 
 import fzero
 from fzero.graph.analysis import is_collective, liveness
-from fzero.runtime import eager
 from fzero.simulation import LockstepRanks, VmapRanks, stacked
+from fzero.storage.shard_io import own_shard
 from sharding import Mesh, Partial, Replicated, Sharded
 
 SQUARE = Mesh.of(node=2, data=2)
@@ -201,9 +201,7 @@ def test_gradients_are_added_up_within_a_node_and_then_over_the_nodes_each_in_ra
     state, _ = simulated(simulated.init(), for_ranks(batch, mesh.size))
     for buffer in simulated.plan.flat_buffers:
         rows, spec = state.grads[buffer.key], Sharded(*simulated.plan.axes)
-        own = {
-            mesh.shard_of(r, spec): eager.own_shard(rows[r], buffer, mesh.shard_of(r, spec)) for r in range(mesh.size)
-        }
+        own = {mesh.shard_of(r, spec): own_shard(rows[r], buffer, mesh.shard_of(r, spec)) for r in range(mesh.size)}
         whole = torch.cat([own[shard] for shard in range(buffer.layout.world_size)])
         for name_ in buffer.layout.names:
             start, stop = buffer.layout.bounds(name_)

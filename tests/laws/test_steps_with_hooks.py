@@ -30,8 +30,8 @@ from fzero.comms.comm_hooks import CommHook
 from fzero.config.config import ConfigError
 from fzero.graph.analysis import analyse, liveness
 from fzero.graph.traffic import sent_in
-from fzero.runtime import eager
 from fzero.simulation import LockstepRanks, stacked
+from fzero.storage.shard_io import own_shard
 from sharding import Mesh, Sharded
 from sharding.views import flatten
 
@@ -348,7 +348,7 @@ def test_the_mean_gradient_is_within_the_bounds_of_what_was_sent(codec: Codec, m
         bound = bound + (mesh.size + 2) * 2**-24 * (torch.stack(flats).double().abs().sum(0) + bound)
         own = {coded.plan.mesh.shard_of(r, Sharded("data")): r for r in range(mesh.size)}
         rows = state.grads[buffer.key]
-        found = torch.cat([eager.own_shard(rows[own[shard]], buffer, shard) for shard in range(size)])
+        found = torch.cat([own_shard(rows[own[shard]], buffer, shard) for shard in range(size)])
         assert ((found.double() - meant).abs() <= bound).all()
 
 

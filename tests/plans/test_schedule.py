@@ -15,7 +15,9 @@ from fzero.plans import Event
 from fzero.plans.plan import FlatParamPlan
 from fzero.plans.stages import STAGES
 from fzero.plans.unit_scheduler import TURN, early
-from fzero.runtime.eager import _KINDS, _serve, _zero_gaps, may_start_early, own_shard
+from fzero.runtime.reductions import zero_gaps
+from fzero.runtime.sequencer import KINDS, serve
+from fzero.storage.shard_io import own_shard
 from sharding import FlatLayout
 from sharding.testing import layouts
 from sharding.views import take_shard, unflatten
@@ -97,7 +99,7 @@ def test_early_asks_about_the_unit_in_use_and_the_one_that_follows() -> None:
 
 # --- who is served -----------------------------------------------------------------------------------------------
 
-GATHER, REDUCE, TURNS = (_KINDS.index(kind) for kind in ("gather", "reduce", "turn"))
+GATHER, REDUCE, TURNS = (KINDS.index(kind) for kind in ("gather", "reduce", "turn"))
 NOTHING = [-1, -1]
 
 
@@ -116,8 +118,8 @@ NOTHING = [-1, -1]
 def test_the_unit_declared_first_is_served_and_in_the_backward_the_last_one(
     rows: list[list[int]], forward: list[int] | None, backward: list[int] | None
 ) -> None:
-    assert _serve(rows, in_forward=True) == _serve(rows[::-1], in_forward=True) == forward
-    assert _serve(rows, in_forward=False) == _serve(rows[::-1], in_forward=False) == backward
+    assert serve(rows, in_forward=True) == serve(rows[::-1], in_forward=True) == forward
+    assert serve(rows, in_forward=False) == serve(rows[::-1], in_forward=False) == backward
 
 
 @st.composite
@@ -157,7 +159,7 @@ def negotiate(wishes: list[list[list[int]]]) -> list[list[int]]:
     events: list[list[int]] = []
     while True:
         rows = [mine[at] if at < len(mine) else NOTHING for mine, at in zip(wishes, places, strict=True)]
-        served = _serve(rows, in_forward=[TURNS, -1] not in events)
+        served = serve(rows, in_forward=[TURNS, -1] not in events)
         if served is None:
             assert places == [len(mine) for mine in wishes]
             return events
@@ -187,7 +189,7 @@ def test_what_no_gradient_was_written_to_is_zeroed_and_the_rest_kept(layout: Fla
     written = data.draw(st.sets(st.sampled_from(layout.names)))
     before = torch.arange(1.0, layout.partition.padded_numel + 1)
     after = before.clone()
-    _zero_gaps(after, buffer_of(layout), written)
+    zero_gaps(after, buffer_of(layout), written)
     assert not after[layout.numel :].any()
     for name, leaf in unflatten(after, layout).items():
         expected = unflatten(before, layout)[name]
@@ -209,8 +211,8 @@ def test_a_gather_may_start_early_while_both_units_fit_into_the_most_live_elemen
     first, second = plan.units[:2]
     both = first.gathered_numel + second.gathered_numel
     for max_live, may in ((both, True), (both - 1, False)):
-        assert may_start_early(replace(plan, max_live=max_live), first.name, second.name) is may
-    assert not may_start_early(replace(plan, prefetch=0), first.name, second.name)
+        assert replace(plan, max_live=max_live).may_start_early(first.name, second.name) is may
+    assert not replace(plan, prefetch=0).may_start_early(first.name, second.name)
 
 
 def test_no_gather_starts_early_with_a_prefetch_bucket_of_zero() -> None:
@@ -221,4 +223,4 @@ def test_no_gather_starts_early_with_a_prefetch_bucket_of_zero() -> None:
     ):
         plan = fzero.plan(make(Odd), config(3, **sizes), world_size=2)
         first, second = plan.units[:2]
-        assert may_start_early(plan, first.name, second.name) is may
+        assert plan.may_start_early(first.name, second.name) is may

@@ -20,7 +20,7 @@ import fzero
 from fzero.comms import collectives
 from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.optim.transforms import Transform
-from fzero.runtime import eager, loss as measure, update as updater
+from fzero.runtime import loss as measure, reductions, update as updater
 from fzero.runtime.metrics import StepMetrics
 from fzero.runtime.update import Updater
 from fzero.step import TrainStep
@@ -73,13 +73,13 @@ def skipping_an_update_on_rank_1() -> Any:
 
 
 def leaking_padding() -> Any:
-    zero = eager._zero_gaps
+    zero = reductions.zero_gaps
 
     def broken(flat_P: Tensor, buffer: Any, written: Any) -> None:
         zero(flat_P, buffer, written)
         flat_P[buffer.layout.numel :].fill_(1e-6)
 
-    return patch.object(eager, "_zero_gaps", broken)
+    return patch.object(reductions, "zero_gaps", broken)
 
 
 def _resharding(change: Callable[[Any, Any, Any], Any]) -> Any:

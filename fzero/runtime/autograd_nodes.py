@@ -1,0 +1,68 @@
+"""The nodes that a forward leaves in autograd's graph, which call its `ForwardBackward` in the backward.
+
+Each parameter is the output of a `ParamLeaf`; all leaves of one visit of a unit hang on one `UnitRoot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class UnitRoot(torch.autograd.Function):
+    """One visit of a unit; its backward runs when every gradient of that visit has been written."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, work: Any, unit: str) -> Tensor:
+        ctx.work, ctx.unit, ctx.index = work, unit, work.forwards.last_index
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+        ctx.work.end_visit(ctx.unit)
+        return ctx.work.anchor.detach(), None, None
+
+
+class ParamLeaf(torch.autograd.Function):
+    """A parameter for the model: a view of a flat buffer, whose gradient goes straight into a flat gradient.
+
+    Without a name the gradient is dropped; the leaf only marks the graph as one of `work`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, view: Tensor, work: Any, name: str) -> Tensor:
+        ctx.work, ctx.name = work, name
+        return view
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.name:
+            ctx.work.add_grad(ctx.name, grads[0])
+        return ctx.work.anchor.detach(), None, None, None
+
+
+# To the model a parameter is a leaf: `module.tied = parameter` asks whether its grad_fn is true.
+ParamLeaf._backward_cls.__bool__ = lambda node: False  # type: ignore[attr-defined]
+root_of: Callable[..., Tensor] = UnitRoot.apply  # type: ignore[assignment]
+leaf_of: Callable[..., Tensor] = ParamLeaf.apply  # type: ignore[assignment]
+
+
+def works_of(loss: Tensor) -> list[Any]:
+    """Every `ForwardBackward` that a loss comes from, in the order of its graph, which is the same on all ranks."""
+    return list({id(node.work): node.work for node in roots_in(loss)}.values())
+
+
+def roots_in(loss: Tensor) -> Iterator[Any]:
+    """The `UnitRoot` nodes in the graph of a loss."""
+    seen: set[Any] = {None}
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            if isinstance(node, UnitRoot._backward_cls):  # type: ignore[attr-defined]
+                yield node
+            nodes += [following for following, _ in node.next_functions]

@@ -1,0 +1,82 @@
+"""The forwards of an accumulation window, by which a backward knows which gradients will come and which order they follow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+from fzero.plans.unit_scheduler import Run
+
+
+@dataclass(slots=True)
+class Forward:
+    """One forward.
+
+    Attributes:
+        run: the name of its order of collectives.
+        still: the trained parameters that require no gradients in it.
+        visits: how often it visited each unit.
+    """
+
+    run: str
+    still: frozenset[str]
+    visits: Counter[str] = field(default_factory=Counter)
+
+
+class Forwards:
+    """The forwards since the last update, and how many backwards went through them."""
+
+    def __init__(self) -> None:
+        self._all: list[Forward] = []
+        self._num_new = 0  # forwards since the last backward
+        self._num_backwards = 0  # since the last forward
+        self._is_kept = False  # whether a backward may go through a graph again
+
+    @property
+    def last(self) -> Forward:
+        return self._all[-1]
+
+    @property
+    def last_index(self) -> int:
+        return len(self._all) - 1
+
+    def begin(self, run: str, still: frozenset[str]) -> bool:
+        """A forward begins; returns whether it is the first since the last backward."""
+        self._all.append(Forward(run, still))
+        self._num_new, self._num_backwards = self._num_new + 1, 0
+        return self._num_new == 1
+
+    def go_back(self, *, keeps: bool) -> None:
+        """A backward of these forwards begins; `keeps` says whether its graph may be gone through again."""
+        self._is_kept |= keeps
+        self._num_new, self._num_backwards = 0, self._num_backwards + 1
+
+    def pass_through(self, *, keeps: bool) -> None:
+        """A backward of other forwards goes through some of these."""
+        self._is_kept |= keeps
+        self._num_backwards += 1  # a unit that the forward left gathered is not there the next time
+
+    @property
+    def last_alone(self) -> dict[int, Counter[str]] | None:
+        """The visits of the last forward, if a backward can only be of that one: the usual case. Else the graph decides."""
+        return {self.last_index: self.last.visits} if self._num_new == 1 and not self._is_kept else None
+
+    def run_of(self, kind: str, forwards: Iterable[int]) -> Run:
+        """The key of the order in which a run of `kind` goes back through some forwards."""
+        of_each: Iterable[tuple[str | int, ...]] = (
+            (self._all[index].run, self.last_index - index) for index in sorted(forwards)
+        )
+        still = [self._all[index].still for index in sorted(forwards) if index >= 0]
+        return (kind, self._num_backwards, *chain.from_iterable(of_each), *(still if any(still) else ()))
+
+    @property
+    def still(self) -> frozenset[str]:
+        """The parameters that required no gradient in any forward."""
+        return frozenset.intersection(*(forward.still for forward in self._all)) if self._all else frozenset()
+
+
+def sum_of(visits: Mapping[int, Counter[str]]) -> Counter[str]:
+    """How often some forwards visited each unit, together."""
+    return sum(visits.values(), Counter())

@@ -1,0 +1,178 @@
+"""The gathered flat buffers of a forward and backward: gathers under way, buffers that are alive, and views that autograd saved.
+
+Autograd must not keep a gathered buffer alive until the backward. So a saved tensor that is a view of one is replaced by a
+`SavedView` (buffer, offset, size, stride), from which the backward makes the view again once it has gathered the buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.comms.collectives import Pending
+from fzero.comms.mesh import RankMesh
+from fzero.comms.records import Label, Phase
+from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
+from fzero.runtime.own_params import address
+from fzero.storage.shard_io import Leaf, ShardTransfer
+from sharding import Replicated, Sharded
+
+
+class SavedView(NamedTuple):
+    """How to make a saved tensor again from its gathered flat buffer."""
+
+    unit: UnitPlan
+    key: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Gather(NamedTuple):
+    """The gather of one flat buffer under way, with the shard that it reads, where it reads one."""
+
+    buffer: FlatParamPlan
+    pending: Pending
+    shard: Tensor | None = None
+
+
+class Gathers:
+    """The gathered flat buffers of one rank.
+
+    Args:
+        plan: the units.
+        mesh: the ranks.
+        params: this rank's flat buffers by key, wherever they live.
+        transfer: loads shards that live in other memory.
+        was_changed: makes the error for a parameter that the model has changed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: RankMesh,
+        params: Mapping[str, Leaf],
+        transfer: ShardTransfer,
+        was_changed: Callable[[str], ValueError],
+    ) -> None:
+        self._plan, self._mesh, self._params, self._transfer, self._was_changed = (
+            plan, mesh, params, transfer, was_changed,
+        )  # fmt: skip
+        self._full = [b for b in plan.flat_buffers if isinstance(b.row.params, Replicated)]
+        self._under_way: dict[str, list[_Gather]] = {}
+        self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
+        self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
+        self._versions = {key: flat._version for key, flat in params.items() if isinstance(flat, Tensor)}
+
+    # --- gathers -------------------------------------------------------------------------------------------------
+
+    def start(self, unit: UnitPlan, phase: Phase) -> None:
+        """Starts the gathers of a unit. *Collective* in stage 3."""
+        self.drop()  # a gather that nobody here waited for served other ranks only
+        self._under_way[unit.name] = [
+            self._start(buffer, phase) for buffer in unit.buffers if isinstance(buffer.row.params, Sharded)
+        ]
+
+    def _start(self, buffer: FlatParamPlan, phase: Phase) -> _Gather:
+        axes, label = self._mesh.axes_of(buffer.row.params), Label("gather", buffer.key, phase)
+        home = self._params[buffer.key]
+        if math.prod(axis.size for axis in axes) == 1:
+            self._transfer.ahead(buffer.key, home)
+            return _Gather(buffer, Pending(label, (), lambda: self._transfer.bring(buffer.key, home)))
+        shard = self._transfer.bring(buffer.key, home)
+        full = self._transfer.scratch.take(buffer.padded_numel, shard.dtype, self._transfer.device)
+        comm_hooks = self._plan.comm_hooks
+        hooks = comm_hooks.gather if buffer.trainable else comm_hooks.frozen
+        return _Gather(buffer, self._mesh.start_all_gather(shard, full, axes, hooks=hooks, label=label), shard)
+
+    def _end(self, unit: str) -> dict[str, Tensor]:
+        """Waits for the gathers of a unit, and gives back the shards that were copies."""
+        flats: dict[str, Tensor] = {}
+        gathers = self._under_way.pop(unit)
+        while gathers:  # emptied, so that nothing here holds the shard that is given back
+            buffer, pending, shard = gathers.pop(0)
+            flats[buffer.key] = pending.wait()
+            del pending
+            if shard is not None:
+                self._give_back(shard, buffer.key)
+        return flats
+
+    def prefetch_shards(self, unit: UnitPlan) -> None:
+        """Starts to load the shards of a unit that is gathered later."""
+        for buffer in unit.buffers:
+            if isinstance(buffer.row.params, Sharded):
+                self._transfer.ahead(buffer.key, self._params[buffer.key])
+
+    def drop(self) -> None:
+        """Waits for the gathers under way and drops their results."""
+        for unit in list(self._under_way):
+            for key, flat in self._end(unit).items():
+                self._give_back(flat, key)
+
+    def abandon(self) -> list[Pending]:
+        """Forgets everything after an error; returns the gathers that were under way."""
+        pending = [gather.pending for gathers in self._under_way.values() for gather in gathers]
+        for held in (self._live, self._by_storage, self._under_way):
+            held.clear()  # type: ignore[attr-defined]
+        return pending
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._under_way)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._transfer.device
+
+    # --- buffers that are alive ----------------------------------------------------------------------------------
+
+    def live(self, unit: UnitPlan, gather: Callable[[], None]) -> dict[str, Tensor]:
+        """The gathered buffers (P) of a unit by key, alive; those of stages that gather nothing are not among them.
+
+        Args:
+            gather: starts the gathers of the unit where these are not under way.
+        """
+        if unit.gathered_numel and unit.name not in self._live:
+            if unit.name not in self._under_way:
+                gather()
+            flats = self._end(unit.name)
+            self._live[unit.name] = flats
+            self._versions |= {key: flat._version for key, flat in flats.items()}
+            for key, flat in flats.items():
+                if flat.numel():  # an empty buffer has no address of its own
+                    self._by_storage[address(flat)] = (unit, key, flat.dtype)
+        return self._live.get(unit.name, {})
+
+    def release_all_but(self, unit: str) -> None:
+        for name in [name for name in self._live if name != unit]:
+            for key, flat in self._live.pop(name).items():
+                self._by_storage.pop(address(flat), None)
+                self._check_unchanged(key, flat)
+                self._give_back(flat, key)
+
+    def check_full(self) -> None:
+        """Raises ValueError where a parameter that this rank holds in full was changed in place."""
+        for buffer in self._full:
+            flat: Any = self._params[buffer.key]
+            self._check_unchanged(buffer.key, flat)
+
+    def _check_unchanged(self, key: str, flat: Tensor) -> None:
+        if flat._version != self._versions[key]:
+            raise self._was_changed(f"of {key!r}")
+
+    def _give_back(self, flat: Tensor, key: str) -> None:
+        if flat is not self._params[key]:
+            self._transfer.scratch.give(flat)
+
+    def as_saved(self, tensor: Tensor) -> SavedView | None:
+        """The tensor as a view of a gathered buffer, if it is one."""
+        if tensor.layout == torch.strided:
+            unit, key, dtype = self._by_storage.get(address(tensor), (None, "", None))
+            if unit is not None and dtype == tensor.dtype:
+                return SavedView(unit, key, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride())
+        return None

@@ -1,0 +1,122 @@
+"""Checks of what a forward does to the parameters that it is given: it must not change them, nor differentiate by a part.
+
+PyTorch counts a change in place. A change through `.data` is found by comparing values before and after, which reads all
+parameters twice; so a step does it in the first forward of each kind, or as `check_params` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from fzero.plans.plan import UnitPlan
+from fzero.runtime.own_params import bits_of, flag_changed, has_hook, partial_grad, was_changed
+
+
+class _Given(NamedTuple):
+    """A parameter as the model was given it."""
+
+    unit: str
+    name: str
+    leaf: Tensor
+    view: Tensor
+    address: int
+    bits: Tensor
+    requires_grad: bool
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it has other values, or the model has given it other memory."""
+        same = self.leaf.data_ptr() == self.address and torch.equal(bits_of(self.view), self.bits)
+        return not same
+
+
+@dataclass(frozen=True, slots=True)
+class _RefusesParts:
+    """A hook on a parameter of one of several visits of its unit: the forward must not differentiate by it."""
+
+    given: GivenParams
+    name: str
+
+    def __call__(self, grad: Tensor) -> None:
+        """Raises ValueError inside the forward, where the gradient is one that the model has asked for."""
+        if self.given.is_open:
+            raise partial_grad(self.name)
+
+
+class GivenParams:
+    """The parameters as one forward was given them.
+
+    Attributes:
+        is_open: whether the forward runs.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._given: list[_Given] | None = None  # None where values are not compared
+        self._first: dict[str, list[tuple[str, ref[Tensor]]]] = {}  # the leaves of each unit's first visit
+
+    def begin(self, *, compares: bool) -> None:
+        """A forward begins, whose parameters are compared with what they were given as, or not."""
+        self.is_open, self._given = True, [] if compares else None
+        self._first.clear()
+
+    def end(self) -> None:
+        """Checks all parameters at the end of the forward; raises as `check` does."""
+        self.check(None)
+        self.is_open = False
+
+    def add(self, unit: str, views: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
+        """Remembers the parameters of a unit: views of its flat buffer, and the tensors that the model gets for them."""
+        if self._given is not None and self.is_open:
+            self._given += [
+                _Given(unit, n, leaves[n], view, view.data_ptr(), bits_of(view), leaves[n].requires_grad)
+                for n, view in views.items()
+            ]
+
+    def refuse_parts(self, unit: str, leaves: Mapping[str, Tensor], *, is_first: bool) -> None:
+        """From the second visit of a unit on, refuses gradients by one of its parameters inside the forward.
+
+        Such a gradient would be that of one visit alone.
+
+        Args:
+            leaves: those of this visit that require gradients.
+            is_first: whether this is the first visit in this forward.
+        """
+        if is_first:
+            self._first[unit] = [(name, ref(leaf)) for name, leaf in leaves.items()]
+            return
+        first = ((name, leaf()) for name, leaf in self._first.pop(unit, ()))
+        still_there = ((name, leaf) for name, leaf in first if leaf is not None)  # held by the model
+        for name, leaf in (*leaves.items(), *still_there):
+            leaf.register_hook(_RefusesParts(self, name))  # type: ignore[no-untyped-call]
+
+    def check(self, unit: UnitPlan | None) -> None:
+        """Compares the parameters of a unit that the forward leaves; None is all of them, at the end of the forward.
+
+        Raises:
+            ValueError: a parameter has other values, another flag or a hook.
+        """
+        if not self._given:
+            return
+        name = "" if unit is None else unit.name
+        for given in self._given:
+            if given.leaf.requires_grad is not given.requires_grad:
+                raise flag_changed(given.name)
+            if any(not isinstance(hook, _RefusesParts) for hook in (given.leaf._backward_hooks or {}).values()):
+                raise has_hook(given.name)
+        if unit is None or unit.gathered_numel:
+            if any(given.is_changed for given in self._given if unit is None or given.unit == name):
+                raise self.was_changed("of the model")
+            self._given = None if unit is None else [given for given in self._given if given.unit != name]
+
+    def was_changed(self, where: str) -> ValueError:
+        """The error for a parameter that a forward has changed, with its name where that is known."""
+        names = [given.name for given in self._given or () if given.is_changed]
+        self._given = None
+        return was_changed(names[0] if names else None, where)

@@ -1,0 +1,261 @@
+"""The gradients of a backward: each is written into its unit's flat gradient, which is reduced when it is complete.
+
+A unit's flat gradient (P) is collected where it will stay, if this rank keeps all of it, and in scratch memory otherwise. The
+reductions under way are bounded (`Plan.max_reducing`), so that stage 2 never holds all full gradients.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.comms.collectives import Pending
+from fzero.comms.comm_hooks import Sending
+from fzero.comms.mesh import RankMesh, States
+from fzero.comms.records import Label, Phase
+from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
+from fzero.plans.unit_scheduler import ScheduleError
+from fzero.storage.shard_io import Leaf, ShardTransfer, own_shard
+from sharding import Replicated
+from sharding.views import torch_dtype
+
+
+@dataclass(slots=True)
+class _Filling:
+    """The flat gradients of a unit while they fill: the buffers (P each), and the parameters that have been written."""
+
+    flats: dict[str, Tensor] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+
+
+class _Reduction(NamedTuple):
+    """A unit's reduce-scatters under way, with the full gradients that they read."""
+
+    numel: int
+    reads: _Filling
+    started: list[tuple[FlatParamPlan, Sending, bool]]
+
+
+class Reductions:
+    """The gradients of one rank between two updates.
+
+    Args:
+        plan: the units.
+        mesh: the ranks.
+        grads: where the mean gradients go, by key: full (P) in stages 0 and 1, this rank's shards (S) otherwise.
+        transfer: loads and writes gradients that live in other memory.
+        hook_states: the states of the comm hooks, by flat buffer and axis.
+
+    Attributes:
+        hook_states: those states after the reductions so far.
+        has_come: whether the present backward has brought a gradient.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: RankMesh,
+        grads: Mapping[str, Leaf],
+        transfer: ShardTransfer,
+        hook_states: Mapping[str, States],
+    ) -> None:
+        self._plan, self._mesh, self._grads, self._transfer = plan, mesh, grads, transfer
+        self.hook_states, self.has_come = dict(hook_states), False
+        self._grad_scale = 1.0  # by which gradients are multiplied before they are added up
+        self._is_first, self._is_last = True, True
+        self._is_done = False  # whether a backward was the last one
+        self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # by unit
+        self._in_flight: deque[_Reduction] = deque()
+        self._held: set[str] = set()  # keys of full gradients that hold something, to which the next is added
+        self._reduced: set[str] = set()  # keys of gradients that have been reduced in this backward, or for good
+
+    def begin(self, *, grad_scale: float, is_first: bool, is_last: bool) -> None:
+        """A backward begins.
+
+        Args:
+            grad_scale: factor of the gradients.
+            is_first: whether `grads` holds nothing yet.
+            is_last: before the last backward, gradients that stay full on every rank are not reduced.
+        """
+        self.has_come, self._grad_scale, self._is_first = False, grad_scale, is_first
+        self._is_last = is_last or (self._is_done and not is_first)
+        if is_first or not self._is_done:
+            self._reduced.clear()
+        self._held = set() if is_first else {b.key for b in self._plan.flat_buffers if b.trainable}
+
+    def has_grads(self, unit: str) -> bool:
+        """Whether a unit has gradients whose reduction has not started."""
+        return unit in self._filling
+
+    def finish(self) -> None:
+        """Waits for all reductions of this backward.
+
+        Raises:
+            ScheduleError: gradients came after the reduction of their unit.
+        """
+        if self._filling:
+            raise ScheduleError(
+                f"gradients of unit {next(iter(self._filling))!r} came after its reduction, which they did not do in the "
+                f"first step; pass schedule='negotiated'"
+            )
+        while self._in_flight:
+            self._end_oldest()
+        self._is_done = self._is_last
+
+    def abandon(self) -> list[Pending]:
+        """Forgets everything after an error; returns the reductions that were under way."""
+        pending = [sending.pending for reduction in self._in_flight for _, sending, _ in reduction.started]
+        self._filling.clear()
+        self._in_flight.clear()
+        return pending
+
+    # --- collecting ----------------------------------------------------------------------------------------------
+
+    def add(self, name: str, grad: Tensor, unit: str, buffer: FlatParamPlan) -> None:
+        """Adds the gradient of a parameter to the flat gradient of its unit."""
+        self.has_come = True
+        grad = grad.to_dense() if grad.layout != torch.strided else grad
+        filling = self._filling[unit]
+        start, stop = buffer.layout.bounds(name)
+        target = self._flat_grad(filling, buffer)[start:stop].view(grad.shape)
+        grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
+        if name in filling.written:  # in fp32, for the kernel rounds its factor to the tensors' dtype
+            wide = torch.promote_types(target.dtype, torch.float32)
+            torch.add(target.to(wide), grad.to(wide), alpha=self._grad_scale, out=target)
+        elif self._grad_scale == 1:
+            target.copy_(grad)
+        else:  # scaling here costs no further read of the memory
+            torch.mul(grad, self._grad_scale, out=target)
+        filling.written.add(name)
+
+    def _flat_grad(self, filling: _Filling, buffer: FlatParamPlan) -> Tensor:
+        """The buffer in which the unreduced gradient is collected (P).
+
+        That is its home, if all of it stays on this rank and either it is sent in the dtype of its home or waits for more
+        micro-steps; a home in other memory is loaded first.
+        """
+        if buffer.key not in filling.flats:
+            home = self._grads[buffer.key]
+            is_kept = self._is_full(buffer) and buffer.key not in self._reduced
+            reduce_dtype = self._reduce_dtype(buffer)
+            is_kept &= home.dtype == reduce_dtype or not (self._is_first and self._is_last)
+            is_held = is_kept and buffer.key in self._held
+            if is_held or (is_kept and self._is_here(buffer)):
+                filling.flats[buffer.key] = self._transfer.bring(f"{buffer.key}/grads", home)
+            else:
+                dtype = home.dtype if is_kept else reduce_dtype
+                scratch, device = self._transfer.scratch, self._transfer.device
+                filling.flats[buffer.key] = scratch.take(buffer.padded_numel, dtype, device)
+            if is_held:
+                filling.written.update(buffer.layout.names)
+        return filling.flats[buffer.key]
+
+    # --- reducing ------------------------------------------------------------------------------------------------
+
+    def start(self, unit: UnitPlan, phase: Phase) -> None:
+        """Starts the reductions of a unit, with zeros for what was not written. *Collective:* every rank."""
+        numel = sum(buffer.padded_numel for buffer in unit.buffers if buffer.trainable)
+        while self._in_flight and sum(r.numel for r in self._in_flight) + numel > self._plan.max_reducing:
+            self._end_oldest()
+        while any(b.key in self.hook_states and b in unit.buffers for r in self._in_flight for b, _, _ in r.started):
+            self._end_oldest()  # the next reduction needs the state of its comm hook
+        filling = self._filling.pop(unit.name, _Filling())
+        started = []
+        for buffer in unit.buffers:
+            if buffer.trainable:
+                flat_P = self._flat_grad(filling, buffer)
+                zero_gaps(flat_P, buffer, filling.written)
+                if not self._is_last and self._is_full(buffer):
+                    self._held.add(buffer.key)
+                    if not self._is_here(buffer):
+                        self._transfer.put(f"{buffer.key}/grads", self._grads[buffer.key], flat_P, adds=False)
+                        self._give_back(filling.flats.pop(buffer.key), buffer.key)
+                    continue
+                started.append((buffer, self._reduce(flat_P, buffer, phase), self._adds(buffer)))
+                self._reduced.add(buffer.key)
+        if started:
+            self._in_flight.append(_Reduction(numel, filling, started))
+        if not all(self._is_here(buffer) for buffer, _, _ in started):
+            # A gradient with a home in other memory is written there while the next unit's backward runs.
+            while len(self._in_flight) > (self._mesh.world.size > 1):
+                self._end_oldest()
+
+    def _reduce(self, flat_P: Tensor, buffer: FlatParamPlan, phase: Phase) -> Sending:
+        """Starts to add up the gradients of all ranks: the full one (P) in stage 0, this rank's shard (S) otherwise."""
+        hooks, states = self._plan.comm_hooks.reduce, self.hook_states.get(buffer.key, {})
+        label = Label("reduce", buffer.key, phase)
+        flat_P = flat_P.to(self._reduce_dtype(buffer))
+        if isinstance(buffer.row.grads, Replicated):
+            return self._mesh.start_all_reduce(flat_P, hooks=hooks, states=states, label=label)
+        own_S, is_held = self._own(buffer), self._is_held(buffer)
+        is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype or not self._is_here(buffer)
+        held: Any = own_S
+        if is_held and not self._is_here(buffer):
+            held = self._transfer.bring(f"{buffer.key}/grads", own_S)
+        return self._mesh.start_reduce_scatter(
+            flat_P, out_S=None if is_new else held, sum_replicas="now" if self._is_last else "later",
+            held_S=held if is_held else None, hooks=hooks, states=states, label=label,
+        )  # fmt: skip
+
+    def _end_oldest(self) -> None:
+        """Waits for the oldest reduction, and writes what it gave."""
+        _, reads, started = self._in_flight.popleft()
+        while started:  # emptied, so that nothing here holds the gradients that are given back
+            buffer, sending, is_late = started.pop(0)
+            mean, states = sending.wait()
+            if buffer.key in self.hook_states:
+                self.hook_states[buffer.key] = states
+            kept = self._grads[buffer.key] if mean.numel() == buffer.padded_numel else self._own(buffer)
+            measures = self._is_last and kept.numel() == buffer.shard_numel
+            self._transfer.put(f"{buffer.key}/grads", kept, mean, adds=is_late, measures=measures)
+        del sending, mean, kept
+        for key, flat_P in reads.flats.items():
+            self._give_back(flat_P, key)
+
+    # --- rules of a flat buffer's gradient -----------------------------------------------------------------------
+
+    def _reduce_dtype(self, buffer: FlatParamPlan) -> torch.dtype:
+        """The dtype in which gradients are sent; on a single rank, that in which they are kept."""
+        return torch_dtype(buffer.dtypes.reduce if self._mesh.world.size > 1 else buffer.dtypes.grad)
+
+    def _adds(self, buffer: FlatParamPlan) -> bool:
+        """Whether a reduction is added to an earlier one, of this micro-step or another."""
+        if buffer.key in self._reduced:
+            return True
+        return not (self._is_first or self._is_full(buffer) or self._is_held(buffer))
+
+    def _is_held(self, buffer: FlatParamPlan) -> bool:
+        """Whether the shard of earlier micro-steps joins this reduction, before it crosses the replicate axes once for all."""
+        is_kept = bool(self._mesh.replicate_axes) and not (self._is_first or self._is_full(buffer))
+        return is_kept and self._is_last and buffer.key not in self._reduced
+
+    def _is_full(self, buffer: FlatParamPlan) -> bool:
+        """Whether this rank keeps the full gradient."""
+        return self._grads[buffer.key].numel() == buffer.padded_numel
+
+    def _is_here(self, buffer: FlatParamPlan) -> bool:
+        """Whether the gradient's home is on the device."""
+        home = self._grads[buffer.key]
+        return isinstance(home, Tensor) and home.device == self._transfer.device
+
+    def _own(self, buffer: FlatParamPlan) -> Leaf:
+        """This rank's shard (S) of the mean gradient."""
+        return own_shard(self._grads[buffer.key], buffer, self._mesh.shard)
+
+    def _give_back(self, flat: Tensor, key: str) -> None:
+        if flat is not self._grads[key]:
+            self._transfer.scratch.give(flat)
+
+
+def zero_gaps(flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:
+    """Zeros the padding and the gradients of parameters that got none."""
+    for name in buffer.layout.names:
+        if name not in written:
+            start, stop = buffer.layout.bounds(name)
+            flat_P[start:stop].zero_()
+    flat_P[buffer.layout.numel :].zero_()
