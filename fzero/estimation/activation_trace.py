@@ -248,8 +248,10 @@ def trace_activations(
 
 
 class _Gate(torch.autograd.Function):
-    """A parameter as a step hands it out (`fzero.runtime.autograd_nodes.ParamLeaf`): all gradients of a unit come when it has gone
-    backward."""
+    """A parameter as a step hands it out (`fzero.runtime.autograd_nodes.ParamLeaf`).
+
+    All gradients of a unit come when it has gone backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, param: Tensor, alive: ActivationCounter, name: str) -> Tensor:

@@ -85,8 +85,8 @@ class ForwardBackward:
 
     Attributes:
         forwards: the forwards so far.
-        anchor: a tensor on which every `UnitRoot` hangs, on the device of the parameters, so that autograd runs every `UnitRoot` and
-            `ParamLeaf` on one thread.
+        anchor: a tensor on which every `UnitRoot` hangs. It is on the device of the parameters, so that autograd runs every
+            `UnitRoot` and `ParamLeaf` on one thread.
     """
 
     def __init__(
