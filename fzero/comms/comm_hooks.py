@@ -29,13 +29,16 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.comms import collectives
+from fzero.comms.axes import Bound, Sim
 from fzero.comms.codecs import Codec
-from fzero.comms.collectives import GATHER, OTHER, REDUCE, Bound, Pending, Sim
+from fzero.comms.collectives import GATHER, OTHER, REDUCE
+from fzero.comms.pending import Pending
 from fzero.comms.records import Label
+from fzero.comms.traced import in_order
 
 State = Any
 Axis = Any
-"""A `fzero.comms.collectives.Axis`; in a captured step what stands for one (`fzero.comms.mesh_in_graph.AxisInGraph`)."""
+"""A `fzero.comms.axes.Axis`; in a captured step what stands for one (`fzero.comms.mesh_in_graph.AxisInGraph`)."""
 
 
 class Sending(NamedTuple):
@@ -107,7 +110,7 @@ def _start_exact_reduce_scatter(
     label: Label = REDUCE,
 ) -> Sending:
     if isinstance(axis, Sim):
-        return completed(collectives.in_order(collectives.all_to_all(_rows(full, axis), axis).unbind(-2)), state)
+        return completed(in_order(collectives.all_to_all(_rows(full, axis), axis).unbind(-2)), state)
     pending = collectives.start_reduce_scatter(full.contiguous(), axis, out_S=out_S, after=after, label=label)
     return Sending(pending, lambda: state)
 
@@ -160,7 +163,7 @@ def compressed(codec: Codec) -> CommHook:
 
         def finish() -> Tensor:
             wide = torch.promote_types(full.dtype, torch.float32)
-            total = collectives.in_order(codec.decode(pending.finish(), shard_numel, wide).unbind(-2))
+            total = in_order(codec.decode(pending.finish(), shard_numel, wide).unbind(-2))
             return total.to(full.dtype) if out_S is None else out_S.copy_(total)
 
         return Sending(Pending(label, pending.works, finish), lambda: state)

@@ -17,8 +17,11 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.collectives import DATA, GATHER, OTHER, REDUCE, WORLD, Bound, Pending
+from fzero.comms.axes import DATA, WORLD, Bound, observed
+from fzero.comms.collectives import GATHER, OTHER, REDUCE
 from fzero.comms.comm_hooks import CommHook, Sending, State
+from fzero.comms.pending import Pending
+from fzero.comms.process_group import along
 from fzero.comms.records import CommRecord, Label
 from sharding import Mesh, Sharded, Spec
 
@@ -70,7 +73,7 @@ class RankMesh:
             world = replace(world, name=plan.axes[0])
             return cls(world, (world,), (), shard)
         axes, replicate_axes = (
-            tuple(collectives.along(world, mesh, name) for name in names) for names in (plan.axes, plan.replicate_axes)
+            tuple(along(world, mesh, name) for name in names) for names in (plan.axes, plan.replicate_axes)
         )
         return cls(replace(world, name=WORLD), axes, replicate_axes, shard)
 
@@ -82,9 +85,9 @@ class RankMesh:
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same ranks, whose collectives are told to `observe`, too."""
         axes, replicate_axes = (
-            tuple(collectives.observed(axis, observe) for axis in own) for own in (self.axes, self.replicate_axes)
+            tuple(observed(axis, observe) for axis in own) for own in (self.axes, self.replicate_axes)
         )
-        return replace(self, world=collectives.observed(self.world, observe), axes=axes, replicate_axes=replicate_axes)
+        return replace(self, world=observed(self.world, observe), axes=axes, replicate_axes=replicate_axes)
 
     def axes_of(self, spec: Spec) -> tuple[Bound, ...]:
         """Those that the spec of a part of the state names: the first ones of `axes`."""

@@ -19,10 +19,12 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comms.collectives import WORLD, AbstractAxis, ProcessAxis, TracedAxis, along
+from fzero.comms.axes import WORLD, AbstractAxis, ProcessAxis
 from fzero.comms.comm_hooks import CommHook
 from fzero.comms.mesh import Division, stack_along
+from fzero.comms.process_group import along
 from fzero.comms.stacked import Stacked, StackedAxis
+from fzero.comms.traced import TracedAxis
 
 T = TypeVar("T")
 

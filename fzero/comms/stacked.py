@@ -20,7 +20,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.comms.collectives import WORLD, in_order
+from fzero.comms.axes import WORLD
+from fzero.comms.traced import in_order
 from sharding import Mesh
 
 T = TypeVar("T")
@@ -129,7 +130,7 @@ def over_ranks(x: Tensor, name: str, size: int, stride: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StackedAxis:
-    """The collectives along one axis for all ranks at once, as `fzero.comms.collectives.InGraph` has them for one.
+    """The collectives along one axis for all ranks at once, as `fzero.comms.traced.TracedAxis` has them for one.
 
     Args:
         size: ranks along it.

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fzero.comms.collectives import WORLD
+from fzero.comms.axes import WORLD
 from fzero.estimation.ledger import MemoryLedger
 from fzero.graph.timeline import Lane
 from fzero.plans.plan import FlatParamPlan

@@ -46,10 +46,12 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fzero.comms.collectives import AbstractAxis, ProcessAxis, TracedAxis, collective_that_raised, failed
+from fzero.comms.axes import AbstractAxis, ProcessAxis
+from fzero.comms.failures import failed
 from fzero.comms.mesh_in_graph import Through, TracedMesh
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
+from fzero.comms.traced import TracedAxis, collective_that_raised
 from fzero.graph.analysis import name_units
 from fzero.graph.backends import Backend as TorchBackend, GraphOnly, aot_eager, graph_only, inductor
 from fzero.graph.remat import BACKWARD, RematError, rematerialise

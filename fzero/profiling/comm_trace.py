@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fzero.common.text_tables import as_text
-from fzero.comms.collectives import AbstractAxis
+from fzero.comms.axes import AbstractAxis
 from fzero.comms.records import PURPOSES, CommRecord, Phase, Purpose
 from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import Plan

@@ -38,9 +38,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fzero.common.profiler_ranges import is_recording, profiler_range
 from fzero.comms import collectives
-from fzero.comms.collectives import Pending
 from fzero.comms.comm_hooks import Sending
 from fzero.comms.mesh import RankMesh, States
+from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label, Phase
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.plans.unit_scheduler import TURN, Event, Orders, Run, ScheduleError, early, is_whole
@@ -359,7 +359,7 @@ class ForwardBackward:
         """Follows the order of what runs, or learns it; after an error the pass is over."""
         if self.is_over:
             raise RuntimeError(_OVER)
-        collectives.settle()
+        settle()
         known = None if self._orders is None else self._orders.learned.get(run)
         self._run, self._begun, self._is_open = run, len(self.executed), True
         self._num_modes = _len_torch_dispatch_stack()
@@ -384,7 +384,7 @@ class ForwardBackward:
         self._end_stay()
         gathers = [gather.pending for started in self._gathering.values() for gather in started]
         reductions = [sending.pending for reduction in self._in_flight for _, sending, _ in reduction.started]
-        collectives.abandon(gathers + reductions + ([self._rows] if self._rows else []))
+        abandon(gathers + reductions + ([self._rows] if self._rows else []))
         for held in (self._leaves, self._live, self._filling, self._by_storage, self._gathering, self._in_flight):
             held.clear()  # type: ignore[attr-defined]
         self.close()

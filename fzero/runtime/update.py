@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
-from fzero.comms.collectives import Pending
 from fzero.comms.mesh import RankMesh
+from fzero.comms.pending import Pending
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizers import Optimizer, TorchOptimizer
