@@ -17,16 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fzero.optim.transforms import (
-    SHORT_TRIAL,
-    TRIALS,
-    Leaf,
-    Transform,
-    check_trials,
-    no_steps,
-    step_spec,
-    trial_tensors,
-)
+from fzero.optim.elementwise import SHORT_TRIAL, TRIALS, check_trials, trial_tensors
+from fzero.optim.transforms import Leaf, Transform, no_steps, step_spec
 from sharding import TensorSpec
 from sharding.views import dtype_name
 
