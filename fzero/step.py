@@ -995,7 +995,7 @@ class TrainStep:
             for module, mode in modes:
                 module.training = mode
         row = loss_row(loss, weight, self._num_passes)
-        told = collectives.stack(row, self._mesh.world, label=Label("told", phase="turn"))
+        told = collectives.stack(row, self._mesh.world, label=Label("loss_stats", phase="turn"))
         check_passes(told[:, 2])
         check_rows(told[:, :2], is_sum=weight is not None)
         return mean_of(told[:, :2], is_sum=weight is not None)[0].float()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Purpose = Literal[
-    "gather", "reduce", "join", "told", "norm", "optimizer", "momentum", "buffers", "agree", "negotiate", "overflow",
+    "gather", "reduce", "all_gather_params", "loss_stats", "norm", "optimizer", "momentum", "buffers", "agree", "negotiate", "overflow",
     "init", "compare", "reshard", "files", "save", "other",
 ]  # fmt: skip
 Phase = Literal["", "forward", "turn", "backward", "update"]
@@ -18,8 +18,8 @@ Phase = Literal["", "forward", "turn", "backward", "update"]
 PURPOSES: dict[Purpose, str] = {
     "gather": "gather",
     "reduce": "reduce",
-    "join": "join",
-    "told": "losses of all ranks",
+    "all_gather_params": "all-gather of parameters",
+    "loss_stats": "losses of all ranks",
     "norm": "gradient norm",
     "optimizer": "sums of the optimizer",
     "momentum": "join momentum",

@@ -813,7 +813,7 @@ class CompiledStep:
 
     def _told(self, row: Tensor) -> Tensor:
         """What every rank tells, in rank order (W, 4)."""
-        with labelled("told"):
+        with labelled("loss_stats"):
             return self._graph.stack(row)
 
     def _share(self, is_sum: bool) -> float:
@@ -880,7 +880,7 @@ class CompiledStep:
         kept, out = (master[flat.key], share) if flat.has_master else (share, None)
         self._ranks.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, place)
         if flat.joins:
-            with labelled("join", flat.key):
+            with labelled("all_gather_params", flat.key):
                 joined = self._graph.all_gather(share, self._graph.axes[flat.num_param_axes :])
             param.copy_(joined)
 

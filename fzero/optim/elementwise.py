@@ -78,7 +78,8 @@ def check_trials(transform: Transform, trials: Sequence[Trial], *, name: str) ->
         if differs:
             raise ValueError(
                 f"{name}: must be elementwise, and two halves of {half} elements updated one by one differ from the full "
-                f"update in {differs}; a shard does not know the elements of other ranks, so use a transform that takes `contents`"
+                f"update in {differs}; a shard does not know the elements of other ranks, so use a transform that takes "
+                f"`contents`"
             )
 
 

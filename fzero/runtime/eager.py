@@ -321,7 +321,7 @@ class ForwardBackward:
             self._held = set() if is_first else {b.key for b in self.plan.flat_buffers if b.trainable}
             self._is_kept |= keeps
             self._num_forwards, self._num_backwards = 0, self._num_backwards + 1
-            self._rows = collectives.start_stack(row, self.mesh.world, label=Label("told", phase="turn"))
+            self._rows = collectives.start_stack(row, self.mesh.world, label=Label("loss_stats", phase="turn"))
             told = None
             if check is not None:
                 told, self._rows = self._rows.wait(), None

@@ -160,7 +160,10 @@ class Updater:
             master = state.master.get(buffer.key, share)
             numbers = numbers_on(self.offload.runs_on(buffer))
             at = self._transforms_of(buffer, hyper, *numbers, share if buffer.has_master else None)
-            axes, label = mesh.axes[len(mesh.axes_of(buffer.row.params)) :], Label("join", buffer.key, "update")
+            axes, label = (
+                mesh.axes[len(mesh.axes_of(buffer.row.params)) :],
+                Label("all_gather_params", buffer.key, "update"),
+            )
             join = partial(mesh.start_all_gather, axes=axes, label=label)
             update = Update(buffer, grad, master, state.optimizer[buffer.key], at, share, join)
             (away if self.offload.is_away(buffer) else here).append(update)

@@ -86,7 +86,7 @@ class NoReading(TorchDispatchMode):
 def test_neither_the_machine_nor_a_skipped_update_is_read_by_the_host(name: str) -> None:
     rules = LossScaling(initial=4.0, dynamic=True)
     state, overflow = rules.init(), torch.tensor(True)
-    param, transform = torch.ones(64), getattr(fzero, name)(0.1)
+    param, transform = torch.ones(64), getattr(fzero.optim, name)(0.1)
     optimizer = transform.init(param)
     with NoReading():
         rules.update(state, overflow), rules.is_exhausted(state, overflow)
