@@ -32,7 +32,7 @@ from fzero.comms.watchdog import HERE
 from sharding import reference
 
 GATHER, REDUCE, OTHER = Label("gather"), Label("reduce"), Label("other")
-"""The labels of collectives that are given none."""
+"""The labels of collectives that are called without one."""
 _STARTER = ThreadPoolExecutor(1, thread_name_prefix=SENDER)
 
 # torch 2.13 renamed these two.
@@ -60,19 +60,19 @@ def next_step(axis: Bound) -> None:
 def start_all_gather(
     shard_S: Tensor, full_P: Tensor, axis: Bound, *, after: Pending | None = None, label: Label = GATHER
 ) -> Pending:
-    """Starts to fill `full_P` with the shards of all ranks, in rank order. `shard_S` may be a slice of `full_P`.
+    """Starts to write the shards of all ranks into `full_P`, in rank order. `shard_S` may be a slice of `full_P`.
 
     *Collective:* every rank of `axis`; each sends `(W-1)/W · P` elements.
 
     Args:
-        after: the collective that writes `shard_S`; it is ended first, without holding up the caller.
+        after: the collective that writes `shard_S`; this one waits for it, and the caller does not.
     """
     if axis.size == 1:
         is_there = shard_S.data_ptr() == full_P.data_ptr()
-        return _nothing(label, lambda: full_P if is_there else full_P.copy_(shard_S), after)
-    _tell(axis, "all_gather", label, shard_S.numel() * (axis.size - 1), shard_S)
+        return _without_sending(label, lambda: full_P if is_there else full_P.copy_(shard_S), after)
+    _report(axis, "all_gather", label, shard_S.numel() * (axis.size - 1), shard_S)
     if full_P.numel() == 0:
-        return _nothing(label, lambda: full_P, after)
+        return _without_sending(label, lambda: full_P, after)
     if isinstance(axis, ProcessAxis) and full_P.is_cuda:
         return Pending(label, _start(label, _all_gather, full_P, shard_S, axis=axis, after=after), lambda: full_P)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
@@ -96,21 +96,23 @@ def start_reduce_scatter(
 
     Args:
         full_P: this rank's summand; must not change until the end. With one rank it is the result.
-        out_S: takes the result; may be this rank's slice of `full_P`. None makes a new tensor.
-        after: the collective that writes `full_P`; it is ended first, without holding up the caller.
+        out_S: the result is written here; may be this rank's slice of `full_P`. None makes a new tensor.
+        after: the collective that writes `full_P`; this one waits for it, and the caller does not.
     """
     if axis.size == 1:
-        return _nothing(label, lambda: full_P if out_S is None or out_S is full_P else out_S.copy_(full_P), after)
+        return _without_sending(
+            label, lambda: full_P if out_S is None or out_S is full_P else out_S.copy_(full_P), after
+        )
     shard_numel = full_P.numel() // axis.size
     sum_S = full_P.new_empty(shard_numel) if out_S is None else out_S
-    _tell(axis, "reduce_scatter", label, shard_numel * (axis.size - 1), full_P)
+    _report(axis, "reduce_scatter", label, shard_numel * (axis.size - 1), full_P)
     if full_P.numel() == 0:
-        return _nothing(label, lambda: sum_S, after)
+        return _without_sending(label, lambda: sum_S, after)
     if isinstance(axis, ProcessAxis) and full_P.is_cuda:
         return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis=axis, after=after), lambda: sum_S)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
-    # The result's own memory takes the first arrival, unless the memory is a summand.
+    # The first shard that arrives is written into the result's own memory, unless that is a summand.
     is_summand = sum_S.data_ptr() == full_WS[axis.rank].data_ptr()
     buffers = [*([] if is_summand else [sum_S]), *full_P.new_empty(len(others) - (not is_summand), shard_numel)]
     received = dict(zip(others, buffers, strict=True))
@@ -128,20 +130,20 @@ def start_reduce_scatter(
 
 
 def start_all_to_all(rows_WN: Tensor, axis: Bound, *, after: Pending | None = None, label: Label = REDUCE) -> Pending:
-    """Starts to send row r to rank r, for every r; the result (W, N) has the rows that came, in rank order.
+    """Starts to send row r to rank r, for every r; the result (W, N) holds the rows that arrive, in rank order.
 
     *Collective:* every rank of `axis`; each sends `(W-1) · N` elements.
 
     Args:
         rows_WN: contiguous; must not change until the end. With one rank it is the result.
-        after: the collective that writes `rows_WN`; it is ended first, without holding up the caller.
+        after: the collective that writes `rows_WN`; this one waits for it, and the caller does not.
     """
     if axis.size == 1:
-        return _nothing(label, lambda: rows_WN, after)
-    _tell(axis, "all_to_all", label, rows_WN[0].numel() * (axis.size - 1), rows_WN)
+        return _without_sending(label, lambda: rows_WN, after)
+    _report(axis, "all_to_all", label, rows_WN[0].numel() * (axis.size - 1), rows_WN)
     arrived_WN = torch.empty_like(rows_WN)
     if rows_WN.numel() == 0:
-        return _nothing(label, lambda: arrived_WN, after)
+        return _without_sending(label, lambda: arrived_WN, after)
     if isinstance(axis, ProcessAxis) and rows_WN.is_cuda:
         started = _start(label, dist.all_to_all_single, arrived_WN, rows_WN, axis=axis, after=after)
         return Pending(label, started, lambda: arrived_WN)
@@ -166,25 +168,25 @@ def start_all_reduce(
 ) -> Pending:
     """Starts to sum `full_P` over the ranks, in rank order and in place.
 
-    *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements, and over the axes in `then` what an all-reduce
-    of P/W elements sends.
+    *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements, and over the axes in `then` as much as an
+    all-reduce of P/W elements.
 
     Args:
-        then: replicate axes to sum over: between the reduce-scatter and the all-gather that an all-reduce is made of.
-        after: the collective that writes `full_P`; it is ended first, without holding up the caller.
+        then: replicate axes to sum over, between the two halves of an all-reduce: reduce-scatter and all-gather.
+        after: the collective that writes `full_P`; this one waits for it, and the caller does not.
     """
-    _tell(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)
+    _report(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)
     is_at_once = after is None or full_P.is_cuda
     if isinstance(axis, ProcessAxis) and axis.size == 2 and full_P.numel() and not then and is_at_once:
-        # Two summands have one order: the same bits. gloo tells collectives of a group by their number, so that one which a
-        # thread of its own started later could meet another one on the other rank.
+        # Two summands have only one order, and so the same bits. gloo pairs the collectives of a group by their number. If a
+        # thread of its own started this one later, it could be paired with another one on the other rank.
         return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis, after=after), lambda: full_P)
     silent = replace(axis, observe=None)
     shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
     reduction = start_reduce_scatter(full_P, silent, out_S=shard_S, after=after, label=label)
     if then:
         reduction = start_all_reduce(shard_S, then[0], then=then[1:], after=reduction, label=label)
-    is_in_order = full_P.is_cuda and not then  # as one communicator runs them
+    is_in_order = full_P.is_cuda and not then  # one communicator runs its collectives in order
     return start_all_gather(shard_S, full_P, silent, after=None if is_in_order else reduction, label=label)
 
 
@@ -193,7 +195,7 @@ def start_stack(x: Tensor, axis: Bound, *, label: Label = OTHER) -> Pending:
     if axis.size == 1:
         return Pending(label, (), lambda: x[None])
     rows = x.new_empty((axis.size, *x.shape))
-    _tell(axis, "stack", label, x.numel() * (axis.size - 1), x)
+    _report(axis, "stack", label, x.numel() * (axis.size - 1), x)
     if isinstance(axis, LockstepAxis):
         rows[axis.rank].copy_(x)
         received = {rank: rows[rank] for rank in range(axis.size) if rank != axis.rank}
@@ -205,7 +207,7 @@ def start_stack(x: Tensor, axis: Bound, *, label: Label = OTHER) -> Pending:
     return Pending(label, works, lambda: rows)
 
 
-def _nothing(label: Label, finish: Callable[[], Tensor], after: Pending | None) -> Pending:
+def _without_sending(label: Label, finish: Callable[[], Tensor], after: Pending | None) -> Pending:
     """A collective that sends nothing."""
     if after is None:
         return Pending(label, (), finish)
@@ -220,7 +222,7 @@ def _nothing(label: Label, finish: Callable[[], Tensor], after: Pending | None) 
 def _start(
     label: Label, collective: Callable[..., Any], *tensors: Tensor, axis: ProcessAxis, after: Pending | None = None
 ) -> list[dist.Work]:
-    """Starts a collective of torch.distributed: at once, or on CUDA on a stream of its own that waits for another."""
+    """Starts a collective of torch.distributed: at once, or (on CUDA) on a stream of its own that waits for `after`."""
 
     def start() -> list[dist.Work]:
         try:
@@ -235,23 +237,23 @@ def _start(
     if after is None:
         return start()
     stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):  # which waits for `after` in place of the compute
+    with torch.cuda.stream(stream):  # it waits for `after`, and the compute does not
         return start()
 
 
 def _swap(
     received: dict[int, Tensor], sent: dict[int, Tensor], axis: Bound, after: Pending | None = None
 ) -> Future[list[dist.Work]] | Letters:
-    """Starts to receive a tensor from, and to send one to, each of some ranks of `axis`.
+    """Starts to receive a tensor from each of some ranks of `axis`, and to send one to each of some.
 
-    Sends between two ranks arrive in the order in which they were started. They are started on a thread of their own,
-    because gloo begins to copy at once and would hold up the compute.
+    Sends between two ranks arrive in the order in which they were started. A separate thread starts them, because gloo begins
+    to copy at once and would delay the compute.
     """
     if isinstance(axis, LockstepAxis):
         if after is not None:
             after.wait()
         return _post(received, sent, axis)
-    group = axis.group or dist.group.WORLD  # now: by the time of a late start there may be another default group
+    group = axis.group or dist.group.WORLD  # read now: at a late start there may be another default group
     transfers: list[tuple[Callable[..., Any], int, Tensor]]
     transfers = [(dist.irecv, rank, x) for rank, x in received.items()]
     transfers += [(dist.isend, rank, x) for rank, x in sent.items()]
@@ -260,7 +262,7 @@ def _swap(
         if after is not None:
             after.wait()
         works = []
-        while transfers:  # emptied, so that nothing here keeps the tensors alive
+        while transfers:  # the list is emptied, so that it does not keep the tensors alive
             transfer, rank, x = transfers.pop(0)
             works.append(transfer(x, axis.global_rank(rank), group=group))
         return [work for work in works if work is not None]
@@ -269,14 +271,14 @@ def _swap(
 
 
 def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: LockstepAxis) -> Letters:
-    """The same in lockstep: sends copies, one for all ranks that are sent the same tensor."""
+    """The same in lockstep: sends copies, one for all ranks that get the same tensor."""
     copies, me = {id(x): x.clone() for x in sent.values()}, axis.global_rank(axis.rank)
     for rank, x in sent.items():
         axis.hub.send(me, axis.global_rank(rank), copies[id(x)])
     return Letters(Letter(axis.hub, axis.hub.expect(axis.global_rank(rank), me), x) for rank, x in received.items())
 
 
-def _tell(axis: Bound, collective: str, label: Label, num_elements: int, tensor: Tensor) -> None:
+def _report(axis: Bound, collective: str, label: Label, num_elements: int, tensor: Tensor) -> None:
     if isinstance(axis, ProcessAxis):
         HERE.start(label)
     if axis.observe is not None:
@@ -287,7 +289,7 @@ def _tell(axis: Bound, collective: str, label: Label, num_elements: int, tensor:
 
 
 def all_gather(shard: Tensor, axis: Axis, *, label: Label = GATHER) -> Tensor:
-    """The shards of all ranks joined in rank order: S → P (`Sim`: [W, S] → [W, P]). *Collective:* sends (W-1)/W · P."""
+    """The shards of all ranks in rank order: S → P (`Sim`: [W, S] → [W, P]). *Collective:* sends (W-1)/W · P."""
     if isinstance(axis, Sim):
         return reference.all_gather(shard)
     shard = shard.contiguous()
@@ -315,9 +317,9 @@ def stack(x: Tensor, axis: Bound, *, label: Label = OTHER) -> Tensor:
 
 
 def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) -> Tensor:
-    """Overwrites `x` with rank `source`'s and returns it. *Collective:* the source sends numel to each other rank."""
+    """Overwrites `x` with the tensor of rank `source`, and returns it. *Collective:* the source sends numel to each rank."""
     if axis.size > 1 and x.numel():
-        _tell(axis, "broadcast", label, x.numel() * (axis.size - 1) * (axis.rank == source), x)
+        _report(axis, "broadcast", label, x.numel() * (axis.size - 1) * (axis.rank == source), x)
         if isinstance(axis, LockstepAxis):
             others = [rank for rank in range(axis.size) if rank != source]
             is_source = axis.rank == source
@@ -333,10 +335,10 @@ def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) 
 def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
     """Every rank's small Python value, in rank order; for start-up checks.
 
-    *Collective:* every rank of `axis`; sends the number of bytes that it is packed to, and as many as the longest of all.
+    *Collective:* every rank of `axis`; sends the length of its packed value, and then as many bytes as the longest one has.
 
     Args:
-        value: made of None, numbers, strings, bytes, and tuples, lists, dicts and sets of these. Nothing that arrives can name a
+        value: made of None, numbers, strings, bytes, and tuples, lists, dicts and sets of these. A received value cannot name a
             class or a function (`fzero.common.pickles`).
     """
     if axis.size == 1:
@@ -352,9 +354,10 @@ def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
 
 
 def aside(value: int, axis: Bound, *, seconds: float) -> list[int] | None:
-    """Every rank's number, in rank order, outside of the order of collectives; None unless all ask within `seconds`.
+    """Every rank's number, in rank order, outside of the order of collectives; None unless all ranks call it within `seconds`.
 
-    For a rank that does not know whether the others are where it is: it sends nothing, and reads the job's store.
+    For a rank that does not know whether the others are at the same place. It sends no tensors; it writes to the job's store
+    and reads there.
     """
     if axis.size == 1:
         return [value]
@@ -362,7 +365,7 @@ def aside(value: int, axis: Bound, *, seconds: float) -> list[int] | None:
         return axis.hub.aside(axis.global_rank(axis.rank), value)
     store: Any = dist.distributed_c10d._get_default_store()
     rank = axis.global_rank(axis.rank)
-    number = store.add(f"fzero-aside/{rank}", 1)  # how often this rank has asked
+    number = store.add(f"fzero-aside/{rank}", 1)  # calls of this rank so far
     keys = [f"fzero-aside/{number}/{axis.global_rank(other)}" for other in range(axis.size)]
     store.set(keys[axis.rank], str(value))
     end = time.monotonic() + seconds
@@ -383,15 +386,15 @@ def swap(
 ) -> None:
     """Receives tensors from some ranks, and sends tensors to some; returns when all have arrived.
 
-    *Collective* of the ranks that are named only: what one sends another must receive, in the same order for each pair of
-    ranks. A rank that has nothing to send or to receive need not call it. Sends the elements of `sent`.
+    *Collective* of the named ranks only: every tensor that one rank sends, another must receive, in the same order for each
+    pair of ranks. A rank that has nothing to send or to receive need not call it. Sends the elements of `sent`.
 
     Args:
-        received: memory to be written, each with the rank that it comes from; contiguous.
-        sent: what is sent, each with the rank that it goes to; contiguous, and the same tensor may go to several ranks.
+        received: the ranks to receive from, each with the memory to write; contiguous.
+        sent: the ranks to send to, each with its tensor; contiguous, and one tensor may go to several ranks.
     """
     for _, x in sent:
-        _tell(axis, "swap", label, x.numel(), x)
+        _report(axis, "swap", label, x.numel(), x)
     transfers = [
         dist.P2POp(transfer, x, axis.global_rank(rank), axis.group)
         for transfer, pairs in ((dist.irecv, received), (dist.isend, sent))
