@@ -649,7 +649,9 @@ def test_wires_of_no_use_are_told(name: str) -> None:
 
 
 def test_a_wire_that_remembers_is_counted_from_one() -> None:
-    with pytest.raises(ValueError, match="reset_every: every must be a positive number of rounds, got 0; 1024 say"):
+    with pytest.raises(
+        ValueError, match="reset_every: every must be a positive number of rounds, got 0; pass 1024, say"
+    ):
         fzero.comms.reset_every(FEEDBACK, every=0)
 
 

@@ -100,7 +100,7 @@ def run_torch(make: Callable[..., torch.optim.Optimizer], values: Any, param: Te
 def test_adam_and_adamw_are_the_fused_ones_of_torch_bit_for_bit(name: str, values: Any, numel: int) -> None:
     param, grads = make_param(numel), make_grads(numel)
     make = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
-    ours, state = run(getattr(fzero, name)(**values), param, grads)
+    ours, state = run(getattr(fzero.optim, name)(**values), param, grads)
     theirs = run_torch(make, {"fused": True, **values}, param, grads)
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
     assert state.step == NUM_STEPS
@@ -113,7 +113,7 @@ def test_adam_and_adamw_are_the_unfused_ones_of_torch_to_rounding(name: str, val
     param, grads = make_param(64), make_grads(64)
     make = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
     theirs = run_torch(make, {"foreach": False, **values}, param, grads)
-    ours, _ = run(getattr(fzero, name)(**values), param, grads)
+    ours, _ = run(getattr(fzero.optim, name)(**values), param, grads)
     # The plain loop of torch.optim divides and takes roots in another order than the fused kernel: a few last bits.
     torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-5, atol=1e-6)
 
@@ -323,7 +323,7 @@ def test_a_transform_with_another_update_does_not_update_several_by_the_old_one(
 
 @pytest.mark.parametrize(("name", "kernel"), [("adam", "aten._fused_adam_"), ("adamw", "aten._fused_adamw_")])
 def test_adam_and_adamw_are_one_pass_of_one_fused_kernel(name: str, kernel: str) -> None:
-    transform = getattr(fzero, name)(1e-2, weight_decay=0.1)
+    transform = getattr(fzero.optim, name)(1e-2, weight_decay=0.1)
     watch, _, _ = _watched(transform)
     assert [operator.rpartition(".")[0] for operator in watch.operators] == [kernel]
 
