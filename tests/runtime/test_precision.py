@@ -396,7 +396,7 @@ def test_small_updates_are_lost_to_the_nearest_and_kept_at_random() -> None:
 def test_tiles_change_nothing(name: str, dtypes: tuple[str, str], numel: int) -> None:
     def after(tile: int | None) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
-        transform, out = getattr(fzero, name)(0.1), torch.zeros(numel, dtype=torch.float16)
+        transform, out = getattr(fzero.optim, name)(0.1), torch.zeros(numel, dtype=torch.float16)
         param = torch.randn(numel, generator=generator).to(getattr(torch, dtypes[0]))
         state = mixed_precision(transform, state_dtype=dtypes[1]).init(param)
         for index in range(3):
