@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from fzero.checkpoint.folders import CheckpointError as CheckpointError
     from fzero.checkpoint.save_load import load as load, save as save, start_save as start_save
     from fzero.checkpoint.weights import load_weights as load_weights
-    from fzero.comms.collectives import CollectiveError as CollectiveError, join as join, shutdown as shutdown
+    from fzero.comms.axes import CollectiveError as CollectiveError
+    from fzero.comms.process_group import join as join, shutdown as shutdown
     from fzero.comms.rendezvous import launched as launched
     from fzero.config.config import Config as Config, ConfigError as ConfigError, ConfigWarning as ConfigWarning
     from fzero.engine.engine import Engine as Engine
@@ -47,7 +48,8 @@ else:
             "checkpoint.folders": "CheckpointError",
             "checkpoint.save_load": "load save start_save",
             "checkpoint.weights": "load_weights",
-            "comms.collectives": "CollectiveError join shutdown",
+            "comms.axes": "CollectiveError",
+            "comms.process_group": "join shutdown",
             "comms.rendezvous": "launched",
             "config.config": "Config ConfigError ConfigWarning",
             "engine.engine": "Engine",

@@ -27,7 +27,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero.comms.collectives import AbstractAxis, CollectiveError, LockstepAxis
+from fzero.comms.axes import AbstractAxis, CollectiveError, LockstepAxis
 from fzero.comms.lockstep import Hub, StuckError
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import RandomByRank, Stacked, VmapError

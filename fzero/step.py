@@ -33,7 +33,8 @@ from fzero.checkpoint.safetensors import Export, exported_dtype
 from fzero.common.arguments import check_callable, check_kind, check_no_inference, check_path, check_trains, shown
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
-from fzero.comms.collectives import AbstractAxis, Bound, LockstepAxis, ProcessAxis
+from fzero.comms.axes import AbstractAxis, Bound, LockstepAxis, ProcessAxis
+from fzero.comms.failures import meet
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import CommRecord, Label
 from fzero.config.config import Config, ConfigError
@@ -395,7 +396,7 @@ class TrainStep:
         if params is not None:
             _check_values(params)
             params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
-        collectives.meet("TrainStep.init", self._mesh.world)
+        meet("TrainStep.init", self._mesh.world)
         self._origin.look(given=params is not None)
         return self._first_state.make(self._mesh, params, init_fn)
 
@@ -416,7 +417,7 @@ class TrainStep:
         if to not in ("all", "rank0"):
             raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
         self._check_state(state)
-        collectives.meet("TrainStep.gather", self._mesh.world)
+        meet("TrainStep.gather", self._mesh.world)
         full: dict[str, Tensor] = {}
         keep = to == "all" or self.rank == 0
         for views in self._whole_weights(state):
@@ -518,7 +519,7 @@ class TrainStep:
         """
         check_path("out", out)
         self._check_state(state)
-        collectives.meet("TrainStep.save_16bit_model", self._mesh.world)
+        meet("TrainStep.save_16bit_model", self._mesh.world)
         keys = {name: key for key, name in reversed(self._stored_names.items())}
         aliases = {key: keys[name] for key, name in self._stored_names.items() if keys[name] != key}
         stored = {n: Stored(spec.shape, spec.dtype) for n, spec in self.plan.buffers.items()} | {
@@ -980,7 +981,7 @@ class TrainStep:
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
         self._check_state(state)
-        collectives.meet("TrainStep.evaluate", self._mesh.world)
+        meet("TrainStep.evaluate", self._mesh.world)
         modes = [(module, module.training) for module in self._model.modules()]
 
         def loss_of_batch() -> tuple[Tensor, Tensor | None]:
@@ -994,7 +995,7 @@ class TrainStep:
             for module, mode in modes:
                 module.training = mode
         row = loss_row(loss, weight, self._num_passes)
-        told = collectives.stack(row, self._mesh.world, label=Label("told", phase="turn"))
+        told = collectives.stack(row, self._mesh.world, label=Label("loss_stats", phase="turn"))
         check_passes(told[:, 2])
         check_rows(told[:, :2], is_sum=weight is not None)
         return mean_of(told[:, :2], is_sum=weight is not None)[0].float()
@@ -1017,7 +1018,7 @@ class TrainStep:
         check_callable("inspect", function, "a function without arguments that calls the model")
         self._check_state(state)
         if self.plan.stage == 3:
-            collectives.meet("TrainStep.inspect", self._mesh.world)
+            meet("TrainStep.inspect", self._mesh.world)
         return self._inspect(state, function, run)
 
     def _inspect(self, state: TrainState[Tensor], function: Callable[[], T], run: str) -> T:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.collectives import Axis, Sim
+from fzero.comms.axes import Axis, Sim
 from fzero.optim.transforms import Transform
 from sharding import Partition, Replicated, Sharded, Spec, TensorSpec
 from sharding.views import dtype_name, pad, take_shard

@@ -1,7 +1,7 @@
-"""How is a model's state divided among ranks, in integers and names?
+"""The division of a model's state among ranks, in integers and names.
 
-Specs say how a tensor relates to a mesh and where it lives; a partition cuts a flat buffer into shards; an order and
-a layout say where each parameter sits in it; buckets and transfers are plans made from these. Importing this package
+Specs say how a tensor relates to a mesh and where it lives. A partition cuts a flat buffer into shards. An order and a
+layout say where each parameter is in it. Buckets and transfers are plans made from these. Importing this package
 does not load torch. The modules that cut tensors (`sharding.views`), simulate collectives (`sharding.reference`) and
 generate test inputs (`sharding.testing`) are imported by name.
 """

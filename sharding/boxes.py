@@ -1,8 +1,8 @@
-"""Which boxes of an n-dimensional tensor are the elements [start, stop) of its flattened form?
+"""Boxes of an n-dimensional tensor that together are the elements [start, stop) of its flattened form.
 
-A shard ends anywhere in a parameter, and files of chunks know boxes only: a first index and a length along each dimension.
-A flat run consists of the rest of its first row, whole rows, and the beginning of the last one; and so for rows of rows. That
-is at most 2·ndim - 1 boxes, each of which is contiguous, so that its elements in the run are a view of its shape.
+A shard may end anywhere in a parameter, but files of chunks store boxes only: a first index and a length along each dimension.
+A flat run consists of the rest of its first row, full rows, and the beginning of its last row; the same holds for rows of
+rows. That is at most 2·ndim - 1 boxes. Each is contiguous, so that its elements in the run are a view of its shape.
 """
 
 import math
@@ -14,7 +14,7 @@ from sharding.checks import check_at_least, check_shape
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """`sizes` neighbours along each dimension from index `offsets` on; the first is element `start` of the flattened tensor.
+    """A block of a tensor: its first index `offsets`, and its `sizes`. It begins at element `start` of the flattened tensor.
 
     >>> Box(offsets=(1, 0), sizes=(2, 3), start=3).numel
     6
@@ -35,7 +35,7 @@ class Box:
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """The elements [start, stop) of a flattened tensor as boxes of the tensor, in order; none where there are none.
+    """The elements [start, stop) of a flattened tensor as boxes of the tensor, in order; no box for no elements.
 
     >>> for box in boxes(2, 11, (4, 3)): print(box)
     Box(offsets=(0, 2), sizes=(1, 1), start=2)
@@ -57,7 +57,7 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def _first_box(start: int, stop: int, shape: tuple[int, ...], strides: list[int]) -> Box:
-    """The largest box that begins at `start`: as many slices along the first dimension where a whole one fits."""
+    """The largest box that begins at `start`: as many slices as fit, along the first dimension of which one fits."""
     offsets = tuple(start // stride % size for stride, size in zip(strides, shape))
     for dim, stride in enumerate(strides):
         if start % stride == 0 and stop - start >= stride:

@@ -1,7 +1,7 @@
-"""Which items are communicated together?
+"""Buckets: items that are communicated together.
 
-Small messages waste latency and large ones waste memory, so consecutive items are joined greedily while they stay
-within a cap. Order is kept: a bucket is ready as soon as its last item is.
+Small messages waste latency and large ones waste memory. So consecutive items are joined greedily up to a cap. The order is
+kept: a bucket is ready as soon as its last item is ready.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
-"""What do the errors of this package say?
+"""Checks that several values of this package share.
 
-Every value of the package checks itself when it is made. An error names the field, the rule, the value and the fix; the
-few rules that several values share are written once, here.
+Every value of the package checks itself when it is made. An error names the field, the rule, the value and the fix.
 """
 
 

@@ -1,4 +1,4 @@
-"""How many bytes does one element take?
+"""Bytes per element of each dtype.
 
 Dtypes are names here, such as `"float32"`, so that bytes can be counted without torch.
 """

@@ -1,8 +1,8 @@
-"""Where does each parameter sit in a flat buffer, and which part of it in each shard?
+"""Layouts: the position of each parameter in a flat buffer, and its fragments in the shards.
 
-The parameters follow each other without gaps in the order of `names`; the buffer is then cut by a `Partition`, which
-looks only at its length, so that a shard boundary may fall inside a parameter. The part of a parameter that one shard
-holds is a `Fragment`. Zero-sized and 0-d parameters are ordinary.
+The parameters follow each other without gaps in the order of `names`. A `Partition` then divides the buffer by its length
+only, so that a shard boundary may fall inside a parameter. The part of a parameter that one shard holds is a `Fragment`.
+Zero-sized and 0-d parameters need no special care.
 
 Shape letters: N elements of all parameters, P padded = W * S, S shard, W ranks.
 """
@@ -19,7 +19,7 @@ from sharding.partition import Partition
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements [start, stop) of the flattened parameter `name` sit at `offset` inside the shard.
+    """Elements [start, stop) of the flattened parameter `name`, which are at `offset` inside the shard.
 
     >>> Fragment("w", start=4, stop=6, offset=0).numel
     2
@@ -50,19 +50,19 @@ class FlatLayout:
     """Parameters one after another in a flat buffer, cut into equal shards with padding at the end.
 
     Args:
-        names: the parameters in the order of the buffer; none twice.
-        shapes: the shape of each.
-        world_size: W, the ranks that share the buffer.
-        multiple_of: every shard is a multiple of this long.
+        names: the parameters in the order of the buffer; all names differ.
+        shapes: the shape of each parameter.
+        world_size: W, the number of ranks among which the buffer is divided.
+        multiple_of: the length of every shard is a multiple of this.
 
     Attributes:
         numels: the elements of each parameter.
-        offsets: where each starts in the buffer.
-        numel: N, the elements of all.
+        offsets: the start of each parameter in the buffer.
+        numel: N, the elements of all parameters.
         partition: the division of the buffer.
 
     Raises:
-        ValueError: a name comes twice, a shape is missing or not a shape, or a number is too small.
+        ValueError: a name occurs twice, a shape is missing or not a shape, or a number is too small.
 
     >>> layout = FlatLayout(names=("w", "scale", "b"), shapes=((2, 3), (), (3,)), world_size=2, multiple_of=2)
     >>> layout.numel, layout.offsets, layout.partition.shard_numel
@@ -114,7 +114,7 @@ class FlatLayout:
             object.__setattr__(self, attribute, value)
 
     def __contains__(self, name: object) -> bool:
-        """Whether it has a parameter `name`.
+        """Whether the layout has a parameter `name`.
 
         >>> "w" in FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2)
         True
@@ -139,7 +139,7 @@ class FlatLayout:
         return self.shapes[self._place(name)]
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
-        """The parts of parameters in the shard of `rank`, in order; empty ones are left out.
+        """The fragments in the shard of `rank`, in order; empty ones are left out.
 
         >>> FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2).fragments(1)
         (Fragment(name='w', start=5, stop=6, offset=0), Fragment(name='b', start=0, stop=3, offset=1))
@@ -147,12 +147,12 @@ class FlatLayout:
         return tuple(self.within(*self.partition.bounds(rank)))
 
     def within(self, start: int, stop: int) -> Iterator[Fragment]:
-        """The parts of parameters in elements [start, stop) of the buffer, in order; their offsets count from `start`.
+        """The fragments in elements [start, stop) of the buffer, in order; their offsets count from `start`.
 
         >>> list(FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2).within(4, 7))
         [Fragment(name='w', start=4, stop=6, offset=0), Fragment(name='b', start=0, stop=1, offset=2)]
         """
-        # Of several parameters at one offset only the last can have elements, so the search lands on it.
+        # If several parameters start at one offset, only the last one can have elements; the search finds that one.
         for place in range(max(bisect_right(self.offsets, start) - 1, 0), len(self.names)):
             offset, numel = self.offsets[place], self.numels[place]
             if offset >= stop:
@@ -162,7 +162,7 @@ class FlatLayout:
                 yield Fragment(self.names[place], first, last, offset + first - start)
 
     def num_within(self, start: int, stop: int) -> int:
-        """How many parameters, empty ones counted, `within` looks at: no fewer than it yields.
+        """The number of parameters, with empty ones, that `within` visits; it yields at most that many fragments.
 
         >>> FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2).num_within(0, 6)
         1

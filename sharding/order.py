@@ -1,8 +1,8 @@
-"""In which order do the parameters follow each other in a flat buffer?
+"""The order of the parameters in a flat buffer.
 
-The order is an explicit permutation of the declared parameters, never the accident of a tree walk. Declaration order
-keeps a unit's parameters together; round robin deals them out to `num_lists` lists, as DeepSpeed does to spread the
-gradients that become ready at the same time over the ranks.
+An order is an explicit permutation of the declared parameters; it does not depend on how a tree is traversed. Declaration
+order keeps a unit's parameters together. Round robin distributes them over `num_lists` lists, as DeepSpeed does: gradients
+that become ready at the same time then belong to different ranks.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A permutation: place i of the result is taken by item `indices[i]`.
+    """A permutation: item i of the result is item `indices[i]` of the input.
 
     >>> order = Order((2, 0, 1))
     >>> order.apply(("a", "b", "c"))
@@ -49,7 +49,7 @@ class Order:
         ('b', 'a')
         """
         if len(items) != len(self):
-            raise ValueError(f"Order: orders {len(self)} items, got {len(items)}; make the order for this many")
+            raise ValueError(f"Order: orders {len(self)} items, got {len(items)}; make an order of this many")
         return tuple(items[index] for index in self.indices)
 
     def inverse(self) -> "Order":

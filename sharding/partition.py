@@ -1,8 +1,8 @@
-"""Which elements of a flat buffer belong to which rank?
+"""Partitions: the division of a flat buffer among ranks.
 
-`Partition` gives every rank an equal, contiguous shard, since collectives want equal messages: the shard is the
-smallest multiple of `multiple_of` of which `world_size` cover the buffer, and what is left over is padding at the end.
-`NearEqualSplit` does without padding: the first ranks get one element more.
+`Partition` gives every rank an equal, contiguous shard, because collectives need equal messages. The length of a shard is the
+smallest multiple of `multiple_of` with which `world_size` shards cover the buffer; the rest of the last shards is padding.
+`NearEqualSplit` has no padding: the first ranks get one element more.
 
 Shape letters: N elements, P padded = W * S, S shard, W ranks. ZeRO section 5 divides each state this way.
 """
@@ -18,8 +18,8 @@ class Partition:
 
     Args:
         numel: N, the elements of the buffer without padding; 0 is allowed.
-        world_size: W, the ranks that share the buffer.
-        multiple_of: every shard is a multiple of this long, for aligned kernels and messages.
+        world_size: W, the number of ranks among which the buffer is divided.
+        multiple_of: the length of every shard is a multiple of this, for aligned kernels and messages.
 
     Raises:
         ValueError: a number is too small.
@@ -103,8 +103,8 @@ class NearEqualSplit:
         >>> NearEqualSplit(numel=2, world_size=3).sizes
         (1, 1, 0)
         """
-        share, num_larger = divmod(self.numel, self.world_size)
-        return (share + 1,) * num_larger + (share,) * (self.world_size - num_larger)
+        size, num_larger = divmod(self.numel, self.world_size)
+        return (size + 1,) * num_larger + (size,) * (self.world_size - num_larger)
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Where the elements of `rank` start and stop in the buffer.
@@ -113,5 +113,5 @@ class NearEqualSplit:
         (2, 2)
         """
         check_index("NearEqualSplit", "rank", rank, self.world_size)
-        share, num_larger = divmod(self.numel, self.world_size)
-        return share * rank + min(rank, num_larger), share * (rank + 1) + min(rank + 1, num_larger)
+        size, num_larger = divmod(self.numel, self.world_size)
+        return size * rank + min(rank, num_larger), size * (rank + 1) + min(rank + 1, num_larger)

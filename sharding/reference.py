@@ -1,8 +1,8 @@
-"""What does each collective compute?
+"""Reference collectives on stacked ranks.
 
-The collectives on stacked ranks: dim 0 of every tensor is the rank, so that `x[rank]` is what that rank holds. They say
-what the real ones must compute and are the oracle of the tests. Sums add in rank order, `((x[0] + x[1]) + x[2]) + ...`,
-so that their bits are defined; the mean is that sum times 1 / W.
+Dim 0 of every tensor is the rank, so that `x[rank]` is the tensor of that rank. These functions define the results of the
+collectives, and tests compare with them. Sums add in rank order, `((x[0] + x[1]) + x[2]) + ...`, so that their bits are
+defined; the mean is that sum times 1 / W.
 
 Shape letters: N elements, P padded = W * S, S shard, W ranks (leading dim).
 """
@@ -69,7 +69,7 @@ def all_reduce(x_WN: Tensor, op: Literal["sum", "mean"]) -> Tensor:
 
 
 def broadcast(x_WN: Tensor, source: int) -> Tensor:
-    """Every rank receives what the rank `source` holds.
+    """Every rank receives the tensor of the rank `source`.
 
     >>> import torch
     >>> broadcast(torch.tensor([[1, 2], [3, 4]]), source=1)
@@ -111,7 +111,7 @@ def _to_every_rank(x_N: Tensor, world_size: int) -> Tensor:
 def _check_stacked(owner: str, x: Tensor, *, divided: bool = False) -> None:
     if x.dim() != 2 or x.shape[0] < 1:
         raise ValueError(
-            f"{owner}: the ranks must be stacked along dim 0 of two, got {tuple(x.shape)}; stack flat buffers"
+            f"{owner}: the ranks must be stacked along the first of two dims, got {tuple(x.shape)}; stack flat buffers"
         )
     if divided and x.shape[1] % x.shape[0]:
         raise ValueError(

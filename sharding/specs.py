@@ -1,9 +1,9 @@
-"""How is a tensor divided among the ranks, and where does it live?
+"""Specs and placements: how a tensor is divided among ranks, and in which memory it lives.
 
 A spec relates a tensor to the axes of a mesh: every rank holds all of it (`Replicated`), its own shard (`Sharded`),
-or a summand of it (`Partial`: unreduced gradients). A placement says in which memory it lives. `TensorSpec` joins both
-with shape and dtype, so that shard lengths and bytes follow without a tensor; `Mesh` names the ranks. A ZeRO stage is
-a table of specs and offload is a table of placements (ZeRO section 5, ZeRO-Infinity section 5).
+or a summand of it (`Partial`, as for unreduced gradients). A placement names the memory. `TensorSpec` combines both with
+shape and dtype, so that shard lengths and bytes can be computed without a tensor. `Mesh` names the axes of the ranks. A ZeRO
+stage is a table of specs, and offload is a table of placements (ZeRO section 5, ZeRO-Infinity section 5).
 """
 
 import math
@@ -18,7 +18,7 @@ from sharding.partition import Partition
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Every rank holds the whole tensor.
+    """Every rank holds the full tensor.
 
     >>> Replicated()
     Replicated()
@@ -27,13 +27,13 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class Sharded:
-    """Every rank along some axes holds one shard of the flattened tensor, which is cut along the first axis first.
+    """Every rank along some axes holds one shard of the flattened tensor, which is divided along the first axis first.
 
-    Along two axes of sizes L and N the rank at (l, n) holds shard `l * N + n`, so that ranks that differ along the second
-    axis only hold neighbours, which together are shard l of `Sharded(first axis)`.
+    Along two axes of sizes L and N, the rank at (l, n) holds shard `l * N + n`. So ranks that differ only along the second
+    axis hold neighbouring shards, which together are shard l of `Sharded(first axis)`.
 
     Args:
-        axes: their names, the major one first.
+        axes: the names of the axes, the major one first.
 
     >>> Sharded("data")
     Sharded('data')
@@ -53,7 +53,7 @@ class Sharded:
 
     @property
     def axis(self) -> str:
-        """The name, where there is one axis.
+        """The name of the axis, if there is only one.
 
         >>> Sharded("data").axis
         'data'
@@ -68,7 +68,7 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Partial:
-    """Every rank along `axis` holds a tensor of the whole shape; the tensor meant is their sum or mean.
+    """Every rank along `axis` holds a summand of the full shape; the sum or mean of these is the tensor.
 
     >>> Partial("data")
     Partial('data')
@@ -81,7 +81,7 @@ class Partial:
 
     @property
     def axes(self) -> tuple[str]:
-        """The axis, as `Sharded` has it.
+        """The axis in a tuple, as in `Sharded`.
 
         >>> Partial("data").axes
         ('data',)
@@ -97,12 +97,12 @@ Spec: TypeAlias = Replicated | Sharded | Partial
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which memory a tensor lives in: that of the accelerator, of the host (pinned or not), or a file on NVMe.
+    """The memory that a tensor lives in: of the accelerator, of the host (pinned or not), or a file on NVMe.
 
     Args:
         kind: `device`, `host` or `nvme`.
-        pinned: page-locked host memory, from which copies to the device overlap compute, of what is copied in a step; host only.
-        path: the folder of the files; nvme only, and required there.
+        pinned: whether tensors that a step copies are in page-locked host memory, so that copies overlap compute; host only.
+        path: the folder of the files; for nvme only, where it is required.
 
     >>> Placement("host", pinned=True).kind
     'host'
@@ -140,14 +140,14 @@ DEVICE = Placement()
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """How one whole tensor is divided and placed.
+    """How one full tensor is divided and placed.
 
     Args:
-        shape: the shape of the whole tensor, on any world size.
+        shape: the shape of the full tensor, on any world size.
         dtype: the name of its dtype, such as `"float32"`.
-        spec: how it relates to the mesh.
+        spec: its relation to the mesh.
         placement: the memory that it lives in.
-        multiple_of: when sharded, every shard is a multiple of this long.
+        multiple_of: the length of every shard is a multiple of this, for a sharded tensor.
 
     >>> tensor = TensorSpec((3, 5), "float32", Sharded("data"), multiple_of=2)
     >>> tensor.local_shape(world_size=4), tensor.local_nbytes(world_size=4)
@@ -181,7 +181,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor; 1 for a 0-d tensor.
+        """Elements of the full tensor; 1 for a 0-d tensor.
 
         >>> TensorSpec((3, 5), "float32").numel, TensorSpec((), "float32").numel
         (15, 1)
@@ -202,7 +202,7 @@ class TensorSpec:
         return Partition(self.numel, world_size, self.multiple_of)
 
     def local_shape(self, world_size: "int | Mesh") -> tuple[int, ...]:
-        """The shape that one rank holds: `(S,)` when sharded, otherwise the whole shape. Arguments as for `partition`.
+        """The shape that one rank holds: `(S,)` if sharded, otherwise the full shape. Arguments as for `partition`.
 
         >>> TensorSpec((3, 5), "float32", Partial("data")).local_shape(world_size=4)
         (3, 5)
@@ -222,10 +222,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A named grid of ranks in row-major order: ranks that differ by one differ along the last axis.
+    """A grid of ranks with named axes, in row-major order: consecutive ranks are neighbours along the last axis.
 
     Args:
-        axes: name and size of each axis; one of them is "data".
+        axes: the name and size of each axis; one of them is "data".
 
     >>> mesh = Mesh.of(node=2, data=4)
     >>> mesh.size, mesh.names, mesh.axis_size("data")
@@ -286,7 +286,7 @@ class Mesh:
         return dict(self.axes)[name]
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands: its index along each axis.
+        """The index of `rank` along each axis.
 
         >>> Mesh.of(node=2, data=4).coordinate(5)
         {'node': 1, 'data': 1}
@@ -298,7 +298,7 @@ class Mesh:
         return {name: indices[name] for name in self.names}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank that stands at `coordinate`, the inverse of `coordinate(rank)`.
+        """The rank at `coordinate`, the inverse of `coordinate(rank)`.
 
         >>> Mesh.of(node=2, data=4).rank({"node": 1, "data": 1})
         5
@@ -314,7 +314,7 @@ class Mesh:
         return rank
 
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axis` only, in order, itself included.
+        """The ranks that differ from `rank` only along `axis`, in order, with `rank` itself.
 
         >>> Mesh.of(node=2, data=4).peers(5, "node")
         (1, 5)
@@ -323,7 +323,7 @@ class Mesh:
         return tuple(self.rank({**coordinate, axis: index}) for index in range(self.axis_size(axis)))
 
     def shard_of(self, rank: int, spec: Sharded) -> int:
-        """Which shard `rank` holds of a tensor with that spec.
+        """The index of the shard that `rank` holds of a tensor with that spec.
 
         >>> mesh = Mesh.of(node=2, data=4)
         >>> mesh.shard_of(5, Sharded("data")), mesh.shard_of(5, Sharded("data", "node"))

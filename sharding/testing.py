@@ -1,12 +1,12 @@
-"""Which inputs should a property test of sharded code try?
+"""Hypothesis strategies for property tests of sharded code, one for each noun of the package.
 
-Hypothesis strategies, one for each noun of the package, for the tests here and for yours:
+They serve the tests here and yours:
 
     @given(layouts())
     def test_a_shard_is_never_longer_than_the_buffer(layout): ...
 
-A failure shrinks to small values. The edges are among what is drawn: empty buffers, more ranks than elements,
-zero-sized and 0-d parameters. Needs the extra `fzero[testing]`; only `models`, `batches` and `state_trees` load torch.
+A failure shrinks to small values. Edge cases are drawn, too: empty buffers, more ranks than elements, zero-sized and 0-d
+parameters. Needs the extra `fzero[testing]`; only `models`, `batches` and `state_trees` load torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def world_sizes(max_world_size: int = 8) -> st.SearchStrategy[int]:
 
 
 def shapes(max_dims: int = 3, max_length: int = 5) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of tensors, `()` and those with a length of 0 among them.
+    """Shapes of tensors, with `()` and lengths of 0.
 
     >>> from hypothesis import find
     >>> find(shapes(), lambda shape: 0 in shape)
@@ -59,7 +59,7 @@ def shapes(max_dims: int = 3, max_length: int = 5) -> st.SearchStrategy[tuple[in
 
 @st.composite
 def partitions(draw: st.DrawFn, max_numel: int = 100, max_world_size: int = 8, max_multiple_of: int = 8) -> Partition:
-    """Partitions, of empty buffers and among more ranks than elements, too.
+    """Partitions, also of empty buffers and among more ranks than elements.
 
     >>> from hypothesis import find
     >>> find(partitions(max_multiple_of=1), lambda partition: partition.padding > 0)
@@ -82,9 +82,9 @@ def layouts(
     max_multiple_of: int = 8,
     parameters: st.SearchStrategy[tuple[int, ...]] | None = None,
 ) -> FlatLayout:
-    """Layouts of a few parameters, zero-sized and 0-d ones among them; the names are not in alphabetical order.
+    """Layouts of a few parameters, also zero-sized and 0-d ones; the names are in random order.
 
-    `parameters` draws the shape of each, `shapes()` by default.
+    `parameters` draws the shape of each parameter; the default is `shapes()`.
 
     >>> from hypothesis import find
     >>> find(layouts(), lambda layout: layout.numel > 0)
@@ -125,7 +125,7 @@ def layout_pairs(draw: st.DrawFn, max_world_size: int = 8) -> tuple[FlatLayout, 
 
 @st.composite
 def meshes(draw: st.DrawFn, max_world_size: int = 16, max_axes: int = 3) -> Mesh:
-    """Meshes of one axis or more, "data" among them at any place.
+    """Meshes of one or more axes; "data" is one of them, at any position.
 
     >>> from hypothesis import find
     >>> find(meshes(), lambda mesh: len(mesh.axes) == 2 and mesh.size == 2)
@@ -142,7 +142,7 @@ def meshes(draw: st.DrawFn, max_world_size: int = 16, max_axes: int = 3) -> Mesh
 
 
 def orders(max_length: int = 10) -> st.SearchStrategy[Order]:
-    """Permutations, the empty one among them.
+    """Permutations, also the empty one.
 
     >>> from hypothesis import find
     >>> find(orders(), lambda order: order != order.inverse())
@@ -166,7 +166,7 @@ def bucket_problems(max_items: int = 12, max_numel: int = 20) -> st.SearchStrate
 def tensor_specs(
     dtypes: Sequence[str] = ("float32", "float64", "bfloat16"), specs: Sequence[Spec] = SPECS
 ) -> st.SearchStrategy[TensorSpec]:
-    """Specs of tensors of any shape, divided in each of these ways, in the memory of the device or of the host.
+    """Specs of tensors of any shape, with one of `specs`, in the memory of the device or of the host.
 
     >>> from hypothesis import find
     >>> find(tensor_specs(), lambda tensor: isinstance(tensor.spec, Sharded))
@@ -191,7 +191,7 @@ class Pair(NamedTuple):
 
 
 def spec_trees(dtypes: Sequence[str] = ("float32", "float64", "bfloat16")) -> st.SearchStrategy[Any]:
-    """Trees of tensors' specs: of any nesting, empty ones and None among them.
+    """Trees of tensors' specs, of any nesting; also empty trees and None.
 
     >>> from hypothesis import find
     >>> find(spec_trees(), lambda tree: isinstance(tree, list) and len(tree) == 1)
@@ -210,14 +210,14 @@ def spec_trees(dtypes: Sequence[str] = ("float32", "float64", "bfloat16")) -> st
 
 
 class StateTree(NamedTuple):
-    """What a checkpoint has to hold: a tree of tensors, and the spec of each in a tree of the same structure."""
+    """The content of a checkpoint: a tree of tensors, and a tree of their specs with the same structure."""
 
     tensors: Any
     specs: Any
 
 
 def state_trees(dtypes: Sequence[str] = ("float32", "float64", "bfloat16")) -> st.SearchStrategy[StateTree]:
-    """Trees of full tensors whose elements are all different numbers, with their specs.
+    """Trees of full tensors, all of whose elements differ, with their specs.
 
     >>> from hypothesis import find
     >>> tree = find(state_trees(), lambda tree: isinstance(tree.specs, TensorSpec) and tree.specs.numel == 2)
@@ -228,7 +228,7 @@ def state_trees(dtypes: Sequence[str] = ("float32", "float64", "bfloat16")) -> s
 
 
 def distinct_tensors(specs: Any, *, first: int = 0) -> Any:
-    """A full tensor for each spec of a tree; the elements count on from `first`, so that a misplaced one shows.
+    """A full tensor for each spec of a tree. The elements count up from `first`, so that a misplaced one shows.
 
     >>> distinct_tensors([TensorSpec((2,), "float32"), TensorSpec((), "int64")], first=3)
     [tensor([3., 4.]), tensor(5)]
@@ -252,7 +252,7 @@ def distinct_tensors(specs: Any, *, first: int = 0) -> Any:
 def overflow_patterns(
     draw: st.DrawFn, max_steps: int = 8, max_world_size: int = 4, *, min_steps: int = 0
 ) -> tuple[tuple[bool, ...], ...]:
-    """Which steps overflow on which rank: `pattern[step][rank]`. One such rank is enough for all to skip the step.
+    """Overflows by step and rank: `pattern[step][rank]`. One rank with an overflow makes all ranks skip the step.
 
     >>> from hypothesis import find
     >>> pattern = find(overflow_patterns(), lambda pattern: any(any(ranks) and not all(ranks) for ranks in pattern))
@@ -268,7 +268,7 @@ def overflow_patterns(
 def batches(
     draw: st.DrawFn, features: int, max_samples: int = 8, *, multiple_of: int = 1, dtype: str = "float32"
 ) -> Tensor:
-    """Batches (B, F) of normal numbers, B a multiple of `multiple_of`, so that as many ranks can share one equally.
+    """Batches (B, F) of normal numbers. B is a multiple of `multiple_of`, so that a batch divides equally among that many ranks.
 
     >>> from hypothesis import find
     >>> find(batches(features=3, multiple_of=2), lambda batch: True).shape

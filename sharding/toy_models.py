@@ -1,10 +1,10 @@
-"""Which small models hold all that a training step meets?
+"""Small models with all kinds of parameters that a training step meets.
 
-A `ToyRecipe` is integers and words; `make_toy_model` builds the module it describes, with the same weights every time,
-so that several processes can each build their own. Between them the recipes cover repeated blocks of different sizes,
-tied and frozen parameters, a 0-d parameter, a zero-sized one, blocks of another dtype, and LayerNorm. The model is an
-autoencoder: its forward takes a batch and returns the mean squared error, a mean over samples, so that equal local
-batches average to the global one. Every parameter that is not frozen gets a gradient.
+A `ToyRecipe` consists of integers and words. `make_toy_model` builds its module, with the same weights every time, so that
+several processes can each build their own. The recipes cover repeated blocks of different sizes, tied and frozen
+parameters, a 0-d parameter, a zero-sized one, blocks of another dtype, and LayerNorm. The model is an autoencoder: its
+forward takes a batch and returns the mean squared error over the samples, so that the losses of equal local batches average
+to the loss of the global batch. Every parameter that is not frozen gets a gradient.
 
 Shape letters: B samples, F features, D width, H hidden of one block.
 """
@@ -23,19 +23,19 @@ from sharding.views import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class ToyRecipe:
-    """What a toy model consists of.
+    """The parts of a toy model.
 
     Args:
         features: F, the length of a sample.
-        width: D, between the blocks.
-        hidden: H of each block; as many blocks as numbers.
+        width: D, the width between the blocks.
+        hidden: H of each block; one block per number.
         tied: "none"; "ends" shares the first weight with the last; "blocks" shares one weight between equal blocks.
         frozen: "none", "inlet" (the first layer) or "biases" (every bias of a Linear).
         norm: each block starts with a LayerNorm.
         scale: there is a 0-d parameter.
         empty: there is a zero-sized parameter.
-        dtypes: of the blocks, in turn; all else is float32.
-        seed: of the weights.
+        dtypes: the dtypes of the blocks, in turn; all other parameters are float32.
+        seed: the seed of the weights.
 
     >>> ToyRecipe(features=3, width=4, hidden=(5, 6), norm=True).hidden
     (5, 6)
@@ -90,7 +90,7 @@ class Block(nn.Module):
 
 
 class Outlet(nn.Module):
-    """A Linear whose weight is stored as that of the opposite direction, so that the two can be tied.
+    """A Linear whose weight is stored transposed, so that it can be tied to that of the inlet.
 
     >>> Outlet(features=3, width=4).weight.shape
     torch.Size([4, 3])
@@ -107,7 +107,7 @@ class Outlet(nn.Module):
 
 
 class ToyModel(nn.Module):
-    """An autoencoder that returns its loss; `features` is the length of the samples it takes.
+    """An autoencoder that returns its loss; `features` is the length of its samples.
 
     >>> model = make_toy_model(ToyRecipe(features=3, width=4, hidden=(5,), scale=True))
     >>> model(torch.zeros(2, model.features)).shape
@@ -149,7 +149,7 @@ class ToyModel(nn.Module):
 
 
 def make_toy_model(recipe: ToyRecipe) -> ToyModel:
-    """Build the model of a recipe; the same recipe gives the same weights, and torch's own random state stays.
+    """Build the model of a recipe; the same recipe gives the same weights, and the random state of torch does not change.
 
     >>> recipe = ToyRecipe(features=3, width=4, hidden=(5,), seed=1)
     >>> torch.equal(make_toy_model(recipe).inlet.weight, make_toy_model(recipe).inlet.weight)

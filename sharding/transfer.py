@@ -1,10 +1,10 @@
-"""Which elements go from which shard to which, when the layout changes?
+"""Transfers: the moves of elements between shards when the layout changes.
 
-A state saved or held on W ranks is wanted on W' ranks, with other padding or another order of names. Parameters that
-follow each other in both orders are one run; a run is cut wherever a shard ends in either buffer, and each piece is one
-move. The work is proportional to parameters plus shards, not elements. The plan is a value: copying by it is done by
-whoever holds the shards, on one process or on many; who holds one shard asks for the moves of that shard alone
-(`moves_from`, `moves_to`), which are a part of the plan, and takes time for no more than these.
+A state on W ranks is to be moved to W' ranks, with other padding or another order of names. Parameters that follow each
+other in both orders are one run. A run is cut wherever a shard ends in either buffer, and each part is one move. The time to
+plan depends on the numbers of parameters and shards, not of elements. A plan is a value; the owners of the shards copy by it,
+in one process or in many. A rank that holds one shard needs only the moves of that shard (`moves_from`, `moves_to`), and the
+time to plan those depends on that shard only.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -17,9 +17,9 @@ from sharding.partition import Partition
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Elements [source_start, source_stop) of the old shard of `source_rank` go to the new shard of `target_rank`.
+    """A move of elements [source_start, source_stop) of the old shard of `source_rank` into the new shard of `target_rank`.
 
-    There they start at `target_start`. Starts and stops count elements inside the shards.
+    They start at `target_start` there. Starts and stops count elements inside the shards.
 
     >>> Move(source_rank=0, source_start=2, source_stop=5, target_rank=1, target_start=0).target_stop
     3
@@ -42,7 +42,7 @@ class Move:
 
     @property
     def target_stop(self) -> int:
-        """Where the elements stop in the new shard.
+        """The stop of the elements in the new shard.
 
         >>> Move(source_rank=0, source_start=2, source_stop=5, target_rank=1, target_start=4).target_stop
         7
@@ -53,19 +53,19 @@ class Move:
 def plan_transfer(old: FlatLayout, new: FlatLayout, *, names: Collection[str] | None = None) -> tuple[Move, ...]:
     """The moves that turn shards of `old` into shards of `new`.
 
-    World size, padding and the order of the names may differ. Every element of every parameter is moved exactly once,
-    also when it stays on its rank. Padding is never moved: let the new shards start out as zeros.
+    World size, padding and the order of the names may differ. Every element of every parameter is moved exactly once, even
+    within its rank. Padding is never moved: new shards must start as zeros.
 
     Args:
-        old: the layout of the shards that exist.
-        new: the layout of the shards that are wanted.
-        names: the parameters to move, which both layouts have; None is all, and then neither may have others.
+        old: the layout of the existing shards.
+        new: the layout of the new shards.
+        names: the parameters to move, which both layouts must have; None is all, and then both must have the same parameters.
 
     Returns:
-        The moves, sorted by target rank and target start; no two adjoining ones could be one.
+        The moves, sorted by target rank and target start; adjoining moves are joined.
 
     Raises:
-        ValueError: a parameter is in one layout only, or has another shape.
+        ValueError: a parameter is in only one layout, or its shapes differ.
 
     >>> old = FlatLayout(("w",), ((6,),), world_size=2)
     >>> new = FlatLayout(("w",), ((6,),), world_size=1)
@@ -88,7 +88,7 @@ def plan_transfer(old: FlatLayout, new: FlatLayout, *, names: Collection[str] | 
 
 
 def moves_from(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[Move]:
-    """The moves of `plan_transfer` out of the old shard of `rank`, of the parameters that both layouts have; as sorted there.
+    """The moves of `plan_transfer` out of the old shard of `rank`, for parameters that both layouts have, in the same order.
 
     >>> old, new = (FlatLayout(("v", "w"), ((2,), (6,)), world_size=w) for w in (2, 4))
     >>> for move in moves_from(old, new, 1): print(move)
@@ -101,9 +101,9 @@ def moves_from(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[Move]:
 
 
 def moves_to(old: FlatLayout, new: FlatLayout, ranks: range, *, without: range = range(0)) -> Iterator[Move]:
-    """The moves of `plan_transfer` into the new shards of neighbouring `ranks`, of what both layouts have; as sorted there.
+    """The moves of `plan_transfer` into the new shards of consecutive `ranks`, in the same order.
 
-    Those out of the old shards of the neighbouring ranks `without` are left out.
+    Only parameters that both layouts have are moved. Moves out of the old shards of the consecutive ranks `without` are left out.
 
     >>> old, new = (FlatLayout(("v", "w"), ((2,), (6,)), world_size=w) for w in (2, 4))
     >>> for move in moves_to(old, new, range(1, 3)): print(move)
@@ -120,9 +120,10 @@ def moves_to(old: FlatLayout, new: FlatLayout, ranks: range, *, without: range =
 
 
 def moves_between(old: FlatLayout, new: FlatLayout, sources: range, targets: range) -> Iterator[Move]:
-    """What goes from the old shards of neighbouring ranks to the new ones of others, for who holds both as one tensor each.
+    """The moves from old shards of consecutive ranks to new shards of consecutive ranks, if each range is held as one tensor.
 
-    No move is cut where a shard ends inside of either. Starts and stops count from the first rank's, which a move names.
+    Moves are not cut at shard ends inside these tensors. Starts and stops count from the start of the tensor, and a move names
+    the first rank of each.
 
     >>> old, new = (FlatLayout(("v", "w"), ((2,), (6,)), world_size=w) for w in (2, 4))
     >>> print(*moves_between(old, new, range(2), range(1, 4)))
@@ -137,7 +138,7 @@ def moves_between(old: FlatLayout, new: FlatLayout, sources: range, targets: ran
 
 
 def merged(moves: Iterable[Move]) -> Iterator[Move]:
-    """The moves, each joined with the next where they adjoin on both sides.
+    """The moves, each joined with the next one if they adjoin in both shards.
 
     >>> list(merged([Move(0, 0, 2, 1, 4), Move(0, 2, 3, 1, 6)]))
     [Move(source_rank=0, source_start=0, source_stop=3, target_rank=1, target_start=4)]
@@ -164,7 +165,7 @@ def _adjoin(first: Move, second: Move) -> bool:
 
 
 class _Run(NamedTuple):
-    """`numel` elements that follow each other in both buffers, from `source` of the old and `target` of the new one on."""
+    """`numel` elements that are contiguous in both buffers, from `source` of the old and `target` of the new one on."""
 
     source: int
     target: int
@@ -176,26 +177,29 @@ def _by_target(run: _Run) -> int:
 
 
 def _bounds(layout: FlatLayout, ranks: range) -> tuple[int, int]:
-    """Where the shards of neighbouring ranks start and stop in the buffer."""
+    """The start and stop of the shards of consecutive ranks in the buffer."""
     numel = layout.partition.shard_numel
     return ranks.start * numel, ranks.stop * numel
 
 
 def _runs_to(old: FlatLayout, new: FlatLayout, ranks: range) -> list[_Run]:
-    """The parts of parameters of both layouts in the new shards of neighbouring ranks, sorted by target."""
+    """The fragments, of parameters of both layouts, in the new shards of consecutive ranks, sorted by target."""
     found = _shared(new, old, *_bounds(new, ranks)) if ranks else ()
     return sorted((_Run(old.bounds(n)[0] + first, start, numel) for n, first, start, numel in found), key=_by_target)
 
 
 def _clipped(run: _Run, start: int, stop: int) -> Iterator[_Run]:
-    """What of a run comes from elements [start, stop) of the old buffer, if any."""
+    """The part of a run that comes from elements [start, stop) of the old buffer, if any."""
     first, last = max(run.source, start), min(run.source + run.numel, stop)
     if first < last:
         yield _Run(first, run.target + first - run.source, last - first)
 
 
 def _shared(layout: FlatLayout, other: FlatLayout, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-    """The parameters of both in elements [start, stop) of the buffer of `layout`: name, first element, place in it, elements."""
+    """The fragments, of parameters of both layouts, in elements [start, stop) of the buffer of `layout`.
+
+    Yields: the name, the first element of the fragment in its parameter, its offset in the buffer, and its elements.
+    """
     if len(other.names) < layout.num_within(start, stop):
         for name in other.names:
             if name in layout:
@@ -210,13 +214,13 @@ def _shared(layout: FlatLayout, other: FlatLayout, start: int, stop: int) -> Ite
 
 
 def _moves(parts: Iterable[_Run], old: FlatLayout, new: FlatLayout) -> Iterator[Move]:
-    """The moves of parts of parameters, which are sorted by target."""
+    """The moves of fragments that are sorted by target."""
     old_partition, new_partition = old.partition, new.partition
     return (move for run in _runs(parts) for move in _cut(run, old_partition, new_partition))
 
 
 def _runs(parts: Iterable[_Run]) -> Iterator[_Run]:
-    """The parts, joined where they follow each other in both buffers."""
+    """The runs, joined if they are contiguous in both buffers."""
     source = target = numel = 0
     for part_source, part_target, part_numel in parts:
         if (part_source, part_target) != (source + numel, target + numel):

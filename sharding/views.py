@@ -1,8 +1,8 @@
-"""How are tensors cut and joined by a layout?
+"""Tensors cut and joined by a layout.
 
-`flatten` copies a tree of parameters into one flat buffer, once; after that everything is views: `take_shard` for
-what a rank holds, `unflatten` for what the model reads. One `torch.split` makes all of the leaves, so that its backward
-is one concatenation. No function here knows of processes.
+`flatten` copies a tree of parameters into one flat buffer. After that everything is a view: `take_shard` gives the shard of
+a rank, `unflatten` the parameters of the model. One `torch.split` makes all of the leaves, so that its backward is one
+concatenation. No function here depends on processes.
 
 Shape letters: N elements, P padded = W * S, S shard, W ranks.
 """
@@ -20,7 +20,7 @@ from sharding.partition import Partition
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, as specs write it.
+    """The name of a dtype in specs.
 
     >>> dtype_name(torch.float32)
     'float32'
@@ -46,10 +46,10 @@ def pad(x_N: Tensor, partition: Partition) -> Tensor:
 
     Args:
         x_N: (N,), any dtype.
-        partition: of N elements.
+        partition: a partition of N elements.
 
     Returns:
-        (P,); `x_N` itself where the padding is 0.
+        (P,); `x_N` itself if the padding is 0.
 
     >>> pad(torch.tensor([1, 2, 3]), Partition(numel=3, world_size=2))
     tensor([1, 2, 3, 0])
@@ -65,13 +65,13 @@ def flatten(tensors: Mapping[str, Tensor], layout: FlatLayout) -> Tensor:
 
     Args:
         tensors: exactly the parameters of the layout, in any order, of one dtype and on one device.
-        layout: their places.
+        layout: the positions of the parameters.
 
     Returns:
         (P,), of that dtype and on that device.
 
     Raises:
-        ValueError: a tensor is missing, unknown, or of another shape, dtype or device; or the layout holds none.
+        ValueError: a tensor is missing or unknown, or has another shape, dtype or device; or the layout has no parameters.
 
     >>> layout = FlatLayout(("w", "b"), ((2, 2), ()), world_size=2)
     >>> flatten({"b": torch.tensor(5), "w": torch.tensor([[1, 2], [3, 4]])}, layout)
@@ -96,7 +96,7 @@ def unflatten(flat: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
 
     Args:
         flat: (N,) or (P,), any dtype.
-        layout: the places of the parameters.
+        layout: the positions of the parameters.
 
     Returns:
         The parameters by name, in the order of the layout.
@@ -117,7 +117,7 @@ def take_shard(flat_P: Tensor, partition: Partition, rank: int) -> Tensor:
     Args:
         flat_P: (P,), any dtype.
         partition: the division of the buffer.
-        rank: whose shard.
+        rank: the rank of the shard.
 
     Returns:
         (S,), a view.
@@ -138,7 +138,7 @@ def join(shards_WS: Tensor, partition: Partition) -> Tensor:
         partition: the division of the buffer.
 
     Returns:
-        (N,), a view where the shards are contiguous.
+        (N,), a view if the shards are contiguous.
 
     >>> join(torch.tensor([[1, 2], [3, 4], [5, 0]]), Partition(numel=5, world_size=3))
     tensor([1, 2, 3, 4, 5])

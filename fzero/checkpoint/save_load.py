@@ -50,7 +50,8 @@ from fzero.checkpoint.layout import (
 from fzero.common.arguments import check_kind, check_no_inference, check_path
 from fzero.common.pickles import load_tensors
 from fzero.comms import collectives
-from fzero.comms.collectives import Bound
+from fzero.comms.axes import Bound
+from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.plan import Plan
 from fzero.resharding.place import place
@@ -190,7 +191,7 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
         loaded = step._run(lambda rank: load(dir, step=step.steps[rank]))
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
     axis = step._mesh.world
-    collectives.meet("fzero.load", axis)
+    meet("fzero.load", axis)
     check_same_folder(axis, dir, "load")
     path = Path(of_rank_0(axis, lambda: str(files.find(Path(dir)))))
     scratch = step._offload.make_files(axis)
@@ -236,7 +237,7 @@ class Saving:
             CollectiveError: another rank died or did not come.
         """
         if self._outcome is None:
-            collectives.meet("Saving.wait", self._axis)
+            meet("Saving.wait", self._axis)
         return self._ended()
 
     def _ended(self) -> Path:
@@ -420,7 +421,7 @@ def _started(
             )
         return list(parts_to_save(step.plan, axis.rank, own_specs(step.plan, step.specs.rng)))
 
-    collectives.meet("fzero.start_save" if copies else "fzero.save", axis)
+    meet("fzero.start_save" if copies else "fzero.save", axis)
     check_same_folder(axis, path, "save")
     parts = together(axis, prepare)
     nbytes = dict(enumerate(collectives.exchange(nbytes_of(parts), axis, label=Label("save"))))

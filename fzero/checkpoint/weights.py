@@ -25,7 +25,7 @@ from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice, parts_of_weights
 from fzero.checkpoint.safetensors import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
 from fzero.checkpoint.save_load import Source, aliases_of, check_same_folder, placed, read_into, together
-from fzero.comms import collectives
+from fzero.comms.failures import meet
 from fzero.resharding.reshard import AnyStep, blank, first_optimizer
 from fzero.simulation import LockstepRanks, stacked
 from fzero.state import TrainState
@@ -73,7 +73,7 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
     if isinstance(step, LockstepRanks):
         state: TrainState[Tensor] = stacked(step._run(lambda rank: load_weights(path, step=step.steps[rank])))
         return state
-    collectives.meet("fzero.load_weights", step._mesh.world)
+    meet("fzero.load_weights", step._mesh.world)
     scratch = step._offload.make_files(step._mesh.world)
     check_same_folder(step._mesh.world, path, "load_weights")
     read = together(step._mesh.world, lambda: _load(Path(path), step, scratch))

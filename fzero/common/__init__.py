@@ -1,4 +1,4 @@
-"""Small tools of every room: tables as text, byte units, ranges for profilers, counts of operations, checks of
+"""Small tools for all rooms: tables as text, byte units, ranges for profilers, counts of operations, checks of
 arguments, files that are safe to read and write.
 
 May import: sharding. Begin with `fzero.common.arguments`.

@@ -1,6 +1,6 @@
-"""What arguments must be, checked where a call begins, so that a wrong one ends in words about that argument.
+"""Checks of arguments at the start of a call, so that an error names the wrong argument.
 
-A check costs less than the call that it stands before; in a step there is none but `check_trains`, which reads two flags.
+A check costs less than the call. A step runs only `check_trains`, which reads two flags.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _kind(value: object) -> str:
 
 
 def check_model(model: object, field: str = "model") -> None:
-    """Raises unless it is a module, and not a class of modules or what holds some."""
+    """Raises unless it is a module; a class of modules or a list of modules is not one."""
     if isinstance(model, nn.Module):
         return
     fix = "pass a torch.nn.Module"
@@ -51,7 +51,7 @@ def check_model(model: object, field: str = "model") -> None:
 
 
 def check_loss_fn(loss_fn: object) -> None:
-    """Raises unless it is None or takes a model and a batch."""
+    """Raises unless it is None or a function of a model and a batch."""
     fix = "pass lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]), say"
     rule = "a function of model and batch that gives the loss, or None"
     if loss_fn is None:
@@ -62,18 +62,18 @@ def check_loss_fn(loss_fn: object) -> None:
         inspect.signature(loss_fn).bind(None, None)
     except TypeError as error:
         refuse("loss_fn", rule, loss_fn, f"{error}: {fix}")
-    except ValueError:  # of a function in C, which does not tell
+    except ValueError:  # a function in C has no signature
         pass
 
 
 def check_callable(field: str, value: object, what: str, *, optional: bool = False) -> None:
-    """Raises unless it can be called; `what` says what it is a function of."""
+    """Raises unless it can be called; `what` describes the function in the message."""
     if not callable(value) and not (optional and value is None):
         refuse(field, f"{what}{', or None' if optional else ''}", value, "pass a function")
 
 
 def check_names(field: str, names: object) -> None:
-    """Raises unless it is None or several strings: one string would be read as its letters."""
+    """Raises unless it is None or a collection of strings; a single string would be read as its letters."""
     if names is None:
         return
     if isinstance(names, str):
@@ -86,19 +86,19 @@ def check_names(field: str, names: object) -> None:
 
 
 def check_whole(field: str, value: object, least: int) -> None:
-    """Raises unless it is an integer from `least` on, and no bool."""
+    """Raises unless it is an integer of at least `least`; a bool is not one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         refuse(field, f"a whole number, at least {least}", value, f"pass an int from {least} on")
 
 
 def check_path(field: str, path: object) -> None:
-    """Raises unless it names a file or folder; an empty name would be the present folder."""
+    """Raises unless it is a path; an empty path would be the current folder."""
     if not isinstance(path, str | Path) or not str(path):
         refuse(field, "a path", path, "pass one, '.' for the present folder")
 
 
 def check_kind(field: str, value: object, kinds: Any, rule: str, fix: str) -> None:
-    """Raises unless it is one of these classes."""
+    """Raises unless the value is an instance of one of these classes."""
     if not isinstance(value, kinds):
         refuse(field, rule, value, fix)
 
@@ -113,7 +113,7 @@ def check_no_inference(what: str) -> None:
 
 
 def check_trains(what: str) -> None:
-    """Raises where autograd is off, so that there would be no gradients."""
+    """Raises if autograd is off, because there would be no gradients."""
     if not torch.is_grad_enabled():
         check_no_inference(what)
         raise RuntimeError(

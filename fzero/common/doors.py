@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first used (PEP 562), so that `import fzero` loads nothing else."""
+"""Public names of a package that are imported at their first use (PEP 562), so that `import fzero` loads no other module."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def door(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any]
     """The `__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
-        package: its `__name__`.
-        modules: the public names by the module that defines them, relative to the package; "" is for modules, which are not
-            among `__all__`.
+        package: the `__name__` of the package.
+        modules: the public names, by the module that defines them, relative to the package. Under the key "" stand names of
+            modules, which are not in `__all__`.
 
     >>> __getattr__, __dir__, __all__ = door("collections", {"abc": "Mapping Sequence"})
     >>> __getattr__("Mapping").__module__

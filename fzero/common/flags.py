@@ -1,4 +1,4 @@
-"""A parser of command lines that names the nearest flag where one is unknown."""
+"""A parser of command lines whose error about an unknown flag names the nearest known one."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-UNKNOWN = "unrecognized arguments: "  # argparse's own words, which list them
+UNKNOWN = "unrecognized arguments: "  # the start of argparse's message, which lists them
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, whose error about an unknown flag names the nearest one.
+    """`argparse.ArgumentParser`, whose error about an unknown flag names the nearest known one.
 
     Args:
-        also: other words for flags, by which people look for them.
-        how: as argparse takes it.
+        also: other words for flags that users may try, with the flag that each means.
+        how: the arguments of argparse.
 
     >>> parser = Parser(prog="fzero run", also={"world": "--num_procs"}, add_help=False)
     >>> _ = parser.add_argument("--num_procs")
@@ -29,14 +29,14 @@ class Parser(argparse.ArgumentParser):
         self._words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's; keeps the words for an error."""
+        """The same as argparse's; keeps the words for an error."""
         self._words = [*(args or ())]
         return super().parse_known_args(args, namespace)
 
     def nearest(self, word: str) -> str | None:
         """The flag whose name is nearest to `word`, if one is near."""
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        flags = {_name(flag): flag for flag in reversed(known)}  # of two spellings the first
+        flags = {_name(flag): flag for flag in reversed(known)}  # the first of two spellings counts
         near = get_close_matches(_name(word), names := {**self._also, **flags}, 1)
         return names[near[0]] if near else None
 
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         """Ends the process with code 2, after the message and the nearest flags."""
         if message.startswith(UNKNOWN):
             words: Sequence[str] = message.removeprefix(UNKNOWN).split()
-        else:  # where something is missing, no script has been read whose flags the words could be
+        else:  # if an argument is missing, all words are flags of this parser: none belongs to a script
             words = self._words if "required" in message else ()
         for word in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
             known = [flag for flag in self._option_string_actions if flag.startswith(word)]

@@ -1,4 +1,4 @@
-"""How many floating point operations is an operator? torch's formulas, also for fused attention on the CPU."""
+"""Floating-point operations of operators: torch's formulas, and those of fused attention on the CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ON_CPU = {
 
 
 def counter() -> FlopCounterMode:
-    """torch's counter, which knows these, too, and prints nothing."""
+    """torch's counter, with the formulas of `ON_CPU`; it prints nothing."""
     known = {name: formula for name, formula in ON_CPU.items() if name not in flop_registry}
     return FlopCounterMode(display=False, custom_mapping=known)
 
@@ -37,30 +37,30 @@ _ON_CPU = {name: formula for name, formula in counter().flop_registry.items() if
 
 def _formula(func: Any) -> Callable[..., Any] | None:
     packet = getattr(func, "overloadpacket", None)
-    return flop_registry.get(packet) or _ON_CPU.get(packet)  # torch's grows: an operator of ours may join it
+    return flop_registry.get(packet) or _ON_CPU.get(packet)  # a later torch may have these formulas, too
 
 
 def flops_of_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Of one operator that was called; 0 of what is no matrix product, convolution or attention."""
+    """The operations of one call of an operator; 0 unless it is a matrix product, a convolution or attention."""
     formula = _formula(func)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 def is_counted(func: Any) -> bool:
-    """Whether operations of an operator are counted."""
+    """Whether there is a formula for the operations of an operator."""
     return _formula(func) is not None
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells `tell` the operations of every operator that runs inside, if it has any."""
+    """Calls `report` with the operations of every operator that runs inside, unless they are 0."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
+    def __init__(self, report: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tell = tell
+        self._report = report
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         flops = flops_of_call(func, args, kwargs or {}, out)
         if flops:
-            self._tell(flops)
+            self._report(flops)
         return out

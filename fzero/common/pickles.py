@@ -1,11 +1,11 @@
-"""Pickles that run no code: PyTorch's formats and what ranks exchange are pickles, and are read here alone.
+"""Readers of pickles that run no code, for PyTorch's files and for values that ranks exchange. No other module reads pickles.
 
-A pickle may name any function and call it. Three readers, each of which knows what it may meet:
+A pickle may name any function and call it. Each of the three readers accepts a fixed set of names:
 
-- `load_tensors`: a file of torch.save, by PyTorch's restricted loader, with errors that name the file and what it needs.
-- `read_metadata`: the `.metadata` of torch.distributed.checkpoint. The classes it names become records without behaviour, from
-  which the metadata is built anew, each field checked.
-- `unpack`: what another rank sent: numbers, strings, bytes and containers of these. No name is looked up at all.
+- `load_tensors` reads a file of torch.save by PyTorch's restricted loader. An error names the class that the file needs.
+- `read_metadata` reads the `.metadata` of torch.distributed.checkpoint. Its classes become records without behaviour, from
+  which a new metadata is built, with a check of each field.
+- `unpack` reads the value of another rank: numbers, strings, bytes and containers of these. It looks up no name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sharding.views import torch_dtype
 
 
 class UnsafePickleError(ValueError):
-    """A pickle needs something to be read that it may not name; says what."""
+    """A pickle needs a class or function that it must not name; the message names it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"needs the class {name!r} to be read, which might run code")
@@ -39,12 +39,12 @@ def load_tensors(source: Path | IO[bytes], *, mmap: bool = False, known: Mapping
 
     Args:
         source: a path, or an open file.
-        mmap: whether tensors are mapped into memory, where the file is of the newer, zipped form.
-        known: further classes that may be named, each with the one that takes its place.
+        mmap: whether tensors are mapped into memory; only for files in the newer, zipped format.
+        known: more classes that the file may name, each with the class that replaces it.
 
     Raises:
-        UnsafePickleError: it needs another class or function.
-        ValueError: it is missing, or no whole file of torch.save; says which in a line.
+        UnsafePickleError: the file needs another class or function.
+        ValueError: the file is missing, or not a complete file of torch.save; the message says which.
     """
     replaced: list[Any] = [(stand_in, name) for name, stand_in in (known or {}).items()]
     try:
@@ -54,7 +54,7 @@ def load_tensors(source: Path | IO[bytes], *, mmap: bool = False, known: Mapping
     except FileNotFoundError as error:
         raise ValueError("is missing") from error
     except Exception as error:
-        # PyTorch's own words recommend to read the file without the restriction, which is what must not be done.
+        # PyTorch's message recommends to read the file without the restriction, which would be unsafe.
         found = re.search(r"(?:GLOBAL|class|function|global):? ([\w.]+\.[\w.]+)", str(error))
         if found:
             raise UnsafePickleError(found[1]) from None
@@ -70,7 +70,7 @@ def _line(error: Exception) -> str:
 
 
 class _Record:
-    """An object of the metadata: what it was made with, and no behaviour."""
+    """An object of the metadata: its arguments and its state, without behaviour."""
 
     __slots__ = ("args", "state")
 
@@ -111,7 +111,7 @@ class _Size(_Record): ...
 
 
 class _Other(_Record):
-    """What is not looked at."""
+    """An object that is not read."""
 
 
 _OF_METADATA: dict[tuple[str, str], type] = {
@@ -129,7 +129,7 @@ _OF_METADATA: dict[tuple[str, str], type] = {
     ("collections", "OrderedDict"): dict,
     **{(module, name): _Other for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")},
 }
-"""All that the metadata may name besides dtypes, and what is made of it."""
+"""The classes and functions that the metadata may name besides dtypes, and the record that each becomes."""
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -144,13 +144,13 @@ class _OfMetadata(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Any:
-    """The metadata in a file: a `torch.distributed.checkpoint.metadata.Metadata` with its tensors and where they are stored.
+    """The metadata in a file: a `torch.distributed.checkpoint.metadata.Metadata` with the tensors and where they are stored.
 
-    What is stored besides tensors, and what the planner of the job noted, is left out.
+    Objects other than tensors, and the notes of the job's planner, are left out.
 
     Raises:
-        UnsafePickleError: it names something that metadata does not have.
-        OSError, ValueError: it cannot be read, or is no such metadata; says why.
+        UnsafePickleError: the file names a class or function that metadata does not have.
+        OSError, ValueError: the file cannot be read, or is not such metadata; the message says why.
     """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -166,7 +166,7 @@ def read_metadata(path: Path) -> Any:
         found = _OfMetadata(io.BytesIO(content)).load()
     except UnsafePickleError:
         raise
-    except Exception as error:  # of bytes that are no pickle, any
+    except Exception as error:  # bytes that are no pickle may raise any error
         raise ValueError(f"is no whole pickle: {error!r}") from None
     tensors: dict[str, Any] = {}
     for key, like in _dict(_is(found, _Metadata)["state_dict_metadata"]).items():
@@ -238,7 +238,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(content: bytes) -> Any:
-    """What `pack` was given.
+    """The value that was given to `pack`.
 
     Raises:
         UnsafePickleError: the bytes name a class or a function.

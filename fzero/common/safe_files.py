@@ -1,7 +1,7 @@
-"""Names and links that a folder's other users may have left: neither leads a reader or a writer out of the folder.
+"""Safe paths and files: names and links that other users leave in a folder cannot lead a reader or a writer out of it.
 
-A name that comes from a file (a parameter, a tag, a shard) is joined to a folder when `check_inside` has passed it. A file that
-is written anew is made by `create`, which follows no link and takes no file that is there already.
+A name from a file (a parameter, a tag, a shard) is joined to a folder only after `check_inside`. New files are made by
+`create`, which follows no link and uses no existing file.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import BinaryIO
 
 
 def check_inside(name: str) -> str:
-    """The relative path of something inside a folder.
+    """The relative path of a file inside a folder.
 
     Raises:
-        ValueError: it leads elsewhere.
+        ValueError: it leads out of the folder.
 
     >>> check_inside("__0_0.distcp")
     '__0_0.distcp'
@@ -31,11 +31,11 @@ def check_inside(name: str) -> str:
 
 
 def create(path: Path) -> BinaryIO:
-    """A new file, open to be written. One that a killed process left under this name is removed first.
+    """A new file, open for writing. A file that a killed process left under this name is removed first.
 
     Raises:
-        FileExistsError: there is a link, which would be written through, or another process makes the same file.
-        OSError: of the system.
+        FileExistsError: the path is a link, which writes would follow, or another process makes the same file.
+        OSError: an error of the system.
     """
     refuse_link(path)
     path.unlink(missing_ok=True)
@@ -44,7 +44,7 @@ def create(path: Path) -> BinaryIO:
 
 
 def refuse_link(path: Path) -> None:
-    """Raises a FileExistsError where a link is, for what is written there would go elsewhere."""
+    """Raises a FileExistsError if the path is a link: writes would go to its target."""
     if path.is_symlink():
         raise FileExistsError(
             f"{path}: must be no link, and leads to {os.readlink(path)}; remove it, for it is not fzero's"
@@ -52,10 +52,10 @@ def refuse_link(path: Path) -> None:
 
 
 def check_own(folder: Path) -> None:
-    """Raises unless a folder is no link and this process' user owns it.
+    """Raises if a folder is a link, or belongs to another user than that of this process.
 
     Raises:
-        PermissionError: another user owns it, who could change what is written there.
+        PermissionError: another user owns it, and could change the files in it.
         FileExistsError: it is a link.
     """
     refuse_link(folder)

@@ -1,4 +1,4 @@
-"""Reports that rich prints, whole wherever they go: a terminal, a pipe, a log or a string; and numbers of bytes in them."""
+"""Reports printed by rich without cut cells, on a terminal, in a pipe, a log or a string; and numbers of bytes in them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from rich.console import Console, RenderableType
 from rich.measure import Measurement
 
 PLAIN_WIDTH = 120
-"""Columns of what goes to no terminal."""
+"""The width of reports that do not go to a terminal, in columns."""
 
 
 def as_text(report: RenderableType) -> str:
-    """What rich prints of a report without colours, in 120 columns, or as many as it takes to cut nothing."""
+    """A report as rich prints it without colours, in 120 columns, or as many as are needed to cut nothing."""
     text = _rendered(report, width_of(report, PLAIN_WIDTH))
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def print_report(report: RenderableType, *, stderr: bool = False) -> None:
-    """Prints a report, with colours on a terminal. Where that is too narrow its lines are wrapped, and nothing is cut."""
+    """Prints a report, with colours on a terminal. On a narrow terminal its lines are wrapped, and nothing is cut."""
     console = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
     width = width_of(report, console.width if console.is_terminal else PLAIN_WIDTH)
     Console(file=console.file, highlight=False, width=width).print(report, soft_wrap=True)
 
 
 def width_of(report: RenderableType, width: int) -> int:
-    """`width`, or as many columns more as it takes that no cell of a table in the report is cut.
+    """The smallest width of at least `width` columns at which no cell of a table in the report is cut.
 
     >>> from rich.table import Table
     >>> table = Table("figure", "figure")
@@ -36,13 +36,13 @@ def width_of(report: RenderableType, width: int) -> int:
     """
     wide = Console(width=100_000, file=io.StringIO())
     needed = Measurement.get(wide, wide.options, report)
-    whole = _rendered(report, max(width, needed.maximum)).count(CUT)
+    num_own = _rendered(report, max(width, needed.maximum)).count(CUT)
     widths = (width, max(width, needed.minimum))
-    return next((w for w in widths if _rendered(report, w).count(CUT) == whole), max(width, needed.maximum))
+    return next((w for w in widths if _rendered(report, w).count(CUT) == num_own), max(width, needed.maximum))
 
 
 CUT = "…"
-"""What rich writes in place of the end of a cell."""
+"""The character that rich writes in place of the end of a cell."""
 
 
 def _rendered(report: RenderableType, width: int) -> str:
@@ -52,7 +52,7 @@ def _rendered(report: RenderableType, width: int) -> str:
 
 
 def scale_of(most: float) -> tuple[float, str]:
-    """The unit in which numbers of bytes up to `most` read well.
+    """A unit that suits numbers of bytes up to `most`: its bytes and its name.
 
     >>> scale_of(120e9), scale_of(3e8)
     ((1000000000.0, 'GB'), (1000000.0, 'MB'))
@@ -61,7 +61,7 @@ def scale_of(most: float) -> tuple[float, str]:
 
 
 def shown(nbytes: float, scale: float) -> str:
-    """Bytes in that unit, in three digits or more; a dot is nothing.
+    """Bytes in units of `scale` bytes, in three digits or more; a dot stands for 0.
 
     >>> [shown(nbytes, 1e9) for nbytes in (0, 1.875e9, 31.4e9, 1.2e12, 4e5)]
     ['·', '1.88', '31.4', '1,200', '<0.001']

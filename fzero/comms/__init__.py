@@ -1,7 +1,7 @@
 """Axes of ranks and the collectives along them, comm hooks and codecs, process groups, hang reports: the only door to
 torch.distributed.
 
-May import: sharding, common. Begin with `fzero.comms.collectives`.
+May import: sharding, common. Begin with `fzero.comms.axes` and `fzero.comms.collectives`.
 """
 
 from typing import TYPE_CHECKING
@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
-    from fzero.comms.codecs import Codec as Codec, cast as cast, quantize as quantize
-    from fzero.comms.collectives import (
+    from fzero.comms.axes import (
         AbstractAxis as AbstractAxis,
         CollectiveError as CollectiveError,
         ProcessAxis as ProcessAxis,
         Sim as Sim,
-        join as join,
-        shutdown as shutdown,
     )
+    from fzero.comms.codecs import Codec as Codec, cast as cast, quantize as quantize
     from fzero.comms.comm_hooks import (
         CommHook as CommHook,
         Sending as Sending,
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
         exact as exact,
         reset_every as reset_every,
     )
+    from fzero.comms.process_group import join as join, shutdown as shutdown
     from fzero.comms.records import CommRecord as CommRecord, Label as Label
     from fzero.comms.rendezvous import RankInfo as RankInfo, launched as launched
     from fzero.comms.stacked import VmapError as VmapError
@@ -34,9 +33,10 @@ else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
+            "axes": "AbstractAxis CollectiveError ProcessAxis Sim",
             "codecs": "Codec cast quantize",
-            "collectives": "AbstractAxis CollectiveError ProcessAxis Sim join shutdown",
             "comm_hooks": "CommHook Sending completed compressed error_feedback exact reset_every",
+            "process_group": "join shutdown",
             "records": "CommRecord Label",
             "rendezvous": "RankInfo launched",
             "stacked": "VmapError",

@@ -1,14 +1,15 @@
-"""How does a flat tensor travel in fewer bytes, and how far is what arrives from what was sent?
+"""Codecs: flat tensors written in fewer bytes, with a bound on the error.
 
-A codec is a pair of pure functions: `encode` makes bytes of numbers, `decode` numbers of bytes. It works along the last
-dimension; leading ones (ranks, rows) stay. As many elements always make as many bytes, so that every rank knows what comes.
+A codec is a pair of pure functions: `encode` turns numbers into bytes, `decode` turns bytes into numbers. It works along the
+last dimension and keeps leading ones (ranks, rows). The number of bytes depends only on the number of elements, so that every
+rank knows how much arrives.
 
     quantize(bits, block)   a signed integer for each element and a scale for each block (ZeRO++ §4.1, §4.3)
     cast(dtype)             another floating dtype
 
-`bound` tells how far `decode(encode(x))` may be from `x`, for each element.
+`bound` is the largest distance of `decode(encode(x))` from `x`, for each element.
 
-Shape letters: N elements, B bytes of what is sent.
+Shape letters: N elements, B bytes that are sent.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class Codec(NamedTuple):
     """A way to write numbers as bytes.
 
     Attributes:
-        name: what a table shows.
+        name: shown in tables.
         nbytes: B for N elements.
         encode: (…, N) of any floating dtype → (…, B) uint8.
         decode: (…, B) uint8, N and a dtype → (…, N) of that dtype.
-        bound: (…, N) → (…, N) float64, the largest distance of each element from what arrives (in fp32 or wider).
+        bound: (…, N) → (…, N) float64, the largest distance of each element from the decoded one (in fp32 or wider).
     """
 
     name: str
@@ -48,13 +49,13 @@ def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The same memory, read along the last dimension as another dtype."""
     if not x.numel():
         return x.new_empty((*x.shape[:-1], 0), dtype=dtype)
-    if dtype.itemsize > x.element_size():  # which may begin, or have rows, at odd places
+    if dtype.itemsize > x.element_size():  # `x` or its rows may start at addresses that the wider dtype does not allow
         return x.clone(memory_format=torch.contiguous_format).view(dtype)
     return x.contiguous().view(dtype)
 
 
 def cast(dtype: str) -> Codec:
-    """Numbers travel as `dtype`, rounded to the nearest.
+    """Sends numbers as `dtype`, rounded to the nearest.
 
     >>> halved = cast("bfloat16")
     >>> halved.nbytes(3), halved.decode(halved.encode(torch.tensor([1.0, 1 / 3])), 2, torch.float32)
@@ -67,8 +68,8 @@ def cast(dtype: str) -> Codec:
     def encode(x: Tensor) -> Tensor:
         return _bits(x.to(narrow), torch.uint8)
 
-    def decode(hook: Tensor, numel: int, wide: torch.dtype) -> Tensor:
-        return _bits(hook, narrow)[..., :numel].to(wide)
+    def decode(encoded: Tensor, numel: int, wide: torch.dtype) -> Tensor:
+        return _bits(encoded, narrow)[..., :numel].to(wide)
 
     def bound(x: Tensor) -> Tensor:
         info = torch.finfo(narrow)
@@ -79,9 +80,10 @@ def cast(dtype: str) -> Codec:
 
 
 def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
-    """Each element becomes a signed integer of `bits`, times its block's scale in fp32: the block's largest / (2^(bits-1) - 1).
+    """Sends each element as a signed integer of `bits`, to be multiplied by its block's scale.
 
-    A block that is not finite (in fp32) arrives as NaN, so that an overflow is seen by all ranks; one that is finite stays so.
+    The scale is fp32: the largest magnitude in the block / (2^(bits-1) - 1). A block that is not finite (in fp32) is decoded as
+    NaN, so that all ranks see an overflow; a finite block is decoded as finite numbers.
 
     Args:
         bits: 8, or 4 (two to a byte).
@@ -98,13 +100,13 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
     if isinstance(block, bool) or not isinstance(block, int) or block < 2 or block % 2:
         raise ValueError(f"quantize: block must be an even number of elements, got {block!r}; 256 say")
     most = 2 ** (bits - 1) - 1
-    steepest = torch.finfo(torch.float32).max / most * (1 - 2**-22)  # however it is rounded, `most` times it is finite
+    steepest = torch.finfo(torch.float32).max / most * (1 - 2**-22)  # `most` times it is finite, whatever the rounding
 
     def num_blocks(numel: int) -> int:
         return -(-numel // block)
 
     def length(numel: int) -> int:
-        """Bytes without scales."""
+        """Bytes of the integers, without the scales."""
         return -(-numel * bits // 8)
 
     def nbytes(numel: int) -> int:
@@ -119,28 +121,30 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
 
     def encode(x: Tensor) -> Tensor:
         blocks, scales = scales_of(x)
-        whole = torch.where(scales > 0, blocks / scales, 0.0).round().nan_to_num(0.0).clamp(-most, most).to(torch.int8)
-        codes = _bits(rearrange(whole, "... blocks block -> ... (blocks block)"), torch.uint8)
+        integers = (
+            torch.where(scales > 0, blocks / scales, 0.0).round().nan_to_num(0.0).clamp(-most, most).to(torch.int8)
+        )
+        codes = _bits(rearrange(integers, "... blocks block -> ... (blocks block)"), torch.uint8)
         if bits == 4:
             low, high = codes[..., ::2], codes[..., 1::2]
             codes = (low & 0xF) | ((high & 0xF) << 4)
         return torch.cat([codes[..., : length(x.shape[-1])], _bits(scales.squeeze(-1), torch.uint8)], dim=-1)
 
-    def decode(hook: Tensor, numel: int, wide: torch.dtype) -> Tensor:
-        codes, scales = hook[..., : length(numel)], _bits(hook[..., length(numel) :], torch.float32)
+    def decode(encoded: Tensor, numel: int, wide: torch.dtype) -> Tensor:
+        codes, scales = encoded[..., : length(numel)], _bits(encoded[..., length(numel) :], torch.float32)
         codes = torch.nn.functional.pad(codes, (0, length(num_blocks(numel) * block) - length(numel)))
         if bits == 4:
             codes = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
-            whole = ((codes ^ 0x8).to(torch.int8) - 8).float()  # of two's complement in four bits
+            integers = ((codes ^ 0x8).to(torch.int8) - 8).float()  # two's complement in four bits
         else:
-            whole = _bits(codes, torch.int8).float()
-        blocks = rearrange(whole, "... (blocks block) -> ... blocks block", block=block) * scales[..., None]
+            integers = _bits(codes, torch.int8).float()
+        blocks = rearrange(integers, "... (blocks block) -> ... blocks block", block=block) * scales[..., None]
         flat: Tensor = rearrange(blocks, "... blocks block -> ... (blocks block)")
         return flat[..., :numel].to(wide)
 
     def bound(x: Tensor) -> Tensor:
         blocks, scales = scales_of(x)
-        # Half a step of rounding, and what the quotient, the scale and the product lose in fp32.
+        # Half a rounding step, and the fp32 rounding errors of the quotient, the scale and the product.
         largest = (scales.double() * (0.5 + 4 * most * 2**-24) + 2**-140).expand_as(blocks)
         bounds: Tensor = rearrange(largest, "... blocks block -> ... (blocks block)")
         return bounds[..., : x.shape[-1]]

@@ -1,17 +1,17 @@
-"""What does a gather or a reduce-scatter send? Collectives as values that compose.
+"""Comm hooks: how a gather or a reduce-scatter sends its numbers, as values that compose.
 
-A comm hook is a pair of pure functions over the ranks of an axis, with a state of their own that goes in and comes out:
+A comm hook is a pair of pure functions over the ranks of an axis. Each takes a state and returns the new one:
 
-    exact()                       the numbers as they are
-    compressed(codec)                  what a codec makes of them: fewer bytes, and an error within its bound
-    error_feedback(compressed(codec))  the same, and what one round lost is added to what the next one sends
-    reset_every(hook, every=n)      the same, with a new state every n rounds
+    exact()                            sends the numbers unchanged
+    compressed(codec)                  sends them encoded: fewer bytes, and an error within the codec's bound
+    error_feedback(compressed(codec))  the same, and adds the error of one round to the numbers of the next one
+    reset_every(hook, every=n)         the same as `hook`, with a new state every n rounds
 
-With `compressed(quantize(8))` for gathers and `compressed(quantize(4))` for reductions that is ZeRO++ (Wang et al. 2023, qwZ
-and qgZ); with error feedback on the reductions LoCo (Xie et al. 2024). Every rank decodes its own part like the others', so
+`compressed(quantize(8))` for gathers and `compressed(quantize(4))` for reductions are ZeRO++ (Wang et al. 2023, qwZ and qgZ);
+with error feedback on the reductions they are LoCo (Xie et al. 2024). Every rank decodes its own shard like the others', so
 that all of them hold the same numbers. Sums are made in rank order, in fp32 or wider.
 
-Both functions *start* to send and return at once, so that compute goes on meanwhile.
+Both functions *start* to send and return at once, so that compute overlaps communication.
 
 Shape letters: P padded elements = W·S, S elements of a shard, W ranks, B bytes; on a `Sim` axis a leading dimension of ranks.
 """
@@ -29,13 +29,16 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.comms import collectives
+from fzero.comms.axes import Bound, Sim
 from fzero.comms.codecs import Codec
-from fzero.comms.collectives import GATHER, OTHER, REDUCE, Bound, Pending, Sim
+from fzero.comms.collectives import GATHER, OTHER, REDUCE
+from fzero.comms.pending import Pending
 from fzero.comms.records import Label
+from fzero.comms.traced import in_order
 
 State = Any
 Axis = Any
-"""A `fzero.comms.collectives.Axis`; in a captured step what stands for one (`fzero.comms.mesh_in_graph.AxisInGraph`)."""
+"""A `fzero.comms.axes.Axis`, or in a captured step a `fzero.comms.mesh_in_graph.AxisInGraph`."""
 
 
 class Sending(NamedTuple):
@@ -43,7 +46,7 @@ class Sending(NamedTuple):
 
     pending: Pending
     state: Callable[[], State]
-    """The new state, once what is pending has ended."""
+    """Returns the new state, after `pending` has ended."""
 
     def wait(self) -> tuple[Tensor, State]:
         """The result and the new state."""
@@ -51,7 +54,7 @@ class Sending(NamedTuple):
 
 
 def completed(x: Tensor, state: State) -> Sending:
-    """What has arrived already."""
+    """A collective that has ended already, with its result."""
     return Sending(Pending(OTHER, (), lambda: x), lambda: state)
 
 
@@ -59,15 +62,15 @@ class CommHook(NamedTuple):
     """How shards are gathered and summands reduced.
 
     Attributes:
-        name: what a table shows; the same on all ranks.
-        nbytes: B for N elements of so many bytes each.
-        init: the state for what one rank sends in a round: a tensor like that; None where there is none. What is floating in
-            it is in units of what is sent.
+        name: shown in tables; the same on all ranks.
+        nbytes: (N elements, bytes of each) → B.
+        init: makes the state, from a tensor like the one that a rank sends in a round; None for a hook without a state. Its
+            floating-point leaves are in the units of the numbers that are sent.
         start_gather: this rank's shard (S), the axis and the state → the shards of all ranks in rank order (P), and the new
-            state. `full_P` may take the result.
-        start_reduce_scatter: this rank's summand (P), … → this rank's shard of the sum (S), and the new state. `out_S` may
-            take the result; `after` is the collective that writes the summand, and must be ended before that is read.
-        lossy: the numbers that arrive where these are sent, (…, N) → (…, N).
+            state. The result may be written into `full_P`.
+        start_reduce_scatter: this rank's summand (P), … → this rank's shard of the sum (S), and the new state. The result may
+            be written into `out_S`; `after` is the collective that writes the summand, and must end before that is read.
+        lossy: the numbers that other ranks receive when these are sent, (…, N) → (…, N).
     """
 
     name: str
@@ -87,7 +90,7 @@ class CommHook(NamedTuple):
 
 
 def exact() -> CommHook:
-    """Sends numbers as they are, as a step without comm hooks does. *Collective:* each function sends `(W-1)/W · P` elements."""
+    """Sends numbers unchanged, like a step without comm hooks. *Collective:* each function sends `(W-1)/W · P` elements."""
     return _EXACT
 
 
@@ -107,7 +110,7 @@ def _start_exact_reduce_scatter(
     label: Label = REDUCE,
 ) -> Sending:
     if isinstance(axis, Sim):
-        return completed(collectives.in_order(collectives.all_to_all(_rows(full, axis), axis).unbind(-2)), state)
+        return completed(in_order(collectives.all_to_all(_rows(full, axis), axis).unbind(-2)), state)
     pending = collectives.start_reduce_scatter(full.contiguous(), axis, out_S=out_S, after=after, label=label)
     return Sending(pending, lambda: state)
 
@@ -123,9 +126,9 @@ _EXACT = CommHook(
 
 
 def compressed(codec: Codec) -> CommHook:
-    """What `codec` makes of the numbers. *Collective:* each function sends `(W-1) · codec.nbytes(S)` bytes."""
+    """Sends numbers encoded by `codec`. *Collective:* each function sends `(W-1) · codec.nbytes(S)` bytes."""
     if not isinstance(codec, Codec):
-        raise ValueError(f"coded: codec must be a Codec, got {codec!r}; pass quantize(8), say")
+        raise ValueError(f"compressed: codec must be a Codec, got {codec!r}; pass quantize(8), say")
 
     def lossy(x: Tensor) -> Tensor:
         return codec.decode(codec.encode(x), x.shape[-1], x.dtype)
@@ -153,14 +156,14 @@ def compressed(codec: Codec) -> CommHook:
         label: Label = REDUCE,
     ) -> Sending:
         shard_numel = full.shape[-1] // axis.size
-        rows, after = _made(
+        rows, after = _make_after(
             lambda: codec.encode(_rows(full, axis)), (axis.size, codec.nbytes(shard_numel)), torch.uint8, full, after
         )
         pending = _start_all_to_all(rows, axis, after, label, (shard_numel, codec.nbytes(shard_numel)))
 
         def finish() -> Tensor:
             wide = torch.promote_types(full.dtype, torch.float32)
-            total = collectives.in_order(codec.decode(pending.finish(), shard_numel, wide).unbind(-2))
+            total = in_order(codec.decode(pending.finish(), shard_numel, wide).unbind(-2))
             return total.to(full.dtype) if out_S is None else out_S.copy_(total)
 
         return Sending(Pending(label, pending.works, finish), lambda: state)
@@ -171,20 +174,20 @@ def compressed(codec: Codec) -> CommHook:
 
 
 def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
-    """What one round lost is added to what this rank sends in the next (Seide et al. 2014; LoCo with `decay` 0.8).
+    """Adds the error of one round to the numbers that this rank sends in the next (Seide et al. 2014; LoCo with `decay` 0.8).
 
-    The state is the error so far, as long as what is sent. An error that is not finite is forgotten.
+    The state is the error so far; it has the shape of the tensor that is sent. An error that is not finite becomes 0.
 
     Args:
-        hook: without a state of its own.
-        decay: the share of the old error that stays beside the new one: error ← decay · error + (1 - decay) · lost.
+        hook: the comm hook to correct; it must have no state.
+        decay: the weight of the old error beside the new one: error ← decay · error + (1 - decay) · lost.
     """
     _check_hook("error_feedback", hook)
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise ValueError(f"error_feedback: decay must be in [0, 1), got {decay!r}; 0 keeps the last round's error only")
 
     def corrected(x: Tensor, error: Tensor, parts: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """What is sent in place of `x`, in the error's dtype, and the new error."""
+        """The tensor to send in place of `x`, in the error's dtype, and the new error."""
         sent = x.to(error.dtype) + error
         lost = sent - hook.lossy(parts(sent)).reshape(sent.shape)
         error = decay * error + (1 - decay) * lost
@@ -213,7 +216,7 @@ def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
             errors.append(new)
             return sent
 
-        sent, after = _made(make, full.shape, error.dtype, full, after)
+        sent, after = _make_after(make, full.shape, error.dtype, full, after)
         pending = hook.start_reduce_scatter(sent, axis, None, after=after, label=label).pending
         return Sending(_copied(pending, out_S, full.dtype), lambda: errors[0])
 
@@ -230,12 +233,12 @@ def _check_hook(field: str, hook: CommHook) -> None:
         raise ValueError(f"{field}: comm hook must be a CommHook, got {hook!r}; pass compressed(quantize(4)), say")
     if hook.init(torch.empty(2, device="meta")) is not None:
         raise ValueError(
-            f"{field}: comm hook must be without a state of its own, got {hook.name}; pass what is inside of it"
+            f"{field}: comm hook must be without a state of its own, got {hook.name}; pass the hook inside of it"
         )
 
 
 class ResetEvery(NamedTuple):
-    """The state of a comm hook that starts anew from time to time."""
+    """The state of a comm hook that is reset every few rounds."""
 
     state: State
     num_rounds: Tensor
@@ -243,14 +246,14 @@ class ResetEvery(NamedTuple):
 
 
 def reset_every(hook: CommHook, *, every: int) -> CommHook:
-    """A comm hook whose state becomes what `init` makes after `every` rounds, and again after as many (LoCo's `reset_T`)."""
+    """A comm hook whose state is reset to that of `init` every `every` rounds (LoCo's `reset_T`)."""
     if not isinstance(hook, CommHook):
         raise ValueError(
             f"reset_every: hook must be a CommHook, got {type(hook).__name__}; pass "
             f"error_feedback(compressed(quantize(4))), say"
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"reset_every: every must be a positive number of rounds, got {every!r}; 1024 say")
+        raise ValueError(f"reset_every: every must be a positive number of rounds, got {every!r}; pass 1024, say")
 
     def init(like: Tensor) -> ResetEvery:
         return ResetEvery(hook.init(like), torch.zeros(like.shape[:-1], dtype=torch.int64, device=like.device))
@@ -276,13 +279,13 @@ def reset_every(hook: CommHook, *, every: int) -> CommHook:
     return CommHook(name, hook.nbytes, init, start_gather, start_reduce_scatter, hook.lossy)
 
 
-# --- what they are made of ---------------------------------------------------------------------------------------
+# --- parts of comm hooks -----------------------------------------------------------------------------------------
 
 
-def _made(
+def _make_after(
     make: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, after: Pending | None
 ) -> tuple[Tensor, Pending | None]:
-    """A tensor, and what must end before it is there: it is made now, or when `after` has ended."""
+    """A tensor, and the collective that must end before it can be read: it is made now, or when `after` has ended."""
     if after is None:
         return make(), None
     made = like.new_empty(shape, dtype=dtype)
@@ -304,18 +307,18 @@ def _copied(pending: Pending, out: Tensor | None, dtype: torch.dtype) -> Pending
 
 
 Coded = tuple[int, int]
-"""So many elements of a row, and as what they travel: as told, a collective counts the elements before they are coded."""
+"""Numbers of elements of a row, before and after they are encoded. The records of a collective count them before that."""
 
 
 def _start_all_gather(shard: Tensor, axis: Axis, full: Tensor | None, label: Label, coded: Coded = (1, 1)) -> Pending:
-    """Starts to join what all ranks have, along the last dimension."""
+    """Starts to gather the tensors of all ranks, along the last dimension."""
     if isinstance(axis, Sim):
         return completed(collectives.all_gather(shard, axis), None).pending
-    if not isinstance(axis, Bound):  # of a graph
+    if not isinstance(axis, Bound):  # an axis in a graph
         with torch.fx.traceback.annotate({"coded": coded}):
             return completed(axis.all_gather(shard), None).pending
     full = shard.new_empty(shard.numel() * axis.size) if full is None else full
-    return collectives.start_all_gather(shard, full, _telling(axis, coded), label=label)
+    return collectives.start_all_gather(shard, full, _counting(axis, coded), label=label)
 
 
 def _start_all_to_all(rows: Tensor, axis: Axis, after: Pending | None, label: Label, coded: Coded) -> Pending:
@@ -325,17 +328,18 @@ def _start_all_to_all(rows: Tensor, axis: Axis, after: Pending | None, label: La
     if not isinstance(axis, Bound):
         with torch.fx.traceback.annotate({"coded": coded}):
             return completed(axis.all_to_all(rows.contiguous()), None).pending
-    return collectives.start_all_to_all(rows.contiguous(), _telling(axis, coded), after=after, label=label)
+    return collectives.start_all_to_all(rows.contiguous(), _counting(axis, coded), after=after, label=label)
 
 
-def _telling(axis: Bound, coded: Coded) -> Bound:
-    tell, (before, after) = axis.observe, coded
-    if tell is None or before == after:
+def _counting(axis: Bound, coded: Coded) -> Bound:
+    """The same axis, whose records count elements before they are encoded."""
+    report, (before, after) = axis.observe, coded
+    if report is None or before == after:
         return axis
-    return replace(axis, observe=lambda sent: tell(sent._replace(num_elements=sent.num_elements // after * before)))
+    return replace(axis, observe=lambda sent: report(sent._replace(num_elements=sent.num_elements // after * before)))
 
 
 def _rows(full: Tensor, axis: Axis) -> Tensor:
-    """What goes to each rank: (…, P) → (…, W, S)."""
+    """The part for each rank: (…, P) → (…, W, S)."""
     rows: Tensor = rearrange(full, "... (rank shard) -> ... rank shard", rank=axis.size)
     return rows

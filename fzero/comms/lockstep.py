@@ -1,9 +1,9 @@
-"""How do the ranks of a job run in one process, and give the bits that as many processes would?
+"""The ranks of a job in one process, in lockstep, with the same bits as in one process each.
 
-Each rank is a thread. One runs at a time, until it needs what another has not sent yet; then the next one that can go on
-does. So every rank runs the code of a job, and only what carries messages differs. Random numbers are those of a process
-of its own: the state of torch's generator on the CPU is put by when a rank stops, and put back when it goes on. Kernels use
-as many threads as in the thread that called, for their sums are cut by that number.
+Each rank is a thread. One thread runs at a time, until it needs a message that has not been sent yet; then the next rank that
+can continue runs. So every rank runs the code of a job, and only the transport of messages differs. Each rank has its own
+random numbers: the state of torch's generator on the CPU is saved when a rank stops, and restored when it continues. Kernels
+use as many threads as in the calling thread, because that number decides how their sums are split.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ T = TypeVar("T")
 
 
 class StuckError(RuntimeError):
-    """A rank waits for a message that nobody will send."""
+    """A rank waits for a message that no rank will send."""
 
 
 class Hub:
-    """Where `size` ranks of one process leave messages for each other.
+    """Carries messages between `size` ranks of one process.
 
-    Between two ranks messages arrive in the order in which they were sent, and are expected in the order in which they
-    were asked for, whenever they are looked at.
+    The n-th message that `expect` names for two ranks is the n-th one that was sent between them, whenever it is received.
 
     >>> def swap(rank: int) -> str:
     ...     hub.send(rank, 1 - rank, f"of rank {rank}")
@@ -51,14 +50,14 @@ class Hub:
         self._is_stuck = False
 
     def run(self, function: Callable[[int], T]) -> list[T]:
-        """What `function(rank)` returns on every rank, in order.
+        """The results of `function(rank)` on every rank, in order.
 
-        Raises what the first rank raised that was not stuck for another's sake, when all have ended.
+        When all have ended, raises the error of the first rank that did not just wait for another one.
         """
         self._clear()
         results: list[Any] = [None] * self.size
         errors: list[tuple[int, BaseException]] = []
-        # OpenMP keeps its number for each thread, so that a new one would take that of the environment.
+        # OpenMP keeps the number of its threads per thread: a new thread would take the number of the environment.
         num_threads = torch.get_num_threads()
         threads = [
             threading.Thread(target=self._run_rank, args=(rank, function, results, errors, num_threads), daemon=True)
@@ -72,7 +71,7 @@ class Hub:
             for thread in threads:
                 thread.join()
         finally:
-            self._is_stuck = True  # for ranks that an interrupt leaves behind
+            self._is_stuck = True  # ends ranks that still wait after an interrupt
             torch.set_rng_state(process_rng)
         if errors:
             rank, error = min(errors, key=lambda found: isinstance(_origin(found[1]), StuckError))
@@ -81,7 +80,7 @@ class Hub:
         return results
 
     def send(self, source: int, target: int, value: Any) -> None:
-        """Leaves a message. What is sent must not change afterwards."""
+        """Sends a message. Its value must not change afterwards."""
         self._mail[source, target, self._num_sent[source, target]] = value
         self._num_sent[source, target] += 1
 
@@ -92,28 +91,28 @@ class Hub:
         return source, target, number
 
     def receive(self, message: tuple[int, int, int]) -> Any:
-        """The value of a message that `expect` named. Others run until it is there.
+        """The value of a message that `expect` named. Other ranks run until it arrives.
 
         Raises:
-            StuckError: it will not come.
+            StuckError: it will not arrive.
         """
         while message not in self._mail:
             self._wait(message)
             if self._is_stuck and message not in self._mail:
                 source, target, _ = message
-                why = "waits for others, too" if self._runs[source] else "has ended, or raised an error"
+                why = "also waits" if self._runs[source] else "has ended, or raised an error"
                 raise StuckError(f"rank {target} waits for rank {source}, which {why}")
         return self._mail.pop(message)
 
     def aside(self, rank: int, value: int) -> list[int] | None:
-        """Every rank's number, beside the messages in order; None when the others do not ask, too.
+        """Every rank's number, outside of the order of messages; None if another rank does not call it.
 
         >>> hub = Hub(2)
         >>> hub.run(lambda rank: hub.aside(rank, 10 + rank))
         [[10, 11], [10, 11]]
         """
         self._num_asides[rank] += 1
-        number = -self._num_asides[rank]  # of no other message
+        number = -self._num_asides[rank]  # a number that `send` never uses
         others = [other for other in range(self.size) if other != rank]
         self._mail |= {(rank, other, number): value for other in others}
         try:
@@ -132,7 +131,7 @@ class Hub:
         del self._waits_for[rank]
 
     def _pass_on(self, rank: int) -> None:
-        """Lets the next rank go on that can: the first after `rank`."""
+        """Lets the first rank after `rank` that can continue run."""
         following = [other % self.size for other in range(rank + 1, rank + 1 + self.size)]
         running = [other for other in following if self._runs[other]]
         ready = [r for r in running if r not in self._waits_for or self._waits_for[r] in self._mail]

@@ -1,13 +1,13 @@
-"""Ranks meet before a call that every rank must make, so that one that calls it alone gets an error and not a crash.
+"""Meetings of ranks before a call that every rank must make: a rank that calls it alone gets an error and not a crash.
 
-A rank that saves alone would send its parts to ranks that are in a step. They would take them for a step's, and gloo ends a
-process in C++ where sizes differ. So the ranks meet first, at the job's store:
+A rank that saves alone would send its tensors to ranks that are in a step. They would take them for tensors of the step, and
+gloo aborts a process in C++ if sizes differ. So the ranks meet first, at the job's store:
 
 1. A rank counts itself under the name of the call, and waits until all ranks are counted.
-2. After a moment the first of those that wait asks the others where they are. Their watches (`fzero.comms.watchdog`) answer
+2. After a moment the first of the waiting ranks asks the others where they are. Their watchdogs (`fzero.comms.watchdog`) answer
    while nothing moves.
-3. A rank will not come if it is in another call, waits for a collective that the first has not begun, or has left the job. When
-   this holds of all that are missing, those that wait raise.
+3. A rank will not come if it is in another call, waits for a collective that the asking rank has not begun, or has left the
+   job. If this holds for all missing ranks, the waiting ones raise.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from contextlib import suppress
 from fzero.comms.watchdog import HERE, Store, ranks_of, where
 
 MOMENT = 1.0
-"""Seconds that a rank waits before it asks."""
+"""Seconds that a rank waits before it asks the others."""
 MOST = 30.0
-"""Seconds between two questions at the most."""
+"""The longest time between two questions, in seconds."""
 BARRIER = "torch.distributed.barrier"
 
 
 class LoneCallError(RuntimeError):
-    """Some ranks made a call that every rank must make, and the others will not come; says which."""
+    """Some ranks made a call that every rank must make, and the others will not come; the message names them."""
 
 
 class Meeting:
     """The place where the ranks of a job meet.
 
     Args:
-        store: of the job.
-        rank: of this process in the job.
+        store: the store of the job.
+        rank: the rank of this process in the job.
         is_gone: whether a rank has left the job.
     """
 
@@ -51,19 +51,19 @@ class Meeting:
         """Returns when all ranks have come to this call. *Collective:* sends nothing to ranks, some numbers to the store.
 
         Args:
-            call: its name.
-            group, ranks: who takes part, by a name and by their ranks in the job.
+            call: the name of the call.
+            group, ranks: the ranks that take part, by the name of their group and by their ranks in the job.
             timeout: seconds after which it gives up.
 
         Raises:
-            LoneCallError: the others will not come. This rank may go on as if it had not called.
-            TimeoutError: they may come, and have not.
+            LoneCallError: the others will not come. This rank may continue as if it had not called.
+            TimeoutError: the others may still come, but have not come in time.
         """
         number = self._numbers[group]
         key = f"meet/{group}/{number}/{call}"
         if self.store.add(key, 1) == len(ranks):
             self.store.set(f"{key}/all", "")
-            if group in self._last:  # which every rank has left
+            if group in self._last:  # every rank has left that meeting
                 for old in (self._last[group], f"{self._last[group]}/all", "alone"):
                     self.store.delete_key(old)
         else:
@@ -84,18 +84,20 @@ class Meeting:
                 raise LoneCallError(self.store.get(f"{key}/alone").decode())
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{call} timed out: not all ranks have come to it")
-            if self.store.add(f"{key}/asks", 1) > 1 and not before:  # another one asks
+            if self.store.add(f"{key}/asks", 1) > 1 and not before:  # another rank asks
                 continue
             found = self._answers(key, ranks)
             if found is not None and found == before:
-                told = f"{call}: every rank must call it, but {found}; call it on all ranks, not under `if rank == 0:`"
-                self.store.set("alone", told)
-                self.store.set(f"{key}/alone", told)
-                raise LoneCallError(told)
+                message = (
+                    f"{call}: every rank must call it, but {found}; call it on all ranks, not under `if rank == 0:`"
+                )
+                self.store.set("alone", message)
+                self.store.set(f"{key}/alone", message)
+                raise LoneCallError(message)
             before, pause = found or " ", min(1.5 * pause, MOST)
 
     def _has_come(self, key: str, seconds: float) -> bool:
-        """Whether all have come, at the latest after so many seconds. (PyTorch's `wait` warns of each that ends without.)"""
+        """Whether all ranks come within so many seconds. (The `wait` of PyTorch's store would log a warning at each timeout.)"""
         pause, deadline = 1e-4, time.monotonic() + seconds
         while not self.store.check([key]):
             if time.monotonic() > deadline:
@@ -105,7 +107,7 @@ class Meeting:
         return True
 
     def _answers(self, key: str, ranks: Sequence[int]) -> str | None:
-        """Where the ranks are that are missing; None while one of them may come."""
+        """Where the missing ranks are; None while one of them may come."""
         asked, deadline = self.store.add("asks", 1), time.monotonic() + 3 * MOMENT
         left, reasons = {*ranks} - {self.rank}, dict[str, list[int]]()
         while left and time.monotonic() < deadline:
@@ -126,18 +128,17 @@ class Meeting:
             if not all(map(self.is_gone, left)):
                 return None
             reasons["has left the job"] = sorted(left)
-        told = [f"{ranks_of(found)} {reason}" for reason, found in reasons.items()]
-        return "; ".join(told) or None
+        return "; ".join(f"{ranks_of(found)} {reason}" for reason, found in reasons.items()) or None
 
     def _withdraw(self, key: str) -> None:
-        with suppress(RuntimeError):  # of a store that has gone
+        with suppress(RuntimeError):  # the store may have ended
             if self.store.add(key, -1) <= 0:
                 for old in (f"{key}/alone", f"{key}/asks"):
                     self.store.delete_key(old)
 
 
 def _reason(its: dict[str, object], mine: tuple[int, int]) -> str | None:
-    """Why a rank will not come, by its answer; None where it may.
+    """Why a rank will not come, by its answer; None if it may come.
 
     >>> _reason({"call": None, "waits": "gather a", "place": [2, 7]}, (2, 6))
     'waits for gather a'
@@ -156,26 +157,26 @@ def _reason(its: dict[str, object], mine: tuple[int, int]) -> str | None:
 
 
 class Notified:
-    """What this rank answers to those that ask; each question once."""
+    """Answers the questions of other ranks for this rank, each question once."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self.store, self.rank, self._answered = store, rank, 0
 
     def answer(self) -> None:
-        """Answers, where somebody has asked since. For when nothing has moved here for a while."""
+        """Answers a new question, if there is one. To be called while nothing has moved here for a while."""
         if not self.store.check(["asks"]) or (asked := self.store.add("asks", 0)) == self._answered:
             return
         self._answered = asked
         place, waits = (HERE.num_steps, HERE.number), next(iter(HERE.waits.values()), None)
         waits_for = where(waits, place) if waits is not None else BARRIER if _is_in_barrier() else None
-        told = {"call": HERE.call, "waits": waits_for, "place": place}
-        self.store.set(f"at/{self.rank}/{asked}", json.dumps(told))
+        answer = {"call": HERE.call, "waits": waits_for, "place": place}
+        self.store.set(f"at/{self.rank}/{asked}", json.dumps(answer))
 
 
 def _is_in_barrier() -> bool:
     """Whether the main thread is in a barrier of the program's own."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    for _ in range(6):  # PyTorch wraps it a few times
+    for _ in range(6):  # PyTorch wraps `barrier` a few times
         if frame is None:
             break
         if frame.f_code.co_name == "barrier" and frame.f_globals.get("__name__", "").startswith("torch.distributed"):

@@ -1,8 +1,8 @@
-"""One rank of a mesh, and the collectives along several axes, each made of those along one.
+"""One rank of a mesh, and the collectives along several axes, each made of collectives along one axis.
 
-Shards are cut along the major axis first. So an all-gather joins neighbours along the minor axis first, and a
-reduce-scatter goes the other way round: what crosses the minor axes has been divided by the size of the major one. Along
-one axis each is the one collective, and nothing else.
+Shards are cut along the major axis first. So an all-gather joins neighbours along the minor axis first. A reduce-scatter
+starts with the major axis: the traffic along minor axes is divided by the size of the major one. On a mesh of one axis each
+is a single collective.
 
 Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards along `axes`.
 """
@@ -17,18 +17,21 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.collectives import DATA, GATHER, OTHER, REDUCE, WORLD, Bound, Pending
+from fzero.comms.axes import DATA, WORLD, Bound, observed
+from fzero.comms.collectives import GATHER, OTHER, REDUCE
 from fzero.comms.comm_hooks import CommHook, Sending, State
+from fzero.comms.pending import Pending
+from fzero.comms.process_group import along
 from fzero.comms.records import CommRecord, Label
 from sharding import Mesh, Sharded, Spec
 
 AnyAxis = TypeVar("AnyAxis")
 States = Mapping[str, State]
-"""What the comm hooks of one flat buffer remember, by axis."""
+"""The states of the comm hooks of one flat buffer, by axis."""
 
 
 class Division(Protocol):
-    """How a plan divides the state among the ranks of a mesh: what these collectives need of it."""
+    """The part of a plan that these collectives read: how it divides the state among the ranks of a mesh."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -42,7 +45,7 @@ class Division(Protocol):
 
 
 def is_several(mesh: Mesh) -> bool:
-    """Whether there is more to a mesh than the axis "data"."""
+    """Whether a mesh has axes besides "data"."""
     return mesh.axis_size(DATA) != mesh.size
 
 
@@ -52,9 +55,9 @@ class RankMesh:
 
     Args:
         world: all ranks of the job; on one axis, that axis.
-        axes: over which the finest shards lie, major first (`Plan.axes`).
-        replicate_axes: those along which other ranks hold the same shards (`Plan.replicate_axes`).
-        shard: which of the finest shards this rank holds.
+        axes: the axes of the finest division into shards, major first (`Plan.axes`).
+        replicate_axes: the axes along which other ranks hold the same shards (`Plan.replicate_axes`).
+        shard: the index of this rank's shard in the finest division.
     """
 
     world: Bound
@@ -64,13 +67,13 @@ class RankMesh:
 
     @classmethod
     def of(cls, world: Bound, plan: Division) -> Self:
-        """*Collective* where several axes are real: every rank; makes a process group for each, the first time."""
+        """*Collective* on several axes of processes: every rank; the first call makes a process group for each axis."""
         mesh, shard = plan.mesh, plan.shard_of(world.rank)
         if not is_several(mesh):
             world = replace(world, name=plan.axes[0])
             return cls(world, (world,), (), shard)
         axes, replicate_axes = (
-            tuple(collectives.along(world, mesh, name) for name in names) for names in (plan.axes, plan.replicate_axes)
+            tuple(along(world, mesh, name) for name in names) for names in (plan.axes, plan.replicate_axes)
         )
         return cls(replace(world, name=WORLD), axes, replicate_axes, shard)
 
@@ -80,14 +83,14 @@ class RankMesh:
         return math.prod(axis.size for axis in self.axes)
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same ranks, whose collectives are told to `observe`, too."""
+        """The same ranks, whose collectives are also reported to `observe`."""
         axes, replicate_axes = (
-            tuple(collectives.observed(axis, observe) for axis in own) for own in (self.axes, self.replicate_axes)
+            tuple(observed(axis, observe) for axis in own) for own in (self.axes, self.replicate_axes)
         )
-        return replace(self, world=collectives.observed(self.world, observe), axes=axes, replicate_axes=replicate_axes)
+        return replace(self, world=observed(self.world, observe), axes=axes, replicate_axes=replicate_axes)
 
     def axes_of(self, spec: Spec) -> tuple[Bound, ...]:
-        """Those that the spec of a part of the state names: the first ones of `axes`."""
+        """The axes that the spec of a part of the state names: the first ones of `axes`."""
         return self.axes[: len(spec.axes)] if isinstance(spec, Sharded) else ()
 
     def start_all_gather(
@@ -99,24 +102,24 @@ class RankMesh:
         hooks: Mapping[str, CommHook] = {},
         label: Label = GATHER,
     ) -> Pending:
-        """Starts to fill `full` with the shards of all ranks along `axes`, of which `shard_S` may be a slice.
+        """Starts to write the shards of all ranks along `axes` into `full`. `shard_S` may be a slice of it.
 
         *Collective:* every rank of `axes`.
 
         Args:
-            hooks: without a state, where there is one axis.
+            hooks: stateless comm hooks by axis; only for one axis.
         """
         if hooks:
             (axis,) = axes
             return hooks[axis.name].start_gather(shard_S, axis, None, full_P=full, label=label).pending
-        wholes = [full]
+        targets = [full]
         for axis in axes[:-1]:
-            wholes.append(_own(wholes[-1], axis))
+            targets.append(_own(targets[-1], axis))
         pending = None
         for axis in reversed(axes):
-            whole = wholes.pop()
-            pending = collectives.start_all_gather(shard_S, whole, axis, after=pending, label=label)
-            shard_S = whole
+            target = targets.pop()
+            pending = collectives.start_all_gather(shard_S, target, axis, after=pending, label=label)
+            shard_S = target
         assert pending is not None
         return pending
 
@@ -136,12 +139,12 @@ class RankMesh:
         *Collective:* every rank.
 
         Args:
-            full_P: this rank's summand; must not change until the end, and is written where there are several axes.
-            out_S: takes the result; may be this rank's shard of `full_P`. None makes a new tensor, or uses that shard.
-            sum_replicas: `"later"` leaves the sum along the replicate axes to a later call, which is given this result.
-            held_S: what earlier calls left. The shard is added to it, in its dtype, before the sum along the replicate axes.
-            hooks: that it goes through, by axis.
-            states: theirs, by axis; what is under way gives the new ones.
+            full_P: this rank's summand; must not change until the end. On several axes it is overwritten.
+            out_S: the result is written here; may be this rank's shard of `full_P`. None makes a new tensor, or uses that shard.
+            sum_replicas: `"later"` leaves the sum along the replicate axes to a later call, which takes this result.
+            held_S: the sum of earlier calls. The shard is added to it, in its dtype, before the sum along the replicate axes.
+            hooks: the comm hooks, by axis.
+            states: the states of the hooks, by axis; the returned `Sending` gives the new ones.
         """
         pending, summand, through = None, full_P, _Through(hooks, states, {})
         for axis in self.axes:
@@ -171,7 +174,7 @@ class RankMesh:
         return Sending(through.start_sum(full_P, axes, None, label), through.now)
 
     def all_gather(self, shard: Tensor, axes: Sequence[Bound], *, label: Label = GATHER) -> Tensor:
-        """The shards of all ranks along `axes` joined. *Collective:* every rank of `axes`."""
+        """The shards of all ranks along `axes`, in order. *Collective:* every rank of `axes`."""
         for axis in reversed(axes):
             shard = collectives.all_gather(shard, axis, label=label)
         return shard
@@ -182,7 +185,7 @@ class RankMesh:
 
 
 def stack_along(x: Tensor, axes: Sequence[AnyAxis], stack: Callable[[Tensor, AnyAxis], Tensor]) -> Tensor:
-    """The tensors of all ranks along `axes`, major first, in a new first dimension; `stack` does so along one axis."""
+    """The tensors of all ranks along `axes`, major first, in a new first dimension; `stack` is the same along one axis."""
     *majors, minor = axes
     rows = stack(x, minor)
     for axis in reversed(majors):
@@ -191,15 +194,15 @@ def stack_along(x: Tensor, axes: Sequence[AnyAxis], stack: Callable[[Tensor, Any
 
 
 class _Through(NamedTuple):
-    """One reduction, through the comm hooks of some axes."""
+    """One reduction that uses the comm hooks of some axes."""
 
     hooks: Mapping[str, CommHook]
     before: States
     after: dict[str, Callable[[], State]]
-    """What gives the new states, by axis."""
+    """Functions that return the new states, by axis."""
 
     def now(self) -> States:
-        """What the comm hooks remember, when all has ended."""
+        """The states of the comm hooks, after the reduction has ended."""
         return {**self.before, **{axis: state() for axis, state in self.after.items()}}
 
     def start_along(
@@ -215,7 +218,7 @@ class _Through(NamedTuple):
         return sending.pending if out is None else _into(out, sending.pending)
 
     def start_sum(self, full: Tensor, axes: Sequence[Bound], after: Pending | None, label: Label) -> Pending:
-        """Starts to sum along one axis after the other, in place. What has been added up is gathered as it is."""
+        """Starts to sum along one axis after the other, in place. The sums are gathered without comm hooks."""
         first, *then = axes
         if not any(axis.name in self.hooks for axis in axes):
             return collectives.start_all_reduce(full, first, then=then, after=after, label=label)
@@ -227,7 +230,7 @@ class _Through(NamedTuple):
 
 
 def _into(out: Tensor, pending: Pending) -> Pending:
-    """The same collective, with its result in `out`, where a comm hook may have left it elsewhere."""
+    """The same collective, with its result in `out`; a comm hook may leave it in other memory."""
 
     def finish() -> Tensor:
         result = pending.finish()
@@ -237,7 +240,7 @@ def _into(out: Tensor, pending: Pending) -> Pending:
 
 
 def _plus(pending: Pending, x: Tensor) -> Pending:
-    """The same collective, with its result added to `x` and made that sum."""
+    """The same collective, whose result is the sum of its result and `x`; `x` becomes that sum, too."""
 
     def finish() -> Tensor:
         result = pending.finish()
@@ -247,6 +250,6 @@ def _plus(pending: Pending, x: Tensor) -> Pending:
 
 
 def _own(full: Tensor, axis: Bound) -> Tensor:
-    """This rank's part of a tensor that is cut along one axis, as a view."""
+    """This rank's shard of a tensor that is divided along one axis, as a view."""
     numel = full.numel() // axis.size
     return full if axis.size == 1 else full[axis.rank * numel : (axis.rank + 1) * numel]

@@ -1,8 +1,8 @@
-"""What does a captured step send along the axes of a mesh? The collectives of `fzero.comms.mesh`, as nodes of a graph.
+"""The collectives of `fzero.comms.mesh` in a captured step, as nodes of a graph.
 
-A `TracedMesh` joins axes, each one rank's (`TracedAxis`) or that of all ranks at once (`StackedAxis`), with what there is to a
-rank besides its collectives: which shard is its own, and how a function is run on it (`OneRank`, `Stacked`). The
-collectives along several axes are made of those along one, in the order of the eager step: its bits.
+A `TracedMesh` holds axes and ranks. Each axis is that of one rank (`TracedAxis`) or of all ranks at once (`StackedAxis`). The
+ranks (`OneRank`, `Stacked`) know which shard is their own and how a function runs on them. Collectives along several axes are
+made of collectives along one axis, in the order of the eager step, so that they give the same bits.
 
 Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards along `axes`, W ranks.
 """
@@ -19,16 +19,18 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comms.collectives import WORLD, AbstractAxis, ProcessAxis, TracedAxis, along
+from fzero.comms.axes import WORLD, AbstractAxis, ProcessAxis
 from fzero.comms.comm_hooks import CommHook
 from fzero.comms.mesh import Division, stack_along
+from fzero.comms.process_group import along
 from fzero.comms.stacked import Stacked, StackedAxis
+from fzero.comms.traced import TracedAxis
 
 T = TypeVar("T")
 
 
 class AxisInGraph(Protocol):
-    """The collectives along one axis, as `TracedAxis` says what they are."""
+    """The collectives along one axis; `TracedAxis` describes each."""
 
     @property
     def name(self) -> str: ...
@@ -43,7 +45,7 @@ class AxisInGraph(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneRank:
-    """One rank's part of a graph: that which holds shard number `shard`."""
+    """The rank that holds shard number `shard`, in a graph of one rank."""
 
     shard: int
 
@@ -52,7 +54,7 @@ class OneRank:
         return function
 
     def drawing(self) -> AbstractContextManager[Any]:
-        """Around what draws random numbers."""
+        """A context for code that draws random numbers."""
         return nullcontext()
 
     def in_turn(self, function: Callable[..., None], *args: Any) -> None:
@@ -60,7 +62,7 @@ class OneRank:
         function(*args)
 
     def own(self, flat: Tensor, numel: int) -> Tensor:
-        """This rank's shard of so many elements, a view of a flat tensor that holds it and others in order."""
+        """This rank's shard of `numel` elements: a view of a flat tensor that holds several shards in order."""
         start = self.shard % (flat.numel() // numel) * numel
         return flat[start : start + numel]
 
@@ -69,7 +71,7 @@ class OneRank:
         self.own(flat, shard_S.numel()).copy_(shard_S)
 
     def place(self, numel: int) -> int:
-        """Where this rank's shard of so many elements begins."""
+        """The start of this rank's shard, if shards have `numel` elements."""
         return self.shard * numel
 
 
@@ -84,22 +86,22 @@ class TracedMesh:
 
     @classmethod
     def of(cls, world: ProcessAxis | AbstractAxis, plan: Division, device: torch.device) -> Self:
-        """One rank's. *Collective* where several axes are real, as `RankMesh.of`."""
+        """The mesh of one rank. *Collective* on several axes of processes, like `RankMesh.of`."""
         axes, replicate_axes = (
             tuple(TracedAxis.of(along(world, plan.mesh, name), device) for name in names)
             for names in (plan.axes, plan.replicate_axes)
         )
-        whole = next((axis for axis in (*axes, *replicate_axes) if axis.size == world.size), None)
+        all_ranks = next((axis for axis in (*axes, *replicate_axes) if axis.size == world.size), None)
         return cls(
             OneRank(plan.shard_of(world.rank)),
-            whole or TracedAxis.of(world, device, name=WORLD),
+            all_ranks or TracedAxis.of(world, device, name=WORLD),
             axes,
             replicate_axes,
         )
 
     @classmethod
     def of_all(cls, ranks: Stacked, plan: Division) -> Self:
-        """All ranks' at once."""
+        """The mesh of all ranks at once."""
         axes, replicate_axes = (
             tuple(StackedAxis.of(plan.mesh, name) for name in names) for names in (plan.axes, plan.replicate_axes)
         )
@@ -117,12 +119,12 @@ class TracedMesh:
 
     @property
     def by_group(self) -> dict[str, TracedAxis]:
-        """The axes of one rank by the names that a graph has for them."""
+        """The axes of one rank, by the names of their groups in a graph."""
         axes = [axis for axis in (self.world, *self.axes, *self.replicate_axes) if isinstance(axis, TracedAxis)]
         return {axis.group_name: axis for axis in axes if axis.size > 1}
 
     def all_gather(self, shard: Tensor, axes: Sequence[AxisInGraph], hooks: Mapping[str, CommHook] = {}) -> Tensor:
-        """The shards of all ranks along `axes` joined, neighbours along the last one first; hooks must be stateless."""
+        """The shards of all ranks along `axes`, gathered along the last axis first; hooks must be stateless."""
         for axis in reversed(axes):
             if axis.name in hooks and axis.size > 1 and shard.numel():
                 shard = hooks[axis.name].gather(shard, axis, None)[0]
@@ -149,12 +151,12 @@ class TracedMesh:
         return self.world.stack(x)
 
     def stack_shards(self, x: Tensor) -> Tensor:
-        """Those of all shards."""
+        """The small tensors of all shards along a new first dimension."""
         return stack_along(x, self.axes, lambda x, axis: axis.stack(x))
 
 
 class Through(NamedTuple):
-    """The comm hooks that one flat buffer's reductions go through, and what they remember: tensors, to be written; by axis."""
+    """The comm hooks of one flat buffer's reductions, and their states (tensors that are overwritten), by axis."""
 
     hooks: Mapping[str, CommHook]
     states: Mapping[str, Any]
@@ -171,7 +173,7 @@ class Through(NamedTuple):
 
 
 def _all_reduce(x: Tensor, axes: Sequence[AxisInGraph], through: Through) -> Tensor:
-    """The sum along several axes: the replicate axes between the two halves of the first, where tensors are small."""
+    """The sum along several axes: those after the first come between its two halves, where tensors are small."""
     several = [axis for axis in axes if axis.size > 1]
     is_exact = not any(axis.name in through.hooks for axis in several)
     if is_exact and len(several) < 2:

@@ -1,7 +1,7 @@
-"""What does one collective send, and what for? The records that an axis' `observe` is told.
+"""Records of what one collective sends, and labels that say its purpose. The `observe` of an axis gets the records.
 
-A collective is named by what it is for, so that what crosses the network can be added up by unit, axis or purpose
-(`fzero.profiling.comm_trace`), and by the flat buffer that it moves.
+A label holds the purpose of a collective and the flat buffer that it moves. So the traffic can be added up by unit, axis or
+purpose (`fzero.profiling.comm_trace`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Purpose = Literal[
-    "gather", "reduce", "join", "told", "norm", "optimizer", "momentum", "buffers", "agree", "negotiate", "overflow",
-    "init", "compare", "reshard", "files", "save", "other",
+    "gather", "reduce", "all_gather_params", "loss_stats", "norm", "optimizer", "momentum", "buffers", "agree",
+    "negotiate", "overflow", "init", "compare", "reshard", "files", "save", "other",
 ]  # fmt: skip
 Phase = Literal["", "forward", "turn", "backward", "update"]
 
 PURPOSES: dict[Purpose, str] = {
     "gather": "gather",
     "reduce": "reduce",
-    "join": "join",
-    "told": "losses of all ranks",
+    "all_gather_params": "all-gather of parameters",
+    "loss_stats": "losses of all ranks",
     "norm": "gradient norm",
     "optimizer": "sums of the optimizer",
     "momentum": "join momentum",
@@ -34,16 +34,16 @@ PURPOSES: dict[Purpose, str] = {
     "save": "save or load",
     "other": "collective",
 }
-"""What an error message calls each: parameters are gathered, gradients reduced and updated shards joined."""
+"""The names of the purposes in error messages and tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a collective is for.
+    """The purpose of a collective.
 
     Args:
         purpose: one of `PURPOSES`.
-        buffer: the key of the flat buffer that it moves (or the name of what it moves else), "" for none.
+        buffer: the key of the flat buffer that it moves, or another name of its contents; "" for none.
         phase: of the step; "turn" is between forward and backward, "" outside of a step.
 
     >>> print(Label("gather", "blocks.0/float32", "forward"))
@@ -59,12 +59,14 @@ class Label:
 
 
 class CommRecord(NamedTuple):
-    """What one collective sends, as told to an axis' `observe`.
+    """The traffic of one collective, as the `observe` of an axis gets it.
 
-    `num_elements` counts what this rank sends to all others together, `(W-1)/W · P` for a gather or a reduce-scatter
-    of P elements, in a comm hook as they were before they are coded; `nbytes` is what travels, in bytes. `axis` is the mesh axis
-    that it crosses: "everyone" where ranks of a mesh of several axes tell all others something. `is_joined` is of what
-    shares one call with other flat buffers.
+    Attributes:
+        num_elements: elements that this rank sends to all others together: `(W-1)/W · P` for a gather or a reduce-scatter of P
+            elements. If a comm hook encodes them, they are counted before that.
+        nbytes: bytes that this rank sends.
+        axis: the mesh axis; "world" for numbers that go to all ranks of a mesh of several axes.
+        is_joined: whether one call moves other flat buffers, too.
     """
 
     collective: str

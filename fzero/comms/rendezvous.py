@@ -1,6 +1,6 @@
-"""Which rank is this process, according to what started it? torchrun (and `fzero`), mpirun, MPICH's relatives or srun.
+"""The rank of this process, as its launcher sets it: torchrun (and `fzero`), mpirun of several kinds, or srun.
 
-Each of them says so in environment variables of its own; `launched` reads them into one value.
+Each launcher sets environment variables of its own; `launched` reads them into one value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A rank's place in a job, and where rank 0 listens."""
+    """A rank of a job, and the address where rank 0 listens."""
 
     rank: int
     world_size: int
@@ -29,11 +29,11 @@ class RankInfo:
             raise ValueError(f"{self.by}: rank {self.rank} is not among {self.world_size} ranks; check the environment")
 
 
-VARIABLES = (  # who, then rank, world size, local rank; the first that has all of them counts
+VARIABLES = (  # launcher, rank, world size, local rank; the first launcher whose rank and world size are set counts
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
-    # A shell that sbatch or salloc gives has SLURM_PROCID and SLURM_NTASKS, too; only srun's own ranks have a step.
+    # The shell of sbatch or salloc also has SLURM_PROCID and SLURM_NTASKS; only ranks that srun started have a step.
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("mpirun (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
@@ -42,7 +42,7 @@ LOCAL_SIZES = {"mpirun (Open MPI)": "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun (MVAPI
 
 
 def first_node(nodes: str) -> str:
-    """The first host of a list as Slurm writes it.
+    """The first host of a list in Slurm's notation.
 
     >>> first_node("gpu[007-009,12],login1"), first_node("a,b"), first_node("rack2-n[3]x")
     ('gpu007', 'a', 'rack2-n3x')
@@ -53,14 +53,14 @@ def first_node(nodes: str) -> str:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """This process' place in the job that started it, or None where nothing did.
+    """The rank of this process in the job that started it, or None if no launcher did.
 
     >>> launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     ...           "MASTER_ADDR": "node1"})
     RankInfo(rank=1, world_size=2, local_rank=0, master_addr='node1', master_port=29500, by='mpirun (Open MPI)')
 
     Raises:
-        ValueError: several ranks on several hosts, and nothing says where rank 0 is.
+        ValueError: there are several ranks on several hosts, and no variable names the host of rank 0.
     """
     for by, rank, world_size, local_rank in VARIABLES:
         if rank not in environment or world_size not in environment:
@@ -74,7 +74,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
         if not address:
             raise ValueError(
                 f"{by} started {num_ranks} ranks and MASTER_ADDR is not set: export it (with Open MPI by -x MASTER_ADDR=host), "
-                "with the host of rank 0"
+                "as the host of rank 0"
             )
         port = int(environment.get("MASTER_PORT", DEFAULT_PORT))
         return RankInfo(int(environment[rank]), num_ranks, int(environment.get(local_rank, 0)), address, port, by)

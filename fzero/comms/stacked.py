@@ -1,10 +1,11 @@
-"""Ranks as a dimension: what `InGraph` does for one rank, for all of them at once.
+"""All ranks of a mesh as a dimension of tensors: the collectives of `TracedAxis`, for all ranks at once.
 
-`Stacked.each(function)` is `torch.vmap` over the leading dimension of ranks. Inside it a tensor is one rank's, and a
-collective of a `StackedAxis` is an operation on that dimension: sums are made in rank order, as real ranks make them.
+`Stacked.each(function)` is `torch.vmap` over the leading dimension of ranks. Inside it a tensor is that of one
+rank, and a collective of a `StackedAxis` is an operation on the dimension of ranks. Sums are made in rank order, as by ranks in
+processes.
 
-Random numbers are each rank's own: an operator that draws some is run for one rank after the other, on that rank's
-random state.
+Each rank has its own random state: an operator that draws random numbers runs for one rank after the other, on the state of
+that rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.comms.collectives import WORLD, in_order
+from fzero.comms.axes import WORLD
+from fzero.comms.traced import in_order
 from sharding import Mesh
 
 T = TypeVar("T")
@@ -32,11 +34,11 @@ class VmapError(ValueError):
 
 
 class _OverRanks(torch.autograd.Function):
-    """A collective inside of `torch.vmap`: a function of what all ranks hold."""
+    """A collective inside of `torch.vmap`: a function of the tensors of all ranks."""
 
     @staticmethod
     def forward(x: Tensor, name: str, size: int, stride: int) -> Tensor:
-        raise AssertionError(f"{name}: of a tensor that is no rank's own")
+        raise AssertionError(f"{name}: the tensor has no dimension of ranks")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -63,7 +65,7 @@ def _reduce_scatter(x_ARBP: Tensor) -> tuple[Tensor, int | None]:
 
 def _all_reduce(x_ARBP: Tensor) -> tuple[Tensor, int | None]:
     total_ABP = in_order(x_ARBP.unbind(1))
-    return total_ABP.unsqueeze(1).expand_as(x_ARBP).flatten(0, 2).clone(), 0  # each rank may write into its own
+    return total_ABP.unsqueeze(1).expand_as(x_ARBP).flatten(0, 2).clone(), 0  # each rank may write into its copy
 
 
 def _stack(x_ARB: Tensor) -> tuple[Tensor, int | None]:
@@ -71,7 +73,7 @@ def _stack(x_ARB: Tensor) -> tuple[Tensor, int | None]:
 
 
 def _to_all(x_AB: Tensor, num_ranks: int) -> tuple[Tensor, int | None]:
-    """What ranks along the axis have in common."""
+    """A result that is equal on all ranks along the axis."""
     if x_AB.shape[:2] == (1, 1):
         return x_AB[0, 0].clone(), None
     return x_AB.unsqueeze(1).expand(-1, num_ranks, *x_AB.shape[1:]).flatten(0, 2), 0
@@ -88,17 +90,17 @@ _COLLECTIVES: dict[str, Callable[[Tensor], tuple[Tensor, int | None]]] = {
     "all_to_all": _all_to_all,
     "stack": _stack,
 }
-"""What each rank gets, and in which dimension the ranks are; None where all get the same.
+"""Each returns the results of the ranks, and the dimension of ranks in them; None if all results are equal.
 
-Ranks are three dimensions of a tensor: A along axes before the one meant, R along that, B along axes after it."""
+Three dimensions of a tensor stand for ranks: A for axes before that of the collective, R for this axis, B for axes after it."""
 
 
 class _InTurn(torch.autograd.Function):
-    """A function that writes into what it is given, run inside of `torch.vmap` for one rank after the other."""
+    """A function that writes into its arguments, run inside of `torch.vmap` for one rank after the other."""
 
     @staticmethod
     def forward(anchor: Tensor, function: Callable[..., None], *tensors: Tensor) -> Tensor:
-        raise AssertionError("of tensors that are no rank's own")
+        raise AssertionError("the tensors have no dimension of ranks")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -119,9 +121,9 @@ class _InTurn(torch.autograd.Function):
 
 
 def over_ranks(x: Tensor, name: str, size: int, stride: int) -> Tensor:
-    """A collective of what all ranks hold, inside of `torch.vmap`: of those `stride` apart, of which there are `size`.
+    """A collective inside of `torch.vmap`, among groups of `size` ranks that are `stride` apart.
 
-    A capture must take it as it is (`torch._dynamo.allow_in_graph`): it would trace `forward`, not the rule for `vmap`.
+    A capture must not trace into it (`torch._dynamo.allow_in_graph`): it would trace `forward`, not the rule for `vmap`.
     """
     result: Tensor = _OverRanks.apply(x, name, size, stride)  # type: ignore[no-untyped-call]
     return result
@@ -129,11 +131,11 @@ def over_ranks(x: Tensor, name: str, size: int, stride: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StackedAxis:
-    """The collectives along one axis for all ranks at once, as `fzero.comms.collectives.InGraph` has them for one.
+    """The collectives of `fzero.comms.traced.TracedAxis` along one axis, for all ranks at once.
 
     Args:
-        size: ranks along it.
-        stride: from one of them to the next.
+        size: the number of ranks along it.
+        stride: the difference of two neighbours' ranks.
         name: the mesh axis.
     """
 
@@ -143,7 +145,7 @@ class StackedAxis:
 
     @classmethod
     def of(cls, mesh: Mesh, name: str) -> Self:
-        """Along an axis of a mesh.
+        """The collectives along an axis of a mesh.
 
         >>> StackedAxis.of(Mesh.of(node=2, data=4), "node")
         StackedAxis(size=2, stride=4, name='node')
@@ -167,7 +169,7 @@ class StackedAxis:
         return self._collective("stack", x) if self.size > 1 else x[None]
 
     def index(self, ranks_W: Tensor) -> Tensor:
-        """Where each of the ranks stands along it."""
+        """The index of each of the ranks along this axis."""
         return ranks_W // self.stride % self.size
 
     def _collective(self, name: str, x: Tensor) -> Tensor:
@@ -175,11 +177,11 @@ class StackedAxis:
 
 
 class Stacked:
-    """All ranks of a mesh, for a step's functions; see `fzero.comms.mesh_in_graph.OneRank`.
+    """All ranks of a mesh, in a graph of all ranks; `fzero.comms.mesh_in_graph.OneRank` is the same for one rank.
 
     Args:
-        mesh: of the ranks.
-        axes: over which the finest shards lie, major first.
+        mesh: the mesh of the ranks.
+        axes: the axes of the finest division into shards, major first.
     """
 
     def __init__(self, mesh: Mesh, axes: Sequence[str]) -> None:
@@ -188,13 +190,13 @@ class Stacked:
         self._shard: Tensor | None = None
 
     def each(self, function: Callable[..., T]) -> Callable[..., T]:
-        """`function` on every rank: of stacked tensors, and giving stacked tensors."""
+        """`function` on every rank: takes and returns stacked tensors."""
 
         def on_ranks(*args: Any) -> T:
             def one(shard: Tensor, *own: Any) -> T:
                 self._shard = shard
                 result = function(*own)
-                self._shard = None  # a graph would return what is left here
+                self._shard = None  # a graph would return a tensor that is left here
                 return result
 
             ranks, shards = torch.arange(self.size), torch.zeros(self.size, dtype=torch.int64)
@@ -208,7 +210,7 @@ class Stacked:
         return on_ranks
 
     def own(self, flat: Tensor, numel: int) -> Tensor:
-        """Each rank's shard of a flat tensor that holds it and others in order, a copy."""
+        """Each rank's shard of `numel` elements: a copy of a slice of a flat tensor that holds several shards in order."""
         rows = flat.view(-1, numel)
         return rows.index_select(0, self._row(rows).view(1)).view(-1)
 
@@ -219,13 +221,13 @@ class Stacked:
         flat.copy_(torch.where(is_own, shard_S, rows).view(-1))
 
     def drawing(self) -> AbstractContextManager[Any]:
-        """Around what draws random numbers: of each rank's own where there is a state of them."""
+        """A context for code that draws random numbers: each rank draws from its own state, if there are such states."""
         return self.random or nullcontext()
 
     def in_turn(self, function: Callable[..., None], *args: Any) -> None:
-        """`function`, which writes into its arguments, on one rank after the other where nothing is captured.
+        """Runs `function`, which writes into its arguments, on one rank after the other, unless it is captured.
 
-        So kernels run that `torch.vmap` has no rule for.
+        This also runs kernels for which `torch.vmap` has no rule.
         """
         if torch.compiler.is_compiling():
             function(*args)
@@ -241,7 +243,7 @@ class Stacked:
             _InTurn.apply(self._shard, on_a_rank, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
 
     def place(self, numel: int) -> Any:
-        """Where each rank's shard of so many elements begins."""
+        """The start of each rank's shard, if shards have `numel` elements."""
         assert self._shard is not None
         return self._shard * numel
 
@@ -251,10 +253,10 @@ class Stacked:
 
 
 class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, operators that draw random numbers for all ranks draw each rank's from its own state.
+    """Inside this mode, operators that draw random numbers for all ranks draw each rank's from its own state.
 
     Attributes:
-        rng: the random state of each rank on the CPU, which goes on.
+        rng: the random state of each rank on the CPU; it advances with each draw.
     """
 
     def __init__(self, rng_W: Tensor) -> None:
@@ -294,7 +296,7 @@ class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def check_draws_nothing(graph: torch.fx.Graph) -> None:
-    """Raises VmapError for a graph of all ranks that draws random numbers: it would draw others than real ranks do."""
+    """Raises VmapError for a graph of all ranks that draws random numbers: ranks in processes would draw other numbers."""
     for node in graph.nodes:
         if getattr(node.target, "overloadpacket", None) in _RANDOM:
             raise VmapError(f"{node.target} draws random numbers in a graph of all ranks at once")

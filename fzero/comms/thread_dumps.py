@@ -1,4 +1,4 @@
-"""Where is each thread of a process, of this one or of another on this host? Told also where C code holds the interpreter."""
+"""Stacks of all threads of a process: of this one, or of another one on this host, even if C code holds its interpreter."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import IO, Any
 
 WATCH = "fzero-watch"
-"""The name of the thread that asks and answers."""
-NUMBER = signal.SIGRTMAX - 7 if hasattr(signal, "SIGRTMAX") else None  # of real time, for which nobody else has a use
+"""The name of the watchdog's thread, which asks and answers."""
+NUMBER = (
+    signal.SIGRTMAX - 7 if hasattr(signal, "SIGRTMAX") else None
+)  # a real-time signal that other programs do not use
 
 
 def stack_here() -> str:
-    """The stacks of this process' threads but the watch's and idle workers', in Python's own words."""
+    """The stacks of this process' threads, except those of the watchdog and of idle workers, in the format of Python."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    told = []
+    stacks = []
     for ident, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)
         own = (
@@ -32,15 +34,15 @@ def stack_here() -> str:
             for number, frame in enumerate(frames)
             if Path(frame.filename).name in ("watchdog.py", "thread_dumps.py")
         )
-        del frames[next(own, len(frames)) :]  # what asks is no part of the answer
+        del frames[next(own, len(frames)) :]  # the frames of this report are not part of it
         is_idle = not frames or frames[-1].filename.endswith("concurrent/futures/thread.py")
         if not is_idle and names.get(ident) != WATCH:
-            told.append(f"  Thread {names.get(ident, ident)}:\n" + "".join(frames.format()))
-    return "".join(told)
+            stacks.append(f"  Thread {names.get(ident, ident)}:\n" + "".join(frames.format()))
+    return "".join(stacks)
 
 
 def answer_signals() -> IO[bytes] | None:
-    """The file, without a name, that the stacks are written to when the signal comes; None where that cannot be."""
+    """Writes the stacks into a file when the signal comes. Returns that file, which has no name; None if it is impossible."""
     if NUMBER is None or signal.getsignal(NUMBER) != signal.SIG_DFL or not Path("/proc/self/fd").exists():
         return None
     file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process may be asked
@@ -49,7 +51,7 @@ def answer_signals() -> IO[bytes] | None:
 
 
 def identity_of(file: IO[bytes] | None) -> dict[str, Any]:
-    """Where this process is found: its host, its number among those of its host, and the file of its stacks."""
+    """The values that identify this process: its host, its pid there, its start time, and the file of its stacks."""
     found = os.fstat(file.fileno()) if file is not None else None
     return {
         "host": socket.gethostname(),
@@ -62,24 +64,24 @@ def identity_of(file: IO[bytes] | None) -> dict[str, Any]:
 
 
 def stat_of(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third, the state, on; [] where there is no such process."""
+    """The fields of /proc/PID/stat from the third on, which is the state; [] if there is no such process."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
 
 
 def fate_of(identity: Mapping[str, Any]) -> str:
-    """Why another process of this host cannot answer: it has ended, with its exit where it is still known, or is stopped.
+    """Why another process of this host cannot answer: it has ended (with its exit code, if it is still known), or is stopped.
 
-    "" where it lives, or where that cannot be seen: it is on another host, or this system has no /proc.
+    "" if it is alive, or if that is unknown: it is on another host, or this system has no /proc.
     """
     mine, pid = identity_of(None), identity["pid"]
     if not mine["since"] or any(identity.get(key) != mine[key] for key in ("host", "pids")):
         return ""
     found = stat_of(pid)
-    if not found or found[19] != identity["since"]:  # or another process has its number now
+    if not found or found[19] != identity["since"]:  # another process may have its pid now
         return "its process has ended"
-    if found[0] in ("Z", "X"):  # nobody has asked for its exit yet
+    if found[0] in ("Z", "X"):  # its parent has not read its exit code yet
         code = os.waitstatus_to_exitcode(int(found[49]))
         return (
             f"its process was killed by {signal.Signals(-code).name}"
@@ -92,14 +94,14 @@ def fate_of(identity: Mapping[str, Any]) -> str:
 
 
 def stack_of(identity: Mapping[str, Any]) -> str:
-    """The stacks of another process of this host, which writes them without its interpreter; "" where that cannot be."""
+    """The stacks of another process of this host, which writes them without its interpreter; "" if it is impossible."""
     if identity["fd"] is None or NUMBER is None:
         return ""
     path = Path(f"/proc/{identity['pid']}/fd/{identity['fd']}")
     with suppress(OSError):
         found = path.stat()
         if [found.st_dev, found.st_ino] != identity["file"]:
-            return ""  # another process has this number now, and would be killed by the signal
+            return ""  # another process has this pid now, and the signal would kill it
         os.kill(identity["pid"], NUMBER)
         deadline = time.monotonic() + 2
         text = ""

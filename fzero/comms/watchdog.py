@@ -1,13 +1,14 @@
-"""Who keeps a collective waiting, or has gone, and what does each rank do meanwhile? Asked when a collective fails.
+"""The watchdog: when a collective fails, it reports which ranks are missing, and what each rank does.
 
-1. A rank counts the collectives that it starts and knows for which it waits (`HERE`); that is all that a step pays.
-2. Each rank has a *watch*: a thread that looks once a second, and every three seconds where something moves, whether the job's
-   store has an alarm. A rank whose collective fails sets it. On CUDA nothing waits on the host, and the watch sets it before
-   NCCL ends the process.
-3. Then all watches answer with place and stack. Of a rank whose process has ended or is stopped, another one on its host
-   says so. Of one that does not answer, for C code holds its interpreter, another one on the same host asks for the stack by a
-   signal that `faulthandler` answers without the interpreter. A rank that ends with an error says so before.
-4. The first to ask tells who is missing, and after a timeout everyone's stack on its stderr; all raise with the same lines.
+1. A rank counts the collectives that it starts, and notes the one that it waits for (`HERE`). A step has no other costs.
+2. Each rank has a watchdog thread. It looks for an alarm in the job's store, once a second, or every three seconds while
+   something moves. A rank whose collective fails sets the alarm. On CUDA the host does not wait in a collective, so the
+   watchdog sets the alarm before NCCL ends the process.
+3. Then all watchdogs answer with place and stack. If a process has ended or is stopped, another rank on its host reports it. If
+   a rank does not answer because C code holds its interpreter, another rank on its host asks for its stack by a signal, which
+   `faulthandler` answers without the interpreter. A rank that ends with an error reports that before it ends.
+4. The first rank to ask reports the missing ranks, and after a timeout prints all stacks to its stderr. All ranks raise with the
+   same lines.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from fzero.comms.thread_dumps import (
     stack_of,
 )
 
-TICK = 1.0  # seconds between two looks of a watch
-SILENT = 10.0  # seconds after which a rank is taken for one that cannot answer
-MOVING = 3.0  # the same of a rank that goes on
-PATIENCE = 20.0  # seconds that a report waits for answers at the most
-HASTE = 8.0  # the same where a connection was lost, which may be seen by one rank long before the others
-MORE = 1.0  # seconds in which further ranks may be found that are gone, too
-AGAIN = 0.3  # seconds until it is looked again for what is not there yet, as the end of a process whose connections are closed
-HEARD = 5.0  # seconds that the rank which keeps the store stays for others, which have to read the report
+TICK = 1.0  # seconds between two looks of a watchdog at the store
+SILENT = 10.0  # seconds without an answer after which a rank counts as one that cannot answer
+MOVING = 3.0  # seconds between two looks while this rank starts collectives
+PATIENCE = 20.0  # the longest time that a report waits for answers, in seconds
+HASTE = 8.0  # the same after a lost connection, which one rank may see long before the others
+MORE = 1.0  # seconds in which a report looks for more ranks that are gone, after the first one
+AGAIN = 0.3  # seconds between two looks for something that is expected soon, such as the end of a process
+HEARD = 5.0  # seconds that the rank which keeps the store waits for the others to read the report
 
 
 class Store(Protocol):
-    """What is used of a store of torch.distributed."""
+    """The methods of a torch.distributed store that are used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -58,19 +59,19 @@ class Store(Protocol):
 
 @dataclass(slots=True)
 class Progress:
-    """How far this process has come."""
+    """The collectives of this process so far."""
 
     num_steps: int = 0
     number: int = 0
     """Collectives started in this step."""
     label: Label | None = None
-    """Of the last one."""
+    """The label of the last one."""
     waits: dict[int, Label | str] = field(default_factory=dict)
-    """What threads wait for."""
+    """The collective or call that each thread waits for."""
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds that the host has waited for collectives since the process began, by their purpose."""
     call: str | None = None
-    """Where this rank waits for the others to make the same call (`fzero.comms.meeting`)."""
+    """The meeting in which this rank waits for the others to make the same call (`fzero.comms.meeting`)."""
 
     def next_step(self) -> None:
         self.num_steps, self.number = self.num_steps + 1, 0
@@ -84,13 +85,13 @@ HERE = Progress()
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank says of itself when it is asked, or another one says of it (`is_silent`)."""
+    """A rank's answer about itself, or another rank's answer about it (`is_silent`)."""
 
     rank: int
     host: str
     pid: int
     place: tuple[int, int]
-    """Step, and number of collectives started in it."""
+    """The step, and the number of collectives started in it."""
     doing: str
     waits: bool
     stack: str
@@ -104,7 +105,7 @@ class Answer:
 
 
 def where(label: Label | str | None, place: tuple[int, int]) -> str:
-    """A collective by its label and its number.
+    """A collective in words: its label and its number.
 
     >>> where(Label("gather", "blocks.0/float32", "forward"), (3, 5))
     'gather blocks.0/float32 (forward, collective 5 of step 3)'
@@ -116,7 +117,7 @@ def where(label: Label | str | None, place: tuple[int, int]) -> str:
 
 
 def summary(answers: Sequence[Answer], world_size: int) -> list[str]:
-    """Who is missing, and what all do.
+    """The report: the missing ranks, and what each rank does.
 
     >>> waiting = Answer(0, "a", 7, (2, 5), "waiting for gather x", True, "")
     >>> busy = Answer(1, "a", 8, (2, 4), "in no collective, the last was gather w", False, "")
@@ -125,7 +126,7 @@ def summary(answers: Sequence[Answer], world_size: int) -> list[str]:
     rank 2 has not come and does not answer: its process has ended or is stopped, or its host cannot be reached
     rank 0: waiting for gather x
 
-    Nobody else is to blame where one is gone, also if it has come less far:
+    If a rank is gone, no other rank counts as missing, even if it is behind:
 
     >>> stopped = Answer(2, "a", 9, (0, 0), "its process is stopped", False, "", is_silent=True, is_gone=True)
     >>> print("\\n".join(summary([waiting, busy, stopped], 4)))
@@ -151,7 +152,7 @@ def summary(answers: Sequence[Answer], world_size: int) -> list[str]:
 
 
 def ranks_of(numbers: Iterable[int]) -> str:
-    """Ranks in words.
+    """A list of ranks in words.
 
     >>> ranks_of([4]), ranks_of([0, 1, 2, 5])
     ('rank 4', 'ranks 0-2, 5')
@@ -162,12 +163,12 @@ def ranks_of(numbers: Iterable[int]) -> str:
             runs[-1] = [runs[-1][0], number]
         else:
             runs.append([number])
-    told = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {told}"
+    text = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {text}"
 
 
 def stacks(answers: Sequence[Answer]) -> str:
-    """The stacks of all, equal ones once."""
+    """The stacks of all ranks; equal stacks are printed once."""
     by_stack: defaultdict[str, list[int]] = defaultdict(list)
     for answer in answers:
         by_stack[answer.stack].append(answer.rank)
@@ -175,12 +176,12 @@ def stacks(answers: Sequence[Answer]) -> str:
 
 
 class Watchdog:
-    """Answers for this rank of a job, and reports when a collective of it does not come back.
+    """Answers for this rank of a job, and reports when one of its collectives does not end.
 
     Args:
-        store: of the job, with a connection of its own.
-        is_stuck: whether the device does not get on with its work; asked where nothing has moved for `seconds`.
-        seconds: after which a rank that waits for its device sets the alarm.
+        store: the store of the job, over a connection of its own.
+        is_stuck: whether the device is still busy; called when nothing has moved for `seconds`.
+        seconds: the time after which a rank that waits for its device sets the alarm.
         each_tick: called once a second while nothing moves.
     """
 
@@ -198,26 +199,26 @@ class Watchdog:
         self.is_stuck, self.seconds = is_stuck, seconds
         self._stopped, self._has_answered, self._lock = threading.Event(), False, threading.Lock()
         self._file = answer_signals()
-        self._told: list[str] = []  # the report of the first to ask
+        self._report: list[str] = []  # of the first rank to ask
         self._keeper: dict[str, Any] | None = None
-        """Rank 0, where it keeps the job's store; without it nobody could be asked who it was."""
+        """The identity of rank 0, if it keeps the job's store; after its end the store could not be asked for it."""
         store.set(f"who/{rank}", json.dumps(identity_of(self._file)))
         deadline = time.monotonic() + 1
         while rank_0_keeps_store() and not self._finds_keeper() and time.monotonic() < deadline:
-            time.sleep(0.01)  # it joins as we do, and must be known before it can die; else the thread looks for it
+            time.sleep(0.01)  # rank 0 must be known before it can end; after this second the thread looks for it
         self._thread = threading.Thread(target=self._run, name=WATCH, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch. Before the interpreter does: a thread in a call of the store would abort the process then."""
+        """Ends the thread. It must end before the interpreter: a thread in a call of the store would abort the process."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        # At an end in order the store may be gone already, which torch would tell on stderr.
+        # At a normal end the store may be gone already, and torch would log that on stderr.
         if error is not None and not self._has_answered and not self._thread.is_alive():
-            what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-            self._say(self.rank, identity_of(None), f"it has left with {what}", is_gone=True)
+            line = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+            self._answer_for(self.rank, identity_of(None), f"it has left with {line}", is_gone=True)
         if self._file is not None:
             answer_no_signals(self._file)
             self._file = None
@@ -232,7 +233,7 @@ class Watchdog:
                 before, since = now, time.monotonic()
                 if since - looked < MOVING:
                     continue
-            with suppress(RuntimeError):  # the store's, which has ended with the job
+            with suppress(RuntimeError):  # the store has ended with the job
                 looked = time.monotonic()
                 if rank_0_keeps_store():
                     self._finds_keeper()
@@ -246,12 +247,14 @@ class Watchdog:
                     return
                 is_late = time.monotonic() - since > self.seconds
                 if is_late and self.is_stuck is not None and self.is_stuck():
-                    told = "\n  ".join(["", *self.ask(is_late=True)])
-                    print(f"fzero: the device waits since {self.seconds:.0f} s:{told}", file=sys.stderr, flush=True)
+                    report = "\n  ".join(["", *self.ask(is_late=True)])
+                    print(
+                        f"fzero: the device has waited for {self.seconds:.0f} s:{report}", file=sys.stderr, flush=True
+                    )
                     return
 
     def ask(self, *, is_late: bool) -> list[str]:
-        """The report, or what is known without the job's store where that has ended, or does not answer."""
+        """The report. If the job's store has ended or does not answer, it names the process that keeps the store."""
         found: list[str] = []
 
         def report() -> None:
@@ -260,13 +263,13 @@ class Watchdog:
 
         thread = threading.Thread(target=report, name=WATCH, daemon=True)
         thread.start()
-        thread.join(PATIENCE + SILENT)  # for ever where the process that keeps the store is stopped
-        if found or self._told:
-            return found or self._told
+        thread.join(PATIENCE + SILENT)  # if the process that keeps the store is stopped, a report never ends
+        if found or self._report:
+            return found or self._report
         ended = "its process has ended or is stopped, or its host cannot be reached"
         if not rank_0_keeps_store():
             return [
-                f"the job's store cannot be reached, which the agent on {os.environ.get('MASTER_ADDR')} keeps: {ended}"
+                f"the job's store, which the agent on {os.environ.get('MASTER_ADDR')} keeps, cannot be reached: {ended}"
             ]
         who, fate = "rank 0", ""
         if keeper := self._keeper:
@@ -277,20 +280,20 @@ class Watchdog:
         return [f"{who} has not come: {fate or ended} (it keeps the job's store)"]
 
     def report(self, *, is_late: bool = True) -> list[str]:
-        """Sets the alarm, waits for the answers, and tells who is missing.
+        """Sets the alarm, waits for the answers, and reports the missing ranks.
 
         Args:
-            is_late: a timeout has passed, so the first to ask also writes all stacks to stderr. Else a connection was lost.
+            is_late: True after a timeout: the first rank to ask also prints all stacks to stderr. False after a lost connection.
         """
         is_first = self.store.add("alarm", 1) == 1
         self._answer()
         if not is_first:
             self._hears(PATIENCE + 2)
-            return self._told
+            return self._report
         deadline = time.monotonic() + (PATIENCE if is_late else HASTE)
         answers: dict[int, Answer] = {}
         while len(answers) < self.world_size and time.monotonic() < deadline:
-            self._tell_of_gone()
+            self._answer_for_gone()
             for rank in {*range(self.world_size)} - {*answers}:
                 if text := _text(self.store, f"answer/{rank}"):
                     answers[rank] = answer_of(text)
@@ -301,7 +304,7 @@ class Watchdog:
         if is_late:
             print(stacks(found), file=sys.stderr, flush=True)
         lines = summary(found, self.world_size)
-        self._told = lines
+        self._report = lines
         self.store.set("summary", "\n".join(lines))
         if self.rank == 0 and rank_0_keeps_store():
             deadline = time.monotonic() + HEARD
@@ -316,18 +319,18 @@ class Watchdog:
         return self._keeper is not None
 
     def _hears(self, seconds: float) -> bool:
-        """Waits for the report of the first to ask; whether it has come."""
+        """Waits for the report of the first rank to ask. Returns whether it has come."""
         deadline = time.monotonic() + seconds
-        while not self._told and time.monotonic() < deadline and not self._stopped.is_set():
+        while not self._report and time.monotonic() < deadline and not self._stopped.is_set():
             if text := _text(self.store, "summary"):
                 with self._lock:
-                    if not self._told:
-                        self._told = text.splitlines()
+                    if not self._report:
+                        self._report = text.splitlines()
                         self.store.add("heard", 1)
             else:
-                self._tell_of_gone()
+                self._answer_for_gone()
             time.sleep(AGAIN)
-        return bool(self._told)
+        return bool(self._report)
 
     def _answer(self) -> None:
         with self._lock:
@@ -344,14 +347,16 @@ class Watchdog:
         answer = Answer(self.rank, identity["host"], identity["pid"], place, doing, waits is not None, stack_here())
         self.store.set(f"answer/{self.rank}", json.dumps(asdict(answer)))
 
-    def _say(self, rank: int, its: Mapping[str, Any], doing: str, *, stack: str = "", is_gone: bool = False) -> None:
-        """Answers for a rank that cannot."""
+    def _answer_for(
+        self, rank: int, its: Mapping[str, Any], doing: str, *, stack: str = "", is_gone: bool = False
+    ) -> None:
+        """Answers for a rank that cannot answer."""
         answer = Answer(rank, its["host"], its["pid"], (0, 0), doing, False, stack, is_silent=True, is_gone=is_gone)
         with suppress(RuntimeError):
             self.store.set(f"answer/{rank}", json.dumps(asdict(answer)))
 
     def _identities(self) -> dict[int, dict[str, Any]]:
-        """Where the processes of all ranks are found."""
+        """The identities of the processes of all ranks, as far as they are known."""
         keys = [f"who/{rank}" for rank in range(self.world_size)]
         texts = [text.decode() for text in self.store.multi_get(keys)] if self.store.check(keys) else []
         return {
@@ -360,14 +365,14 @@ class Watchdog:
             if text
         }
 
-    def _tell_of_gone(self) -> None:
+    def _answer_for_gone(self) -> None:
         """Answers for the ranks of this host whose processes have ended or are stopped."""
         for rank, its in self._identities().items():
             if rank != self.rank and (fate := fate_of(its)) and not self.store.check([f"answer/{rank}"]):
-                self._say(rank, its, fate, is_gone=True)
+                self._answer_for(rank, its, fate, is_gone=True)
 
     def _ask_silent(self) -> None:
-        """Has ranks of this host that cannot answer write their stacks, if no rank before this one is there to do so."""
+        """Makes silent ranks of this host write their stacks, if this is the first rank of the host that can answer."""
         mine, silent = identity_of(None), {}
         for rank, its in self._identities().items():
             if its.get("host") != mine["host"] or its.get("pids") != mine["pids"]:
@@ -379,17 +384,17 @@ class Watchdog:
         for rank, its in silent.items():
             stack = stack_of(its)
             if stack:
-                self._say(rank, its, "cannot answer, for code in C holds its interpreter", stack=stack)
+                self._answer_for(rank, its, "cannot answer, for code in C holds its interpreter", stack=stack)
 
 
 def answer_of(text: str) -> Answer:
-    """What `Watchdog` wrote."""
-    told = json.loads(text)
-    return Answer(**told | {"place": tuple(told["place"])})
+    """The answer that a `Watchdog` wrote to the store."""
+    values = json.loads(text)
+    return Answer(**values | {"place": tuple(values["place"])})
 
 
 def rank_0_keeps_store() -> bool:
-    """Whether the job's store ends with rank 0; else an agent of torchrun keeps it."""
+    """Whether rank 0 keeps the job's store; else an agent of torchrun keeps it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 

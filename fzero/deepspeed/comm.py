@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fzero.common.text_tables import as_text
-from fzero.comms import collectives
-from fzero.comms.collectives import TIMEOUT
+from fzero.comms import collectives, process_group
+from fzero.comms.failures import TIMEOUT
 from fzero.engine import param_views as live_params
 from fzero.engine.initialize import check_may_join
 from fzero.engine.step_log import merged
@@ -55,7 +55,7 @@ def init_distributed(
     if dist_backend not in (None, "nccl", "gloo"):
         raise ValueError(f"init_distributed: dist_backend must be 'nccl' or 'gloo', got {dist_backend!r}; leave it out")
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    collectives.join("cuda" if backend == "nccl" else "cpu", timeout=timeout)
+    process_group.join("cuda" if backend == "nccl" else "cpu", timeout=timeout)
 
 
 def is_initialized() -> bool:
@@ -88,7 +88,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         return_dict: whether this rank's numbers are returned, too: `{"summary": {collective: {bytes: {"count": …}}}, …}`.
     """
     log = merged([engine.comms_log for engine in live_params.engines() if engine.comms_log is not None])
-    waited = collectives.exchange(dict(log.waited), collectives.job()) if show_straggler else [log.waited]
+    waited = collectives.exchange(dict(log.waited), process_group.job()) if show_straggler else [log.waited]
     if get_rank() == 0:
         for table in log.tables(waited):
             print(as_text(table), flush=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fzero.comms import collectives
+from fzero.comms.process_group import job
 from fzero.engine.dataloader import RepeatingLoader as RepeatingLoader
 from fzero.engine.param_views import engine_of
 from fzero.resharding import parameters as whole
@@ -18,7 +18,7 @@ logger = logging.getLogger("fzero")
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Logs on some ranks; None and -1 are all."""
-    rank = collectives.job().rank
+    rank = job().rank
     if ranks is None or rank in ranks or -1 in ranks:
         logger.log(level, "[rank %d] %s", rank, message)
 

@@ -20,6 +20,7 @@ from fzero.checkpoint.weights import load_weights
 from fzero.common.arguments import check_kind, check_path, refuse
 from fzero.common.safe_files import create
 from fzero.comms import collectives
+from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.engine.accessors import Accessors
 from fzero.engine.client_optimizers import lr_of
@@ -101,7 +102,7 @@ class KeepsFiles(Accessors):
 def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *, save_latest: bool) -> None:
     """See `KeepsFiles.save_checkpoint`."""
     step = engine.train_step
-    collectives.meet("Engine.save_checkpoint", step._mesh.world)
+    meet("Engine.save_checkpoint", step._mesh.world)
     tag = _agreed_tag(engine, str(tag if tag is not None else f"global_step{engine.global_steps}"))
     if engine._window is not None and engine._window.told:
         warnings.warn(
@@ -127,7 +128,7 @@ def _load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `KeepsFiles.load_checkpoint`."""
     step = engine.train_step
-    collectives.meet("Engine.load_checkpoint", step._mesh.world)
+    meet("Engine.load_checkpoint", step._mesh.world)
     if tag is None:
         tag = of_rank_0(step._mesh.world, lambda: _latest(folder))
         if tag is None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.data import Dataset
 
 from fzero.common.arguments import check_model, check_no_inference, shown
-from fzero.comms import collectives
+from fzero.comms.process_group import is_joined
 from fzero.comms.rendezvous import DEFAULT_PORT, launched
 from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.engine import config_keys as engine_keys
@@ -165,7 +165,7 @@ def check_may_join(required: bool | None) -> None:
         required: DeepSpeed's `dist_init_required`, of which False is not to join.
     """
     me = launched()
-    if required is False and me is not None and not collectives.is_joined():
+    if required is False and me is not None and not is_joined():
         raise ConfigError(
             f"dist_init_required: must not be False where {me.by} has started {me.world_size} ranks that have not joined; call "
             f"fzero.deepspeed.init_distributed() first, or leave it out"
@@ -178,7 +178,7 @@ def _at_home(model: nn.Module, port: int, required: bool | None) -> nn.Module:
     check_may_join(required)
     if me is not None and me.by != "torchrun":
         os.environ.setdefault("MASTER_PORT", str(port))
-    on_cuda = torch.cuda.is_available() and not collectives.is_joined(without="nccl")
+    on_cuda = torch.cuda.is_available() and not is_joined(without="nccl")
     if not on_cuda:
         return model
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.common.arguments import check_kind
-from fzero.comms import collectives
+from fzero.comms.failures import meet
 from fzero.engine import param_views as live_params
 from fzero.engine.accessors import Accessors
 from fzero.engine.param_views import LiveParams
@@ -227,7 +227,7 @@ class HoldsModule(Accessors):
                 window.work.close()
                 self._window = None
             old = self.train_step
-            collectives.meet("Engine.forward with other requires_grad flags", old._mesh.world)
+            meet("Engine.forward with other requires_grad flags", old._mesh.world)
             new = self._step_for(wanted | known.keys(), known)
             state = reshard(self.state, old, new)
             assert state is not None, "every rank is in both jobs"

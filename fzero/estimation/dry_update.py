@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fzero.comms.collectives import WORLD
+from fzero.comms.axes import WORLD
 from fzero.estimation.ledger import MemoryLedger
 from fzero.graph.timeline import Lane
 from fzero.plans.plan import FlatParamPlan
@@ -42,7 +42,7 @@ def update(ledger: MemoryLedger) -> None:
     _stream(ledger, away)
     ends += [_join(ledger, buffer) for buffer in away]
     for end in ends:
-        ledger.lanes.wait("join", end)
+        ledger.lanes.wait("all_gather_params", end)
     ledger.lanes.settle()
     ledger.write()
 
@@ -75,7 +75,7 @@ def _join(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
         return 0.0
     axes = ledger.plan.axes[len(in_params) :]
     numel = buffer.params.local_shape(ledger.plan.mesh)[0]
-    return ledger.send("all_gather", numel, axes, buffer.dtypes.param, label="join")
+    return ledger.send("all_gather", numel, axes, buffer.dtypes.param, label="all_gather_params")
 
 
 class _Group(NamedTuple):

@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
-from fzero.comms.collectives import TracedAxis
+from fzero.comms.traced import TracedAxis
 from fzero.graph import (
     analysis as graph_analysis,
     buckets as graph_buckets,

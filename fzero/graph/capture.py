@@ -46,10 +46,12 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fzero.comms.collectives import AbstractAxis, ProcessAxis, TracedAxis, collective_that_raised, failed
+from fzero.comms.axes import AbstractAxis, ProcessAxis
+from fzero.comms.failures import failed
 from fzero.comms.mesh_in_graph import Through, TracedMesh
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
+from fzero.comms.traced import TracedAxis, collective_that_raised
 from fzero.graph.analysis import name_units
 from fzero.graph.backends import Backend as TorchBackend, GraphOnly, aot_eager, graph_only, inductor
 from fzero.graph.remat import BACKWARD, RematError, rematerialise
@@ -811,7 +813,7 @@ class CompiledStep:
 
     def _told(self, row: Tensor) -> Tensor:
         """What every rank tells, in rank order (W, 4)."""
-        with labelled("told"):
+        with labelled("loss_stats"):
             return self._graph.stack(row)
 
     def _share(self, is_sum: bool) -> float:
@@ -878,7 +880,7 @@ class CompiledStep:
         kept, out = (master[flat.key], share) if flat.has_master else (share, None)
         self._ranks.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, place)
         if flat.joins:
-            with labelled("join", flat.key):
+            with labelled("all_gather_params", flat.key):
                 joined = self._graph.all_gather(share, self._graph.axes[flat.num_param_axes :])
             param.copy_(joined)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fzero.comms.collectives import TracedAxis
+from fzero.comms.traced import TracedAxis
 from fzero.graph.analysis import ALL_REDUCE, WAIT, aten, c10d
 from fzero.graph.buckets import call
 

@@ -375,7 +375,7 @@ _LANES = {
     "all_to_all": "tab:purple",
     "broadcast": "tab:green",
     "reduce": "tab:orange",
-    "join": "tab:cyan",
+    "all_gather_params": "tab:cyan",
     "host": "tab:olive",
     "back": "tab:pink",
     "files": "tab:brown",

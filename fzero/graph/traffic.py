@@ -20,7 +20,7 @@ from fzero.graph.analysis import GATHERS, contents_of, is_collective
 from fzero.graph.remat import is_again, is_backward
 from fzero.graph.timeline import Along, group_of, kind_of, sent_by
 
-_UPDATE: tuple[Purpose, ...] = ("join", "norm", "buffers")
+_UPDATE: tuple[Purpose, ...] = ("all_gather_params", "norm", "buffers")
 
 
 def labelled(purpose: Purpose, buffer: str = "") -> AbstractContextManager[None]:
@@ -70,7 +70,7 @@ def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[CommRe
 
 
 def _phase_of(purpose: str, phase: Phase) -> Phase:
-    if purpose == "told":
+    if purpose == "loss_stats":
         return "turn"
     return "update" if purpose in _UPDATE else phase
 

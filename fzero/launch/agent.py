@@ -279,7 +279,7 @@ def first_failure(error: ChildFailedError, host: str, log_dir: str, ended: Ended
         lines = _log(log_dir, failed.local_rank)
         code = failed.exitcode if failed.exitcode >= 0 else 128 - failed.exitcode
         # The error may name many ranks, a line each.
-        follows = any("fzero.comms.collectives.CollectiveError" in line for line in lines[-NUM_SEARCHED:])
+        follows = any("fzero.comms.axes.CollectiveError" in line for line in lines[-NUM_SEARCHED:])
         return Failure(rank, host, code, float(failed.timestamp), follows, tuple(lines[-NUM_LINES:]))
 
     failures = [told(rank, failed) for rank, failed in error.failures.items()]  # in the order in which they were seen

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 
 from fzero.common.flags import Parser
-from fzero.comms.collectives import timeout_of
+from fzero.comms.failures import timeout_of
 from fzero.comms.rendezvous import DEFAULT_PORT
 from fzero.launch import agent
 from fzero.launch.agent import LAST_CALL, Work

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
+    from fzero.optim.elementwise import check_elementwise as check_elementwise
     from fzero.optim.fragments import ShardContents as ShardContents
     from fzero.optim.loss_scale import LossScale as LossScale, LossScaling as LossScaling
     from fzero.optim.matrix import adafactor as adafactor, lamb as lamb, muon as muon
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         adam as adam,
         adamw as adamw,
         chain as chain,
-        check_elementwise as check_elementwise,
         lion as lion,
         scale as scale,
         sgd as sgd,
@@ -29,11 +29,12 @@ else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
+            "elementwise": "check_elementwise",
             "fragments": "ShardContents",
             "loss_scale": "LossScale LossScaling",
             "matrix": "adafactor lamb muon",
             "precision": "Precision mixed_precision",
             "torch_optim": "torch_optimizer",
-            "transforms": "Transform adagrad adam adamw chain check_elementwise lion scale sgd skip_if",
+            "transforms": "Transform adagrad adam adamw chain lion scale sgd skip_if",
         },
     )

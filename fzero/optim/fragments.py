@@ -1,9 +1,9 @@
-"""Which parameters does a flat tensor hold, and how is something summed over one of them that several ranks share?
+"""Fragments: the parts of parameters in a flat tensor, and sums over parameters that several ranks hold parts of.
 
-An optimizer that is not elementwise looks at whole parameters: their norms, their rows and columns, their singular
-values. In stage 0 its flat tensor is the whole buffer, in stages 1-3 one shard, whose ends cut parameters. `ShardContents`
-says what is there. Every stage must give the same bits, so sums are made in one way only: for each shard and parameter
-a partial sum, and then the W partial sums of a parameter in rank order, whoever holds the shards.
+An optimizer that is not elementwise reads full parameters: their norms, their rows and columns, their singular values. In
+stage 0 its flat tensor is the full buffer, in stages 1-3 one shard, whose ends cut parameters. `ShardContents` lists the
+fragments in it. Every stage must give the same bits, so sums are made in one way only: a partial sum for each shard and
+parameter, and then the W partial sums of a parameter in rank order.
 
 Shape letters: P padded = W * S, S shard, W ranks, K partial sums of one shard.
 """
@@ -31,7 +31,7 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FragmentSlice:
-    """Elements [start, stop) of the flattened parameter `index`, at `offset` of the flat tensor, in its shard `row`."""
+    """Elements [start, stop) of the flattened parameter `index`: they are at `offset` of the flat tensor, in its shard `row`."""
 
     row: int
     index: int
@@ -46,17 +46,17 @@ class FragmentSlice:
 
 @dataclass(frozen=True, slots=True)
 class ShardContents:
-    """Which parameters a flat tensor holds, and how to reach the ranks that hold the rest.
+    """The parameters that a flat tensor holds, and the collectives that reach the ranks with the rest.
 
     Args:
-        layout: of the whole buffer.
-        ranks: whose shards the tensor holds, one after another: all W in stage 0 (see `whole`), one in stages 1-3.
-        stack: the partial sums (len(ranks), K) -> those of all ranks (W, K), in rank order. *Collective*, unless all are
-            held: sends (W-1) · K.
-        join: the flat tensor -> the whole buffer (P,). *Collective*, unless it is whole: sends (W-1)/W · P.
+        layout: the layout of the full buffer.
+        ranks: the ranks whose shards the tensor holds, one after another: all W in stage 0 (see `whole`), one in stages 1-3.
+        stack: the partial sums (len(ranks), K) -> those of all ranks (W, K), in rank order. *Collective* for one shard:
+            sends (W-1) · K.
+        join: the flat tensor -> the full buffer (P,). *Collective* for one shard: sends (W-1)/W · P.
 
     Raises:
-        ValueError: the ranks are not all and not one.
+        ValueError: the ranks are neither all nor one.
 
     >>> layout = FlatLayout(names=("w", "b"), shapes=((2, 3), (3,)), world_size=2)
     >>> ShardContents(layout, ranks=(1,)).parts
@@ -72,16 +72,16 @@ class ShardContents:
 
     def __post_init__(self) -> None:
         world = range(self.layout.world_size)
-        is_one = len(self.ranks) == 1 and self.ranks[0] in world  # asked first: a plan asks for each of many buffers
+        is_one = len(self.ranks) == 1 and self.ranks[0] in world  # tested first: a plan makes contents for many buffers
         if not is_one and self.ranks != tuple(world):
             raise ValueError(
                 f"ShardContents: ranks must be all {self.layout.world_size} in order, or one of them, got {self.ranks}; pass "
-                f"ShardContents.whole(layout) for a whole buffer and ranks=(rank,) for a shard"
+                f"ShardContents.whole(layout) for a full buffer and ranks=(rank,) for a shard"
             )
 
     @classmethod
     def whole(cls, layout: FlatLayout) -> Self:
-        """Of a whole buffer (P,): nothing is sent."""
+        """The contents of a full buffer (P,), which sends nothing."""
         return cls(layout, tuple(range(layout.world_size)))
 
     @property
@@ -91,7 +91,7 @@ class ShardContents:
 
     @property
     def parts(self) -> tuple[FragmentSlice, ...]:
-        """The parts of parameters in the flat tensor, in order."""
+        """The fragments in the flat tensor, in order."""
         index_of = {name: index for index, name in enumerate(self.layout.names)}
         shard_numel = self.layout.partition.shard_numel
         return tuple(
@@ -103,7 +103,7 @@ class ShardContents:
         )
 
     def add_up(self, partial: Tensor) -> Tensor:
-        """The sums (K,) over all ranks of the partial ones (len(ranks), K). *Collective:* sends what `stack` sends."""
+        """The sums (K,) over all ranks, from partial sums (len(ranks), K). *Collective:* sends as much as `stack`."""
         rows_WK = self.stack(partial)
         assert rows_WK.shape == (self.layout.world_size, partial.shape[1])
         total = rows_WK[0].clone()
@@ -112,7 +112,7 @@ class ShardContents:
         return total
 
     def squares(self, flat: Tensor) -> Tensor:
-        """The sum of squares of every parameter in every shard held: (len(ranks), parameters), float64."""
+        """The sum of squares of every parameter, for each shard of the tensor: (len(ranks), parameters), float64."""
         sums = torch.zeros(len(self.ranks), len(self.layout.names), dtype=torch.float64, device=flat.device)
         for part in self.parts:
             for chunk in torch.split(part.of(flat), CHUNK):
@@ -120,7 +120,7 @@ class ShardContents:
         return sums
 
     def check(self, owner: str, flat: Tensor) -> None:
-        """Raises unless the tensor is one that these contents describe."""
+        """Raises unless the tensor has the shape that these contents describe."""
         if tuple(flat.shape) != (self.numel,):
             raise ValueError(
                 f"{owner}: the flat tensor must have {self.numel} elements, those of ranks {self.ranks} of the layout, got "
@@ -130,7 +130,7 @@ class ShardContents:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """`matrices` × `rows` × `columns` neighbours in a stack of matrices; the first is element `start` of the stack."""
+    """A block of `matrices` × `rows` × `columns` elements in a stack of matrices, from element `start` of the stack on."""
 
     start: int
     matrices: int
@@ -148,12 +148,12 @@ class Box:
         return math.prod(self.shape)
 
     def of(self, part: FragmentSlice, flat: Tensor) -> Tensor:
-        """The box as a view of the flat tensor that holds it as a piece of `part`: (matrices, rows, columns)."""
+        """The box as a view of a flat tensor with the fragment `part`, which holds the box: (matrices, rows, columns)."""
         return part.of(flat)[self.start - part.start :][: self.numel].view(self.shape)
 
 
 def boxes(start: int, stop: int, num_rows: int, num_columns: int) -> Iterator[Box]:
-    """Cuts elements [start, stop) of a stack of matrices into whole matrices, whole rows of one, and parts of a row.
+    """Cuts elements [start, stop) of a stack of matrices into full matrices, full rows of a matrix, and parts of a row.
 
     >>> list(boxes(2, 13, num_rows=2, num_columns=3))  # doctest: +NORMALIZE_WHITESPACE
     [Box(start=2, matrices=1, rows=1, columns=1), Box(start=3, matrices=1, rows=1, columns=3),
@@ -166,7 +166,7 @@ def boxes(start: int, stop: int, num_rows: int, num_columns: int) -> Iterator[Bo
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A parameter as a stack of matrices, and where its first row and column stand among the statistics of all."""
+    """A parameter as a stack of matrices, and the indices of its first row and column in the statistics of all parameters."""
 
     matrices: int
     rows: int
@@ -213,7 +213,7 @@ def grids_of(layout: FlatLayout) -> dict[int, Grid]:
 
 
 def boxes_of(parts: tuple[FragmentSlice, ...], grids: dict[int, Grid]) -> Iterator[tuple[FragmentSlice, Grid, Box]]:
-    """The parts of matrices, as boxes."""
+    """The fragments of matrices, cut into boxes."""
     for part in parts:
         if part.index in grids:
             grid = grids[part.index]

@@ -1,8 +1,8 @@
-"""By how much is the loss multiplied, so that small fp16 gradients do not vanish? A pure state machine.
+"""The loss scale, as a pure state machine. It multiplies the loss, so that small fp16 gradients do not vanish.
 
-The gradients of a scaled loss are divided by the scale before the update. If any of them is not finite on any rank (an
-*overflow*) the update is skipped and the scale may shrink; after many good steps it grows. The machine is DeepSpeed's for
-ZeRO stages 1 to 3 (`fp16.*` keys), used in all stages. It is data-flow: no value is read by the host.
+The gradients of a scaled loss are divided by the scale before the update. If any gradient is not finite on any rank (an
+*overflow*), the update is skipped and the scale may shrink; after many good steps it grows. The rules are those of DeepSpeed
+for ZeRO stages 1 to 3 (`fp16.*` keys), for all stages. The host reads no value: the machine is part of the data flow.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class LossScale(NamedTuple, Generic[Leaf]):
     """The machine's state: three 0-d tensors."""
 
     scale: Leaf
-    """What the next loss is multiplied by; float32."""
+    """The factor of the next loss; float32."""
     hysteresis: Leaf
-    """How many overflows there may be until the scale shrinks, that one included; int64."""
+    """The number of overflows, from now on, after which the scale shrinks; int64."""
     num_good: Leaf
     """Steps since the last overflow; int64."""
 
@@ -35,10 +35,10 @@ class LossScaling:
     Args:
         initial: the first scale.
         dynamic: False keeps the scale.
-        window: the scale doubles when so many good steps have passed before a good one, and again after as many.
-        hysteresis: overflows that it takes to halve the scale. Once used up it stays so until the scale grows.
-        consecutive: every good step gives the hysteresis back, so that only overflows in a row count.
-        minimum: the scale does not fall below.
+        window: the scale doubles in a good step that follows `window` good steps, and again every `window` good steps.
+        hysteresis: the number of overflows that halve the scale. Then each overflow halves it, until the scale grows.
+        consecutive: every good step resets the hysteresis, so that only consecutive overflows count.
+        minimum: the smallest scale.
 
     >>> rules = LossScaling(initial=4.0, dynamic=True, window=3, hysteresis=2, minimum=1.0)
     >>> state = rules.init()
@@ -81,7 +81,7 @@ class LossScaling:
         )
 
     def is_exhausted(self, state: LossScale[Tensor], overflow: Tensor) -> Tensor:
-        """Whether the scale would have to shrink and stands at its minimum: training cannot go on (0-d bool)."""
+        """Whether the scale would have to shrink below its minimum, so that training cannot go on (0-d bool)."""
         if not self.dynamic:
             return torch.zeros_like(overflow)
         return overflow & (state.hysteresis <= 1) & (state.scale <= self.minimum)

@@ -1,10 +1,10 @@
-"""How does the learning rate change from step to step? Schedules as pure functions of the number of updates so far.
+"""Learning-rate schedules, as pure functions of the number of updates so far.
 
-A `Schedule` takes the number n of updates that were applied before this one and gives the value to use, so that the
-learning rate is a function of the state: nothing advances when a step is skipped, and a saved state continues.
+A `Schedule` takes the number n of updates before this one, and returns the value for this one. So the learning rate is a
+function of the state: a skipped step does not advance it, and a saved state continues it.
 
-The named ones are DeepSpeed's, value for value. DeepSpeed steps a schedule *after* each update, so the update that comes
-after n others uses iteration i = n-1, and the very first one a value of its own.
+The named schedules give the values of DeepSpeed. DeepSpeed steps a schedule *after* each update. So the update after n others
+uses iteration i = n-1, and the first update has a value of its own.
 
 >>> rate = warmup_lr(max_lr=1.0, warmup_num_steps=4)
 >>> [round(rate(n), 5) for n in range(5)]
@@ -21,7 +21,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 Schedule = Callable[[int], float]
-"""The value at the update that comes after n others."""
+"""Returns the value for the update after n others."""
 
 WarmupType = Literal["log", "linear"]
 
@@ -32,7 +32,7 @@ def _after(first: float, formula: Schedule) -> Schedule:
 
 
 def constant(value: float) -> Schedule:
-    """The same value always."""
+    """The same value for all updates."""
     return lambda n: value
 
 
@@ -40,20 +40,20 @@ def _warmup(num_steps: int, kind: WarmupType) -> Schedule:
     """From 0 to 1 in `num_steps` iterations, then 1."""
     num_steps = max(2, num_steps)
 
-    def share(i: int) -> float:
+    def ratio(i: int) -> float:
         if i >= num_steps:
             return 1.0
         return math.log(i + 1) / math.log(num_steps) if kind == "log" else i / num_steps
 
-    return share
+    return ratio
 
 
 def warmup_lr(
     max_lr: float, *, min_lr: float = 0.0, warmup_num_steps: int = 1000, warmup_type: WarmupType = "log"
 ) -> Schedule:
     """DeepSpeed's `WarmupLR`: from `min_lr` to `max_lr`, then constant."""
-    share = _warmup(warmup_num_steps, warmup_type)
-    return _after(min_lr, lambda i: min_lr + (max_lr - min_lr) * share(i))
+    warmup = _warmup(warmup_num_steps, warmup_type)
+    return _after(min_lr, lambda i: min_lr + (max_lr - min_lr) * warmup(i))
 
 
 def warmup_decay_lr(
@@ -66,11 +66,11 @@ def warmup_decay_lr(
 ) -> Schedule:
     """DeepSpeed's `WarmupDecayLR`: the warm-up of `warmup_lr`, then linear decay to `min_lr` at `total_num_steps`."""
     warmup_num_steps = max(2, warmup_num_steps)
-    share = _warmup(warmup_num_steps, warmup_type)
+    warmup = _warmup(warmup_num_steps, warmup_type)
 
     def rate(i: int) -> float:
         left = (total_num_steps - i) / max(1, total_num_steps - warmup_num_steps)
-        return min_lr + (max_lr - min_lr) * (share(i) if i < warmup_num_steps else max(0.0, left))
+        return min_lr + (max_lr - min_lr) * (warmup(i) if i < warmup_num_steps else max(0.0, left))
 
     return _after(min_lr, rate)
 
@@ -84,13 +84,13 @@ def warmup_cosine_lr(
     cos_min_ratio: float = 1e-4,
     warmup_type: WarmupType = "log",
 ) -> Schedule:
-    """DeepSpeed's `WarmupCosineLR`: `lr` times a ratio that warms up, then follows half a cosine to `cos_min_ratio`."""
+    """DeepSpeed's `WarmupCosineLR`: `lr` times a ratio that warms up, then falls to `cos_min_ratio` along half a cosine."""
     warmup_num_steps = max(2, warmup_num_steps)
-    share = _warmup(warmup_num_steps, warmup_type)
+    warmup = _warmup(warmup_num_steps, warmup_type)
 
     def rate(i: int) -> float:
         if i < warmup_num_steps:
-            return lr * (warmup_min_ratio + (1 - warmup_min_ratio) * share(i))
+            return lr * (warmup_min_ratio + (1 - warmup_min_ratio) * warmup(i))
         done = min(1.0, (i - warmup_num_steps + 1) / max(1, total_num_steps - warmup_num_steps))
         return lr * (cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
 
@@ -100,7 +100,7 @@ def warmup_cosine_lr(
 def lr_range_test(
     min_lr: float = 1e-3, *, step_size: int = 2000, step_rate: float = 1.0, staircase: bool = False
 ) -> Schedule:
-    """DeepSpeed's `LRRangeTest` (arXiv:1803.09820): grows without end, to find the largest rate that still trains."""
+    """DeepSpeed's `LRRangeTest` (arXiv:1803.09820): grows without limit, to find the largest rate that trains."""
 
     def rate(i: int) -> float:
         intervals = (i + 1) / step_size
@@ -125,11 +125,11 @@ def one_cycle(
 
     Args:
         low, high: the ends of the cycle.
-        first_step_size, second_step_size: iterations up and down; None is as many down as up.
-        first_stair_count, second_stair_count: stairs in each half, 0 is a slope; None is as many down as up.
+        first_step_size, second_step_size: iterations up and down; None is the same number down as up.
+        first_stair_count, second_stair_count: stairs in each half, 0 is a slope; None is the same number down as up.
         decay_step_size: iterations per interval of the decay; 0 does not decay.
         decay_rate: the rate is divided by, and a momentum multiplied by, `1 + decay_rate · intervals`.
-        inverse: True for a momentum, which goes from `high` to `low` and back (and is `low` in the very first update).
+        inverse: True for a momentum, which goes from `high` to `low` and back (and is `low` in the first update).
     """
     num_down = first_step_size if second_step_size is None else second_step_size
     down_stairs = first_stair_count if second_stair_count is None else second_stair_count
@@ -139,9 +139,9 @@ def one_cycle(
         """0 at the ends of the cycle, 1 at its top."""
         done = (i + 1) % total
         up = done <= first_step_size
-        part, whole = (done, first_step_size) if up else (total - done, num_down)
+        part, length = (done, first_step_size) if up else (total - done, num_down)
         stairs = first_stair_count if up else down_stairs
-        return math.floor(part * stairs / whole) / stairs if stairs else part / whole
+        return math.floor(part * stairs / length) / stairs if stairs else part / length
 
     def value(i: int) -> float:
         if i < total:
@@ -158,17 +158,17 @@ def torch_classes() -> dict[str, type[LRScheduler]]:
         name: member
         for name, member in vars(torch.optim.lr_scheduler).items()
         if isinstance(member, type) and issubclass(member, LRScheduler) and name[0].isupper()
-        if name not in ("LRScheduler", "ReduceLROnPlateau")  # the base, and one that follows a metric
+        if name not in ("LRScheduler", "ReduceLROnPlateau")  # the base class, and one that depends on a metric
     }
 
 
 def torch_schedule(name: str, lr: float, **params: Any) -> Schedule:
     """The class `torch.optim.lr_scheduler.<name>`, stepped once after every update.
 
-    Its rates are computed once each, in order, and remembered.
+    Each rate is computed once, in order, and cached.
 
     Raises:
-        ValueError: no such class in `torch_classes`, or it does not take these parameters.
+        ValueError: `torch_classes` has no such class, or it does not accept these parameters.
 
     >>> halving = torch_schedule("StepLR", 1.0, step_size=2, gamma=0.5)
     >>> [halving(n) for n in range(5)]
@@ -180,7 +180,7 @@ def torch_schedule(name: str, lr: float, **params: Any) -> Schedule:
     try:
         scheduler = torch_classes()[name](optimizer, **params)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{name} does not take {params}: {error}; mend the parameters") from None
+        raise ValueError(f"{name} does not take {params}: {error}; change the parameters") from None
     rates = [float(optimizer.param_groups[0]["lr"])]
 
     def schedule(n: int) -> float:

@@ -1,9 +1,9 @@
-"""Optimizers that look at whole parameters: LAMB, Adafactor and Muon as transforms of flat buffers.
+"""Optimizers whose update depends on full parameters: LAMB, Adafactor and Muon as transforms of flat buffers.
 
-They are transforms like those of `fzero.optim.transforms`, and take `contents` besides: a value that says which parameters the
-flat tensor holds and how to reach the ranks that hold the rest. What each sends in an update stands in its docstring;
-every rank calls the collectives in the same order, whatever its shard holds. Stage 0 holds everything and sends
-nothing, and gives the same bits (see `fzero.optim.fragments`).
+They are transforms like those of `fzero.optim.transforms`, with one more argument, `contents`. It says which parameters the
+flat tensor holds, and reaches the ranks that hold the rest. Each docstring states the traffic of an update. Every rank calls
+the collectives in the same order, whatever its shard holds. Stage 0 holds full parameters, sends nothing and gives the same
+bits (see `fzero.optim.fragments`).
 
 Shape letters: N elements of the flat tensor, W ranks, K partial sums of one shard, R and C row and column statistics.
 """
@@ -44,9 +44,9 @@ def lamb(
 ) -> Transform:
     """LAMB (You et al., arXiv:1904.00962, algorithm 2): Adam's direction, as long as the parameter times `lr`.
 
-    The direction of a parameter, weight decay included, is multiplied by the trust ratio ‖parameter‖ / ‖direction‖, which
-    is kept within [min_coeff, max_coeff] (DeepSpeed's names and values) and is 1 where a norm is 0. The moments are
-    corrected for their bias as in Adam and in the paper (not by a factor of `lr`), unless `bias_correction` is False.
+    The direction of a parameter, weight decay included, is multiplied by the trust ratio ‖parameter‖ / ‖direction‖. The ratio
+    is clamped to [min_coeff, max_coeff] (DeepSpeed's names and values), and is 1 if a norm is 0. The moments are corrected for
+    their bias as in Adam and in the paper (not by a factor of `lr`), unless `bias_correction` is False.
 
     *Collective:* an update stacks the partial sums of two norms for each parameter, in float64.
     """
@@ -61,7 +61,7 @@ def lamb(
 
     def update(grad: Tensor, param: Tensor, state: LambState[Tensor]) -> tuple[Tensor, Tensor, LambState[Tensor]]:
         step = state.step.add_(1)
-        # In double: of 1 - 0.999 float32 keeps three digits only.
+        # In double, because float32 keeps only three digits of 1 - 0.999.
         corrections = [1 - beta ** step.double() if bias_correction else 1.0 for beta in betas]
         state.exp_avg.lerp_(grad, 1 - betas[0])
         state.exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
@@ -83,10 +83,13 @@ def lamb(
 
 
 class AdafactorState(NamedTuple, Generic[Leaf]):
-    """`step` counts updates (0-d float32); means of squared gradients over each row (R,) and column (C,), on every rank.
+    """The state of `adafactor`.
 
-    Those of all matrices stand one after another, in the order of the layout. `variance` has the parameter's shape, for
-    what has fewer than two dims; None where nothing has, as the other two are where there is no matrix.
+    Attributes:
+        step: counts updates (0-d float32).
+        row_var, col_var: means of squared gradients over each row (R,) and column (C,) of all matrices, in the order of the
+            layout, on every rank; None if the buffer holds no matrix.
+        variance: second moments of parameters of fewer than two dims, in the shape of the flat tensor; None if there are none.
     """
 
     step: Leaf
@@ -106,8 +109,8 @@ def adafactor(
 ) -> Transform:
     """`torch.optim.Adafactor` (Shazeer and Stern, arXiv:1804.04235): second moments of a matrix as a product of two vectors.
 
-    Parameters of more than two dims are stacks of matrices, the last two dims. A buffer that also holds parameters of
-    fewer than two dims keeps a second moment as long as the whole buffer: give them a buffer of their own.
+    A parameter of more than two dims is a stack of matrices in the last two dims. A buffer that also holds parameters of
+    fewer than two dims keeps a second moment as long as the full buffer: give them a buffer of their own.
 
     *Collective:* an update stacks R + C sums and one for each parameter, in the parameter's dtype, and then one for each
     parameter, in float64.
@@ -131,8 +134,8 @@ def adafactor(
         grad: Tensor, param: Tensor, state: AdafactorState[Tensor]
     ) -> tuple[Tensor, Tensor, AdafactorState[Tensor]]:
         step = state.step.add_(1)
-        count = step.double()  # in float32 its powers are off in the seventh digit
-        share = (count**beta2_decay).to(param.dtype)
+        count = step.double()  # powers of a float32 would be wrong in the seventh digit
+        weight = (count**beta2_decay).to(param.dtype)
         smallest = torch.finfo(param.dtype).eps if eps[0] is None else eps[0]
         numels = torch.tensor([max(numel, 1) for numel in contents.layout.numels], device=param.device)
 
@@ -148,8 +151,8 @@ def adafactor(
             for grid in grids.values():
                 grid.all_rows(row_sums).div_(grid.columns)
                 grid.all_columns(column_sums).div_(grid.rows)
-            state.row_var.lerp_(row_sums, share)
-            state.col_var.lerp_(column_sums, share)
+            state.row_var.lerp_(row_sums, weight)
+            state.col_var.lerp_(column_sums, weight)
             means = {i: grid.all_rows(state.row_var).mean(dim=1).clamp_(min=smallest) for i, grid in grids.items()}
             for part, grid, box in boxes_of(contents.parts, grids):
                 mean = grid.matrices_of(box, means[part.index])
@@ -159,7 +162,7 @@ def adafactor(
             for part in contents.parts:
                 if part.index not in grids:
                     vector = part.of(grad)
-                    variance = part.of(state.variance).lerp_(vector.square(), share)
+                    variance = part.of(state.variance).lerp_(vector.square(), weight)
                     vector.mul_(variance.clamp(min=smallest**2).rsqrt_())
 
         if weight_decay:
@@ -197,15 +200,13 @@ def muon(
 ) -> Transform:
     """`torch.optim.Muon` (Jordan et al., kellerjordan.github.io/posts/muon): a matrix moves by its orthogonalised momentum.
 
-    A parameter of more than two dims is taken as a matrix of its first dim by all others, which is what one does with
-    convolutions.
+    A parameter of more than two dims becomes a matrix of its first dim by all others, as is usual for convolutions.
 
-    *Collective:* nothing is sent where no matrix is cut by the end of a shard (every rank can tell from the layout); else an
-    update joins the momentum of all shards, (W-1)/W · P elements, and each rank orthogonalises the matrices of which its
-    shard has a part.
+    *Collective:* sends nothing if every matrix lies in one shard (all ranks see that in the layout). Else an update gathers the
+    momentum of all shards, (W-1)/W · P elements, and each rank orthogonalises the matrices of which its shard holds a part.
 
     Raises:
-        ValueError: a parameter that is not a matrix, or a value out of range.
+        ValueError: a parameter is not a matrix, or a value is out of range.
     """
     check_range("muon", lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps, ns_steps=ns_steps)
     if adjust_lr_fn not in ("original", "match_rms_adamw"):
@@ -224,14 +225,14 @@ def muon(
     def update(grad: Tensor, param: Tensor, state: MuonState[Tensor]) -> tuple[Tensor, Tensor, MuonState[Tensor]]:
         state.momentum.lerp_(grad, 1 - momentum)
         direction = grad.lerp_(state.momentum, momentum) if nesterov else state.momentum
-        whole_P = contents.join(direction) if is_cut(layout) else None
+        full_P = contents.join(direction) if is_cut(layout) else None
         if weight_decay:
             param.mul_(1 - lr * weight_decay)
         last, orthogonal = -1, param
         for part in contents.parts:
             shape, numel = layout.shapes[part.index], layout.numels[part.index]
             if part.index != last:
-                source, start = (direction, part.offset) if whole_P is None else (whole_P, layout.offsets[part.index])
+                source, start = (direction, part.offset) if full_P is None else (full_P, layout.offsets[part.index])
                 matrix = source[start : start + numel].view(shape[0], -1)
                 last, orthogonal = part.index, orthogonalise(matrix, num_steps=ns_steps, eps=eps).reshape(-1)
             rows, columns = shape[0], numel // shape[0]
@@ -246,15 +247,14 @@ def muon(
 
 
 def orthogonalise(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """A matrix with the same singular vectors, and singular values of about 1: five Newton-Schulz steps in bfloat16.
+    """A matrix with the same singular vectors and with singular values of about 1, by Newton-Schulz steps in bfloat16.
 
-    The quintic a·x + b·x³ + c·x⁵ lifts small singular values fastest and leaves all within about [0.7, 1.2] (Jordan, as
-    above).
+    The quintic a·x + b·x³ + c·x⁵ lifts small singular values fastest, and brings all to about [0.7, 1.2] (Jordan, see `muon`).
 
     Args:
         matrix: (A, B), any dtype.
         num_steps: more steps lift smaller singular values.
-        eps: the least norm that is divided by.
+        eps: the smallest divisor in place of the norm.
 
     Returns:
         (A, B), bfloat16.
@@ -271,13 +271,13 @@ def orthogonalise(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> T
 
 
 def is_cut(layout: FlatLayout) -> bool:
-    """Whether a shard ends inside a parameter, so that Muon has to join the buffer."""
+    """Whether a shard ends inside a parameter, so that Muon has to gather the buffer."""
     shard = layout.partition.shard_numel
     spans = [layout.bounds(name) for name in layout.names]
     return any(start // shard != (stop - 1) // shard for start, stop in spans if start < stop)
 
 
 def _step(param: Tensor, direction: Tensor, sizes: Tensor, contents: ShardContents) -> None:
-    """Moves every parameter against its direction, times its size; overwrites the direction."""
+    """Subtracts from every parameter its direction times its size; overwrites the direction."""
     for part in contents.parts:
         part.of(param).sub_(part.of(direction).mul_(sizes[part.index]))

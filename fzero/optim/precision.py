@@ -1,11 +1,11 @@
-"""Which dtype does each tensor of a step have, and how does an update work on numbers that are stored in few bits?
+"""The dtype of each tensor of a step, and updates of numbers that are stored in few bits.
 
-A `Precision` is data: the dtypes that a configuration asks for. `dtypes_of` makes of it and of a parameter's own dtype the
-`Dtypes` of that parameter: what the model computes with, what is sent, what gradients are added up in, what the optimizer
-updates (the *master*) and what it remembers. Nothing else changes a dtype, and `step.plan` shows every one.
+A `Precision` is data: the dtypes that a configuration asks for. `dtypes_of` combines it with a parameter's own dtype into the
+`Dtypes` of that parameter: the dtypes of compute, of communication, of gradient sums, of the optimizer's copy (the *master*)
+and of its state. Nothing else changes a dtype, and `step.plan` shows all of them.
 
-An update is computed in fp32 (fp64 for fp64), whatever the dtypes in memory: `mixed_precision` makes of a transform one that
-reads narrow numbers and rounds once, at the end. Rounding to the nearest loses updates below half a last bit, for good;
+An update is computed in fp32 (fp64 for fp64), whatever the dtypes in memory: `mixed_precision` wraps a transform, so that it
+reads narrow numbers and rounds once, at the end. Rounding to the nearest loses updates smaller than half the last bit;
 stochastic rounding keeps them on average (Gupta et al. 2015, arXiv:1502.02551).
 """
 
@@ -32,15 +32,15 @@ class Dtypes(NamedTuple):
     """The names of a parameter's dtypes."""
 
     param: str
-    """What the model computes with and stage 3 gathers."""
+    """The dtype in which the model computes, and which stage 3 gathers."""
     reduce: str
-    """In which gradients are sent and added up over the ranks."""
+    """The dtype in which gradients are sent and added up over the ranks."""
     grad: str
-    """In which they are kept, and added up over micro-steps."""
+    """The dtype in which gradients are kept, and added up over micro-steps."""
     master: str
-    """What the optimizer updates; a copy of its own where it differs from `param`."""
+    """The dtype that the optimizer updates; if it differs from `param`, there is a second copy."""
     optimizer: str
-    """The optimizer's state of the parameter's shape."""
+    """The dtype of the optimizer's state of the parameter's shape."""
 
     def __str__(self) -> str:
         master = "which are the master" if self.master == self.param else f"master {self.master}"
@@ -52,18 +52,18 @@ class Dtypes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes that a configuration asks for, by name; None leaves them as they are or to follow from the others.
+    """The dtypes that a configuration asks for, by name; None is the tensor's own dtype, or follows from the others.
 
     Attributes:
-        param_dtype: of all parameters; None is each parameter's own.
-        reduce_dtype: in which gradients are sent; None is that of the parameters.
-        grad_accum_dtype: in which they are kept and added up; None is that of the parameters.
-        master_dtype: of what is updated; None is fp32 where `param_dtype` changes a parameter, else the parameter's own.
-        optimizer_dtype: of the optimizer's state; None is that of the master.
-        buffer_dtype: of the module's floating buffers; None is each buffer's own.
+        param_dtype: the dtype of all parameters; None is each parameter's own.
+        reduce_dtype: the dtype in which gradients are sent; None is that of the parameters.
+        grad_accum_dtype: the dtype in which gradients are kept and added up; None is that of the parameters.
+        master_dtype: the dtype of the master; None is fp32 if `param_dtype` changes a parameter, else the parameter's own.
+        optimizer_dtype: the dtype of the optimizer's state; None is that of the master.
+        buffer_dtype: the dtype of the module's floating-point buffers; None is each buffer's own.
         autocast: the dtype of `torch.autocast` around the forward, if any.
-        safe_modules: classes of modules whose own parameters are kept in the autocast dtype beside a master.
-        stochastic_rounding: how a master of 16 bits, and its optimizer state, are rounded after an update.
+        safe_modules: classes of modules whose direct parameters are kept in the autocast dtype beside a master.
+        stochastic_rounding: whether a master of 16 bits, and its optimizer state, are rounded at random after an update.
     """
 
     param_dtype: str | None = None
@@ -79,7 +79,7 @@ class Precision:
     def dtypes_of(self, own: str, owner: nn.Module, *, trainable: bool = True) -> Dtypes:
         """The dtypes of a parameter of dtype `own` that belongs to the module `owner`.
 
-        Of a frozen one nothing is kept but the parameter, and where autocast alone lowers that, its own values as the master.
+        A frozen parameter has no other tensors. If only autocast lowers its dtype, its own values are kept as the master.
         """
         if not torch_dtype(own).is_floating_point:
             return Dtypes(own, own, own, own, own)
@@ -112,10 +112,10 @@ def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
 
 @cache
 def find_class(name: str) -> type:
-    """The class of that dotted name.
+    """The class of a dotted name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such class.
     """
     package, _, cls = name.rpartition(".")
     try:
@@ -123,21 +123,21 @@ def find_class(name: str) -> type:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}: {error}") from None
     if not isinstance(found, type):
-        raise ValueError(f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}, which is none")
+        raise ValueError(f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}, which is no class")
     return found
 
 
 # --- updates of narrow numbers -----------------------------------------------------------------------------------
 
 TILE = 1 << 18
-"""Elements that are updated at a time, so that what is made for them stays in the processor's cache."""
+"""Elements that are updated at a time, so that their temporary tensors fit into the processor's cache."""
 
 NUM_SALTS = 16
-"""Most tensors of one update that a graph rounds at random."""
+"""The largest number of tensors of one update that a graph rounds at random."""
 
 Rounding = Callable[[Tensor, Tensor, int, int], None]
-"""Writes wide numbers (first) into narrow ones (second), which begin at `start` (third) in the tensor they are part of; the
-last integer differs between the tensors of one update."""
+"""Writes wide numbers into narrow ones: (wide, narrow, start, index). The narrow numbers are a slice of a tensor from `start`
+on; `index` is the index of that tensor in the update."""
 
 
 def to_nearest(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
@@ -145,16 +145,16 @@ def to_nearest(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
 
 
 def salts_of(seed: int, num: int) -> list[int]:
-    """What tells the random bits of one update and tensor from those of others."""
+    """Numbers that make the random bits of each update and tensor differ from those of others."""
     return [zlib.crc32(f"{seed}/{index}".encode()) for index in range(num)]
 
 
 def stochastic(seed: int | Tensor, place: int) -> Rounding:
-    """Rounds fp32 to bf16 up or down, in proportion to where the number lies between the two.
+    """Rounds fp32 to bf16 up or down, with probabilities given by the distances to the two neighbours.
 
-    The random bits are a hash of `seed` (or of its `salts_of`, an int64 tensor) and of the element's place among all
-    parameters, where the tensor's first element has the `place`: all ranks and stages round alike. Other pairs of dtypes
-    are rounded to the nearest.
+    The random bits are a hash of `seed` (or of its `salts_of`, an int64 tensor) and of the element's index among all
+    parameters, so that all ranks and stages round alike. The first element of the tensor has the index `place`. Other pairs of
+    dtypes are rounded to the nearest.
     """
 
     def round_(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
@@ -165,7 +165,7 @@ def stochastic(seed: int | Tensor, place: int) -> Rounding:
         salt = seed[index] if isinstance(seed, Tensor) else zlib.crc32(f"{seed}/{index}".encode())
         noise = _hash(places + salt) & 0xFFFF
         bits = wide.contiguous().view(torch.int32) + noise.to(torch.int32)
-        # What is cut off are the 16 bits that bf16 does not have. An infinity has none, so that it stays one.
+        # The mask cuts off the 16 bits that bf16 does not have. Infinities and NaN are not changed.
         narrow.copy_(torch.where(wide.isfinite(), (bits & -0x10000).view(torch.float32), wide))
 
     return round_
@@ -188,15 +188,15 @@ def mixed_precision(
     out: Tensor | None = None,
     tile: int | None = TILE,
 ) -> Transform:
-    """A transform of narrow numbers: what `transform` does with them in fp32 (fp64 if the parameter is), rounded at the end.
+    """A transform of narrow numbers: `transform` computed in fp32 (fp64 if the parameter is fp64), and rounded at the end.
 
     Args:
         transform: elementwise, unless `tile` is None.
-        state_dtype: the dtype in which the state's tensors of the parameter's shape are kept; others stay as they are made.
-        rounding: how narrow numbers are made of wide ones.
-        factor: of the gradient (0-d).
-        out: takes the new parameter too, in its own dtype.
-        tile: how many elements are updated at a time; None is all.
+        state_dtype: the dtype of the state's tensors of the parameter's shape; others keep the dtype of `transform.init`.
+        rounding: rounds wide numbers to narrow ones.
+        factor: multiplies the gradient (0-d).
+        out: the new parameter is also written here, in the dtype of `out`.
+        tile: the number of elements that are updated at a time; None is all.
     """
     kept, probed = torch_dtype(state_dtype), _probed(transform.specs)
     is_long, is_cast = [spec.shape == _PROBE.shape for spec in probed], [_is_cast(spec) for spec in probed]
@@ -211,7 +211,7 @@ def mixed_precision(
         numel = param.numel()
         size = tile if tile and (grad.dtype != dtype or param.dtype != dtype or out is not None) else numel
         starts = range(0, numel, size) if numel > size else (0,)
-        scratch: dict[str | int, Tensor] = {}  # memory that is new to the process costs more than the update
+        scratch: dict[str | int, Tensor] = {}  # is reused: the first use of new memory costs more than the update
 
         def widen(x: Tensor, place: str | int) -> Tensor:
             if x.dtype == dtype:
@@ -259,12 +259,15 @@ def mixed_precision(
 
 
 def long_leaves(transform: Transform) -> list[bool]:
-    """Which tensors of the transform's state have the parameter's shape."""
+    """Per tensor of the transform's state, whether it has the parameter's shape."""
     return [spec.shape == _PROBE.shape for spec in _probed(transform.specs)]
 
 
 def cast_leaves(transform: Transform) -> list[bool]:
-    """Which of them have its dtype too, so that they are kept in the dtype of the state; others keep their own."""
+    """Per tensor of the transform's state, whether it has the parameter's shape and dtype.
+
+    Such tensors are kept in the dtype of the state; others keep their own.
+    """
     return [_is_cast(spec) for spec in _probed(transform.specs)]
 
 
@@ -272,10 +275,13 @@ _PROBE = TensorSpec((1_000_003,), "float32")  # no other tensor of a state has t
 
 
 @lru_cache(maxsize=64)  # steps keep their transforms from update to update
-def _probed(place: Callable[[TensorSpec], Any]) -> list[TensorSpec]:
-    """Of a transform's `place`, not of all of it, for an update may hold tensors, which would live as long as this is kept."""
-    specs: list[TensorSpec] = optree.tree_leaves(place(_PROBE))
-    return specs
+def _probed(specs: Callable[[TensorSpec], Any]) -> list[TensorSpec]:
+    """The specs of a state, from a transform's `specs`.
+
+    It does not take the transform: an `update` may hold tensors, and the cache would keep them alive.
+    """
+    leaves: list[TensorSpec] = optree.tree_leaves(specs(_PROBE))
+    return leaves
 
 
 def _is_cast(spec: TensorSpec) -> bool:
@@ -293,10 +299,10 @@ def update_in_graph(
     rounding: Rounding = to_nearest,
     out: Tensor | None = None,
 ) -> None:
-    """The update of a `mixed_precision` transform, all at once, for a compiler to cut into tiles. Leaves the gradient as it is.
+    """The update of a `mixed_precision` transform without tiles, which a compiler makes. It does not change the gradient.
 
     Args:
-        is_cast: of `cast_leaves`.
+        is_cast: the result of `cast_leaves`.
     """
     leaves, treespec = optree.tree_flatten(state)
     dtype = _wide_dtype(param)
@@ -304,7 +310,7 @@ def update_in_graph(
     wide = [x.to(dtype) if cast else x for x, cast in zip(leaves, is_cast, strict=True)]
     _, wide_param, wide_state = transform.update(wide_grad, param.to(dtype), treespec.unflatten(wide))
     old, new = [param, *leaves], [wide_param, *optree.tree_leaves(wide_state)]
-    # A new value may be another's old one, which is overwritten before it is read.
+    # A new value may be the old value of another tensor, which would be overwritten before it is read.
     new = [y if y is x or all(y is not other for other in old) else y.clone() for x, y in zip(old, new, strict=True)]
     for index, (narrow, value, cast) in enumerate(zip(old, new, [True, *is_cast], strict=True)):
         if value is not narrow:

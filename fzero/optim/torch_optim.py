@@ -1,8 +1,8 @@
-"""Which classes of torch.optim work on a flat shard, and how does one become a transform?
+"""Classes of torch.optim as transforms of flat shards.
 
-A flat tensor stands as the only parameter of a new optimizer, whose `state` of it is the transform's. Optimizers make
-that state in their first step; before it there are zeros of the same names and shapes, found by two trial steps. What a
-class does is checked by running it: each element must go its own way, and nothing may be kept outside of `state`.
+A flat tensor is the only parameter of a new optimizer, and the optimizer's `state` of it is the state of the transform.
+Optimizers make that state in their first step; `init` makes zeros of the same names and shapes, found by two trial steps. Trial
+runs check a class: the update of each element must not depend on others, and the class must keep nothing outside of `state`.
 """
 
 from __future__ import annotations
@@ -17,28 +17,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fzero.optim.transforms import (
-    SHORT_TRIAL,
-    TRIALS,
-    Leaf,
-    Transform,
-    check_trials,
-    no_steps,
-    step_spec,
-    trial_tensors,
-)
+from fzero.optim.elementwise import SHORT_TRIAL, TRIALS, check_trials, trial_tensors
+from fzero.optim.transforms import Leaf, Transform, no_steps, step_spec
 from sharding import TensorSpec
 from sharding.views import dtype_name
 
 OWN = {"Adafactor": "fzero.optim.adafactor", "Muon": "fzero.optim.muon"}
-"""Classes that look at whole parameters, and what does so here."""
+"""Classes whose update depends on full parameters, and the transforms that replace them here."""
 
 
 class TorchState(NamedTuple, Generic[Leaf]):
-    """`step` counts updates (0-d float32), and 0 says that the rest holds only zeros yet.
+    """The state of an optimizer of torch.optim.
 
-    `tensors` and `numbers` are the optimizer's state by name: tensors of the parameter's shape or 0-d, and Python numbers
-    as 0-d int64 or float64.
+    Attributes:
+        step: counts updates (0-d float32); at 0 all others are zeros.
+        tensors: the optimizer's tensors by name, of the parameter's shape or 0-d.
+        numbers: its Python numbers by name, as 0-d int64 or float64.
     """
 
     step: Leaf
@@ -56,15 +50,15 @@ def classes() -> dict[str, type[Optimizer]]:
 
 
 def torch_optimizer(name_or_class: str | type[Optimizer], **params: Any) -> Transform:
-    """A class of `torch.optim`, or one of your own, as a transform of flat tensors: checked by running it.
+    """A class of `torch.optim`, or one of your own, as a transform of flat tensors. Trial runs check the class.
 
     Args:
-        name_or_class: upper and lower case do not matter in a name.
-        params: what the class takes besides parameters.
+        name_or_class: a class, or its name in upper or lower case.
+        params: the hyperparameters of the class.
 
     Raises:
-        ValueError: no such class, or it does not take these parameters, needs a closure or sparse gradients, is not
-            elementwise, or keeps something outside of its `state`.
+        ValueError: there is no such class, or it does not accept these hyperparameters, needs a closure or sparse gradients, is
+            not elementwise, or keeps something outside of its `state`.
 
     >>> halving = torch_optimizer("SGD", lr=0.5)
     >>> param = torch.tensor([4.0])
@@ -78,17 +72,17 @@ def torch_optimizer(name_or_class: str | type[Optimizer], **params: Any) -> Tran
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{cls.__name__}: needs a closure that runs the model again and again within a step, which a transform of "
-            f"gradients has not; choose another class"
+            f"{cls.__name__}: needs a closure that runs the model several times within a step, and a transform of gradients "
+            f"has none; choose another class"
         )
     transform = torch_transform(cls, params)
     try:
         _check_keeps_to_its_state(cls, params, transform)
-        # PyTorch's own do in every step what they do in the first ones.
+        # The classes of PyTorch treat all steps alike, so that a short trial is enough.
         trials = (SHORT_TRIAL,) if cls.__module__.startswith("torch.optim") else TRIALS
         check_trials(transform, trials, name=cls.__name__)
     except ValueError as error:
-        raise ValueError(f"{error}, for which there is {own}" if own else str(error)) from None
+        raise ValueError(f"{error}; use {own} in its place" if own else str(error)) from None
     return transform
 
 
@@ -96,7 +90,7 @@ def find(name: str) -> type[Optimizer]:
     """The class of `torch.optim` with that name.
 
     Raises:
-        ValueError: there is none; tells the nearest.
+        ValueError: there is no such class; the message names the nearest one.
     """
     by_lower_name = {known.lower(): cls for known, cls in classes().items()}
     if name.lower() not in by_lower_name:
@@ -121,7 +115,7 @@ def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
         owned = torch.nn.Parameter(param)  # the same memory
         owned.grad = grad
         optimizer = _make(cls, params, owned)
-        if state.step:  # the class itself makes its state in the first step; on CUDA this waits for the device
+        if state.step:  # in the first step the class makes its state; on CUDA this test waits for the device
             optimizer.state[owned] = {**state.tensors, **{name: x.item() for name, x in state.numbers.items()}}
         optimizer.step()
         return grad, param, _state_of(optimizer, owned, state.step.add_(1))
@@ -143,7 +137,7 @@ def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
 
 
 def _make(cls: type[Optimizer], params: dict[str, Any], param: Tensor) -> Optimizer:
-    make: Any = cls  # every class takes other parameters
+    make: Any = cls  # the arguments differ between classes
     optimizer: Optimizer = make([param], **params)
     return optimizer
 
@@ -156,10 +150,10 @@ def _state_of(optimizer: Optimizer, param: Tensor, step: Tensor) -> TorchState[T
         elif isinstance(value, Tensor) and value.shape in ((), param.shape):
             tensors[name] = value.detach()
         else:
-            told = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
                 f"{type(optimizer).__name__}: its state may hold tensors of the parameter's shape, 0-d ones and numbers, and "
-                f"{name!r} is {told} where the parameter has shape {tuple(param.shape)}; choose another class"
+                f"{name!r} is {found}, and the parameter has shape {tuple(param.shape)}; choose another class"
             )
     device = param.device
     return TorchState(
@@ -171,15 +165,15 @@ def _trial(cls: type[Optimizer], params: dict[str, Any], dtype: torch.dtype) -> 
     """The parameter after steps of one optimizer, and its state after each.
 
     Raises:
-        ValueError: the class does not take these parameters, or a dense gradient in one dim.
+        ValueError: the class does not accept these hyperparameters, or a dense gradient in one dim.
     """
     param, grads = trial_tensors(dtype)
     owned, states = torch.nn.Parameter(param), []
     try:
         optimizer = _make(cls, params, owned)
-    except Exception as error:  # whatever the class does with parameters that it does not expect
+    except Exception as error:  # a class may raise any error for hyperparameters that it does not expect
         raise ValueError(
-            f"{cls.__name__}: does not take a flat tensor and {params}: {error}; mend the parameters"
+            f"{cls.__name__}: does not take a flat tensor and {params}: {error}; change the parameters"
         ) from None
     with torch.random.fork_rng(devices=[]):
         for grad in grads:
@@ -188,7 +182,7 @@ def _trial(cls: type[Optimizer], params: dict[str, Any], dtype: torch.dtype) -> 
                 optimizer.step()
             except (RuntimeError, TypeError, AssertionError, ValueError) as error:
                 raise ValueError(
-                    f"{cls.__name__}: must step with the dense gradient of a flat tensor, and failed: {error}; choose another "
+                    f"{cls.__name__}: must step with the dense gradient of a flat tensor, and raised: {error}; choose another "
                     f"class"
                 ) from None
             states.append(optree.tree_map(torch.clone, _state_of(optimizer, owned, torch.zeros(()))))
@@ -200,12 +194,12 @@ def _trial_state(cls: type[Optimizer], params: dict[str, Any], dtype: torch.dtyp
 
 
 def _check_keeps_to_its_state(cls: type[Optimizer], params: dict[str, Any], transform: Transform) -> None:
-    """Raises unless a new optimizer with the old one's state goes on as the old one does."""
+    """Raises unless a new optimizer with the old one's state makes the same steps as the old one."""
     expected, states = _trial(cls, params, torch.float32)
     kinds = [{name: (x.shape, x.dtype) for part in state[1:] for name, x in part.items()} for state in states]
     if any(kind != kinds[0] for kind in kinds):
         raise ValueError(
-            f"{cls.__name__}: its state must have the same names and shapes after every step, and changes from "
+            f"{cls.__name__}: its state must have the same names and shapes after every step, but changes from "
             f"{sorted(kinds[0])} to {sorted(kinds[-1])}; choose another class"
         )
     param, grads = trial_tensors(torch.float32)
@@ -215,6 +209,6 @@ def _check_keeps_to_its_state(cls: type[Optimizer], params: dict[str, Any], tran
             _, param, state = transform.update(grad.clone(), param, state)
     if not torch.equal(param, expected):
         raise ValueError(
-            f"{cls.__name__}: must keep everything in its `state`, and a new one with the state of an old one goes another "
-            f"way (something is kept in its attributes or parameter groups, or it draws random numbers); choose another class"
+            f"{cls.__name__}: must keep everything in its `state`, but a new optimizer with the state of an old one makes other "
+            f"steps (it keeps something in its attributes or parameter groups, or draws random numbers); choose another class"
         )

@@ -1,21 +1,21 @@
-"""Optimizers as transforms of flat buffers: what does one update do to a gradient, a parameter and a state?
+"""Optimizers as transforms of flat buffers: the update of a gradient, a parameter and a state.
 
-A transform is three pure functions, in the manner of optax, of one flat buffer (N elements, any N: a whole buffer in
-stage 0, a shard elsewhere; nothing here knows which):
+A transform is three pure functions, in the manner of optax, of one flat buffer. The buffer has any number N of elements:
+in stage 0 it is a full buffer, in other stages a shard, and no transform knows which.
 
-- `init(param_N)` makes the state, a NamedTuple of tensors,
-- `update(grad_N, param_N, state)` gives the three back, changed; what it is given is *donated* to it: it may write
-  into its arguments and return them, so copy first what you want to keep (`fzero.optimizer_update` does),
-- `specs(param_spec)` says how each tensor of the state is divided and where it lives, given the parameter's.
+- `init(param_N)` makes the state, a NamedTuple of tensors.
+- `update(grad_N, param_N, state)` returns the three, changed. Its arguments are *donated*: it may write into them and
+  return them. Callers copy what they want to keep first (as `fzero.optimizer_update` does).
+- `specs(param_spec)` returns, from the parameter's spec, how each tensor of the state is divided and where it lives.
 
-A link of a `chain` that changes gradients (`scale`, say) returns the parameter as it was; one that changes the
-parameter consumes the gradient. That one type lets a fused kernel be a link like any other.
+A link of a `chain` that changes gradients (`scale`, say) returns the parameter unchanged. A link that changes the
+parameter consumes the gradient. Both have one type, so that a fused kernel is a link like any other.
 
-All of these are elementwise, so that a shard of the update is the update of a shard; `fzero.optim.matrix` has those
-that are not.
+All transforms in this file are elementwise: a shard of the update is the update of a shard. The others are in
+`fzero.optim.matrix`. `fzero.optim.elementwise` checks whether a transform is elementwise.
 
-A learning rate may be a 0-d tensor, so that it is data in a captured graph and no constant. Fused kernels cannot be
-captured; there the same formula stands, operation by operation, for a compiler to fuse.
+A learning rate may be a 0-d tensor. Then it is data in a captured graph and not a constant. Fused kernels cannot be
+captured; a graph holds the same formula, operation by operation, for a compiler to fuse.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ import optree
 import torch
 from torch import Tensor
 
-from sharding import Replicated, Sharded, TensorSpec
-from sharding.views import dtype_name
+from sharding import Replicated, TensorSpec
 
 Leaf = TypeVar("Leaf")
-"""What stands in a state: tensors, or their specs."""
+"""The type of the leaves of a state: tensors, or their specs."""
 
 
 class Transform(NamedTuple):
-    """The triple (init, update, specs), and for kernels that can skip by themselves an `update_skip_if`.
+    """The triple (init, update, specs), with an `update_skip_if` for kernels that can skip by themselves.
 
-    For those that update several buffers in one call there is a pair `fused`: the `update` that it does the same as, so that
-    a transform with another `update` has none, and the function of lists, which writes where its arguments are, and gives the
-    states.
+    A kernel that updates several buffers in one call adds the pair `fused`. Its second item is the function of lists, which
+    writes in place and returns the states. Its first item is the `update` that it equals: if `update` is replaced by another
+    function, `fused` no longer applies.
     """
 
     init: Callable[[Tensor], Any]
@@ -56,42 +55,24 @@ class Transform(NamedTuple):
         return self.fused is not None and self.fused[0] is self.update
 
     def update_each(self, grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
-        """The states after the updates of several buffers, in one call where there is a kernel for that.
+        """The states after the updates of several buffers, in one call if there is a kernel for that.
 
-        For transforms that write where their arguments are, as those of `fzero.optim.precision` do.
+        For transforms that write in place, as those of `fzero.optim.precision` do.
         """
         if self.fused is not None and self.is_fused:
             return self.fused[1](grads, params, states)
         return [self.update(*of)[2] for of in zip(grads, params, states, strict=True)]
 
 
-class Trial(NamedTuple):
-    """Updates of a flat tensor of random numbers, to find out what a transform does."""
-
-    numel: int
-    num_updates: int
-    start: int = 0
-    """The updates that came before, by the state's own counts."""
-
-
-SHORT_TRIAL = Trial(numel=128, num_updates=4)
-
-LONG_RUN, LARGE = 128, 1 << 16
-"""Updates of the longest run that a transform is tried with, and elements of the largest tensor."""
-
-LATE_STARTS = (498, 998, 2046, 9_998)
-"""Counts of updates from which a few more pass a round number."""
-
-
 def is_traced() -> bool:
-    """Whether kernels that only run as they are cannot: in a captured graph, and under `torch.vmap`."""
+    """Whether the code is captured in a graph or runs under `torch.vmap`, where fused kernels cannot run."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def skip_if(skip: Tensor, transform: Transform) -> Transform:
-    """The transform whose update leaves parameter and state as they were where `skip` is true (a 0-d bool).
+    """The transform whose update leaves parameter and state unchanged if `skip` is true (a 0-d bool).
 
-    Data-flow: the host does not read `skip`. The gradient may hold anything then, also NaN.
+    The host does not read `skip`: the choice is part of the data flow. A skipped gradient may hold any values, also NaN.
     """
 
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
@@ -110,7 +91,7 @@ def skip_if(skip: Tensor, transform: Transform) -> Transform:
 
 
 def chain(*transforms: Transform) -> Transform:
-    """The transforms one after the other; the state is the tuple of theirs.
+    """The transforms one after the other; the state is the tuple of their states.
 
     >>> halved = chain(scale(0.5), sgd(lr=1.0))
     >>> grad, param = torch.tensor([4.0]), torch.tensor([10.0])
@@ -137,7 +118,7 @@ def chain(*transforms: Transform) -> Transform:
 
 
 def separate(news: Sequence[Tensor], olds: Sequence[Tensor]) -> list[Tensor]:
-    """The new values, copied where they share memory with another of the old ones, which may be written first."""
+    """The new values. One that shares memory with another old value is copied, because the old one may be written first."""
     owners = {x.untyped_storage().data_ptr() for x in olds}
     return [
         new if new.data_ptr() == old.data_ptr() or new.untyped_storage().data_ptr() not in owners else new.clone()
@@ -150,13 +131,13 @@ Rate = float | Tensor
 
 
 def _add_times(x: Tensor, y: Tensor, factor: Rate) -> Tensor:
-    """Adds `factor * y` to `x`, in place: rounded once if the factor is a number, and the product by itself if a tensor."""
+    """Adds `factor * y` to `x`, in place. It rounds once if the factor is a number, twice (product, sum) if it is a tensor."""
     return x.add_(y * factor) if isinstance(factor, Tensor) else x.add_(y, alpha=factor)
 
 
-def _lerp(x: Tensor, y: Tensor, share: Rate) -> Tensor:
-    """Moves `x` towards `y` by a share of the way, in place."""
-    return x.lerp_(y, share.to(x.dtype)) if isinstance(share, Tensor) else x.lerp_(y, share)
+def _lerp(x: Tensor, y: Tensor, weight: Rate) -> Tensor:
+    """Sets `x` to `x + weight * (y - x)`, in place."""
+    return x.lerp_(y, weight.to(x.dtype)) if isinstance(weight, Tensor) else x.lerp_(y, weight)
 
 
 def _run_fused(
@@ -164,11 +145,11 @@ def _run_fused(
 ) -> None:
     """Calls a fused kernel of PyTorch, which writes parameters and moments in place.
 
-    On the CPU such a kernel takes as many consecutive elements as a tensor has, whatever its strides say: it would pair wrong
-    elements, and write past the end of an expanded tensor. So a tensor that is not contiguous goes through a copy.
+    On the CPU such a kernel ignores strides and takes numel consecutive elements: it would pair wrong elements, and write
+    past the end of an expanded tensor. So a tensor that is not contiguous goes through a copy.
     """
     written = [params, *moments]
-    copies = [[x.contiguous() for x in tensors] for tensors in written]  # of a contiguous tensor the tensor itself
+    copies = [[x.contiguous() for x in tensors] for tensors in written]  # a contiguous tensor is not copied
     kernel(copies[0], [x.contiguous() for x in grads], *copies[1:])
     for tensors, dense in zip(written, copies, strict=True):
         for x, copy in zip(tensors, dense, strict=True):
@@ -177,7 +158,7 @@ def _run_fused(
 
 
 class ScaleState(NamedTuple):
-    """`scale` remembers nothing."""
+    """The state of `scale`, which is empty."""
 
 
 def scale(factor: float) -> Transform:
@@ -210,12 +191,12 @@ def sgd(
     """`torch.optim.SGD`: weight decay joins the gradient (L2).
 
     Raises:
-        ValueError: a negative value, or nesterov without momentum or with dampening.
+        ValueError: a value is negative, or nesterov comes without momentum or with dampening.
     """
     check_range("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(
-            f"sgd: nesterov needs momentum > 0 and dampening = 0, got {momentum} and {dampening}; change these"
+            f"sgd: nesterov needs momentum > 0 and dampening = 0, got {momentum} and {dampening}; change one of them"
         )
 
     def init(param: Tensor) -> SGDState[Tensor]:
@@ -226,7 +207,7 @@ def sgd(
             grad.add_(param, alpha=weight_decay)
         direction = grad
         if state.momentum is not None:
-            # torch.optim dampens every gradient but the first; the step is a tensor, so this is data, not a branch.
+            # torch.optim dampens every gradient but the first. The step is a tensor, so that this is data and not a branch.
             kept = torch.where(state.step == 0, 1.0, 1.0 - dampening) if dampening else None
             state.momentum.mul_(momentum).add_(grad if kept is None else grad.mul_(kept))
             direction = grad.add_(state.momentum, alpha=momentum) if nesterov else state.momentum
@@ -287,8 +268,11 @@ def _adam(
             (grad, param, *state) for grad, param, state in zip(grads, params, states, strict=True) if param.numel()
         ]
         if is_traced():
-            for grad, param, *state_ in full:
-                by_element(grad, param, AdamState(*state_))
+            for grad, param, *leaves in full:
+                _adam_by_element(
+                    grad, param, AdamState(*leaves),
+                    lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, is_decoupled=kernel is torch._fused_adamw_,
+                )  # fmt: skip
         elif full:
             full_grads, full_params, steps, exp_avgs, exp_avg_sqs = zip(*full, strict=True)
 
@@ -302,17 +286,6 @@ def _adam(
             _run_fused(run, full_params, full_grads, exp_avgs, exp_avg_sqs)
         return list(states)
 
-    def by_element(grad: Tensor, param: Tensor, state: AdamState[Tensor]) -> None:
-        """What the kernel does."""
-        first, second = (1 - beta ** state.step.double() for beta in betas)
-        if kernel is torch._fused_adamw_:
-            param.mul_(1 - lr * weight_decay)
-        elif weight_decay:
-            grad = grad.add(param, alpha=weight_decay)
-        _lerp(state.exp_avg, grad, 1 - betas[0])
-        state.exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-        param.sub_(state.exp_avg / (state.exp_avg_sq.sqrt() / second.sqrt() + eps) * (lr / first))
-
     def update_skip_if(
         skip: Tensor, grad: Tensor, param: Tensor, state: AdamState[Tensor]
     ) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
@@ -324,8 +297,30 @@ def _adam(
     return Transform(init, update, specs, update_skip_if, (update, update_fused))
 
 
+def _adam_by_element(
+    grad: Tensor,
+    param: Tensor,
+    state: AdamState[Tensor],
+    *,
+    lr: Rate,
+    betas: tuple[Rate, float],
+    eps: float,
+    weight_decay: float,
+    is_decoupled: bool,
+) -> None:
+    """The formula of the fused kernels, operation by operation; `is_decoupled` is AdamW's weight decay."""
+    first, second = (1 - beta ** state.step.double() for beta in betas)
+    if is_decoupled:
+        param.mul_(1 - lr * weight_decay)
+    elif weight_decay:
+        grad = grad.add(param, alpha=weight_decay)
+    _lerp(state.exp_avg, grad, 1 - betas[0])
+    state.exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+    param.sub_(state.exp_avg / (state.exp_avg_sq.sqrt() / second.sqrt() + eps) * (lr / first))
+
+
 class AdagradState(NamedTuple, Generic[Leaf]):
-    """`step` counts updates (0-d float32); `sum` is that of the squared gradients."""
+    """`step` counts updates (0-d float32); `sum` is the sum of the squared gradients."""
 
     step: Leaf
     sum: Leaf
@@ -382,10 +377,10 @@ def lion(lr: Rate, *, betas: tuple[Rate, float] = (0.9, 0.99), weight_decay: flo
         return LionState(no_steps(param), torch.zeros_like(param))
 
     def update(grad: Tensor, param: Tensor, state: LionState[Tensor]) -> tuple[Tensor, Tensor, LionState[Tensor]]:
-        # The gradient's memory takes the mix whose sign is the direction, and the momentum follows from the mix: with
-        # g = (mix - b0·m) / (1 - b0), b1·m + (1 - b1)·g has these two factors. So no memory is needed.
-        mix, share = _lerp(grad, state.exp_avg, betas[0]), (1 - betas[1]) / (1 - betas[0])
-        _add_times(state.exp_avg.mul_(betas[1] - betas[0] * share), mix, share)
+        # The mix of gradient and momentum, whose sign is the direction, overwrites the gradient. The new momentum
+        # b1·m + (1 - b1)·g follows from the mix, because g = (mix - b0·m) / (1 - b0). So no other memory is needed.
+        mix, weight = _lerp(grad, state.exp_avg, betas[0]), (1 - betas[1]) / (1 - betas[0])
+        _add_times(state.exp_avg.mul_(betas[1] - betas[0] * weight), mix, weight)
         _add_times(param.mul_(1 - lr * weight_decay), mix.sign_(), -lr)
         return grad, param, LionState(state.step.add_(1), state.exp_avg)
 
@@ -395,123 +390,15 @@ def lion(lr: Rate, *, betas: tuple[Rate, float] = (0.9, 0.99), weight_decay: flo
     return Transform(init, update, specs)
 
 
-TRIALS = (
-    Trial(numel=128, num_updates=LONG_RUN),
-    *(Trial(numel=128, num_updates=4, start=start) for start in LATE_STARTS),
-    Trial(numel=LARGE, num_updates=2),
-)
-"""What shows whether a transform is elementwise, as far as running it can show that."""
-
-
-def check_elementwise(transform: Transform, *, name: str = "transform") -> None:
-    """Raises unless a shard of the update is the update of a shard, as far as updates of random numbers show.
-
-    A transform that passes may be used on shards, for which it need not know what they hold. The shards are multiples of
-    32 long, as all are here, so that vectorised kernels do the same to every element.
-
-    Tried are 128 updates one after the other, a few more around the 500th, 1000th, 2048th and 10,000th (for a transform whose
-    state has a 0-d count of updates), and two of 65,536 elements, on the CPU. What a transform does at other counts, with more
-    elements or for numbers that do not come up here stays unseen. `fzero.testing.check_transform` tries more.
-
-    Raises:
-        ValueError: two halves, updated one by one, are not the whole bit for bit.
-
-    >>> norm = Transform(lambda p: None, lambda g, p, s: (g, p - g / g.norm(), s), lambda spec: None)
-    >>> check_elementwise(norm, name="norm")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    ValueError: norm: must be elementwise, ...
-    >>> check_elementwise(adamw(1e-3))
-    """
-    check_transform_kind(name, transform)
-    check_trials(transform, TRIALS, name=name)
-
-
-def check_trials(transform: Transform, trials: Sequence[Trial], *, name: str) -> None:
-    """As `check_elementwise`, by these trials."""
-    for trial in trials:
-        param, grads = trial_tensors(torch.float32, trial)
-        half = len(param) // 2
-        with torch.random.fork_rng(devices=[]):
-            differs = find_cut(transform, param, grads, ((0, half), (half, len(param))), start=trial.start)
-        if differs:
-            raise ValueError(
-                f"{name}: must be elementwise, and two halves of {half} elements updated one by one differ from the whole in "
-                f"{differs}; a shard does not know the elements of other ranks, so use a transform that takes `contents`"
-            )
-
-
-def find_cut(
-    transform: Transform,
-    param: Tensor,
-    grads: Sequence[Tensor] | Tensor,
-    bounds: Sequence[tuple[int, int]],
-    *,
-    start: int = 0,
-) -> str | None:
-    """Where the contents of a flat tensor, updated one by one, are not those of the whole bit for bit; None is nowhere.
-
-    Args:
-        param, grads: the parameter and a gradient for each update, flat; they stay as they are.
-        bounds: where each piece starts and stops; together they are all elements, in order.
-        start: the updates that the state's counts stand at before the first; see `started`.
-    """
-    slices = [slice(0, len(param)), *(slice(*bound) for bound in bounds)]
-    params = [param[of].clone() for of in slices]
-    states = [started(transform, x, start) for x in params]
-    names = leaf_names(states[0])
-    for count, grad in enumerate(grads, start + 1):
-        updated = [transform.update(grad[of].clone(), x, state) for of, x, state in zip(slices, params, states)]
-        params, states = [x for _, x, _ in updated], [state for _, _, state in updated]
-        if not same_bits(torch.cat(params[1:]), params[0]):
-            return f"the parameter after update {count}"
-    specs = optree.tree_leaves(
-        transform.specs(TensorSpec(tuple(param.shape), dtype_name(param.dtype), Sharded("data")))
-    )
-    leaves = [optree.tree_leaves(state) for state in states]
-    for index, (spec, of_all, *of_pieces) in enumerate(zip(specs, *leaves, strict=True)):
-        cut = [torch.cat(of_pieces)] if isinstance(spec.spec, Sharded) else of_pieces
-        if not all(same_bits(x, of_all) for x in cut):
-            return names[index]
-    return None
-
-
-def started(transform: Transform, param: Tensor, count: int) -> Any:
-    """The state of `init`, but that its counts of updates stand at `count`.
-
-    >>> started(adamw(1e-3), torch.zeros(2), 9_999).step
-    tensor(9999.)
-    """
-    state = transform.init(param)
-    return at_count(state, counts_of(transform), count) if count else state
-
-
-def at_count(state: Any, counts: Sequence[int], count: int) -> Any:
-    """The state with `count` in the tensors that are counts, by their places among its tensors."""
-    leaves, treespec = optree.tree_flatten(state)
-    return treespec.unflatten([torch.full_like(x, count) if i in counts else x for i, x in enumerate(leaves)])
-
-
-def counts_of(transform: Transform) -> list[int]:
-    """The places, among the tensors of a state, of 0-d ones that each of the first two updates raises by one."""
-    param, grads = trial_tensors(torch.float32, Trial(numel=32, num_updates=2))
-    state = transform.init(param)
-    values = [[x.clone() for x in optree.tree_leaves(state)]]
-    for grad in grads:
-        _, param, state = transform.update(grad, param, state)
-        values.append([x.clone() for x in optree.tree_leaves(state)])
-    return [i for i, (x, y, z) in enumerate(zip(*values, strict=True)) if x.dim() == 0 and y == x + 1 and z == x + 2]
-
-
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors have one dtype, one shape and equal elements, where NaN equals a NaN of the same bits."""
+    """Whether two tensors have the same dtype, shape and elements; a NaN equals a NaN of the same bits."""
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
     return torch.equal(x, y) or torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
 def leaf_names(state: Any) -> list[str]:
-    """The tensors of a state as Python would read them.
+    """The tensors of a state, each as the Python expression that reads it.
 
     >>> leaf_names(AdamState(torch.zeros(()), torch.zeros(1), torch.zeros(1)))
     ['state.step', 'state.exp_avg', 'state.exp_avg_sq']
@@ -519,19 +406,11 @@ def leaf_names(state: Any) -> list[str]:
     return [accessor.codify("state") for accessor in optree.tree_accessors(state)]
 
 
-def trial_tensors(dtype: torch.dtype, trial: Trial = SHORT_TRIAL) -> tuple[Tensor, Tensor]:
-    """A parameter (numel,) and a gradient for each update (num_updates, numel), random and of quite different sizes."""
-    generator = torch.Generator().manual_seed(0)
-    param = torch.randn(trial.numel, generator=generator)
-    grads = torch.randn(trial.num_updates, trial.numel, generator=generator) * torch.logspace(-3, 2, trial.numel)
-    return param.to(dtype), grads.to(dtype)
-
-
 def check_transform_kind(name: str, transform: object) -> None:
-    """Raises unless it is a transform, and not the function that makes one."""
+    """Raises unless `transform` is a transform, and not a function that makes one."""
     if not isinstance(transform, Transform) or not all(map(callable, transform[:3])):
         raise ValueError(
-            f"{name}: must be a Transform of three functions, got {transform!r:.80}; make one, fzero.adamw(1e-3), say"
+            f"{name}: must be a Transform of three functions, got {transform!r:.80}; pass fzero.adamw(1e-3), say"
         )
 
 
@@ -542,17 +421,17 @@ def check_betas(name: str, betas: tuple[Rate, float]) -> None:
 
 
 def no_steps(param: Tensor) -> Tensor:
-    """The count of updates before the first: a float32, as torch.optim's are, where the parameter is."""
+    """The count of updates before the first one: a float32, as in torch.optim, on the parameter's device."""
     return torch.zeros((), dtype=torch.float32, device=param.device)
 
 
 def step_spec(param: TensorSpec) -> TensorSpec:
-    """Where that count lives: every rank has it."""
+    """The spec of that count: every rank has it."""
     return replace(param, shape=(), dtype="float32", spec=Replicated(), multiple_of=1)
 
 
 def check_range(name: str, **values: Rate) -> None:
-    """Raises unless all are numbers from 0 on."""
+    """Raises unless all are numbers of at least 0."""
     for field, value in values.items():
         if not isinstance(value, int | float | Tensor) or not value >= 0:
-            raise ValueError(f"{name}: {field} must be at least 0, got {value!r}; give a number that is not negative")
+            raise ValueError(f"{name}: {field} must be at least 0, got {value!r}; pass a number that is not negative")

@@ -14,8 +14,8 @@ from typing import Any
 import optree
 import torch
 
+from fzero.comms.axes import DATA
 from fzero.comms.codecs import quantize
-from fzero.comms.collectives import DATA
 from fzero.comms.comm_hooks import CommHook, compressed, error_feedback, exact, reset_every
 from fzero.config.config import ConfigError
 from fzero.config.zero import ZeroOptimization

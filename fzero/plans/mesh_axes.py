@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from fzero.comms.collectives import DATA, WORLD
+from fzero.comms.axes import DATA, WORLD
 from fzero.comms.mesh import is_several
 from fzero.config.config import ConfigError
 from fzero.config.zero import ZeroOptimization

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from fzero.common.arguments import refuse, shown
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer, with_overrides
-from fzero.optim.transforms import Transform, check_elementwise
+from fzero.optim.elementwise import check_elementwise
+from fzero.optim.transforms import Transform
 
 ParamGroup = Mapping[str, Any]
 """Hyper-parameters that differ from the configuration's, or a `"transform"` (see `OwnTransform`) with or without an `"lr"`.

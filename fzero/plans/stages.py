@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fzero.comms.collectives import DATA
+from fzero.comms.axes import DATA
 from sharding import Partial, Replicated, Sharded, Spec
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fzero.common.text_tables import as_text
-from fzero.comms.collectives import AbstractAxis
+from fzero.comms.axes import AbstractAxis
 from fzero.comms.records import PURPOSES, CommRecord, Phase, Purpose
 from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import Plan
@@ -67,7 +67,7 @@ class CommTrace:
     """What one rank sends in a step. `print(comm)` shows a table, `comm.save("comm.png")` a picture.
 
     From real processes, ranks in lockstep, a compiled step and a plan the rows that move flat buffers (`gather`, `reduce`,
-    `join`) and the `norm` have the same purpose, axis, unit and bytes. What differs:
+    `all_gather_params`) and the `norm` have the same purpose, axis, unit and bytes. What differs:
 
     - the order, and the collective that a graph calls;
     - `gather` of a unit of several flat buffers: a graph gathers in the backward those that it reads (and what is joined with
@@ -244,7 +244,7 @@ def _report(comm: CommTrace) -> Group:
 _COLORS: dict[str, str] = {
     "gather": "tab:blue",
     "reduce": "tab:orange",
-    "join": "tab:green",
+    "all_gather_params": "tab:green",
     "momentum": "tab:olive",
     "buffers": "tab:purple",
 }

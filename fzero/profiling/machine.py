@@ -24,6 +24,8 @@ import torch
 from rich.table import Table
 
 from fzero.comms import collectives
+from fzero.comms.axes import ProcessAxis
+from fzero.comms.process_group import backends, join, shutdown
 from fzero.graph.timeline import MachineModel
 from fzero.profiling.profiler import matrix_rate
 
@@ -199,7 +201,7 @@ def rates_of_ranks(num_ranks: int) -> MeasuredRates:
     return mean_rates([MeasuredRates(**told) for told in _run_ranks("measuring", num_ranks)])
 
 
-def rates_of_rank(axis: collectives.ProcessAxis, device: torch.device) -> MeasuredRates:
+def rates_of_rank(axis: ProcessAxis, device: torch.device) -> MeasuredRates:
     """What this rank gets while the others measure, too, without the disk; takes two seconds. *Collective.*"""
     rate, latency = _gather_rate(axis, device)
     busy = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size)) * torch.get_num_threads()
@@ -235,20 +237,20 @@ def _run_ranks(function: str, num_ranks: int) -> list[Any]:
 def gathering(folder: str) -> None:
     """What the two ranks run. *Collective.*"""
     device = _device(2)
-    axis = collectives.join(device)
+    axis = join(device)
     (Path(folder) / f"{axis.rank}.json").write_text(json.dumps(_gather_rate(axis, device)))
-    collectives.shutdown()
+    shutdown()
 
 
 def measuring(folder: str) -> None:
     """What each of several ranks runs: all measure the same at once. *Collective.*"""
     device = _device(int(os.environ["LOCAL_WORLD_SIZE"]))
-    axis = collectives.join(device)
+    axis = join(device)
     (Path(folder) / f"{axis.rank}.json").write_text(json.dumps(asdict(rates_of_rank(axis, device))))
-    collectives.shutdown()
+    shutdown()
 
 
-def _gather_rate(axis: collectives.ProcessAxis, device: torch.device) -> tuple[float, float]:
+def _gather_rate(axis: ProcessAxis, device: torch.device) -> tuple[float, float]:
     """Bytes per second that this rank receives, and seconds of a collective of next to nothing. *Collective.*"""
     seconds = []
     for numel in (NBYTES // 8, 1):
@@ -313,7 +315,7 @@ def machine_report(path: Path | str = ".", *, num_ranks: int = 1) -> MachineRepo
         versions=versions,
         system=system,
         devices=tuple(f"{one.name}, {one.total_memory / 2**30:.1f} GiB" for one in properties),
-        backends=collectives.backends(),
+        backends=backends(),
         launchers=tuple(name for name in PROGRAMS if shutil.which(name)),
         rates=measure_rates(path, num_ranks=num_ranks),
     )

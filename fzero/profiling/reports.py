@@ -296,11 +296,11 @@ def waits_table(waited: Sequence[Mapping[str, float]]) -> Table:
     """`comms_logger`: how long hosts waited for collectives, by what these are for; of several ranks the least and the most.
 
     >>> from fzero.common.text_tables import as_text
-    >>> print(as_text(waits_table([{"gather": 0.1}, {"gather": 0.3, "join": 0.05}])))  # doctest: +NORMALIZE_WHITESPACE
+    >>> print(as_text(waits_table([{"gather": 0.1}, {"gather": 0.3, "norm": 0.05}])))  # doctest: +NORMALIZE_WHITESPACE
     waited for, ms
       what    rank 0  least  most
       gather     100    100   300
-      join         0      0    50
+      norm         0      0    50
     """
     table = Table(title="waited for, ms", title_justify="left", box=None)
     _add_columns(table, ("what", "rank 0", "least", "most") if len(waited) > 1 else ("what", ""))

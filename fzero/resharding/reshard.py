@@ -22,7 +22,8 @@ from torch import Tensor
 
 from fzero.common.arguments import check_kind
 from fzero.comms import collectives
-from fzero.comms.collectives import AbstractAxis, ProcessAxis
+from fzero.comms.axes import AbstractAxis, ProcessAxis
+from fzero.comms.process_group import job
 from fzero.comms.records import Label
 from fzero.optim.loss_scale import LossScale
 from fzero.plans.param_groups import UserTransform
@@ -84,7 +85,7 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     _check_steps(old, new, TrainStep | LockstepRanks)
     if isinstance(old, LockstepRanks) or isinstance(new, LockstepRanks):
         return _reshard_simulated(state, old, new)
-    axis = collectives.job()
+    axis = job()
     for step in (new, old):
         if isinstance(step._ranks, ProcessAxis) and step._ranks.observe is not None:
             axis = replace(axis, observe=step._ranks.observe)

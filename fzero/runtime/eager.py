@@ -32,8 +32,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fzero.common.profiler_ranges import is_recording, profiler_range
 from fzero.comms import collectives
-from fzero.comms.collectives import Pending
 from fzero.comms.mesh import RankMesh, States
+from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_scheduler import Event, Orders, Run
@@ -209,7 +209,7 @@ class ForwardBackward:
         with self._running(self._expect(loss)):
             self._reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
             self.forwards.go_back(keeps=keeps)
-            self._loss_stats = collectives.start_stack(row, self.mesh.world, label=Label("told", phase="turn"))
+            self._loss_stats = collectives.start_stack(row, self.mesh.world, label=Label("loss_stats", phase="turn"))
             rows = None
             if check is not None:
                 rows, self._loss_stats = self._loss_stats.wait(), None
@@ -245,7 +245,7 @@ class ForwardBackward:
         """Follows the order of a run, or learns it; after an error everything is over."""
         if self.is_over:
             raise RuntimeError(OVER)
-        collectives.settle()
+        settle()
         self._num_modes = _len_torch_dispatch_stack()
         with self._events.running(run):
             self._status = "running"
@@ -260,7 +260,7 @@ class ForwardBackward:
         """Forgets what is gathered, what is collected and which collectives are under way."""
         self._end_range()
         pending = [*self._gathers.abandon(), *self._reductions.abandon()]
-        collectives.abandon(pending + ([self._loss_stats] if self._loss_stats else []))
+        abandon(pending + ([self._loss_stats] if self._loss_stats else []))
         self.close()
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comms.collectives import Pending
 from fzero.comms.mesh import RankMesh
+from fzero.comms.pending import Pending
 from fzero.comms.records import Label, Phase
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.runtime.own_params import address

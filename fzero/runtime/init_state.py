@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms import collectives
-from fzero.comms.collectives import Bound
+from fzero.comms.axes import Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
 from fzero.plans.plan import FlatParamPlan, Plan

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fzero.comms.collectives import Bound, CollectiveError
+from fzero.comms.axes import Bound, CollectiveError
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
 from fzero.optim.loss_scale import LossScale, LossScaling

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.collectives import Bound
+from fzero.comms.axes import Bound
 from fzero.comms.records import Label
 from fzero.runtime.loss import agreed_buffers
 

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
-from fzero.comms.collectives import Bound, Pending
+from fzero.comms.axes import Bound
 from fzero.comms.mesh import RankMesh
+from fzero.comms.pending import Pending
 from fzero.comms.records import Label
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan

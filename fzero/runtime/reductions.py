@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comms.collectives import Pending
 from fzero.comms.comm_hooks import Sending
 from fzero.comms.mesh import RankMesh, States
+from fzero.comms.pending import Pending
 from fzero.comms.records import Label, Phase
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.plans.unit_scheduler import ScheduleError

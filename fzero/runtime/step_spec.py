@@ -18,7 +18,9 @@ from torch import nn
 
 from fzero.common.arguments import check_callable, check_kind, check_loss_fn, check_model, check_whole
 from fzero.comms import collectives
-from fzero.comms.collectives import Bound, ProcessAxis
+from fzero.comms.axes import Bound, ProcessAxis
+from fzero.comms.failures import meet
+from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer
@@ -278,9 +280,9 @@ class StepSpec:
 
 def bind(mesh: Mesh | None, device: torch.device) -> ProcessAxis:
     """The ranks of this job, which stand in a mesh. *Collective:* every rank; joins them where nobody did."""
-    axis = collectives.join(device)
-    collectives.meet("fzero.make_train_step", axis)
-    collectives.check_backend(device)
+    axis = join(device)
+    meet("fzero.make_train_step", axis)
+    check_backend(device)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(
             f"model: must be on this rank's own device cuda:{torch.cuda.current_device()}, got {device}; call "

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
-from fzero.comms.collectives import Pending
 from fzero.comms.mesh import RankMesh
+from fzero.comms.pending import Pending
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizers import Optimizer, TorchOptimizer
@@ -159,7 +159,10 @@ class Updater:
             master = state.master.get(buffer.key, share)
             numbers = numbers_on(self.offload.runs_on(buffer))
             at = self._transforms_of(buffer, hyper, *numbers, share if buffer.has_master else None)
-            axes, label = mesh.axes[len(mesh.axes_of(buffer.row.params)) :], Label("join", buffer.key, "update")
+            axes, label = (
+                mesh.axes[len(mesh.axes_of(buffer.row.params)) :],
+                Label("all_gather_params", buffer.key, "update"),
+            )
             join = partial(mesh.start_all_gather, axes=axes, label=label)
             update = Update(buffer, grad, master, state.optimizer[buffer.key], at, share, join)
             (away if self.offload.is_away(buffer) else here).append(update)

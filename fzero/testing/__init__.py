@@ -24,7 +24,8 @@ from typing import Literal
 import sharding.testing  # noqa: F401 - first of all: it names the extra where hypothesis is not installed
 from fzero.common.arguments import check_callable, check_kind, check_whole
 from fzero.comms.comm_hooks import CommHook
-from fzero.optim.transforms import LONG_RUN, Transform
+from fzero.optim.elementwise import LONG_RUN
+from fzero.optim.transforms import Transform
 from fzero.plans.orders import OrderFunction, in_two_numbers
 from fzero.plans.param_groups import OwnTransform
 from fzero.testing.collective_laws import COLLECTIVE_LAWS, Declared

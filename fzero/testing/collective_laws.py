@@ -17,9 +17,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fzero.comms.collectives import REDUCE, CollectiveError, LockstepAxis, Pending
+from fzero.comms.axes import CollectiveError, LockstepAxis
+from fzero.comms.collectives import REDUCE
 from fzero.comms.comm_hooks import CommHook
 from fzero.comms.lockstep import Hub, StuckError
+from fzero.comms.pending import Pending
 from fzero.comms.records import CommRecord
 from fzero.optim.transforms import leaf_names, same_bits
 from fzero.testing.laws import Law

@@ -17,19 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fzero.optim.elementwise import LATE_STARTS, LONG_RUN, at_count, counts_of, find_cut, started
 from fzero.optim.precision import mixed_precision
-from fzero.optim.transforms import (
-    LATE_STARTS,
-    LONG_RUN,
-    Transform,
-    at_count,
-    counts_of,
-    find_cut,
-    leaf_names,
-    same_bits,
-    skip_if,
-    started,
-)
+from fzero.optim.transforms import Transform, leaf_names, same_bits, skip_if
 from fzero.plans.flat_params import ALIGNMENT
 from fzero.testing.laws import Law
 from sharding import FlatLayout, TensorSpec
@@ -57,7 +47,7 @@ class Updates:
     num_updates: int
     seed: int
     start: int = 0
-    """The updates that came before, by the state's own counts (`fzero.optim.transforms.started`)."""
+    """The updates that came before, by the state's own counts (`fzero.optim.elementwise.started`)."""
 
     @property
     def param(self) -> Tensor:

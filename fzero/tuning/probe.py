@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms import collectives
-from fzero.comms.collectives import ProcessAxis
+from fzero.comms.axes import ProcessAxis
 from fzero.config.autotuning import autotuning
 from fzero.config.config import Config
 from fzero.config.files import changed

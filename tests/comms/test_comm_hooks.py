@@ -15,8 +15,8 @@ from torch import Tensor
 
 import fzero
 from fzero.comms import CommRecord
+from fzero.comms.axes import LockstepAxis, Sim
 from fzero.comms.codecs import Codec, cast, quantize
-from fzero.comms.collectives import LockstepAxis, Sim
 from fzero.comms.comm_hooks import CommHook, compressed, error_feedback, exact, reset_every
 from fzero.comms.lockstep import Hub
 

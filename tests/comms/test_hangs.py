@@ -26,7 +26,9 @@ from test_rank_death import Job
 from training import Plain, config, make, part, vectors
 
 import fzero
-from fzero.comms import collectives
+from fzero.comms import failures
+from fzero.comms.failures import timeout_of, timeout_of_group
+from fzero.comms.process_group import group_of
 from fzero.comms.records import Label
 from fzero.comms.thread_dumps import identity_of, stat_of
 from fzero.comms.watchdog import HERE, Answer, Progress, Watchdog
@@ -78,7 +80,7 @@ def told_by(job: Job, rank: int) -> tuple[str, str]:
     code, errors = job.end_of(rank)
     assert code == 1, errors
     errors = re.sub(r"^\[rank\d\]: ", "", errors, flags=re.MULTILINE)  # torch's own, before each line
-    stacks, error, lines = errors.partition("fzero.comms.collectives.CollectiveError: ")
+    stacks, error, lines = errors.partition("fzero.comms.axes.CollectiveError: ")
     assert error, errors
     return stacks.partition("Traceback (most recent call last)")[0], lines
 
@@ -139,7 +141,7 @@ def test_a_step_pays_less_than_a_microsecond_for_each_collective() -> None:
 
 def test_one_rank_alone_keeps_no_watch() -> None:
     fzero.join()
-    assert not collectives._WATCHES and not HERE.waits
+    assert not failures._WATCHES and not HERE.waits
 
 
 def test_the_groups_of_a_mesh_wait_no_longer_than_the_job(ranks: Any) -> None:
@@ -151,14 +153,14 @@ def limits() -> list[float]:
 
     axis = fzero.join()
     assert group.WORLD is not None
-    part = collectives._part_of(None, (0, 1), "a part")
-    return [collectives._timeout_of(g).total_seconds() for g in (axis.group or group.WORLD, part)]
+    part = group_of(None, (0, 1), "a part")
+    return [timeout_of_group(g).total_seconds() for g in (axis.group or group.WORLD, part)]
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "soon", "nan"])
 def test_a_timeout_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=f"FZERO_TIMEOUT: must be a positive number of seconds, got '{value}'"):
-        collectives.timeout_of(os.environ | {"FZERO_TIMEOUT": value})
+        timeout_of(os.environ | {"FZERO_TIMEOUT": value})
 
 
 # --- who has gone, without a job ---------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def assert_ends_with_collective_error(job: Job, rank: int, victim: int, how: str
     """The error names the rank that is gone, and no other."""
     code, errors = job.end_of(rank, timeout=SECONDS)
     assert code == 1, errors
-    assert "fzero.comms.collectives.CollectiveError: " in errors
+    assert "fzero.comms.axes.CollectiveError: " in errors
     assert "another rank died, left the job or did not arrive in time" in errors
     assert re.search(rf"rank {victim} \(.*, pid {job.ranks[victim].pid}\) has not come: {how}", errors), errors
     assert set(re.findall(r"rank (\d+) (?:\(.*\) )?has not come", errors)) == {str(victim)}, errors

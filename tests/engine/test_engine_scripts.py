@@ -430,7 +430,7 @@ def test_leaf_modules_that_are_not_there_are_told() -> None:
 
 def test_who_must_not_join_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     joined = []
-    monkeypatch.setattr("fzero.comms.collectives.join", lambda *args, **kwargs: joined.append(args))
+    monkeypatch.setattr("fzero.comms.process_group.join", lambda *args, **kwargs: joined.append(args))
     deepspeed.init_distributed(dist_init_required=False)
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))

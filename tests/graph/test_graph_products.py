@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 import fzero
-from fzero.comms.collectives import TracedAxis
+from fzero.comms.traced import TracedAxis
 from fzero.graph.analysis import WAIT, flops_of, numel_of
 from fzero.graph.backends import realize_numbers
 from fzero.graph.exchange import send_to_others

@@ -351,7 +351,7 @@ def test_fine_shards_of_a_node_axis_are_neighbours() -> None:
         assert torch.equal(own, whole[start : start + buffer.shard_numel])
 
 
-METRICS = ("told", "norm", "optimizer")
+METRICS = ("loss_stats", "norm", "optimizer")
 
 
 def _sorted(log: list[fzero.comms.CommRecord]) -> dict[str, Counter[str]]:
@@ -385,7 +385,7 @@ def _check_sent(sent: dict[str, Counter[str]], plan: fzero.Plan, mode: str) -> N
         for kind in ("all_reduce of gradients", "reduce_scatter of gradients"):
             assert found[kind] == kinds[kind], (axis, kind)
         assert found["gather"] == kinds["all_gather in the forward"] + kinds["all_gather in the backward"]
-        assert found["join"] == kinds["all_gather of updated parameters"]
+        assert found["all_gather_params"] == kinds["all_gather of updated parameters"]
     total = {name: sum(kinds[name] for kinds in planned.values()) for name in plan.sent_per_step}
     assert plan.sent_per_step == total
     if plan.num_micro_steps > 1:

@@ -149,7 +149,7 @@ def _sent_in_third_step(stage: int, threshold: int) -> tuple[Counter[str], dict[
         state, _ = step(state, part(vectors(index), step.rank, step.world_size))
     sent: Counter[str] = Counter()
     for record in log:
-        is_metric = record.label.purpose in ("told", "norm")
+        is_metric = record.label.purpose in ("loss_stats", "norm")
         assert record.nbytes == record.num_elements * (8 if is_metric else 4)
         kind = {"reduce_scatter": "reduce_scatter of gradients", "all_reduce": "all_reduce of gradients"}
         sent["metrics" if is_metric else kind.get(record.collective, record.label.purpose)] += record.num_elements
@@ -170,13 +170,13 @@ def test_a_step_sends_what_the_paper_and_the_plan_say(ranks: RankPool, world_siz
         for kind in ("all_reduce of gradients", "reduce_scatter of gradients"):
             assert sent[kind] == planned[kind]
         assert sent["gather"] == planned["all_gather in the forward"] + planned["all_gather in the backward"]
-        assert sent["join"] == planned["all_gather of updated parameters"]
+        assert sent["all_gather_params"] == planned["all_gather of updated parameters"]
 
 
 def test_parameters_kept_whole_are_joined_and_not_gathered(ranks: RankPool) -> None:
     for sent, planned, numel, _ in ranks(2, _sent_in_third_step, 3, 1000):
-        assert sent["gather"] == 0 and sent["join"] == sent["reduce_scatter of gradients"] == numel // 2
-        assert sent["join"] == planned["all_gather of updated parameters"]
+        assert sent["gather"] == 0 and sent["all_gather_params"] == sent["reduce_scatter of gradients"] == numel // 2
+        assert sent["all_gather_params"] == planned["all_gather of updated parameters"]
 
 
 # --- memory ------------------------------------------------------------------------------------------------------

@@ -378,7 +378,7 @@ def _sent(log: list[fzero.comms.CommRecord]) -> dict[str, Counter[str]]:
     by_axis: dict[str, Counter[str]] = {}
     for record in log:
         purpose = record.label.purpose
-        if purpose in ("gather", "reduce", "join"):
+        if purpose in ("gather", "reduce", "all_gather_params"):
             by_axis.setdefault(record.axis, Counter())[purpose] += record.nbytes
     return by_axis
 
@@ -387,7 +387,7 @@ def _planned(plan: fzero.Plan) -> dict[str, Counter[str]]:
     purposes = {
         "all_gather in the forward": "gather", "all_gather in the backward": "gather",
         "reduce_scatter of gradients": "reduce", "all_reduce of gradients": "reduce",
-        "all_gather of updated parameters": "join",
+        "all_gather of updated parameters": "all_gather_params",
     }  # fmt: skip
     by_axis: dict[str, Counter[str]] = {}
     for axis, sent in plan.sent_nbytes_by_axis.items():
@@ -649,7 +649,9 @@ def test_wires_of_no_use_are_told(name: str) -> None:
 
 
 def test_a_wire_that_remembers_is_counted_from_one() -> None:
-    with pytest.raises(ValueError, match="reset_every: every must be a positive number of rounds, got 0; 1024 say"):
+    with pytest.raises(
+        ValueError, match="reset_every: every must be a positive number of rounds, got 0; pass 1024, say"
+    ):
         fzero.comms.reset_every(FEEDBACK, every=0)
 
 

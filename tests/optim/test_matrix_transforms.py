@@ -17,6 +17,7 @@ from ranks import RankPool
 from torch import Tensor
 
 from fzero.comms import collectives
+from fzero.comms.process_group import join
 from fzero.optim.fragments import ShardContents, boxes
 from fzero.optim.matrix import adafactor, lamb, muon, orthogonalise
 from fzero.optim.transforms import Transform
@@ -177,7 +178,7 @@ def test_large_parameters_have_the_same_bits_on_three_ranks(name: str, multiple_
 
 
 def _update_own_shard(name: str, layout: FlatLayout, param_P: Tensor, grads_P: list[Tensor]) -> Tensor:
-    axis = collectives.join()
+    axis = join()
     contents = ShardContents(
         layout,
         (axis.rank,),

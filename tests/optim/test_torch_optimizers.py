@@ -221,7 +221,7 @@ def test_a_transform_of_your_own_is_refused_by_its_name_where_it_is_not_elementw
         (Closing, {}, "Closing: needs a closure"),
         ("SparseAdam", {}, "SparseAdam: must step with the dense gradient .* does not support dense gradients"),
         ("adafactor", {}, "Adafactor: must be elementwise, .* there is fzero.optim.adafactor"),
-        ("Muon", {}, "Muon: does not take a flat tensor .* only supports 2D .* there is fzero.optim.muon"),
+        ("Muon", {}, "Muon: does not take a flat tensor .* only supports 2D .* use fzero.optim.muon"),
         (ByItsNorm, {}, "ByItsNorm: must be elementwise"),
         (WithNorms, {}, "WithNorms: must be elementwise"),
         (Noisy, {}, "Noisy: must be elementwise"),

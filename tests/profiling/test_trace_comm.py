@@ -29,7 +29,7 @@ AOT: dict[str, Any] = {"compile": "step", "compile_backend": "aot_eager"}
 TWICE = {"train_batch_size": 12, "gradient_accumulation_steps": 2}
 CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 """Keys of `zero_optimization`: codes on the way."""
-ALIKE = ("gather", "reduce", "join", "norm")
+ALIKE = ("gather", "reduce", "all_gather_params", "norm")
 """The purposes of which all sides tell the same."""
 
 
@@ -70,7 +70,7 @@ def check_plan(comm: CommTrace, plan: fzero.Plan) -> None:
     kinds = {
         "gather": ("all_gather in the forward", "all_gather in the backward"),
         "reduce": ("all_reduce of gradients", "reduce_scatter of gradients"),
-        "join": ("all_gather of updated parameters",),
+        "all_gather_params": ("all_gather of updated parameters",),
     }
     found: Counter[tuple[str, str]] = Counter()
     for row in comm.rows:
@@ -113,10 +113,10 @@ def test_processes_lockstep_compiled_step_and_plan_tell_the_same_which_is_the_pl
         assert compiled.rows == planned.rows
         assert told(eager, *ALIKE) == told(planned, *ALIKE)
         # Loss, weight, number of the pass, checksum of hyper-parameters, and in an eager step whether a module buffer moved.
-        assert [row.num_elements * 4 for row in eager.rows if row.purpose == "told"] == [
-            row.num_elements * 5 for row in planned.rows if row.purpose == "told"
+        assert [row.num_elements * 4 for row in eager.rows if row.purpose == "loss_stats"] == [
+            row.num_elements * 5 for row in planned.rows if row.purpose == "loss_stats"
         ]
-        assert {row.purpose for row in (*eager.rows, *compiled.rows)} <= {*ALIKE, "told"}
+        assert {row.purpose for row in (*eager.rows, *compiled.rows)} <= {*ALIKE, "loss_stats"}
 
 
 def _traced_in_files(stage: int, path: str) -> tuple[CommTrace, list[bytes], list[bytes]]:
@@ -267,7 +267,7 @@ def test_on_several_axes_processes_and_lockstep_tell_what_the_plan_says_of_each(
     simulated = in_lockstep(step, vectors)
     check_plan(simulated, step.plan)
     assert set(simulated.by_axis()) == {"data", "node", "world"}
-    assert {row.purpose for row in simulated.rows if row.axis == "world"} == {"told"}
+    assert {row.purpose for row in simulated.rows if row.axis == "world"} == {"loss_stats"}
     for comm in ranks(4, _traced_on_a_mesh, stage, keys):
         assert comm.rows == simulated.rows
 
@@ -303,7 +303,7 @@ def test_every_byte_that_a_rank_sends_is_told(
             state, _ = ranks(state, for_ranks(vectors(index), 4))
         assert sum(sent.nbytes for sent in log) == Counting.nbytes > 0
     purposes = {sent.label.purpose for sent in log}
-    assert {"compare", "negotiate", "agree", "told", "norm", "gather", "reduce", "buffers"} <= purposes
+    assert {"compare", "negotiate", "agree", "loss_stats", "norm", "gather", "reduce", "buffers"} <= purposes
 
 
 @pytest.mark.covering(0)
@@ -367,7 +367,7 @@ def _named_otherwise() -> CommTrace:
 
 def test_what_is_sent_along_one_axis_goes_by_the_name_of_the_mesh_alone(ranks: RankPool) -> None:
     for comm in ranks(2, _named_otherwise):
-        assert set(comm.by_axis()) == {"data"} and {"told", "gather", "norm", "buffers"} <= set(comm.by_purpose())
+        assert set(comm.by_axis()) == {"data"} and {"loss_stats", "gather", "norm", "buffers"} <= set(comm.by_purpose())
 
 
 def test_who_observed_before_is_told_as_before(ranks: RankPool) -> None:

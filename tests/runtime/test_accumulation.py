@@ -178,7 +178,11 @@ def test_gradients_are_reduced_once_in_stages_0_and_1_and_in_each_micro_step_oth
         assert sent["reduce"] == planned["all_reduce of gradients"] + planned["reduce_scatter of gradients"]
         assert sent.get("gather", 0) == 3 * once.get("gather", 0)
         assert sent.get("gather", 0) == planned["all_gather in the forward"] + planned["all_gather in the backward"]
-        assert sent.get("join", 0) == once.get("join", 0) == planned["all_gather of updated parameters"]
+        assert (
+            sent.get("all_gather_params", 0)
+            == once.get("all_gather_params", 0)
+            == planned["all_gather of updated parameters"]
+        )
 
 
 # --- bad input ---------------------------------------------------------------------------------------------------

@@ -225,12 +225,14 @@ def _bytes_of_elements(stage: int, keys: dict[str, Any]) -> dict[str, float]:
     for sent in log:
         elements[sent.label.purpose] += sent.num_elements
         nbytes[sent.label.purpose] += sent.nbytes
-    return {label: nbytes[label] / elements[label] for label in ("gather", "reduce", "join") if elements[label]}
+    return {
+        label: nbytes[label] / elements[label] for label in ("gather", "reduce", "all_gather_params") if elements[label]
+    }
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_what_is_sent_has_the_dtype_that_was_asked_for(ranks: RankPool, stage: int) -> None:
-    moves = "gather" if stage == 3 else "join"
+    moves = "gather" if stage == 3 else "all_gather_params"
     for communication, nbytes in ((None, 2), ("fp32", 4), ("fp16", 2)):
         keys = {"bf16": {"enabled": True, "auto_cast": True}, "communication_data_type": communication}
         for found in ranks(2, _bytes_of_elements, stage, keys):

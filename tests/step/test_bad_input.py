@@ -20,6 +20,7 @@ from training import GLOBAL_BATCH, Plain, adamw, config, make, part, train, trai
 import fzero
 from fzero import CollectiveError, ConfigError, ScheduleError
 from fzero.comms import collectives
+from fzero.comms.pending import abandon
 from fzero.runtime import MismatchError
 from sharding import Mesh
 
@@ -524,7 +525,7 @@ def _leaves_a_late_start() -> None:
     axis = fzero.join()
     if axis.rank == 0:
         collectives._STARTER.submit(time.sleep, 1)
-        collectives.abandon([collectives.start_all_gather(torch.full((4,), -1.0), torch.empty(8), axis)])
+        abandon([collectives.start_all_gather(torch.full((4,), -1.0), torch.empty(8), axis)])
     raise ZeroDivisionError("as planned")
 
 

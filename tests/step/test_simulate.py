@@ -446,7 +446,7 @@ def test_an_error_on_one_rank_is_raised_with_its_rank() -> None:
 
 def test_ranks_that_wait_for_each_other_are_told_so() -> None:
     hub = Hub(2)
-    with pytest.raises(StuckError, match="rank 0 waits for rank 1, which waits for others, too"):
+    with pytest.raises(StuckError, match="rank 0 waits for rank 1, which also waits"):
         hub.run(lambda rank: hub.receive(hub.expect(1 - rank, rank)))
     with pytest.raises(StuckError, match="rank 1 waits for rank 0, which has ended"):
         hub.run(lambda rank: rank and hub.receive(hub.expect(0, 1)))

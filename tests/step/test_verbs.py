@@ -13,7 +13,7 @@ from ranks import RankPool
 from torch import Tensor
 
 import fzero
-from fzero.comms import collectives
+from fzero.comms.axes import ProcessAxis
 from sharding import Partial, Replicated, Sharded, TensorSpec
 from sharding.testing import SPECS, StateTree, distinct_tensors, spec_trees, state_trees, world_sizes
 
@@ -261,6 +261,6 @@ def test_specs_of_a_tree_have_its_shapes_and_dtypes() -> None:
 
 def test_an_axis_with_more_ranks_than_the_job_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ProcessAxis: rank must be in \[0, 2\), got 2"):
-        collectives.ProcessAxis("data", 2, 2)
+        ProcessAxis("data", 2, 2)
     with pytest.raises(ValueError, match=r"ProcessAxis: 2 ranks need a process group; start with torchrun"):
-        collectives.ProcessAxis("data", 2, 0)
+        ProcessAxis("data", 2, 0)

@@ -31,6 +31,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -48,7 +49,18 @@ CORE_FILES = ("fzero/state.py", "fzero/verbs.py", "fzero/step.py")
 NOT_CORE = ("sharding/testing.py", "sharding/reference.py", "fzero/comms/thread_dumps.py")
 """What tests use, and what only describes a hang."""
 
-COPIED = ("fzero", "sharding", "tests", "examples", "benchmarks", "docs", "README.md", "CHANGELOG.md", "pyproject.toml", "Makefile")
+COPIED = (
+    "fzero",
+    "sharding",
+    "tests",
+    "examples",
+    "benchmarks",
+    "docs",
+    "README.md",
+    "CHANGELOG.md",
+    "pyproject.toml",
+    "Makefile",
+)
 QUICK, LONG = "not long and not nightly", "long and not nightly"
 SECONDS = 240.0
 """The recorded seconds of tests that meet one fault, at most; a run may take three times that."""
@@ -89,7 +101,9 @@ class Mutant:
 
 
 def core_files(root: Path = ROOT) -> list[Path]:
-    found = [path for room in CORE for path in sorted((root / room).rglob("*.py"))] + [root / name for name in CORE_FILES]
+    found = [path for room in CORE for path in sorted((root / room).rglob("*.py"))] + [
+        root / name for name in CORE_FILES
+    ]
     return [path for path in found if str(path.relative_to(root)) not in NOT_CORE and path.name != "__init__.py"]
 
 
@@ -147,7 +161,9 @@ def change_constant(node: ast.AST) -> ast.AST | None:
 def swap_arguments(node: ast.AST) -> ast.AST | None:
     if isinstance(node, ast.Call) and len(node.args) > 1 and not any(isinstance(x, ast.Starred) for x in node.args[:2]):
         first, second, *rest = node.args
-        return None if ast.dump(first) == ast.dump(second) else ast.Call(node.func, [second, first, *rest], node.keywords)
+        return (
+            None if ast.dump(first) == ast.dump(second) else ast.Call(node.func, [second, first, *rest], node.keywords)
+        )
     return None
 
 
@@ -200,7 +216,9 @@ def mutants_of(path: str, source: str) -> dict[str, list[Mutant]]:
                 assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno is not None
                 start, stop = offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset or 0)
                 new = ast.unparse(ast.fix_missing_locations(copy.deepcopy(made)))
-                found[name].append(Mutant(path, name, node.lineno, start, stop, source[start:stop], new, operator.__name__))
+                found[name].append(
+                    Mutant(path, name, node.lineno, start, stop, source[start:stop], new, operator.__name__)
+                )
     return {name: of_function for name, of_function in found.items() if of_function}
 
 
@@ -236,7 +254,14 @@ def find(fault: Fault, root: Path = ROOT) -> Mutant:
                 line = source.count("\n", 0, at) + 1
                 hits.append(
                     Mutant(
-                        str(path.relative_to(root)), name, line, at, at + len(fault.old), fault.old, fault.new, fault.why
+                        str(path.relative_to(root)),
+                        name,
+                        line,
+                        at,
+                        at + len(fault.old),
+                        fault.old,
+                        fault.new,
+                        fault.why,
                     )
                 )
     if len(hits) != 1:
@@ -341,10 +366,8 @@ def first_failure(tree: Path, tests: Sequence[str], marks: str, timeout: float) 
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             job.wait()
     if code is None:
         return "hang"
@@ -380,7 +403,9 @@ def run(mutants: Sequence[Mutant], reached: Reached, workers: int, *, tries_long
     """Tries each fault, as many at a time as there are cores; results are written as they come."""
     file = OUT / "results.json"
     known = {name: Result(**found) for name, found in json.loads(file.read_text()).items()} if file.exists() else {}
-    left = [mutant for mutant in mutants if mutant.name not in known or (tries_long and not known[mutant.name].killed_by)]
+    left = [
+        mutant for mutant in mutants if mutant.name not in known or (tries_long and not known[mutant.name].killed_by)
+    ]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool, Progress() as progress:
         trees: SimpleQueue[Path] = SimpleQueue()
         for index in range(workers):

@@ -25,7 +25,9 @@ def test_drawn_faults_are_those_of_their_seed_and_leave_a_program() -> None:
 
 
 def test_no_fault_is_in_an_error_a_text_or_a_type() -> None:
-    source = 'def f(x: "a | b", y=0) -> None:\n    assert x > 1\n    if y:\n        raise ValueError(f"{x + 1}" + "a")\n'
+    source = (
+        'def f(x: "a | b", y=0) -> None:\n    assert x > 1\n    if y:\n        raise ValueError(f"{x + 1}" + "a")\n'
+    )
     assert mutants_of("a.py", source) == {}
 
 

@@ -232,7 +232,7 @@ NCCL = "[rank 0] [rank0]: torch.distributed.DistBackendError: NCCL error\n[rank 
 ABORTED = (
     "[rank 1] terminate called after throwing an instance of 'std::bad_alloc'\n[rank 0] RuntimeError: closed by peer\n"
 )
-MISSED = "[rank 1] fzero.comms.collectives.CollectiveError: rank 0 died\n[rank 0] ValueError: batch: must hold 4\n"
+MISSED = "[rank 1] fzero.comms.axes.CollectiveError: rank 0 died\n[rank 0] ValueError: batch: must hold 4\n"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ MISSED = "[rank 1] fzero.comms.collectives.CollectiveError: rank 0 died\n[rank 0
         (RESERVED + MISSED, 1, "ValueError: batch: must hold 4"),
         (RESERVED + "[rank 0] ValueError: x\n" + RESERVED.replace("0", "1"), 1, "ValueError: x"),
         ("[rank 0] torch.OutOfMemoryError: out of memory\n[rank 0] ValueError: x\n", 1, "ValueError: x"),
-        (NCCL + "[rank 0] fzero.comms.collectives.CollectiveError: rank 1 died", 1, "out of memory of 2 GB"),
+        (NCCL + "[rank 0] fzero.comms.axes.CollectiveError: rank 1 died", 1, "out of memory of 2 GB"),
         (ABORTED, 1, "out of memory of 2 GB"),
         ("[rank 0] [rank0]: MemoryError", 1, "out of memory of 2 GB"),
         (MISSED, 1, "ValueError: batch: must hold 4"),

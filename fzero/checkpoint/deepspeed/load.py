@@ -34,7 +34,7 @@ from fzero.checkpoint.save_load import (
     restored,
     together,
 )
-from fzero.comms import collectives
+from fzero.comms.failures import meet
 from fzero.resharding.reshard import AnyStep
 from fzero.simulation import LockstepRanks, stacked
 from sharding.dtypes import itemsize
@@ -71,7 +71,7 @@ def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
         loaded = step._run(lambda rank: import_deepspeed(dir, step=step.steps[rank]))
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
     axis = step._mesh.world
-    collectives.meet("fzero.checkpoint.import_deepspeed", axis)
+    meet("fzero.checkpoint.import_deepspeed", axis)
     check_same_folder(axis, dir, WORD)
     path = Path(of_rank_0(axis, lambda: str(find(Path(dir)))))
 

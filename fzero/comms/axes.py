@@ -1,0 +1,174 @@
+"""Axes: values that say which ranks take part in a collective, in place of a process group.
+
+- `ProcessAxis`: this process is one rank of a torch.distributed group, or one rank alone where there is no group.
+- `LockstepAxis`: this thread is one rank of several in this process, which run in turn (`fzero.comms.lockstep`).
+- `Sim`: all ranks live in this process, stacked along the first dimension of every tensor.
+- `AbstractAxis`: a number of ranks without processes, for plans and schedules made before there is a job.
+
+For ranks in a mesh of several axes, `fzero.comms.process_group.along` makes the axes one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
+
+import torch.distributed as dist
+
+from fzero.comms.lockstep import Hub
+from fzero.comms.records import CommRecord
+from sharding import Mesh
+
+DATA = "data"
+"""The name of the axis that the state is sharded over."""
+WORLD = "world"
+"""The name of all ranks together, where a mesh has several axes."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not end: another rank died, left, or did not arrive in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessAxis:
+    """One rank of a process group along the mesh axis `name`.
+
+    Args:
+        name: the mesh axis.
+        size: number of ranks W.
+        rank: the rank of this process.
+        group: the torch.distributed group; None is the default group (one rank alone never communicates).
+        observe: called with a `CommRecord` for every collective, before it starts.
+        mesh: the mesh of several axes whose ranks this axis joins into one; None if there is only this axis.
+
+    >>> alone = ProcessAxis("data")
+    >>> alone.size, alone.rank
+    (1, 0)
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    observe: Callable[[CommRecord], None] | None = field(default=None, repr=False)
+    mesh: Mesh | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(
+                f"ProcessAxis: rank must be in [0, {self.size}), got {self.rank}; give the group's own rank"
+            )
+        if self.size > 1 and not dist.is_initialized():
+            raise ValueError(
+                f"ProcessAxis: {self.size} ranks need a process group; start with torchrun and use fzero.join()"
+            )
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the whole job of `rank` on this axis."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class LockstepAxis:
+    """One of `size` ranks along the mesh axis `name` that run in turn in this process, on the CPU.
+
+    Args:
+        name: the mesh axis.
+        size: number of ranks W.
+        rank: the rank of this thread.
+        hub: carries the messages between the ranks.
+        observe, mesh: as for `ProcessAxis`.
+        ranks: the number by which the hub knows each rank; empty if that is the rank on this axis.
+    """
+
+    name: str
+    size: int
+    rank: int
+    hub: Hub = field(repr=False)
+    observe: Callable[[CommRecord], None] | None = field(default=None, repr=False)
+    mesh: Mesh | None = None
+    ranks: tuple[int, ...] = ()
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the whole job of `rank` on this axis."""
+        return self.ranks[rank] if self.ranks else rank
+
+
+@dataclass(frozen=True, slots=True)
+class Sim:
+    """All `size` ranks of the mesh axis `name` in this process: every tensor has a leading dimension of ranks.
+
+    >>> from fzero.comms.collectives import all_gather
+    >>> all_gather(torch.tensor([[1, 2], [3, 4]]), Sim("data", 2))
+    tensor([[1, 2, 3, 4],
+            [1, 2, 3, 4]])
+    """
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbstractAxis:
+    """One rank of `size` along the mesh axis `name`, without a process: plans and schedules take it, and no step runs on it.
+
+    Args:
+        name: the mesh axis.
+        size: number of ranks W.
+        rank: the rank that is planned for.
+        backend: `"nccl"` captures the named collectives, `"gloo"` those that replace them on gloo.
+        mesh: as for `ProcessAxis`; see `of`.
+
+    >>> AbstractAxis("data", 1024).rank
+    0
+    """
+
+    name: str
+    size: int
+    rank: int = 0
+    backend: Literal["nccl", "gloo"] = "nccl"
+    mesh: Mesh | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh, rank: int = 0, backend: Literal["nccl", "gloo"] = "nccl") -> Self:
+        """One rank of a mesh.
+
+        >>> AbstractAxis.of(Mesh.of(node=2, data=4)).size
+        8
+        """
+        if not isinstance(mesh, Mesh):
+            raise ValueError(
+                f"AbstractAxis.of: mesh must be a sharding.Mesh, got {mesh!r}; pass Mesh.of(node=2, data=4), say"
+            )
+        return cls("data", mesh.size, rank, backend, mesh)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ValueError(
+                f"AbstractAxis: size must be a whole number, at least 1, got {self.size!r}; pass the number of ranks"
+            )
+        if not isinstance(self.rank, int) or not 0 <= self.rank < self.size:
+            raise ValueError(
+                f"AbstractAxis: rank must be in [0, {self.size}), got {self.rank}; pass the rank to plan for"
+            )
+        if self.backend not in ("nccl", "gloo"):
+            raise ValueError(f"AbstractAxis: backend must be 'nccl' or 'gloo', got {self.backend!r}; pass one of these")
+
+
+Bound = ProcessAxis | LockstepAxis
+"""An axis of which this process, or this thread, is one rank."""
+Axis = Bound | Sim
+"""An axis that a collective runs on."""
+
+
+def observed(axis: Bound, observe: Callable[[CommRecord], None]) -> Bound:
+    """The same axis, whose collectives are also reported to `observe`."""
+    before = axis.observe
+
+    def both(record: CommRecord) -> None:
+        if before is not None:
+            before(record)
+        observe(record)
+
+    return replace(axis, observe=both)

@@ -1,0 +1,122 @@
+"""Collectives under way: `Pending` has been started, and `wait()` gives its result.
+
+A step that raises leaves collectives behind that nobody waits for. `abandon` keeps them alive, `settle` waits for them, and
+`drop_abandoned` gives them up when this process leaves its group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import current_thread, get_ident
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fzero.common.profiler_ranges import profiler_range
+from fzero.comms.axes import CollectiveError
+from fzero.comms.failures import failed
+from fzero.comms.lockstep import Hub
+from fzero.comms.records import Label
+from fzero.comms.watchdog import HERE
+
+SENDER = "fzero-send"
+"""The first part of the names of threads that start sends in place of the caller."""
+_ABANDONED: list[Pending] = []
+
+
+@dataclass(slots=True)
+class Pending:
+    """A collective that has been started; call `wait()` once for its result.
+
+    Holds the tensors that the collective reads and writes, so that they live until it ends.
+    """
+
+    label: Label
+    works: Sequence[dist.Work] | Future[list[dist.Work]] | Letters
+    finish: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        """The result. Raises `CollectiveError` when another rank has died or the timeout has passed."""
+        self.end()
+        return self.finish()
+
+    def end(self) -> None:
+        """Waits until everything has been sent and received."""
+        if not self.works:  # always so in a graph, which cannot hold the lines below
+            return
+        thread, began = get_ident(), time.perf_counter()
+        HERE.waits[thread] = self.label
+        try:
+            with profiler_range("wait", self.label):
+                for work in self.works.result() if isinstance(self.works, Future) else self.works:
+                    work.wait()
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise failed(self.label, error) from error
+        finally:
+            HERE.waits.pop(thread, None)
+            if not current_thread().name.startswith(SENDER):  # that thread waits in place of the caller
+                HERE.waited[self.label.purpose] += time.perf_counter() - began
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A tensor under way from a rank in lockstep."""
+
+    hub: Hub
+    message: tuple[int, int, int]
+    target: Tensor
+
+    def wait(self) -> None:
+        self.target.copy_(self.hub.receive(self.message))
+
+
+class Letters(tuple[Letter, ...]):
+    """The tensors that one collective in lockstep receives."""
+
+    __slots__ = ()
+
+
+def abandon(pendings: Sequence[Pending]) -> None:
+    """Keeps collectives that nobody will wait for, until `settle`.
+
+    If a send is freed early, gloo forgets it, and the receiving rank waits for ever. Before gloo frees a receive, it waits for
+    the sending rank.
+    """
+    _ABANDONED.extend(pending for pending in pendings if not isinstance(pending.works, Letters))
+
+
+def settle() -> None:
+    """Waits until abandoned collectives have ended: they write into tensors that are used again."""
+    while _ABANDONED:
+        with suppress(CollectiveError):
+            _ABANDONED.pop(0).end()
+
+
+def has_abandoned() -> bool:
+    """Whether there are abandoned collectives that have not been settled."""
+    return bool(_ABANDONED)
+
+
+def drop_abandoned() -> None:
+    """Gives up abandoned collectives, which would keep the connections of their group open."""
+    for pending in _ABANDONED:
+        if isinstance(pending.works, Future):
+            pending.works.cancel()  # else it could start in a group that is joined later
+    _ABANDONED.clear()
+
+
+@atexit.register
+def _never_free() -> None:
+    """Keeps abandoned collectives at the end of a process: to free them would wait for other ranks.
+
+    The system closes the connections.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_ABANDONED))

@@ -1,0 +1,168 @@
+"""The process group of this process: joining and leaving a job, and the groups of its mesh axes.
+
+`join` makes the axis of all ranks, `along` the axes of a mesh one by one, and `shutdown` leaves the job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from fzero.comms.axes import AbstractAxis, Bound, LockstepAxis, ProcessAxis
+from fzero.comms.failures import drop_probes, end_watch, failed, keep_watch, timeout_of, timeout_of_group
+from fzero.comms.pending import drop_abandoned, has_abandoned
+from fzero.comms.rendezvous import launched
+from sharding import Mesh
+
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""The groups made of some ranks of another group, which live as long as that one."""
+
+AnyRank = TypeVar("AnyRank", Bound, ProcessAxis | AbstractAxis)
+
+
+# --- joining and leaving -----------------------------------------------------------------------------------------
+
+
+def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: timedelta | None = None) -> ProcessAxis:
+    """This process as a rank of the axis `name`: in the job that started it, or the group already initialised, or alone.
+
+    *Collective:* every rank of the job, when `fzero.launched()` finds one: of torchrun, mpirun or srun.
+
+    Args:
+        device: CUDA picks NCCL and this rank's own GPU (LOCAL_RANK), any other device gloo.
+        name: the mesh axis.
+        timeout: how long a collective waits for a rank that does not come, if this call makes the group; None reads
+            FZERO_TIMEOUT, in seconds (`fzero --timeout`), or DEEPSPEED_TIMEOUT, in minutes, and is 10 minutes otherwise.
+    """
+    if not dist.is_initialized():
+        me, kind = launched(), torch.device(device).type
+        if me is None:
+            return ProcessAxis(name)
+        on_cuda = kind == "cuda"
+        if on_cuda:
+            torch.cuda.set_device(me.local_rank)
+        # torchrun's agent may hold the store; only env:// finds it there.
+        by_environment = me.by == "torchrun"
+        url = "env://" if by_environment else f"tcp://{me.master_addr}:{me.master_port}"
+        rank, world_size = (-1, -1) if by_environment else (me.rank, me.world_size)
+        limit = timeout or timeout_of(os.environ)
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo", init_method=url, timeout=limit, rank=rank, world_size=world_size
+        )
+        atexit.register(_leave)
+    keep_watch()
+    return ProcessAxis(name, dist.get_world_size(), dist.get_rank())
+
+
+def _leave() -> None:
+    """Leaves the group at the end of a process without errors.
+
+    A thread of gloo frees a collective's tensors a moment after it has ended, and aborts the process if the interpreter is
+    shutting down by then; leaving the group waits for that thread. After an error other ranks may be waiting, so that the
+    process just ends.
+    """
+    if not has_abandoned() and not hasattr(sys, "last_type"):
+        shutdown()
+
+
+def shutdown() -> None:
+    """Leaves the process group, if there is one. *Collective:* call it on every rank, once, at the end.
+
+    After an error on this rank alone, the collectives of the other ranks fail.
+    """
+    drop_abandoned()
+    drop_probes()
+    end_watch()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def job() -> ProcessAxis:
+    """This process among all processes of the default group, whatever axes they form; alone if there is no group."""
+    return ProcessAxis("job", dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else ProcessAxis("job")
+
+
+def is_joined(*, without: str = "-") -> bool:
+    """Whether this process is in a process group that lacks the backend `without`."""
+    return dist.is_initialized() and without not in str(dist.get_backend_config())
+
+
+def backends() -> tuple[str, ...]:
+    """The backends of process groups that this build of torch has."""
+    has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return tuple(name for name, is_there in has.items() if is_there)
+
+
+def check_backend(device: torch.device) -> None:
+    """Raises ValueError when the process group that was joined cannot send tensors of `device`."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    needed, found = ("nccl" if device.type == "cuda" else "gloo"), str(dist.get_backend_config())
+    if needed not in found:
+        raise ValueError(
+            f"process group: a model on {device} needs the backend {needed!r}, got {found!r}; join with "
+            f"fzero.join({device.type!r}), or put the model on the other device"
+        )
+
+
+# --- the groups of mesh axes --------------------------------------------------------------------------------------
+
+
+def along(world: AnyRank, mesh: Mesh, name: str) -> AnyRank:
+    """The ranks that differ from this one only along the axis `name` of a mesh; `world` are all of its ranks.
+
+    *Collective* on a `ProcessAxis`, where the first call makes a process group: every rank, one axis after the other.
+    """
+    size, rank = mesh.axis_size(name), mesh.coordinate(world.rank)[name]
+    if size == world.size:
+        return replace(world, name=name, mesh=None)
+    if isinstance(world, AbstractAxis):
+        return replace(world, name=name, size=size, rank=rank, mesh=None)
+    ranks = tuple(map(world.global_rank, mesh.peers(world.rank, name)))
+    if isinstance(world, LockstepAxis):
+        return replace(world, name=name, size=size, rank=rank, mesh=None, ranks=ranks)
+    group = group_of(world.group, ranks, f"fzero {name}") if size > 1 else None
+    return ProcessAxis(name, size, rank, group, world.observe)
+
+
+def group_of(parent: dist.ProcessGroup | None, ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
+    """The group of some `ranks` of a parent group, by their ranks in the whole job."""
+    parent = parent or dist.group.WORLD
+    assert parent is not None
+    parts = _PARTS.setdefault(parent, {})
+    if ranks not in parts:
+        # Only its own ranks make it, because `parent` need not be all of the job.
+        try:
+            with _name_of_group(f"{parent.group_name} {description} {ranks}"):
+                parts[ranks] = dist.new_group(
+                    list(ranks),
+                    timeout=timeout_of_group(parent),
+                    use_local_synchronization=True,
+                    group_desc=description,
+                )
+        except RuntimeError as error:
+            raise failed(f"group {description!r} of ranks {list(ranks)}", error) from error
+    return parts[ranks]
+
+
+@contextmanager
+def _name_of_group(name: str) -> Iterator[None]:
+    """Sets the name of the group that is made inside.
+
+    Ranks find each other by this name. torch counts the groups of a process for it, and the counts of two ranks may differ: a
+    rank that took no part in an earlier job has made fewer groups.
+    """
+    module: Any = dist.distributed_c10d
+    with patch.object(module, "_process_group_name", lambda ranks, use_hashed_name: name):
+        yield
