@@ -10,7 +10,7 @@ CORES  := $(shell getconf _NPROCESSORS_ONLN)
 # Tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo memcheck test test-all nightly lint bench env clean
+.PHONY: demo memcheck mutants test test-all nightly lint bench env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +40,9 @@ nightly: env  ## the property tests, with ten times the examples, the zoo with a
 
 memcheck: env  ## all tests under a malloc that finds stale writes, chosen jobs under valgrind: hours; ARGS="--tests tests/storage/test_stream.py"
 	$(BIN)/python tests/support/memcheck.py $(ARGS)
+
+mutants: env  ## the share of small faults in the core rooms that the tests find: an hour; ARGS="--only finish"
+	$(BIN)/python tests/support/mutants.py $(ARGS)
 
 lint: env  ## lint, format and types
 	$(BIN)/ruff check .

@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[2]
 OUT = ROOT / "out" / "mutants"
 CORE = ("sharding", *(f"fzero/{name}" for name in ("comms", "optim", "plans", "runtime", "graph", "storage")))
 CORE_FILES = ("fzero/state.py", "fzero/verbs.py", "fzero/step.py")
-NOT_CORE = ("sharding/testing.py", "sharding/reference.py", "fzero/comms/thread_dumps.py")
+NOT_CORE = ("sharding/testing.py", "sharding/toy_models.py", "sharding/reference.py", "fzero/comms/thread_dumps.py")
 """What tests use, and what only describes a hang."""
 
 COPIED = (
@@ -244,26 +244,17 @@ def find(fault: Fault, root: Path = ROOT) -> Mutant:
     hits = []
     for path in paths:
         source = path.read_text()
-        for name, function in functions(ast.parse(source)):
-            if name.rpartition(".")[2] != fault.function:
+        for function in ast.walk(ast.parse(source)):
+            if not isinstance(function, ast.FunctionDef) or function.name != fault.function:
                 continue
             lines = source.splitlines(keepends=True)
             start, stop = (sum(map(len, lines[:line])) for line in (function.lineno - 1, function.end_lineno or 0))
             if source.count(fault.old, start, stop) == 1:
                 at = source.index(fault.old, start)
                 line = source.count("\n", 0, at) + 1
-                hits.append(
-                    Mutant(
-                        str(path.relative_to(root)),
-                        name,
-                        line,
-                        at,
-                        at + len(fault.old),
-                        fault.old,
-                        fault.new,
-                        fault.why,
-                    )
-                )
+                stop = at + len(fault.old)
+                place = str(path.relative_to(root)), fault.function, line, at, stop
+                hits.append(Mutant(*place, fault.old, fault.new, fault.why))
     if len(hits) != 1:
         raise LookupError(
             f"faults.py: {fault.old!r} must be once in a function {fault.function!r} of {fault.room}, and is {len(hits)} times; "
@@ -305,7 +296,7 @@ def record(folder: Path, workers: int) -> Reached:
     if not (folder / "tree").exists() or (folder / "tree").read_text() != tree:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        environment = os.environ | {"REACHED": str(folder), "PYTHONPATH": f"{ROOT}/tests/support"}
+        environment = os.environ | {"REACHED": str(folder), "PYTHONPATH": f"{ROOT}/tests/support:{ROOT}"}
         command = ["-m", "pytest", "-p", "reached", "-n", str(workers), "--dist", "worksteal", "-m", QUICK]
         with (folder / "pytest.log").open("w") as log:
             subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
