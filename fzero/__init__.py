@@ -15,7 +15,8 @@ from fzero.runtime.hooks import observe_steps
 
 if TYPE_CHECKING:
     from fzero.checkpoint.folders import CheckpointError as CheckpointError
-    from fzero.checkpoint.save_load import load as load, save as save, start_save as start_save
+    from fzero.checkpoint.loading import load as load
+    from fzero.checkpoint.saving import save as save, start_save as start_save
     from fzero.checkpoint.weights import load_weights as load_weights
     from fzero.comms.axes import CollectiveError as CollectiveError
     from fzero.comms.process_group import join as join, shutdown as shutdown
@@ -46,7 +47,8 @@ else:
         __name__,
         {
             "checkpoint.folders": "CheckpointError",
-            "checkpoint.save_load": "load save start_save",
+            "checkpoint.loading": "load",
+            "checkpoint.saving": "save start_save",
             "checkpoint.weights": "load_weights",
             "comms.axes": "CollectiveError",
             "comms.process_group": "join shutdown",

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import optree
@@ -124,7 +123,7 @@ class LockstepRanks:
     def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> TrainState[Tensor]:
         """A new state of all ranks; arguments as for `TrainStep.init`."""
         self._origin.look(given=params is not None)
-        state: TrainState[Tensor] = stacked(self._run(lambda rank: self.steps[rank].init(params, init_fn=init_fn)))
+        state: TrainState[Tensor] = stacked(self.on_each(lambda rank: self.steps[rank].init(params, init_fn=init_fn)))
         return state
 
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
@@ -135,9 +134,9 @@ class LockstepRanks:
             batch: of all ranks, each tensor with a leading dimension of ranks; or an iterator of micro-batches like that.
         """
         self._origin.leave()
-        states, batches = unstacked(state, self.world_size), self._batches(batch)
+        states, batches = unstacked(state, self.world_size), self.batches_of(batch)
         try:
-            results = self._run(lambda rank: self.steps[rank](states[rank], batches[rank]))
+            results = self.on_each(lambda rank: self.steps[rank](states[rank], batches[rank]))
             return _restacked(state, [new for new, _ in results]), results[0][1]
         finally:
             if any(map(is_donated, states)) and not is_donated(state):
@@ -145,34 +144,29 @@ class LockstepRanks:
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, as `TrainStep.evaluate`."""
-        states, batches = unstacked(state, self.world_size), self._batches(batch)
-        return self._run(lambda rank: self.steps[rank].evaluate(states[rank], batches[rank]))[0]
+        states, batches = unstacked(state, self.world_size), self.batches_of(batch)
+        return self.on_each(lambda rank: self.steps[rank].evaluate(states[rank], batches[rank]))[0]
 
     def gather(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
         """The full state dict, as `TrainStep.gather`."""
         states = unstacked(state, self.world_size)
-        return self._run(lambda rank: self.steps[rank].gather(states[rank], to="rank0"))[0]
+        return self.on_each(lambda rank: self.steps[rank].gather(states[rank], to="rank0"))[0]
 
     def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
         """The weights by flat buffer, stacked, as `TrainStep.weights`."""
         states = unstacked(state, self.world_size)
-        self._run(lambda rank: self.steps[rank].weights(states[rank]))  # which checks them
+        self.on_each(lambda rank: self.steps[rank].weights(states[rank]))  # which checks them
         return {b.key: state.master.get(b.key, state.params[b.key]) for b in self.plan.flat_buffers}
 
     def with_weights(self, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
         """The state with other weights, as `TrainStep.with_weights`; `state` and `weights` are stacked."""
         states, of_ranks = unstacked(state, self.world_size), unstacked(weights, self.world_size)
-        return _restacked(state, self._run(lambda rank: self.steps[rank].with_weights(states[rank], of_ranks[rank])))
-
-    def save_16bit_model(self, state: TrainState[Tensor], out: str | Path, **how: Any) -> None:
-        """The weights as safetensors files, as `TrainStep.save_16bit_model`."""
-        states = unstacked(state, self.world_size)
-        self._run(lambda rank: self.steps[rank].save_16bit_model(states[rank], out, **how))
+        return _restacked(state, self.on_each(lambda rank: self.steps[rank].with_weights(states[rank], of_ranks[rank])))
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
         """The first parameter whose gradient is not finite, as `TrainStep.first_overflow`."""
         states = unstacked(state, self.world_size)
-        return self._run(lambda rank: self.steps[rank].first_overflow(states[rank]))[0]
+        return self.on_each(lambda rank: self.steps[rank].first_overflow(states[rank]))[0]
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same ranks, of which rank 0 tells `observe`, too, what it sends."""
@@ -187,13 +181,15 @@ class LockstepRanks:
         """As `TrainStep.has_agreed`."""
         return self.steps[0].has_agreed
 
-    def _batches(self, batch: Any) -> list[Any]:
+    def batches_of(self, batch: Any) -> list[Any]:
+        """The batch of every rank."""
         if not isinstance(batch, Iterator):
             return unstacked(batch, self.world_size)
         by_step = [unstacked(b, self.world_size) for b in islice(batch, self.plan.num_micro_steps)]
         return [iter(of_rank) for of_rank in zip(*by_step)] or [iter(()) for _ in self.steps]
 
-    def _run(self, function: Callable[[int], T]) -> list[T]:
+    def on_each(self, function: Callable[[int], T]) -> list[T]:
+        """What `function(rank)` returns for every rank, each on its own thread; they may call collectives."""
         try:
             return self._hub.run(function)
         except StuckError as error:
@@ -220,7 +216,7 @@ class VmapRanks(LockstepRanks):
         way: Literal["vmap", "either"] = "vmap",
     ) -> None:
         super().__init__(recipe, world_size, mesh=mesh)
-        if self.steps[0]._offload.has_files:
+        if self.steps[0].runtime.offload.has_files:
             raise ConfigError(
                 f"by: must be 'lockstep' where state is in files, got 'vmap' with "
                 f"{next(n for n, p in self.plan.placements.items() if p.kind == 'nvme')} there; pass by='lockstep'"
@@ -228,7 +224,7 @@ class VmapRanks(LockstepRanks):
         self._way: Literal["vmap", "either", "lockstep"] = way
         self._backend = compile
         self._stacked = Stacked(self.plan.mesh, self.plan.axes)
-        self._step, self._made, self._hyperparams = self._make(compile)
+        self.one_step, self._made, self._hyperparams = self._make(compile)
 
     @property
     def is_in_lockstep(self) -> bool:
@@ -237,12 +233,12 @@ class VmapRanks(LockstepRanks):
 
     def check_state(self, state: TrainState[Tensor]) -> None:
         """Raises unless that is a state of all ranks."""
-        self.steps[0]._check_state(unstacked(state, self.world_size)[0])  # the other rows have its shapes
+        self.steps[0].runtime.check_state(unstacked(state, self.world_size)[0])  # the other rows have its shapes
 
     def _make(self, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, TracedHyperparams]:
         own = replace(self._recipe, model=_twin(self._recipe.model), compile=None)
         step = TrainStep(own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
-        return step, *step._one_graph(compile, self._stacked)
+        return step, *step.one_graph(compile, self._stacked)
 
     def _look(self, state: TrainState[Tensor], batch: Any) -> None:
         """Raises VmapError for a model whose backward a capture would not see, after one forward of a model of its own."""
@@ -250,7 +246,7 @@ class VmapRanks(LockstepRanks):
         self._stacked.random = RandomByRank(state.rng["cpu"])
         with _functions() as found, torch.no_grad(), _quietly():
             buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
-            made.forward(state.params, buffers, step._batches.cast(batch))
+            made.forward(state.params, buffers, step.runtime.batches.cast(batch))
         if found:
             raise VmapError(
                 f"{found[0]} is a torch.autograd.Function, whose backward a capture under torch.vmap ignores; pass compile=None"
@@ -259,7 +255,9 @@ class VmapRanks(LockstepRanks):
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
         if self.is_in_lockstep:
             return super().__call__(state, batch)
-        split = [list(rank._batches.split(own)) for rank, own in zip(self.steps, self._batches(batch), strict=True)]
+        split = [
+            list(rank.runtime.batches.split(own)) for rank, own in zip(self.steps, self.batches_of(batch), strict=True)
+        ]
         self.check_state(state)
         self._origin.leave()
         micro_batches = [stacked(own) for own in zip(*split)]
@@ -285,26 +283,28 @@ class VmapRanks(LockstepRanks):
         return result
 
     def _step_of_all(self, state: TrainState[Tensor], micro_batches: list[Any]) -> tuple[TrainState[Tensor], Metrics]:
-        step = self._step
+        step = self.one_step
         state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         hook_states = optree.tree_map(torch.clone, state.hook_states)
-        step._updater.turn(self._hyperparams, step._updater.hyper(int(state.step[0])))
+        step.runtime.updater.turn(self._hyperparams, step.runtime.updater.hyper(int(state.step[0])))
         numbers = torch.zeros(self.world_size, 2, dtype=torch.float64)  # there is one pass, of one step
         self._stacked.random = drawn = RandomByRank(state.rng["cpu"]) if self._backend is None else None
         with _quietly():
-            batches = [step._batches.cast(b) for b in micro_batches]
+            batches = [step.runtime.batches.cast(b) for b in micro_batches]
             outcome_W, is_sum = self._made(state, buffers, hook_states, batches, numbers)
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
             states = unstacked(state, self.world_size)
-            self._run(
-                lambda rank: self.steps[rank]._bound_measure.check_outcome(outcome, states[rank], dict, is_sum=is_sum)
+            self.on_each(
+                lambda rank: self.steps[rank].runtime.metrics.check_outcome(outcome, states[rank], dict, is_sum=is_sum)
             )
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
         metrics = Metrics(outcome.loss, outcome.norm, self._hyperparams.lr[0].float(), outcome.overflow, scale)
-        return step._updater.next_state(taken(state), metrics, outcome_W.loss_scale, buffers, rng, hook_states), metrics
+        return step.runtime.updater.next_state(
+            taken(state), metrics, outcome_W.loss_scale, buffers, rng, hook_states
+        ), metrics
 
 
 def simulate(

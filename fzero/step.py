@@ -16,66 +16,61 @@ import copy
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 import optree
 import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint import folders as checkpoint_files
-from fzero.checkpoint.folders import CheckpointError
-from fzero.checkpoint.layout import Stored, stored_starts
-from fzero.checkpoint.safetensors import Export, exported_dtype
-from fzero.common.arguments import check_callable, check_kind, check_no_inference, check_path, check_trains, shown
+from fzero.common.arguments import check_callable, check_kind, check_no_inference, check_trains, shown
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.axes import AbstractAxis, Bound, LockstepAxis, ProcessAxis
 from fzero.comms.failures import meet
-from fzero.comms.mesh import RankMesh
 from fzero.comms.records import CommRecord, Label
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer
-from fzero.graph.timeline import MachineModel, Timeline, joined, make_timeline
-from fzero.optim.loss_scale import LossScale
 from fzero.optim.lr_schedules import Schedule
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.flat_params import optimizer_specs
-from fzero.plans.mesh_axes import check_mesh, describe
+from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.placements import GivenPlacements
 from fzero.plans.plan import Plan, starts_of
 from fzero.plans.unit_scheduler import Event, Orders
 from fzero.runtime.activation_checkpointing import Choice
-from fzero.runtime.batches import Batches, without_memory
+from fzero.runtime.batches import without_memory
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.hooks import observer_of
-from fzero.runtime.init_state import InitFn, StateBuilder
+from fzero.runtime.init_state import InitFn
 from fzero.runtime.loss import LossFn, check_rows, loss_of, loss_row, mean_of
-from fzero.runtime.metrics import StepMetrics, assert_alike, check_alike, check_passes, mark_of
+from fzero.runtime.metrics import assert_alike, check_alike, check_passes, mark_of
 from fzero.runtime.module_binding import bound, is_bound, random_state
 from fzero.runtime.module_buffers import make_equal, moved
-from fzero.runtime.offload import Offload, agree
 from fzero.runtime.own_params import Origin, OwnGrads
-from fzero.runtime.step_spec import StepSpec, bind, check_same
+from fzero.runtime.step_runtime import StepRuntime, check_not_donated
+from fzero.runtime.step_spec import StepSpec, bind
 from fzero.runtime.trainability import FixedFlags
-from fzero.runtime.update import Hyper, TracedHyperparams, Updater
-from fzero.state import Metrics, TrainState, is_donated, taken
-from fzero.storage.file_tensor import FileTensor, handles_of
-from fzero.storage.shard_io import BufferPool, ShardTransfer
+from fzero.runtime.update import Hyper, TracedHyperparams
+from fzero.state import Metrics, TrainState, taken
+from fzero.storage.file_tensor import FileTensor
+from fzero.storage.shard_io import ShardTransfer
 from sharding import Mesh, TensorSpec
-from sharding.views import torch_dtype, unflatten
+from sharding.views import torch_dtype
 
 __all__ = ["AccumulationWindow", "TrainStep", "make_train_step"]
 
 if TYPE_CHECKING:
+    from torch.fx import Graph
+
     from fzero.comms.stacked import Stacked
     from fzero.graph.blocks import CompiledBlocks
     from fzero.graph.capture import Captured, CompiledStep
+    from fzero.graph.timeline import MachineModel, Timeline
 
 
 T = TypeVar("T")
@@ -102,7 +97,7 @@ def make_train_step(
     compile_backend: Literal["inductor", "aot_eager"] = "inductor",
     check_params: Literal["first", "always"] = "first",
     seed: int = 0,
-    after: TrainStep | str | Path | None = None,
+    after: TrainStep | Mapping[str, int] | None = None,
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
 
@@ -162,14 +157,13 @@ def make_train_step(
             `"first"` of each kind (training, evaluation), or `"always"`. It finds what goes through `.data`, and reads all
             parameters twice. A change that PyTorch counts is an error in every step.
         seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
-        after: the step, or the checkpoint of `fzero.save`, whose training this step goes on with where parameters were frozen or
-            unfrozen meanwhile. Parameters whose optimizer state begins anew, or began later than others', get flat buffers
-            of their own, for the updates of a flat buffer are counted once.
+        after: the step whose training this one continues, or `fzero.checkpoint.starts(folder)` of its checkpoint, where
+            parameters were frozen or unfrozen since. Parameters whose optimizer state begins now, or began later than that of
+            others, get flat buffers of their own, because the updates of a flat buffer are counted once.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
         MismatchError: told on every rank, when ranks differ.
-        CheckpointError: `after` is a folder that holds no checkpoint.
         ValueError: the model has no parameters, or a parameter has a hook, or a module is compiled by torch.compile, or a name
             in `units` or the function `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot
             be compiled as asked.
@@ -187,20 +181,16 @@ def make_train_step(
     return TrainStep(recipe, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, recipe.device))
 
 
-def starts_after(after: TrainStep | str | Path, model: nn.Module) -> dict[str, int]:
+def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict[str, int]:
     """When the optimizer state of each parameter begins in training that goes on from a step or a checkpoint."""
-    if not isinstance(after, TrainStep | str | Path):
+    if not isinstance(after, TrainStep | Mapping):
         raise ValueError(
-            f"make_train_step: after must be a step of make_train_step or the folder of a checkpoint, got "
+            f"make_train_step: after must be a step of make_train_step, or fzero.checkpoint.starts(folder) of a checkpoint, got "
             f"{type(after).__name__}; pass the one whose state is loaded or resharded"
         )
-    if isinstance(after, TrainStep):
-        known = starts_of(after.plan)
-    else:
-        contents = checkpoint_files.read_contents(checkpoint_files.find(Path(after)))
-        known = stored_starts(contents["optimizer"], contents["numbers"])
-    anew = 1 + max(known.values(), default=-1)
-    return {name: known.get(name, anew) for name, _ in model.named_parameters()}
+    known = starts_of(after.plan) if isinstance(after, TrainStep) else after
+    new = 1 + max(known.values(), default=-1)
+    return {name: known.get(name, new) for name, _ in model.named_parameters()}
 
 
 class AccumulationWindow(NamedTuple):
@@ -246,61 +236,32 @@ class TrainStep:
     """
 
     def __init__(self, recipe: StepSpec, axis: Bound | AbstractAxis) -> None:
-        self.recipe, self.plan, self.rank, self.world_size = (
-            recipe, recipe.plan(axis.size, axis.mesh), axis.rank, axis.size,
-        )  # fmt: skip
-        self._model, self._cfg, self.device = recipe.model, recipe.cfg, recipe.device
-        self._ranks: Bound | AbstractAxis = axis
-        self._loss_fn, self._donate, self._learns = recipe.loss_fn, recipe.donate, recipe.schedule == "learned"
-        self._checkpointing, self._measures = recipe.checkpointing, recipe.measures(axis.size)
+        self.runtime = StepRuntime.make(recipe, axis)
+        self.recipe, self.plan, self.rank, self.world_size = recipe, self.runtime.plan, axis.rank, axis.size
+        self.device = recipe.device
         self._holds_still = False  # whether a forward ever held trained parameters still
-        self._orders = Orders() if self._learns else None  # of the collectives of forwards and backwards
+        self._orders = (
+            Orders() if recipe.schedule == "learned" else None
+        )  # of the collectives of forwards and backwards
         self._num_passes, self._said = 0, _Said()
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
         self._compared: set[str] = set()  # kinds of forwards whose parameters have been compared
-        self._origin = Origin(self._model)
+        self._origin = Origin(recipe.model)
         self._own_grads: OwnGrads | None = None  # of the module, in the first step
         self._statistics = recipe.statistics & set(self.plan.buffers)
-        self._scratch = BufferPool()
-        self._flags: FixedFlags | None = None
-        if recipe.trained is None:
-            self._flags = FixedFlags(recipe.model, _trained(self.plan))
-        self._expected: Any = None  # structure, paths, shapes and dtypes of the state's tensors
-        self._scaling = self._cfg.loss_scaling()
-        casts_to = self._cfg.casts_batch_to
-        self._batches = Batches(
-            axis.size, self.plan.num_micro_steps, self._cfg.batch_sizes(axis.size).micro,
-            None if casts_to is None else torch_dtype(casts_to),
-        )  # fmt: skip
-        precision = self._cfg.precision
-        self._autocast = None if precision.autocast is None else torch_dtype(precision.autocast)
-        self._stored_names = recipe.stored_names
-        if not isinstance(axis, AbstractAxis):
-            check_same(axis, recipe.fingerprint(self.plan))
-        recipe.check_placements(self.plan)
-        recipe.check_compiled(self.plan)
-        self._offload = Offload(self.plan, self.device)
-        self._bound = None if isinstance(axis, AbstractAxis) else RankMesh.of(axis, self.plan)
-        numels = accumulate((buffer.padded_numel for buffer in self.plan.flat_buffers), initial=0)
-        places = dict(zip((buffer.key for buffer in self.plan.flat_buffers), numels, strict=False))
-        self._updater = Updater(
-            self.plan, self._bound, shard=self.plan.shard_of(axis.rank), offload=self._offload, scratch=self._scratch,
-            optimizers=recipe.optimizers, rates=recipe.rates, momentum=recipe.momentum,
-            skips_overflow=self._cfg.skips_overflow, scales_loss=self._cfg.scales_loss,
-            places=places if precision.stochastic_rounding else None,
-        )  # fmt: skip
+        self._flags = FixedFlags(recipe.model, _trained(self.plan)) if recipe.trained is None else None
         self._compiled: CompiledStep | None = None
         self._blocks: CompiledBlocks | None = None
-        # Where what is updated lives elsewhere, the graph of a step ends with the gradients.
-        is_away = any(map(self._offload.is_away, self.plan.flat_buffers))
+        # Where the updated state lives off the device, the graph of a step ends with the gradients.
+        is_away = any(map(self.runtime.offload.is_away, self.plan.flat_buffers))
         self._until: Literal["gradients", "update"] = "gradients" if is_away else "update"
         if recipe.compile == "step":
-            self._compiled, self._hyperparams = self._one_graph(recipe.compile_backend, until=self._until)
+            self._compiled, self._hyperparams = self.one_graph(recipe.compile_backend, until=self._until)
         elif recipe.compile == "block":
             from fzero.graph.blocks import CompiledBlocks
 
             self._blocks = CompiledBlocks(recipe.blocks_to_compile, recipe.compile_backend)
-        self._observer = observer_of(axis, self._model, self._cfg, self._loss_fn, self.device)
+        self._observer = observer_of(axis, recipe.model, recipe.cfg, recipe.loss_fn, self.device)
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:
@@ -309,30 +270,7 @@ class TrainStep:
         halves = [learned.get(run) for run in (("forward", "train"), ("backward", 0, "train", 0))]
         return None if None in halves else tuple(chain(*filter(None, halves)))
 
-    @property
-    def _mesh(self) -> RankMesh:
-        """The ranks, which are there."""
-        if self._bound is None:
-            raise ValueError(
-                f"mesh: must be of ranks that are there to run a step, got {self._ranks}; a step on an AbstractAxis has "
-                f"plan, specs, trace and explain, so leave mesh out under torchrun"
-            )
-        return self._bound
-
-    @property
-    def _bound_measure(self) -> StepMetrics:
-        return StepMetrics(
-            self.plan, self._mesh, offload=self._offload, scratch=self._scratch, measure=self._measures,
-            scaling=self._scaling, skips_overflow=self._cfg.skips_overflow, model=self._model,
-        )  # fmt: skip
-
-    @property
-    def _first_state(self) -> StateBuilder:
-        return StateBuilder(
-            self.recipe, self.plan, offload=self._offload, updater=self._updater, rank=self.rank, device=self.device
-        )
-
-    def _one_graph(
+    def one_graph(
         self,
         backend: Literal["inductor", "aot_eager"] | None,
         stacked: Stacked | None = None,
@@ -342,40 +280,35 @@ class TrainStep:
         """The step as one graph, or what comes before its update; and what it reads about the update."""
         from fzero.graph.capture import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
-        if self._checkpointing.names and self._checkpointing.moves is not None:
+        if self.recipe.checkpointing.names and self.recipe.checkpointing.moves is not None:
             raise ConfigError(
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
                 "it out, or pass compile='block'"
             )
-        hyperparams = self._updater.hyperparams(self.device)
-        transforms = self._updater.transforms_by(hyperparams) if until == "update" else {}
+        hyperparams = self.runtime.updater.hyperparams(self.device)
+        transforms = self.runtime.updater.transforms_by(hyperparams) if until == "update" else {}
         rules = Rules(
-            self._measures, self._scaling, self._cfg.skips_overflow, transforms, self._updater.places, hyperparams.salts
+            self.runtime.rules,
+            self.runtime.scaling,
+            self.recipe.cfg.skips_overflow,
+            transforms,
+            self.runtime.updater.places,
+            hyperparams.salts,
         )
-        axis = self._ranks
+        axis = self.runtime.ranks
         if isinstance(axis, LockstepAxis):
             axis = AbstractAxis(axis.name, axis.size, axis.rank, "gloo", axis.mesh)  # of what is never run
         compiled = CompiledStep(
-            self._model, self.plan, axis, self.device, rules,
-            loss_fn=self._loss_fn, autocast=self._autocast, backend=backend,
-            checkpoint=self._checkpointing.names, stacked=stacked,
+            self.recipe.model, self.plan, axis, self.device, rules,
+            loss_fn=self.recipe.loss_fn, autocast=self.runtime.autocast, backend=backend,
+            checkpoint=self.recipe.checkpointing.names, stacked=stacked,
         )  # fmt: skip
         return compiled, hyperparams
 
     @property
     def specs(self) -> TrainState[TensorSpec]:
-        """How every tensor of the state is divided and placed, in the state's own structure."""
-        return TrainState(
-            step=TensorSpec((), "int64"),
-            params={b.key: b.params for b in self.plan.flat_buffers},
-            master={b.key: b.master for b in self.plan.flat_buffers if b.has_master},
-            grads={b.key: b.grads for b in self.plan.flat_buffers if b.trainable},
-            optimizer=dict(self.plan.optimizer),
-            buffers=dict(self.plan.buffers),
-            loss_scale=LossScale(TensorSpec((), "float32"), TensorSpec((), "int64"), TensorSpec((), "int64")),
-            rng={kind: TensorSpec(tuple(x.shape), "uint8") for kind, x in self._first_state.rng(0).items()},
-            hook_states=self.plan.hook_states,
-        )
+        """The spec and placement of every tensor of the state, in the state's own structure."""
+        return self.runtime.specs
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -395,10 +328,10 @@ class TrainStep:
         check_callable("init_fn", init_fn, "a function of a module that fills it", optional=True)
         if params is not None:
             _check_values(params)
-            params = {self._stored_names.get(key, key): tensor for key, tensor in params.items()}
-        meet("TrainStep.init", self._mesh.world)
+            params = {self.recipe.stored_names.get(key, key): tensor for key, tensor in params.items()}
+        meet("TrainStep.init", self.runtime.mesh.world)
         self._origin.look(given=params is not None)
-        return self._first_state.make(self._mesh, params, init_fn)
+        return self.runtime.builder.make(self.runtime.mesh, params, init_fn)
 
     def gather(self, state: TrainState[Tensor], *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
         """The full state dict: the model's own names, floating tensors in fp32 (or fp64, if they are), on the CPU.
@@ -416,35 +349,26 @@ class TrainStep:
         """
         if to not in ("all", "rank0"):
             raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
-        self._check_state(state)
-        meet("TrainStep.gather", self._mesh.world)
+        self.runtime.check_state(state)
+        meet("TrainStep.gather", self.runtime.mesh.world)
         full: dict[str, Tensor] = {}
         keep = to == "all" or self.rank == 0
-        for views in self._whole_weights(state):
+        for views in self.runtime.full_weights(state):
             if keep:
                 full |= {name: _portable(view) for name, view in views.items()}
-        self._agree_on_files(state)
+        self.runtime.agree_on_files(state)
         if not keep:
             return {}
         full |= {name: _portable(tensor) for name, tensor in state.buffers.items()}
-        return {key: full[name] for key, name in self._stored_names.items()}
-
-    def _whole_weights(self, state: TrainState[Tensor]) -> Iterator[dict[str, Tensor]]:
-        """The whole weights, one flat buffer after the other; the master's where there is one. *Collective.*"""
-        shards = self._offload.stage(self._scratch).each(list(self.weights(state).items()))
-        for buffer, flat in zip(self.plan.flat_buffers, shards, strict=True):
-            if flat.numel() != buffer.padded_numel:
-                spec = buffer.row.optimizer if buffer.key in state.master else buffer.row.params
-                flat = self._mesh.all_gather(flat, self._mesh.axes_of(spec))
-            yield unflatten(flat, buffer.layout)
+        return {key: full[name] for key, name in self.recipe.stored_names.items()}
 
     def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
         """This rank's part of the weights by flat buffer: the master where there is one, else the parameters.
 
         The state's own tensors, to be averaged into a tree of the same structure, say, for `with_weights`. Sends nothing.
         """
-        self._check_state(state)
-        return {b.key: state.master.get(b.key, state.params[b.key]) for b in self.plan.flat_buffers}
+        self.runtime.check_state(state)
+        return self.runtime.weights(state)
 
     def with_weights(self, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
         """The state with other weights, for `evaluate`, `gather`, `save` and `save_16bit_model`: masters and parameters both.
@@ -488,106 +412,15 @@ class TrainStep:
                 master[key] = weight.to(own[key].device, own[key].dtype)
             narrow = weight.to(self.device, torch_dtype(buffer.dtypes.param))
             if narrow.numel() != home.numel():
-                axes = self._mesh.axes_of(buffer.row.optimizer)
-                narrow = self._first_state.cut(self._mesh.all_gather(narrow, axes), buffer.params)
+                axes = self.runtime.mesh.axes_of(buffer.row.optimizer)
+                narrow = self.runtime.builder.cut(self.runtime.mesh.all_gather(narrow, axes), buffer.params)
             params[key] = narrow.to(home.device)
         return state._replace(master=master, params=params)
-
-    def save_16bit_model(
-        self,
-        state: TrainState[Tensor],
-        out: str | Path,
-        *,
-        dtype: Literal["bfloat16", "float16", "float32"] | None = None,
-        max_file_nbytes: int = 5 * 10**9,
-    ) -> None:
-        """Writes the weights as safetensors files, named and indexed as `from_pretrained` of transformers expects them.
-
-        Of a tied weight the first name is stored, and the others are in the files' metadata. Files that were exported to `out`
-        before are replaced when the new ones are whole.
-
-        *Collective:* every rank, which all send what `gather` sends. Rank 0 writes, and holds one unit at a time.
-
-        Args:
-            out: a folder, which is made.
-            dtype: of the parameters; None is the model's own where that has 16 bits, else bfloat16. Module buffers keep theirs.
-            max_file_nbytes: of one file, where no tensor is larger.
-
-        Raises:
-            CheckpointError: told on every rank: a file cannot be written.
-            ValueError: a dtype that safetensors does not have.
-        """
-        check_path("out", out)
-        self._check_state(state)
-        meet("TrainStep.save_16bit_model", self._mesh.world)
-        keys = {name: key for key, name in reversed(self._stored_names.items())}
-        aliases = {key: keys[name] for key, name in self._stored_names.items() if keys[name] != key}
-        stored = {n: Stored(spec.shape, spec.dtype) for n, spec in self.plan.buffers.items()} | {
-            name: Stored(shape, exported_dtype(buffer.dtypes.param, dtype))
-            for buffer in self.plan.flat_buffers
-            for name, shape in zip(buffer.layout.names, buffer.layout.shapes)
-        }
-        exported = Export(Path(out), {key: stored[name] for name, key in keys.items()}, max_file_nbytes, aliases)
-        problem = None
-        views = self._whole_weights(state)
-        try:
-            if self.rank == 0:
-                with exported:
-                    for tensors in chain(views, (state.buffers,)):
-                        for name in tensors.keys() & keys.keys():
-                            exported.write(keys[name], tensors[name])
-        except OSError as error:
-            problem = f"save_16bit_model: {out} must be a folder that can be written to, got {error}; make space, or pass another"
-        for _ in views:  # the other ranks gather with rank 0, whatever happened there
-            pass
-        self._agree_on_files(state)
-        told = collectives.exchange(problem, self._mesh.world, label=Label("save"))
-        if told[0]:
-            raise CheckpointError(told[0])
-
-    def _agree_on_files(self, state: TrainState[Tensor]) -> None:
-        """Raises a StoreError on every rank when the files of one have failed. *Collective* where there are files."""
-        if self._offload.has_files:
-            agree(next(handle.files for handle in handles_of(state)), self._mesh.world)
-
-    def _check_state(self, state: TrainState[Tensor]) -> None:
-        """Raises unless every tensor has this step's shape and dtype, and is in a file or not as it says."""
-        _ = self._mesh  # which raises where no ranks are there
-        self._check_shapes(state)
-        self._offload.check(self._expected[1], optree.tree_leaves(state), self._expected[3])
 
     def _check_flags(self) -> None:
         """Raises where a parameter was frozen or unfrozen since the step was made, which the plan does not follow."""
         if self._flags is not None:
             self._flags.check()
-
-    def _check_shapes(
-        self,
-        state: TrainState[Tensor],
-        *,
-        fix: str = "make it with this step's init(), or give its weights to init(params)",
-    ) -> None:
-        """Raises unless every tensor has this step's shape and dtype: another step's may be divided otherwise."""
-        if self._expected is None:
-            accessors, specs, treespec = optree.tree_flatten_with_accessor(self.specs)
-            shapes = [(s.local_shape(self.plan.mesh), torch_dtype(s.dtype)) for s in specs]
-            self._expected = treespec, [accessor.codify("state") for accessor in accessors], shapes, specs
-        treespec, names, shapes, _ = self._expected
-        leaves, found = optree.tree_flatten(state)
-        if found != treespec:
-            theirs = [accessor.codify("state") for accessor in optree.tree_accessors(state)]
-            differing = min({*theirs} ^ {*names}, default="another structure")
-            raise ValueError(
-                f"state: must be one of this step's, got one {'without' if differing in names else 'with'} {differing}; "
-                f"{fix}"
-            )
-        for name, leaf, (shape, dtype) in zip(names, leaves, shapes, strict=True):
-            if leaf.shape != shape or leaf.dtype != dtype:
-                _check_not_donated(state)
-                raise ValueError(
-                    f"{name}: must be {dtype} of shape {shape} in this step (stage "
-                    f"{self.plan.stage}, {self.world_size} ranks), got {leaf.dtype} of shape {tuple(leaf.shape)}; {fix}"
-                )
 
     # --- the step ------------------------------------------------------------------------------------------------
 
@@ -611,16 +444,16 @@ class TrainStep:
         """
         if self._observer:
             self._observer.sees(batch)
-        if is_bound(self._model):
+        if is_bound(self.recipe.model):
             raise RuntimeError(
                 "step: must not be called inside a forward of its own model, got a call inside; call it after the forward, or "
                 "compute there with the model itself"
             )
-        self._check_state(state)
+        self.runtime.check_state(state)
         self._check_flags()
         # At once: an iterator of the user's must not meet the state's random generators.
-        micro_batches = list(self._batches.split(batch))
-        if not self._donate:
+        micro_batches = list(self.runtime.batches.split(batch))
+        if not self.recipe.donate:
             state = optree.tree_map(torch.clone, state)
         window = self._begin(state)
         if self._compiled is not None:
@@ -658,24 +491,24 @@ class TrainStep:
             ValueError: the state is not one of this step, or a parameter was frozen or unfrozen since it was made.
             StoreError: it is stale, or files of it failed.
         """
-        self._check_state(state)
+        self.runtime.check_state(state)
         self._check_flags()
         return self._begin(state, measures_early=measures_early)
 
     def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> AccumulationWindow:
         check_trains("step")
-        collectives.next_step(self._mesh.world)
+        collectives.next_step(self.runtime.mesh.world)
         if self._observer:
             self._observer.begins()
         self._origin.leave()
         if not self.has_agreed:
-            self._own_grads = OwnGrads(self._model)
+            self._own_grads = OwnGrads(self.recipe.model)
         # Buffers change in a copy, so that the state given stays good when this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        stage = self._offload.stage(self._scratch, self._measures.of_shard, in_memory=measures_early)
+        stage = self.runtime.offload.stage(self.runtime.scratch, self.runtime.rules.of_shard, in_memory=measures_early)
         work = ForwardBackward(
-            self.plan, self._mesh, state.params, state.grads, self._orders, stage, hook_states=state.hook_states
+            self.plan, self.runtime.mesh, state.params, state.grads, self._orders, stage, hook_states=state.hook_states
         )
         return AccumulationWindow(state, work, buffers, before)
 
@@ -747,18 +580,18 @@ class TrainStep:
         work, scale = window.work, window.state.loss_scale.scale
         news = moved(window.buffers, window.before) - (self._moving_buffers or set())
         scaled = loss
-        if self._cfg.scales_loss:
+        if self.recipe.cfg.scales_loss:
             scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
-        if is_last and self._offload.has_files:
-            self._offload.read_ahead(window.state, work.still_buffers)
+        if is_last and self.runtime.offload.has_files:
+            self.runtime.offload.read_ahead(window.state, work.still_buffers)
         checksum = self._say(window.state, num_parts=num_parts)
         with profiler_range("backward"), self._bound_to(window):
             told = work.backward(
                 scaled, loss_row(loss, weight, len(news), self._num_passes + mark_of(work.still), checksum),
-                grad_scale=1 / (self._measures.predivide * num_parts), is_first=not window.told, is_last=is_last, keeps=keeps,
+                grad_scale=1 / (self.runtime.rules.predivide * num_parts), is_first=not window.told, is_last=is_last, keeps=keeps,
                 check=(lambda rows: check_passes(rows[:, 3])) if self._holds_still else None,
             )  # fmt: skip
-        check_alike(told[:, 3:], self._mesh.world, partial(self._named_hyper, num_parts))
+        check_alike(told[:, 3:], self.runtime.mesh.world, partial(self._named_hyper, num_parts))
         if self._own_grads is not None:
             self._own_grads.check()
         return window._replace(told=(*window.told, told), is_sum=weight is not None)
@@ -767,7 +600,7 @@ class TrainStep:
         """A checksum of what this rank works out by itself: the numbers of the update to come, where the host knows how many
         there were, and of the last one what the checksum before it was not of."""
         said, is_known = self._said, state.step.device.type == "cpu"
-        said.now = self._updater.hyper(int(state.step)) if hyper is None and is_known else hyper
+        said.now = self.runtime.updater.hyper(int(state.step)) if hyper is None and is_known else hyper
         return zlib.crc32(repr((said.now, said.last if said.is_late else None, num_parts)).encode())
 
     def _named_hyper(self, num_parts: int = 1) -> dict[str, dict[str, str]]:
@@ -816,7 +649,7 @@ class TrainStep:
             "given the AccumulationWindow of the last backward",
             "pass what step.backward(...) returned",
         )
-        _check_not_donated(window.state)
+        check_not_donated(window.state)
         if window.work.is_over:
             raise RuntimeError(
                 "update: must be of a round that no error has ended, and one did, so that its gradients are not all there; begin "
@@ -829,8 +662,8 @@ class TrainStep:
         with profiler_range("update"):
             state, buffers = window.state, window.buffers
             window.work.close()
-            if self._offload.passes_use_files:
-                self._agree_on_files(state)
+            if self.runtime.offload.passes_use_files:
+                self.runtime.agree_on_files(state)
             told_AW5 = torch.stack(window.told)
             if self.device.type != "cpu":
                 assert_alike(told_AW5)
@@ -838,8 +671,8 @@ class TrainStep:
             if moving is None:  # kernels such as BatchNorm's change a buffer and not its version
                 changed |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
             # Whether a rank has news would have to be read on a CUDA device, for which the host would wait.
-            has_news = bool(told_AW5[..., 2].any()) if self.device.type == "cpu" else not self._learns
-            self._moving_buffers = make_equal(buffers, changed, moving, self._mesh.world, has_news=has_news)
+            has_news = bool(told_AW5[..., 2].any()) if self.device.type == "cpu" else self.recipe.schedule != "learned"
+            self._moving_buffers = make_equal(buffers, changed, moving, self.runtime.mesh.world, has_news=has_news)
             self._own_grads = None
             hook_states: dict[str, Any] = window.work.hook_states
             rng = state.rng if rng is None else rng
@@ -855,17 +688,17 @@ class TrainStep:
     ) -> tuple[TrainState[Tensor], Metrics]:  # fmt: skip
         """The state after the update with the gradients that it holds; `losses` and `stage` as in `StepMetrics.metrics`,
         `still` as in `Updater.update`."""
-        hyper = self._updater.hyper(int(state.step))
+        hyper = self.runtime.updater.hyper(int(state.step))
         self._said.last, self._said.is_late = hyper, hyper != self._said.now
-        metrics, factor = self._bound_measure.metrics(losses, state, is_sum=is_sum, rate=hyper.rates[0], stage=stage)
+        metrics, factor = self.runtime.metrics.metrics(losses, state, is_sum=is_sum, rate=hyper.rates[0], stage=stage)
         state = taken(state)  # before the first write: what an error leaves is no state to go on with
-        state = self._updater.update(state, factor, metrics.overflow, hyper=hyper, still=still)
+        state = self.runtime.updater.update(state, factor, metrics.overflow, hyper=hyper, still=still)
         loss_scale = state.loss_scale
-        if self._cfg.skips_overflow:
-            loss_scale = self._scaling.update(loss_scale, metrics.overflow)
+        if self.recipe.cfg.skips_overflow:
+            loss_scale = self.runtime.scaling.update(loss_scale, metrics.overflow)
         if self._observer:
             self._observer.has_updated()
-        return self._updater.next_state(state, metrics, loss_scale, buffers, rng, hook_states), metrics
+        return self.runtime.updater.next_state(state, metrics, loss_scale, buffers, rng, hook_states), metrics
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None = None) -> Self:
         """The same step, whose updates use other learning rates, and optimizers with other hyper-parameters.
@@ -889,8 +722,8 @@ class TrainStep:
                     f"({', '.join(names)}), got {got}; give that of every group in this order"
                 )
         twin = copy.copy(self)
-        twin._updater = self._updater.following(rates, optimizers)
-        twin._updater.hyper(0)  # which raises for what is no rate
+        twin.runtime = self.runtime.with_updater(self.runtime.updater.following(rates, optimizers))
+        twin.runtime.updater.hyper(0)  # raises for what is no rate
         if optimizers is not None:
             placed = optimizer_specs([b for b in self.plan.flat_buffers if b.trainable], optimizers)
             if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
@@ -904,10 +737,10 @@ class TrainStep:
     def _bound_to(self, window: AccumulationWindow) -> Iterator[None]:
         """Inside, the model computes with the tensors of a round."""
         with (
-            bound(self._model, self.plan.aliases, window.work.fetch, window.buffers),
-            self._blocks.applied(self._model) if self._blocks else nullcontext(),
-            self._checkpointing.applied(
-                self._model, device=self.device, recomputing=window.work.recomputing, aliases=self.plan.aliases,
+            bound(self.recipe.model, self.plan.aliases, window.work.fetch, window.buffers),
+            self._blocks.applied(self.recipe.model) if self._blocks else nullcontext(),
+            self.recipe.checkpointing.applied(
+                self.recipe.model, device=self.device, recomputing=window.work.recomputing, aliases=self.plan.aliases,
                 moving=self._moving_buffers,
             ),
         ):  # fmt: skip
@@ -917,10 +750,10 @@ class TrainStep:
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
     ) -> tuple[TrainState[Tensor], Metrics]:
         """The step as a graph: writes its numbers where the graph reads them, and raises what the graph found."""
-        hyper = self._updater.hyper(int(state.step))
-        self._updater.turn(self._hyperparams, hyper)
-        (outcome, is_sum), rng, hook_states = self._run(compiled, state, buffers, micro_batches, hyper)
-        self._bound_measure.check_outcome(outcome, state, self._named_hyper, is_sum=is_sum)
+        hyper = self.runtime.updater.hyper(int(state.step))
+        self.runtime.updater.turn(self._hyperparams, hyper)
+        (outcome, is_sum), rng, hook_states = self._run_graph(compiled, state, buffers, micro_batches, hyper)
+        self.runtime.metrics.check_outcome(outcome, state, self._named_hyper, is_sum=is_sum)
         metrics = Metrics(
             outcome.loss,
             outcome.norm,
@@ -930,42 +763,44 @@ class TrainStep:
         )
         if self._observer:
             self._observer.has_updated()
-        return self._updater.next_state(taken(state), metrics, outcome.loss_scale, buffers, rng, hook_states), metrics
+        return self.runtime.updater.next_state(
+            taken(state), metrics, outcome.loss_scale, buffers, rng, hook_states
+        ), metrics
 
     def _call_and_update(
         self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
     ) -> tuple[TrainState[Tensor], Metrics]:
         """The step as a graph up to its gradients, which go to where they live, and the update as without a graph."""
-        stage = self._offload.stage(self._scratch, self._measures.of_shard, in_memory=True)
-        if self._offload.has_files:
-            self._offload.read_ahead(state)
+        stage = self.runtime.offload.stage(self.runtime.scratch, self.runtime.rules.of_shard, in_memory=True)
+        if self.runtime.offload.has_files:
+            self.runtime.offload.read_ahead(state)
         grads = {
             key: x
             if isinstance(x, Tensor) and x.device == self.device
-            else self._scratch.take(x.numel(), x.dtype, self.device)
+            else self.runtime.scratch.take(x.numel(), x.dtype, self.device)
             for key, x in state.grads.items()
         }
         collecting = state._replace(grads=grads)
-        (told_AW4, is_sum), rng, hook_states = self._run(compiled.collect, collecting, buffers, micro_batches)
+        (told_AW4, is_sum), rng, hook_states = self._run_graph(compiled.collect, collecting, buffers, micro_batches)
         for key, home in state.grads.items():
             grad = grads.pop(key)
             if grad is not home:
                 stage.put(f"{key}/grads", home, grad, adds=False, measures=True)
-                self._scratch.give(grad)
+                self.runtime.scratch.give(grad)
         del grad
         stage.settle()
-        self._agree_on_files(state)
-        check_alike(told_AW4[..., 2:].flatten(0, 1), self._mesh.world, self._named_hyper)
+        self.runtime.agree_on_files(state)
+        check_alike(told_AW4[..., 2:].flatten(0, 1), self.runtime.mesh.world, self._named_hyper)
         with profiler_range("update"):
             return self._updated(state, told_AW4[..., :2], buffers, rng, hook_states, is_sum=is_sum, stage=stage)
 
-    def _run(
+    def _run_graph(
         self, graph: Callable[..., T], state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any],
         hyper: Hyper | None = None,
     ) -> tuple[T, dict[str, Tensor], dict[str, dict[str, Any]]]:  # fmt: skip
         """What a graph gives; and the random state and what the comm hooks remember after it."""
         self._num_passes += 1
-        batches = [self._batches.cast(batch) for batch in micro_batches]
+        batches = [self.runtime.batches.cast(batch) for batch in micro_batches]
         hook_states = optree.tree_map(torch.clone, state.hook_states)
         with random_state(state.rng, self.device) as rng, profiler_range("step", "in one graph"):
             numbers = torch.full((2,), float(self._num_passes), dtype=torch.float64, device=self.device)
@@ -980,12 +815,12 @@ class TrainStep:
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
-        self._check_state(state)
-        meet("TrainStep.evaluate", self._mesh.world)
-        modes = [(module, module.training) for module in self._model.modules()]
+        self.runtime.check_state(state)
+        meet("TrainStep.evaluate", self.runtime.mesh.world)
+        modes = [(module, module.training) for module in self.recipe.model.modules()]
 
         def loss_of_batch() -> tuple[Tensor, Tensor | None]:
-            self._model.eval()  # where the model's own code, if it has any for this, meets the state's tensors
+            self.recipe.model.eval()  # where the model's own code, if it has any for this, meets the state's tensors
             return self._loss(batch)
 
         try:
@@ -995,7 +830,7 @@ class TrainStep:
             for module, mode in modes:
                 module.training = mode
         row = loss_row(loss, weight, self._num_passes)
-        told = collectives.stack(row, self._mesh.world, label=Label("loss_stats", phase="turn"))
+        told = collectives.stack(row, self.runtime.mesh.world, label=Label("loss_stats", phase="turn"))
         check_passes(told[:, 2])
         check_rows(told[:, :2], is_sum=weight is not None)
         return mean_of(told[:, :2], is_sum=weight is not None)[0].float()
@@ -1016,38 +851,44 @@ class TrainStep:
             StoreError: it is stale, or files failed, now (on every rank) or before.
         """
         check_callable("inspect", function, "a function without arguments that calls the model")
-        self._check_state(state)
+        self.runtime.check_state(state)
         if self.plan.stage == 3:
-            meet("TrainStep.inspect", self._mesh.world)
+            meet("TrainStep.inspect", self.runtime.mesh.world)
         return self._inspect(state, function, run)
 
     def _inspect(self, state: TrainState[Tensor], function: Callable[[], T], run: str) -> T:
         self._num_passes += 1
         work = ForwardBackward(
-            self.plan, self._mesh, state.params, None, self._orders, self._offload.stage(self._scratch)
+            self.plan,
+            self.runtime.mesh,
+            state.params,
+            None,
+            self._orders,
+            self.runtime.offload.stage(self.runtime.scratch),
         )
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         with (
-            bound(self._model, self.plan.aliases, work.fetch, buffers),
-            self._blocks.applied(self._model) if self._blocks else nullcontext(),
+            bound(self.recipe.model, self.plan.aliases, work.fetch, buffers),
+            self._blocks.applied(self.recipe.model) if self._blocks else nullcontext(),
             work.forward(run, saves=False, compares=self._compares(run)),
         ):
             result = function()
         self._compared.add(run)
         work.close()
-        if self._offload.passes_use_files:
-            self._agree_on_files(state)
+        if self.runtime.offload.passes_use_files:
+            self.runtime.agree_on_files(state)
         return result
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight."""
+        run = self.runtime
         try:
             return loss_of(
-                self._model, self._loss_fn, self._batches.cast(batch), reduces_by_sum=not self._measures.is_mean,
-                autocast=self._autocast, device=self.device.type,
+                self.recipe.model, self.recipe.loss_fn, run.batches.cast(batch),
+                reduces_by_sum=not run.rules.is_mean, autocast=run.autocast, device=self.device.type,
             )  # fmt: skip
         except RuntimeError as error:
-            param_dtype = self._cfg.precision.param_dtype
+            param_dtype = self.recipe.cfg.precision.param_dtype
             if param_dtype is not None and ("dtype" in str(error) or "scalar type" in str(error)):
                 error.add_note(
                     f"fzero: the parameters are {param_dtype} (step.plan shows every dtype), the batch is cast to that "
@@ -1069,10 +910,10 @@ class TrainStep:
         """
         from torch._subclasses import FakeTensorMode
 
-        micro_batches = list(self._batches.split(batch))
+        micro_batches = list(self.runtime.batches.split(batch))
         compiled = self._compiled
         if compiled is None or self._until == "gradients":  # on paper all state is on the device
-            compiled = self._one_graph("aot_eager")[0]
+            compiled = self.one_graph("aot_eager")[0]
         with FakeTensorMode(allow_non_fake_inputs=True):
             state = optree.tree_map(
                 lambda spec: torch.empty(
@@ -1080,41 +921,36 @@ class TrainStep:
                 ),
                 self.specs,
             )
-            return compiled.trace(state, [self._batches.cast(without_memory(x, self.device)) for x in micro_batches])
+            return compiled.trace(
+                state, [self.runtime.batches.cast(without_memory(x, self.device)) for x in micro_batches]
+            )
 
     def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Timeline:
         """The schedule of a step: compute and collectives over time, and the gathered bytes under them.
 
-        With a `batch`, that of the graph which `compile="step"` makes of it, captured on paper (see `trace`): in every
-        step, before the first one too, and on one rank alone. An eager step enters and leaves its units at the same
-        places; Inductor fuses compute, and keeps the collectives and their order. Without a batch, for `compile="step"` and
-        after the first step, that of the largest graph that ran.
+        With a `batch`, the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). It
+        works in every step, also before the first one, and on one rank alone. An eager step enters and leaves its units at
+        the same places; Inductor fuses compute, and keeps the collectives and their order. Without a batch, for
+        `compile="step"` and after the first step, the schedule of the largest graph that ran.
 
         `print` it for a table, `draw()` gives a picture. Times are those of a simple model of a machine, not measured.
 
         Raises:
             ValueError: no batch is given, and no graph has run; and what `trace` raises.
         """
-        check_kind(
-            "machine",
-            machine,
-            MachineModel | None,
-            "a fzero.graph.MachineModel",
-            "pass fzero.graph.MachineModel(flops=1e13), say",
-        )
-        title = f"stage {self.plan.stage} on {describe(self.plan.mesh)}"
-        if batch is None:
-            if self._compiled is None or not self._compiled.backend.graphs:
-                raise ValueError(
-                    "explain: needs a batch where no graph of the whole step has run, got none; pass one, explain(batch), or "
-                    "make the step with compile='step' and call the step once"
-                )
-            graph = max(self._compiled.backend.graphs, key=lambda graph: len(graph.nodes))
-            return make_timeline(graph, machine, axes=self._compiled.axes, title=title)
-        captured = self.trace(batch)
-        different = {id(c.graph): c for c in captured}  # micro-steps share one
-        timelines = {key: c.scheduled().timeline(machine, title=title) for key, c in different.items()}
-        return joined([timelines[id(c.graph)] for c in captured])
+        from fzero.graph.explain import explain  # which needs the analysis of graphs
+
+        return explain(self, batch, machine=machine)
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """The graphs that have run, with `compile="step"`."""
+        return () if self._compiled is None else tuple(self._compiled.backend.graphs)
+
+    @property
+    def graph_axes(self) -> Any:
+        """The axes of the mesh, as the nodes of the graphs name them."""
+        return None if self._compiled is None else self._compiled.axes
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same step, which tells `observe`, too, what its collectives send; what it learns it learns for itself.
@@ -1123,8 +959,7 @@ class TrainStep:
         """
         check_callable("observe", observe, "a function of a fzero.comms.CommRecord")
         twin = copy.copy(self)
-        twin._bound = self._mesh.observed(observe)
-        twin._updater = replace(self._updater, mesh=twin._bound)
+        twin.runtime = self.runtime.observed(observe)
         twin._orders = None if self._orders is None else self._orders.copy()
         twin._compiled = None if self._compiled is None else self._compiled.observed(observe)
         return twin
@@ -1141,23 +976,11 @@ class TrainStep:
 
         *Collective:* every rank; sends one number.
         """
-        self._check_state(state)
-        return self._bound_measure.first_overflow(state)
+        self.runtime.check_state(state)
+        return self.runtime.metrics.first_overflow(state)
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
-
-
-def _check_not_donated(state: TrainState[Tensor]) -> None:
-    """Raises if a step took the state: what its files hold, if it has some, and otherwise what to go on with."""
-    if is_donated(state):
-        for handle in handles_of(state):
-            handle.check()
-        raise ValueError(
-            "state: must not be used again once a step took it (donate=True), for that step wrote the next state into its "
-            "memory; go on with the state that the step returned (from a checkpoint, if its update raised), or make the step "
-            "with donate=False"
-        )
 
 
 def _trained(plan: Plan) -> dict[str, bool]:

@@ -1,6 +1,6 @@
 """Checkpoints: saved, loaded, exported, and DeepSpeed's (`deepspeed`).
 
-May import: resharding, step and below. Begin with `fzero.checkpoint.save_load`.
+May import: resharding, step and below. Begin with `fzero.checkpoint.saving`.
 """
 
 from typing import TYPE_CHECKING
@@ -14,14 +14,13 @@ if TYPE_CHECKING:
         import_deepspeed as import_deepspeed,
     )
     from fzero.checkpoint.folders import CheckpointError as CheckpointError
-    from fzero.checkpoint.save_load import (
-        Loaded as Loaded,
-        Saving as Saving,
-        load as load,
-        save as save,
-        start_save as start_save,
+    from fzero.checkpoint.loading import Loaded as Loaded, load as load, starts as starts
+    from fzero.checkpoint.saving import Saving as Saving, save as save, start_save as start_save
+    from fzero.checkpoint.weights import (
+        export as export,
+        load_weights as load_weights,
+        save_16bit_model as save_16bit_model,
     )
-    from fzero.checkpoint.weights import export as export, load_weights as load_weights
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
@@ -29,7 +28,8 @@ else:
             "deepspeed.export": "export_deepspeed",
             "deepspeed.load": "convert_deepspeed import_deepspeed",
             "folders": "CheckpointError",
-            "save_load": "Loaded Saving load save start_save",
-            "weights": "export load_weights",
+            "loading": "Loaded load starts",
+            "saving": "Saving save start_save",
+            "weights": "export load_weights save_16bit_model",
         },
     )

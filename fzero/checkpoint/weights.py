@@ -1,7 +1,7 @@
 """How do weights from elsewhere become a state, and a state files that others read?
 
     state = fzero.load_weights("model.safetensors", step=step)      # nothing but weights: the rest starts as in init
-    step.save_16bit_model(state, "out")                             # for from_pretrained
+    fzero.checkpoint.save_16bit_model(state, "out", step=step)        # for from_pretrained
     fzero.checkpoint.export("checkpoints", "out")                              # the same of a checkpoint, in one process
 
 Each rank reads the ranges that it holds, so that none ever has the whole model.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,15 +20,19 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint import folders as files
+from fzero.checkpoint.agreement import check_same_folder, together
 from fzero.checkpoint.deepspeed.files import find as find_deepspeeds, is_deepspeeds
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice, parts_of_weights
+from fzero.checkpoint.loading import Source, aliases_of, placed, read_into
 from fzero.checkpoint.safetensors import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
-from fzero.checkpoint.save_load import Source, aliases_of, check_same_folder, placed, read_into, together
+from fzero.common.arguments import check_path
+from fzero.comms import collectives
 from fzero.comms.failures import meet
+from fzero.comms.records import Label
 from fzero.resharding.reshard import AnyStep, blank, first_optimizer
-from fzero.simulation import LockstepRanks, stacked
+from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import StateFiles as Scratch
@@ -52,6 +57,69 @@ class _Ranges:
             flat.copy_(self._file_of[part.key].range(part.key, part.start, part.stop))
 
 
+def save_16bit_model(
+    state: TrainState[Tensor],
+    out: str | Path,
+    *,
+    step: AnyStep,
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+    max_file_nbytes: int = 5 * 10**9,
+) -> None:
+    """Writes the weights as safetensors files, named and indexed as `from_pretrained` of transformers expects them.
+
+    A tied weight is stored under its first name; the files' metadata holds the others. Files of an earlier export in `out` are
+    replaced when the new ones are complete.
+
+    *Collective:* every rank, which all send what `step.gather` sends. Rank 0 writes, and holds one unit at a time.
+
+    Args:
+        state: of this step.
+        out: a folder, which is made.
+        step: the step.
+        dtype: of the parameters; None is the model's own where that has 16 bits, else bfloat16. Module buffers keep theirs.
+        max_file_nbytes: the most bytes in one file, unless one tensor is larger.
+
+    Raises:
+        CheckpointError: on every rank: a file cannot be written.
+        ValueError: a dtype that safetensors does not have.
+    """
+    if isinstance(step, LockstepRanks):
+        states = unstacked(state, step.world_size)
+        how: dict[str, Any] = {"dtype": dtype, "max_file_nbytes": max_file_nbytes}
+        step.on_each(lambda rank: save_16bit_model(states[rank], out, step=step.steps[rank], **how))
+        return
+    check_path("out", out)
+    runtime, names = step.runtime, step.recipe.stored_names
+    runtime.check_state(state)
+    meet("fzero.checkpoint.save_16bit_model", runtime.mesh.world)
+    keys = {name: key for key, name in reversed(names.items())}
+    aliases = {key: keys[name] for key, name in names.items() if keys[name] != key}
+    stored = {n: Stored(spec.shape, spec.dtype) for n, spec in step.plan.buffers.items()} | {
+        name: Stored(shape, exported_dtype(buffer.dtypes.param, dtype))
+        for buffer in step.plan.flat_buffers
+        for name, shape in zip(buffer.layout.names, buffer.layout.shapes)
+    }
+    exported = Export(Path(out), {key: stored[name] for name, key in keys.items()}, max_file_nbytes, aliases)
+    problem = None
+    views = runtime.full_weights(state)
+    try:
+        if step.rank == 0:
+            with exported:
+                for tensors in chain(views, (state.buffers,)):
+                    for name in tensors.keys() & keys.keys():
+                        exported.write(keys[name], tensors[name])
+    except OSError as error:
+        problem = (
+            f"save_16bit_model: {out} must be a folder that can be written to, got {error}; make space, or pass another"
+        )
+    for _ in views:  # the other ranks gather with rank 0, whatever happened there
+        pass
+    runtime.agree_on_files(state)
+    problems = collectives.exchange(problem, runtime.mesh.world, label=Label("save"))
+    if problems[0]:
+        raise CheckpointError(problems[0])
+
+
 def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
     """A new state of `step` with weights from elsewhere, this rank's part; counters, optimizer state and all else as in `init`.
 
@@ -71,12 +139,12 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
         The state.
     """
     if isinstance(step, LockstepRanks):
-        state: TrainState[Tensor] = stacked(step._run(lambda rank: load_weights(path, step=step.steps[rank])))
+        state: TrainState[Tensor] = stacked(step.on_each(lambda rank: load_weights(path, step=step.steps[rank])))
         return state
-    meet("fzero.load_weights", step._mesh.world)
-    scratch = step._offload.make_files(step._mesh.world)
-    check_same_folder(step._mesh.world, path, "load_weights")
-    read = together(step._mesh.world, lambda: _load(Path(path), step, scratch))
+    meet("fzero.load_weights", step.runtime.mesh.world)
+    scratch = step.runtime.offload.make_files(step.runtime.mesh.world)
+    check_same_folder(step.runtime.mesh.world, path, "load_weights")
+    read = together(step.runtime.mesh.world, lambda: _load(Path(path), step, scratch))
     return placed(read, step, scratch)
 
 
@@ -87,13 +155,13 @@ def export(
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     max_file_nbytes: int = 5 * 10**9,
 ) -> None:
-    """Writes the weights of a checkpoint as safetensors files, as `TrainStep.save_16bit_model` does; in this process alone.
+    """Writes the weights of a checkpoint as safetensors files, as `save_16bit_model` does; in this process alone.
 
     One tensor at a time is in memory. Needs no model.
 
     Args:
         dir: as for `load`.
-        out, dtype, max_file_nbytes: as for `TrainStep.save_16bit_model`.
+        out, dtype, max_file_nbytes: as for `save_16bit_model`.
     """
     folder = files.find(Path(dir))
     contents = files.read_contents(folder)
@@ -139,7 +207,7 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
         )
     state = blank(step, step.rank, {"state.step": 0}, keeps_scale=False, files=scratch)
     missing = [name for name in step.plan.buffers if name not in keys]
-    for name, value in step._first_state.values(missing, None, None).items():
+    for name, value in step.runtime.builder.values(missing, None, None).items():
         state.buffers[name].copy_(value)
     read_into(state, parts_of_weights(step.plan, step.rank, source.stored, keys), source)
     return state._replace(optimizer=first_optimizer(step, step.rank, state.params, state.master, scratch))

@@ -90,7 +90,7 @@ class GatheredParameters:
         engine._look()
         if kind is not None:
             return
-        axis = engine.train_step._mesh.world
+        axis = engine.train_step.runtime.mesh.world
         if self._modifier is not None:
             for name, value in values.items():
                 told = collectives.broadcast(

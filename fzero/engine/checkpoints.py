@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from fzero.checkpoint import folders as files
+from fzero.checkpoint.agreement import check_same_folder, of_rank_0, together
 from fzero.checkpoint.folders import CheckpointError
-from fzero.checkpoint.layout import stored_starts
-from fzero.checkpoint.save_load import check_same_folder, load as load_state, of_rank_0, save as save_state, together
-from fzero.checkpoint.weights import load_weights
+from fzero.checkpoint.loading import load as load_state, starts
+from fzero.checkpoint.saving import save as save_state
+from fzero.checkpoint.weights import load_weights, save_16bit_model
 from fzero.common.arguments import check_kind, check_path, refuse
 from fzero.common.safe_files import create
 from fzero.comms import collectives
@@ -91,7 +92,7 @@ class KeepsFiles(Accessors):
         *Collective:* every rank.
 
         Args:
-            save_filename: `model.safetensors` writes as `TrainStep.save_16bit_model`, which holds one unit at a time.
+            save_filename: `model.safetensors` writes as `fzero.checkpoint.save_16bit_model`, which holds one unit at a time.
         """
         check_path("save_16bit_model: save_dir", save_dir)
         return _save_16bit(self, Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
@@ -102,7 +103,7 @@ class KeepsFiles(Accessors):
 def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *, save_latest: bool) -> None:
     """See `KeepsFiles.save_checkpoint`."""
     step = engine.train_step
-    meet("Engine.save_checkpoint", step._mesh.world)
+    meet("Engine.save_checkpoint", step.runtime.mesh.world)
     tag = _agreed_tag(engine, str(tag if tag is not None else f"global_step{engine.global_steps}"))
     if engine._window is not None and engine._window.told:
         warnings.warn(
@@ -116,11 +117,11 @@ def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *,
         "data": None if engine.training_dataloader is None else engine.training_dataloader.state_dict(),
     }
     state = engine.state._replace(rng=_random_state_of(engine))
-    check_same_folder(step._mesh.world, folder, "save_checkpoint")
-    of_rank_0(step._mesh.world, lambda: files.claim(folder))
+    check_same_folder(step.runtime.mesh.world, folder, "save_checkpoint")
+    of_rank_0(step.runtime.mesh.world, lambda: files.claim(folder))
     save_state(state, folder / tag, step=step, client={"engine": told, "client": client}, keep=1)
     if save_latest:
-        of_rank_0(step._mesh.world, lambda: files.write_whole(folder / files.LATEST, f"{tag}\n".encode()))
+        of_rank_0(step.runtime.mesh.world, lambda: files.write_whole(folder / files.LATEST, f"{tag}\n".encode()))
 
 
 def _load(
@@ -128,20 +129,20 @@ def _load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `KeepsFiles.load_checkpoint`."""
     step = engine.train_step
-    meet("Engine.load_checkpoint", step._mesh.world)
+    meet("Engine.load_checkpoint", step.runtime.mesh.world)
     if tag is None:
-        tag = of_rank_0(step._mesh.world, lambda: _latest(folder))
+        tag = of_rank_0(step.runtime.mesh.world, lambda: _latest(folder))
         if tag is None:
             warnings.warn(f"load_checkpoint: {folder} has no file {files.LATEST!r}; nothing was loaded", stacklevel=3)
             return None, None
     path = folder / tag
     if optimizer and engine.optimizer is not None:
-        step = engine._step_to_load(of_rank_0(step._mesh.world, lambda: _starts(path)))
+        step = engine._step_to_load(of_rank_0(step.runtime.mesh.world, lambda: starts(path)))
         state, client, _ = load_state(path, step=step)
         engine._take(step, state)
     else:
         engine._take(step, load_weights(path, step=step))
-        client = together(step._mesh.world, lambda: files.read_client(files.find(path)))
+        client = together(step.runtime.mesh.world, lambda: files.read_client(files.find(path)))
     told = client["engine"] if isinstance(client, dict) and "engine" in client else None
     if told is None:
         raise CheckpointError(
@@ -172,7 +173,7 @@ def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -
                 f"save_16bit_model: safetensors files are named model.safetensors and hold all weights, got {name!r} and "
                 f"exclude_frozen_parameters={exclude_frozen}; leave that out, or write a .bin"
             )
-        step.save_16bit_model(engine.state, folder)
+        save_16bit_model(engine.state, folder, step=step)
         return True
     full = engine._consolidated_16bit_state_dict(exclude_frozen_parameters=exclude_frozen)
 
@@ -183,7 +184,7 @@ def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -
             torch.save(full, file)
         beside.rename(folder / name)
 
-    of_rank_0(step._mesh.world, write)
+    of_rank_0(step.runtime.mesh.world, write)
     return True
 
 
@@ -193,7 +194,7 @@ def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -
 def _agreed_tag(engine: Accessors, tag: str) -> str:
     """The tag of rank 0; those of all ranks must be the same, by `checkpoint.tag_validation`."""
     how, step = engine.keys.checkpoint.tag_validation, engine.train_step
-    tags: list[str] = collectives.exchange(tag, step._mesh.world, label=Label("save"))
+    tags: list[str] = collectives.exchange(tag, step.runtime.mesh.world, label=Label("save"))
     if len(set(tags)) > 1 and how != "IGNORE":
         told = f"save_checkpoint: tag must be the same on all ranks, got {tags}; rank 0's is used"
         if how == "FAIL":
@@ -205,11 +206,6 @@ def _agreed_tag(engine: Accessors, tag: str) -> str:
 def _latest(folder: Path) -> str | None:
     path = folder / files.LATEST
     return files.latest_of(folder) if path.exists() else None
-
-
-def _starts(path: Path) -> dict[str, int]:
-    contents = files.read_contents(files.find(path))
-    return stored_starts(contents["optimizer"], contents["numbers"])
 
 
 def _scheduler_state(engine: Any) -> Any:

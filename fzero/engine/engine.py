@@ -71,13 +71,13 @@ class Engine(HoldsModule, KeepsFiles):
         self.metrics: Metrics | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._gas, self._counted_from = train_step.plan.num_micro_steps, 0
-        self._micro_batch = train_step._cfg.batch_sizes(train_step.world_size).micro
+        self._micro_batch = train_step.recipe.cfg.batch_sizes(train_step.world_size).micro
         self._window: AccumulationWindow | None = None
         self._boundary: bool | None = None
         self._is_syncing, self._has_lost, self._is_reduced, self._is_applied = True, False, False, False
         self._monitors = monitors(keys) if train_step.rank == 0 else []
         says, model = train_step.rank == 0, train_step.recipe.model
-        dtype = dtype_of(train_step.plan, train_step._autocast)
+        dtype = dtype_of(train_step.plan, train_step.runtime.autocast)
         self._watch = StepLog(keys, model, train_step.plan, train_step.device, dtype, is_on=says)
         self.comms_log = None
         if keys.comms_logger.enabled:
@@ -208,7 +208,7 @@ class Engine(HoldsModule, KeepsFiles):
     def _following(self) -> TrainStep:
         """The step with the numbers that stand in the param groups now."""
         step, groups = self._here(), self.hyper
-        return step.following([lr_of(group) for group in groups], changed(step._updater.optimizers, groups))
+        return step.following([lr_of(group) for group in groups], changed(step.runtime.updater.optimizers, groups))
 
     @property
     def hyper(self) -> list[dict[str, Any]]:
@@ -251,7 +251,7 @@ class Engine(HoldsModule, KeepsFiles):
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """A forward of the module, by its own `__call__` or from inside of that."""
         step, run = self._here(), "train" if self.module.training else "eval"
-        inputs, kwargs = step._batches.cast((inputs, kwargs))
+        inputs, kwargs = step.runtime.batches.cast((inputs, kwargs))
 
         def call() -> T:
             self._is_inside = True
@@ -276,7 +276,7 @@ class Engine(HoldsModule, KeepsFiles):
                 return step.forward(self._window, call, run=run, still=still)
 
     def _autocast(self) -> Any:
-        dtype = self.train_step._autocast
+        dtype = self.train_step.runtime.autocast
         return nullcontext() if dtype is None else torch.autocast(self.train_step.device.type, dtype=dtype)
 
     @contextmanager

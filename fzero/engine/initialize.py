@@ -108,7 +108,7 @@ def initialize(
     )  # fmt: skip
     step = TrainStep(recipe, bind(None, recipe.device))
     _check_parallelism(mpu, mesh_param, step.world_size)
-    rates, momentum = step._updater.rates, step._updater.momentum
+    rates, momentum = step.runtime.updater.rates, step.runtime.updater.momentum
     loader = None
     if training_data is not None:
         loader = ResumableLoader(

@@ -130,7 +130,7 @@ class HoldsModule(Accessors):
                 f"engine.compile: takes a backend and no further arguments, got {compile_kwargs or others}; leave them out"
             )
         recipe = replace(self.train_step.recipe, compile="block", compile_backend=backend)
-        self.train_step = TrainStep(recipe, self.train_step._ranks)
+        self.train_step = TrainStep(recipe, self.train_step.runtime.ranks)
         if self.comms_log is not None:
             self.train_step = self.train_step.observed(self.comms_log)
 
@@ -154,14 +154,14 @@ class HoldsModule(Accessors):
         values: Mapping[str, Tensor] = (
             checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         )
-        differing = sorted({*values} ^ {*step._stored_names})
+        differing = sorted({*values} ^ {*step.recipe.stored_names})
         if strict and differing:
             raise ValueError(
                 f"load_module_state_dict: names must be those of the model, got {'no' if differing[0] not in values else 'a'} "
                 f"{differing[0]!r} ({len(differing)} differ); pass strict=False to leave the others as they are"
             )
         params = {name for buffer in step.plan.flat_buffers for name in buffer.layout.names}
-        for key, name in step._stored_names.items():
+        for key, name in step.recipe.stored_names.items():
             if key in values and name in params:
                 self.state = with_weight(step, self.state, name, values[key])
             elif key in values:
@@ -227,7 +227,7 @@ class HoldsModule(Accessors):
                 window.work.close()
                 self._window = None
             old = self.train_step
-            meet("Engine.forward with other requires_grad flags", old._mesh.world)
+            meet("Engine.forward with other requires_grad flags", old.runtime.mesh.world)
             new = self._step_for(wanted | known.keys(), known)
             state = reshard(self.state, old, new)
             assert state is not None, "every rank is in both jobs"
@@ -259,7 +259,7 @@ class HoldsModule(Accessors):
             kind = (starts.get(name, anew), self.live.own[name].requires_grad)
             found[name] = numbers.setdefault(kind, 1 + max(numbers.values(), default=-1))
         old = self.train_step
-        return TrainStep(replace(old.recipe, trained=frozenset(trained), starts=found), old._ranks)
+        return TrainStep(replace(old.recipe, trained=frozenset(trained), starts=found), old.runtime.ranks)
 
     def _step_to_load(self, starts: Mapping[str, int]) -> TrainStep:
         """The step that goes on with a checkpoint: the present one, if that counts the same updates together. *Collective* else.

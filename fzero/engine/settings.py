@@ -71,7 +71,7 @@ class Settings:
         return False
 
     def dynamic_loss_scale(self) -> bool:
-        return self.train_step._scaling.dynamic
+        return self.train_step.runtime.scaling.dynamic
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Of the model's largest parameters, and of their gradients while they are added up."""
@@ -89,7 +89,7 @@ class Settings:
 
     def get_type(self) -> list[str | None]:
         """The optimizer of each group."""
-        return [str(getattr(one, "type", one)).lower() for one in self.train_step._updater.optimizers]
+        return [str(getattr(one, "type", one)).lower() for one in self.train_step.runtime.updater.optimizers]
 
     def scheduler_name(self) -> str | None:
         return None if self.cfg.scheduler is None else self.cfg.scheduler.type

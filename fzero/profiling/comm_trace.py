@@ -178,11 +178,11 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
         )
     if isinstance(step, VmapRanks) and not step.is_in_lockstep:
         step.check_state(state)
-        return plan_comm(step._step, step._batches(batch)[0])
-    if isinstance(step, TrainStep) and isinstance(step._ranks, AbstractAxis):
+        return plan_comm(step.one_step, step.batches_of(batch)[0])
+    if isinstance(step, TrainStep) and isinstance(step.runtime.ranks, AbstractAxis):
         raise ValueError(
-            f"trace_comm: the step must be of ranks that are there, got one on {step._ranks}; use plan_comm(step, batch), or "
-            f"trace_comm(fzero.simulate(step), state, batch)"
+            f"trace_comm: the step must be of ranks that are there, got one on {step.runtime.ranks}; use plan_comm(step, batch), "
+            f"or trace_comm(fzero.simulate(step), state, batch)"
         )
     log: list[CommRecord] = []
     twin = step.observed(log.append)

@@ -73,14 +73,14 @@ def with_weight(step: TrainStep, state: TrainState[Tensor], name: str, value: Te
 def grad_of(step: TrainStep, state: TrainState[Tensor], name: str) -> Tensor:
     """The whole mean gradient of a parameter as it was collected, unscaled and not clipped, in fp32. *Collective.*"""
     buffer = _trained(step, name)
-    multiple = step._measures.multiple(None, state.loss_scale.scale)
+    multiple = step.runtime.rules.multiple(None, state.loss_scale.scale)
     return _one(step, buffer, _whole(step, buffer, state.grads[buffer.key], buffer.grads), name).div_(multiple)
 
 
 def with_grad(step: TrainStep, state: TrainState[Tensor], name: str, value: Tensor) -> TrainState[Tensor]:
     """The state with another mean gradient of a parameter, written in place. *Collective.*"""
     buffer = _trained(step, name)
-    multiple = step._measures.multiple(None, state.loss_scale.scale)
+    multiple = step.runtime.rules.multiple(None, state.loss_scale.scale)
     _check_written(name, state.grads[buffer.key])
     _write(step, buffer, state.grads[buffer.key], buffer.grads, name, value.to(multiple.device) * multiple)
     return state
@@ -156,7 +156,7 @@ def _whole(step: TrainStep, buffer: FlatParamPlan, flat: Any, spec: TensorSpec) 
     held: Tensor = in_memory(flat).to(step.device)
     if isinstance(spec.spec, Replicated):
         return held
-    mesh = step._mesh
+    mesh = step.runtime.mesh
     if isinstance(spec.spec, Partial):
         return mesh.all_gather(own_shard(held, buffer, mesh.shard), mesh.axes)
     return mesh.all_gather(held, mesh.axes_of(spec.spec))
@@ -186,4 +186,4 @@ def _write(step: TrainStep, buffer: FlatParamPlan, flat: Any, spec: TensorSpec, 
         )
     with torch.no_grad():
         target.copy_(value)
-        flat.copy_(step._first_state.cut(whole.to(torch_dtype(spec.dtype)), spec))
+        flat.copy_(step.runtime.builder.cut(whole.to(torch_dtype(spec.dtype)), spec))

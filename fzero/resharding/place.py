@@ -44,12 +44,12 @@ def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState
     check_no_inference("place")
     if isinstance(step, LockstepRanks):
         ranks, states = step, unstacked(state, step.world_size)
-        placed: TrainState[Any] = stacked(ranks._run(lambda rank: place(states[rank], ranks.steps[rank])))
+        placed: TrainState[Any] = stacked(ranks.on_each(lambda rank: place(states[rank], ranks.steps[rank])))
         return placed
-    step._check_shapes(state)
+    step.runtime.check_shapes(state)
     old = files_of(state)
-    is_served = step._offload.is_served_by(old)
-    return _brought(state, step, old, old if is_served else step._offload.make_files(step._mesh.world))
+    is_served = step.runtime.offload.is_served_by(old)
+    return _brought(state, step, old, old if is_served else step.runtime.offload.make_files(step.runtime.mesh.world))
 
 
 def copied(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState[Any]:
@@ -63,11 +63,11 @@ def copied(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainStat
     """
     if isinstance(step, LockstepRanks):
         ranks, states = step, unstacked(state, step.world_size)
-        found: TrainState[Any] = stacked(ranks._run(lambda rank: copied(states[rank], ranks.steps[rank])))
+        found: TrainState[Any] = stacked(ranks.on_each(lambda rank: copied(states[rank], ranks.steps[rank])))
         return found
-    step._check_state(state)
+    step.runtime.check_state(state)
     in_memory: TrainState[Any] = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
-    return _brought(in_memory, step, files_of(state), step._offload.make_files(step._mesh.world))
+    return _brought(in_memory, step, files_of(state), step.runtime.offload.make_files(step.runtime.mesh.world))
 
 
 def _brought(
@@ -79,12 +79,12 @@ def _brought(
     try:
         for buffer in step.plan.flat_buffers:
             held = {name: parts[name][buffer.key] for name in QUANTITIES if buffer.key in parts[name]}
-            for name, moved in step._offload.move(buffer, files, held).items():
+            for name, moved in step.runtime.offload.move(buffer, files, held).items():
                 parts[name][buffer.key] = moved
     except Exception as raised:
         error = raised
     if old is not None or files is not None:
-        agree(files, step._mesh.world, error=error)
+        agree(files, step.runtime.mesh.world, error=error)
     elif error is not None:
         raise error
     return state._replace(**parts)

@@ -87,8 +87,8 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
         return _reshard_simulated(state, old, new)
     axis = job()
     for step in (new, old):
-        if isinstance(step._ranks, ProcessAxis) and step._ranks.observe is not None:
-            axis = replace(axis, observe=step._ranks.observe)
+        if isinstance(step.runtime.ranks, ProcessAxis) and step.runtime.ranks.observe is not None:
+            axis = replace(axis, observe=step.runtime.ranks.observe)
     mine = tuple(_tell(state, old, new))
     world = [_Told(*told) for told in collectives.exchange(mine, axis, label=Label("compare"))]
     _check_told(world)
@@ -98,7 +98,7 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     numbers = next(told.numbers for told in world if told.numbers is not None)
     place = places[axis.rank]
     chosen = chosen_numbers(plan.numbers, numbers)
-    files = _make_files(new, axis) if new._offload.has_files else None
+    files = _make_files(new, axis) if new.runtime.offload.has_files else None
     made = None
     if place.new is not None:
         made = blank(new, place.new, chosen, keeps_scale=_keep_scale(old, new), files=files)
@@ -110,7 +110,7 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
         narrow(made, new, place.new)
         begin_anew(made, new, place.new, plan.anew)
         rescale(made, numbers)
-    if old._offload.has_files or files is not None or new._offload.has_files:
+    if old.runtime.offload.has_files or files is not None or new.runtime.offload.has_files:
         read = next((x.files.cause for x in handles_of(state)), None)
         agree(files, axis, error=read)
     return None if made is None else put(made, new)
@@ -119,9 +119,9 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
 def _make_files(new: TrainStep, axis: ProcessAxis) -> StateFiles | None:
     """The files of this process' part of the new state. *Collective:* every process, whichever job it is in."""
     files, error = None, None
-    if isinstance(new._ranks, ProcessAxis):
+    if isinstance(new.runtime.ranks, ProcessAxis):
         try:
-            files = new._offload.make_files(new._mesh.world)
+            files = new.runtime.offload.make_files(new.runtime.mesh.world)
         except (StoreError, MemoryError) as raised:
             error = raised
     agree(files, axis, error=error)
@@ -139,7 +139,7 @@ def _reshard_simulated(state: TrainState[Tensor] | None, old: AnyStep, new: AnyS
             "reshard: the state of simulated steps must be that of all ranks, got None; pass what the old step gave"
         )
     made: TrainState[Tensor] = stacked(reshard_all(unstacked(state, old.world_size), old.steps[0], new.steps[0]))
-    return put(made, new) if new.steps[0]._offload.has_files else made
+    return put(made, new) if new.steps[0].runtime.offload.has_files else made
 
 
 def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: TrainStep) -> list[TrainState[Tensor]]:
@@ -164,7 +164,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
     _check_devices(old, new)
     _warn_of_hooks(old, new)
     for state in states:
-        old._check_shapes(state, fix=_FIX)
+        old.runtime.check_shapes(state, fix=_FIX)
     plan = plan_reshard(old.plan, new.plan, rng=_rng_specs(old, new))
     numbers = chosen_numbers(plan.numbers, numbers_of(states[0]))
     made = [blank(new, rank, numbers, keeps_scale=_keep_scale(old, new)) for rank in range(new.world_size)]
@@ -301,7 +301,7 @@ def chosen_numbers(sources_of: Mapping[str, Sources], numbers: Numbers) -> Numbe
 
 
 def _keep_scale(old: TrainStep, new: TrainStep) -> bool:
-    return new._scaling.dynamic and old._scaling.dynamic
+    return new.runtime.scaling.dynamic and old.runtime.scaling.dynamic
 
 
 def blank(
@@ -331,21 +331,23 @@ def blank(
         for buffer in new.plan.flat_buffers:
             param = zeros(buffer.params)
             own = zeros(buffer.master) if buffer.trainable or buffer.has_master else param
-            first = new._offload.init(buffer, files, param, own, partial(new._updater.transform_of, buffer))
+            first = new.runtime.offload.init(
+                buffer, files, param, own, partial(new.runtime.updater.transform_of, buffer)
+            )
             for part, tensors in first.items():
                 parts[part][buffer.key] = tensors
-    loss_scale = new._scaling.init(new.device)
+    loss_scale = new.runtime.scaling.init(new.device)
     if keeps_scale:
         values = (numbers[f"state.loss_scale.{field}"] for field in LossScale._fields)
         loss_scale = LossScale(*(x.fill_(value) for x, value in zip(loss_scale, values, strict=True)))
-    step = torch.zeros((), dtype=torch.int64, device=new.device if new._cfg.skips_overflow else "cpu")
+    step = torch.zeros((), dtype=torch.int64, device=new.device if new.recipe.cfg.skips_overflow else "cpu")
     state: TrainState[Tensor] = TrainState(
         step=step.fill_(numbers["state.step"]),
         **parts,
         buffers=zeros(specs.buffers),
         loss_scale=loss_scale,
-        rng=new._first_state.rng(rank),
-        hook_states=new._first_state.hook_states(),
+        rng=new.runtime.builder.rng(rank),
+        hook_states=new.runtime.builder.hook_states(),
     )
     for name, x in by_name(state).items():
         if name.startswith("state.optimizer") and name in numbers:
@@ -367,13 +369,13 @@ def first_optimizer(
             param = params[buffer.key]
             is_cut = isinstance(buffer.row.optimizer, Sharded)
             share = own_shard(param, buffer, new.plan.shard_of(rank)) if is_cut else param
-            values, make = in_memory(master.get(buffer.key, share)), partial(new._updater.transform_of, buffer)
+            values, make = in_memory(master.get(buffer.key, share)), partial(new.runtime.updater.transform_of, buffer)
             if files is None:
                 optimizer[buffer.key] = make().init(values)
             else:
                 values = values.to(new.device)
-                whole = in_memory(param).to(new.device) if new._offload.joins(buffer) else values
-                optimizer[buffer.key] = new._offload.init(buffer, files, whole, values, make)["optimizer"]
+                whole = in_memory(param).to(new.device) if new.runtime.offload.joins(buffer) else values
+                optimizer[buffer.key] = new.runtime.offload.init(buffer, files, whole, values, make)["optimizer"]
     return optimizer
 
 
@@ -385,13 +387,17 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
     """
     for buffer in new.plan.flat_buffers:
         begins = [name for name in buffer.layout.names if name in names]
-        if not begins or not buffer.trainable or not isinstance(new._updater.optimizers[buffer.group], UserTransform):
+        if (
+            not begins
+            or not buffer.trainable
+            or not isinstance(new.runtime.updater.optimizers[buffer.group], UserTransform)
+        ):
             continue
         param, shard = state.params[buffer.key], new.plan.shard_of(rank)
         is_cut = isinstance(buffer.row.optimizer, Sharded)
         share = own_shard(param, buffer, shard) if is_cut else param
         values = in_memory(state.master.get(buffer.key, share)).to(new.device)
-        fresh = optree.tree_leaves(new._updater.transform_of(buffer).init(values))
+        fresh = optree.tree_leaves(new.runtime.updater.transform_of(buffer).init(values))
         leaves, specs = (
             optree.tree_leaves(state.optimizer[buffer.key]),
             optree.tree_leaves(new.plan.optimizer[buffer.key]),
@@ -449,7 +455,9 @@ class _Told(NamedTuple):
 
 def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _Told:
     """Finds what is wrong on this process alone, and does not raise it, for the others would wait."""
-    old_rank, new_rank = (None if isinstance(step._ranks, AbstractAxis) else step._ranks.rank for step in (old, new))
+    old_rank, new_rank = (
+        None if isinstance(step.runtime.ranks, AbstractAxis) else step.runtime.ranks.rank for step in (old, new)
+    )
     plans = [(p.stage, p.mesh, p.flat_buffers, p.optimizer, p.buffers, str(p.comm_hooks)) for p in (old.plan, new.plan)]
     numbers, problem = None, None
     try:
@@ -457,10 +465,11 @@ def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _
         if (state is None) != (old_rank is None):
             raise ValueError(
                 f"state: must be this process' part where old is bound to ranks that are there, and None where it is on an "
-                f"AbstractAxis, got {'None' if state is None else 'a state'} with {old._ranks}; pass the step that goes with it"
+                f"AbstractAxis, got {'None' if state is None else 'a state'} with {old.runtime.ranks}; pass the step that goes "
+                f"with it"
             )
         if state is not None:
-            old._check_shapes(state, fix=_FIX)
+            old.runtime.check_shapes(state, fix=_FIX)
             files_of(state)
             numbers = numbers_of(state) if old_rank == 0 else None
     except (ValueError, StoreError) as error:

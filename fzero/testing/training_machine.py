@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor, nn
 
-from fzero.checkpoint.save_load import load, save
+from fzero.checkpoint.loading import load
+from fzero.checkpoint.saving import save
 from fzero.optim.transforms import Transform, leaf_names, same_bits
 from fzero.plans.param_groups import OwnTransform
 from fzero.plans.plan import FlatParamPlan

@@ -494,7 +494,7 @@ def test_from_pretrained_loads_what_is_exported_and_fzero_loads_it_again(stage: 
     state = step.init()
     out, expected = tmp_path / "out", step.gather(state)
     if way == "step":
-        step.save_16bit_model(state, out, max_file_nbytes=4000)
+        fzero.checkpoint.save_16bit_model(state, out, step=step, max_file_nbytes=4000)
     else:
         fzero.save(state, tmp_path / "saved", step=step)
         assert main(["export", str(tmp_path / "saved"), str(out), "--max-file-nbytes", "4000"]) == 0

@@ -63,7 +63,7 @@ def run_rank(scenario: str) -> None:
         x, y = part(vectors(index), step.rank, step.world_size)
         state, _ = step(state, (x, y, index))
         if scenario == "skips" and index == BAD_STEP and step.rank != VICTIM:
-            list(step._whole_weights(state))  # `gather` itself would wait until all have come to it
+            list(step.runtime.full_weights(state))  # `gather` itself would wait until all have come to it
 
 
 # --- the laws ----------------------------------------------------------------------------------------------------

@@ -263,13 +263,15 @@ def test_planned_pools_of_host_memory_are_those_that_a_step_with_files_makes(tmp
             step = fzero.make_train_step(make(Uneven), config(3, **zero) | how)
             files = offload.files_of(step.init())
             pools = sum(mover.pool.num * mover.pool.nbytes for mover in files._movers.values())
-            planned = stream_buffers(step.plan).host_pool - step._offload._staged_nbytes
+            planned = stream_buffers(step.plan).host_pool - step.runtime.offload._staged_nbytes
             if how.get(
                 "optimizer"
             ):  # two flat buffers as wholes, and two tensors that leave; the pool only moves a state
                 nbytes = 4 * max(buffer.shard_numel for buffer in step.plan.flat_buffers)
                 num_tensors = 2 * (4 if "offload_param" in zero else 3) + 2
-                assert stream_buffers(step.plan).host_pool == step._offload._staged_nbytes == num_tensors * nbytes
+                assert (
+                    stream_buffers(step.plan).host_pool == step.runtime.offload._staged_nbytes == num_tensors * nbytes
+                )
                 continue
             assert pools >= planned > 0.5 * pools, "buffers of the pool are rounded up to whole blocks of the files"
             files.close()

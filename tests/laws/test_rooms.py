@@ -51,9 +51,7 @@ MAY_IMPORT: dict[str, str] = {
 }
 """What each room may import, wherever in a file the import stands. Nobody imports the public names but who stands above them."""
 
-TO_GO = {
-    ("step", "checkpoint"): "save_16bit_model and `after=` of a folder move to checkpoint/",
-}
+TO_GO: dict[tuple[str, str], str] = {}
 """Imports that are still in the way, and how they go."""
 
 INTEGERS_ONLY = {

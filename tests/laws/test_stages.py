@@ -220,7 +220,7 @@ def _peaks(
         step = fzero.make_train_step(make(model), config(stage, **zero), checkpoint=checkpoint)
         state = step.init()
         for index in range(3):
-            alive = step._scratch = Alive()
+            alive = step.runtime.scratch = Alive()
             state, _ = step(state, part(data(index), step.rank, step.world_size))
             left = alive.now("gather"), alive.now("gradient")
             reused = sum(flat.numel() for frees in alive._free.values() for flat in frees)

@@ -240,7 +240,7 @@ def test_rates_to_follow_are_one_for_each_group_by_name(rates: Any, told: str) -
     with pytest.raises(ValueError, match=told):
         step.following(rates)
     with pytest.raises(ValueError, match="optimizers must be a list with one for each of the 3 parameter groups"):
-        step.following([1e-3, 2e-3, 3e-3], step._updater.optimizers[:1])
+        step.following([1e-3, 2e-3, 3e-3], step.runtime.updater.optimizers[:1])
 
 
 def test_the_rates_to_follow_are_those_of_the_groups_in_their_order() -> None:

@@ -169,7 +169,7 @@ def state_of(step: fzero.TrainStep, rank: int) -> TrainState[Tensor]:
                 leaf.copy_(held(_cut(path, buffer), buffer.master))
     for name, tensor in state.buffers.items():
         tensor.copy_(whole("buffer", name, tuple(tensor.shape)))
-    for kind, tensor in step._first_state.rng(rank).items():
+    for kind, tensor in step.runtime.builder.rng(rank).items():
         state.rng[kind].copy_(tensor)
     scale = fzero.optim.LossScale(torch.tensor(1.0), torch.tensor(2), torch.tensor(0))
     return state._replace(step=torch.tensor(11), loss_scale=scale)
@@ -438,7 +438,7 @@ def test_a_rank_keeps_its_random_state_and_a_further_one_starts_as_in_init() -> 
     made = fzero.resharding.reshard_all(states, old, new)
     for rank in range(2):
         assert torch.equal(made[rank].rng["cpu"], states[rank].rng["cpu"])
-    assert torch.equal(made[2].rng["cpu"], new._first_state.rng(2)["cpu"])
+    assert torch.equal(made[2].rng["cpu"], new.runtime.builder.rng(2)["cpu"])
 
 
 def test_padding_of_the_optimizer_state_is_what_init_makes_it() -> None:

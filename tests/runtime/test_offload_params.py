@@ -307,7 +307,7 @@ def everything(num_blocks, zeros):
         state, metrics = first(state, batch)
         losses.append(metrics.loss.item())
     fzero.save(state, f"{folder}/saved{num_blocks}", step=first)
-    first.save_16bit_model(state, f"{folder}/model{num_blocks}", max_file_nbytes=1 << 21)
+    fzero.checkpoint.save_16bit_model(state, f"{folder}/model{num_blocks}", step=first, max_file_nbytes=1 << 21)
     state = fzero.reshard(state, first, second)
     state, metrics = second(state, batch)
     losses.append(metrics.loss.item())

@@ -243,7 +243,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "load from nowhere": (lambda: fzero.load("", step=step_of()), "dir: must be a path, got ''"),
     "load into nothing": (lambda: fzero.load("x", step=None), "step: must be a step, got None"),
     "weights to None": (
-        with_state(lambda step, state: step.save_16bit_model(state, None)),
+        with_state(lambda step, state: fzero.checkpoint.save_16bit_model(state, None, step=step)),
         "out: must be a path, got None",
     ),
     "place swapped": (

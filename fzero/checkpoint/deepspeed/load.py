@@ -18,22 +18,12 @@ from pathlib import Path
 import torch
 
 from fzero.checkpoint import folders as files
+from fzero.checkpoint.agreement import check_same_folder, of_rank_0, together
 from fzero.checkpoint.deepspeed.files import WORD, find
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 from fzero.checkpoint.layout import StoredSlice, nbytes_of
-from fzero.checkpoint.save_load import (
-    FEW_BYTES,
-    Contents,
-    Loaded,
-    Saved,
-    check_same_folder,
-    content_of,
-    of_rank_0,
-    placed,
-    publish,
-    restored,
-    together,
-)
+from fzero.checkpoint.loading import Loaded, Saved, placed, restored
+from fzero.checkpoint.saving import FEW_BYTES, Contents, content_of, publish
 from fzero.comms.failures import meet
 from fzero.resharding.reshard import AnyStep
 from fzero.simulation import LockstepRanks, stacked
@@ -68,9 +58,9 @@ def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
         CollectiveError: another rank died or did not come.
     """
     if isinstance(step, LockstepRanks):
-        loaded = step._run(lambda rank: import_deepspeed(dir, step=step.steps[rank]))
+        loaded = step.on_each(lambda rank: import_deepspeed(dir, step=step.steps[rank]))
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
-    axis = step._mesh.world
+    axis = step.runtime.mesh.world
     meet("fzero.checkpoint.import_deepspeed", axis)
     check_same_folder(axis, dir, WORD)
     path = Path(of_rank_0(axis, lambda: str(find(Path(dir)))))
@@ -81,7 +71,7 @@ def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
         saved = Saved(found, found.numbers, found.optimizer, {}, found.scales_dynamically)
         return Loaded(restored(saved, step, scratch), found.client, path)
 
-    scratch = step._offload.make_files(axis)
+    scratch = step.runtime.offload.make_files(axis)
     imported = together(axis, own)
     return imported._replace(state=placed(imported.state, step, scratch))
 

@@ -1,6 +1,6 @@
 """What does a checkpoint of DeepSpeed hold, told as if it was stored under the keys of fzero's own?
 
-`DeepSpeedFiles` is a `fzero.checkpoint.save_load.Source`: it has shapes and dtypes by key, and fills flat tensors with
+`DeepSpeedFiles` is a `fzero.checkpoint.loading.Source`: it has shapes and dtypes by key, and fills flat tensors with
 ranges of what is stored. Where the elements are is known from `fzero.checkpoint.deepspeed.flat`; frozen parameters and
 module buffers are in the model's file, and in ZeRO 3 a shard of each frozen parameter in that of each rank.
 """

@@ -1,72 +1,59 @@
-"""How is a training state saved, and loaded by a job of another size, stage or layout?
+"""Saves a training state, so that a job of another size, stage or layout can load it.
 
     fzero.save(state, "checkpoints", step=step, client={"samples": 4096}, keep=3)
-    state, client, _ = fzero.load("checkpoints", step=step)
 
-Every rank writes a file with the parts of the state that are its own, and nothing is gathered (`fzero.checkpoint.layout`
-says which parts, `fzero.checkpoint.dcp_format` how they become files). Rank 0 then adds what the files hold, and makes the
-whole visible at once (`fzero.checkpoint.folders`). The ranks tell each other through files that they are done, so that a
-save needs no collective while the next steps run: `start_save` copies this rank's parts and returns.
+Every rank writes a file with its own parts of the state, and nothing is gathered (`fzero.checkpoint.layout` says which parts,
+`fzero.checkpoint.dcp_format` writes the files). Rank 0 then adds the index, and makes the checkpoint visible in one rename
+(`fzero.checkpoint.folders`). The ranks report through files that they are done, so that a save needs no collective while the
+next steps run: `start_save` copies this rank's parts and returns.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import threading
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fzero.checkpoint import folders as files
+from fzero.checkpoint.agreement import _told, check_same_folder, of_rank_0, together
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import (
     Slice,
     Stored,
     StoredSlice,
-    check_names,
-    check_told,
     describe_hook_states,
-    key_of,
     nbytes_of,
     numbers_by_name,
     own_specs,
-    parts_of_own,
-    parts_to_load,
     parts_to_save,
-    sources_of_numbers,
     stored_by,
     told_of,
 )
-from fzero.common.arguments import check_kind, check_no_inference, check_path
+from fzero.checkpoint.loading import aliases_of, span
+from fzero.common.arguments import check_kind, check_path
 from fzero.common.pickles import load_tensors
 from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
-from fzero.plans.plan import Plan
-from fzero.resharding.place import place
-from fzero.resharding.reshard import AnyStep, begin_anew, blank, by_name, chosen_numbers, narrow, numbers_of, rescale
-from fzero.runtime.offload import agree
-from fzero.runtime.trainability import listed
-from fzero.simulation import LockstepRanks, stacked, unstacked
+from fzero.resharding.reshard import AnyStep, by_name, numbers_of
+from fzero.simulation import LockstepRanks, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_store import StoreError
-from fzero.storage.file_tensor import FilePart, StateFiles as Scratch, part_of
-from fzero.storage.shard_io import Leaf
 
 if TYPE_CHECKING:
     from fzero.checkpoint.dcp_format import Fragment  # PyTorch takes a second to import what it imports
+
 
 T = TypeVar("T")
 
@@ -75,17 +62,6 @@ FEW_BYTES = 1 << 20
 
 GRACE = 60.0
 """Seconds for which an asynchronous save waits for other ranks when the program has come to its end."""
-
-
-class Loaded(NamedTuple):
-    """What `load` gives."""
-
-    state: TrainState[Tensor]
-    """Of the step that it was loaded for, this rank's part."""
-    client: Any
-    """What `save` was given as `client`."""
-    path: Path
-    """The checkpoint that it was loaded from."""
 
 
 def save(
@@ -124,7 +100,7 @@ def save(
     _check_step(step)
     if isinstance(step, LockstepRanks):
         states = unstacked(state, step.world_size)
-        return step._run(lambda rank: save(states[rank], dir, step=step.steps[rank], client=client, keep=keep))[0]
+        return step.on_each(lambda rank: save(states[rank], dir, step=step.steps[rank], client=client, keep=keep))[0]
     return _started(state, Path(dir), step, client, keep, copies=False)._ended()
 
 
@@ -161,52 +137,6 @@ def start_save(
     if after is not None:
         after.wait()
     return _started(state, Path(dir), step, client, keep, copies=True)
-
-
-def load(dir: str | Path, *, step: AnyStep) -> Loaded:
-    """The state of `step` that continues where the one saved in `dir` stands, this rank's part.
-
-    Ranks, stage, mesh, units, parameter groups, dtypes and what is frozen may be others than those that saved, by the rules of
-    `reshard`: every element is the same, but that neither masters nor optimizer state may become narrower. What was frozen and
-    is trained begins anew, and a warning on rank 0 names it. On as many ranks with the same
-    configuration training goes on bit for bit. A rank continues the random state of the same rank, a further one starts as in
-    `init`; gradients are zeros.
-
-    *Collective:* every rank of the step; sends some numbers. Each rank reads what it holds, and checks the bytes that it reads.
-
-    Args:
-        dir: a folder that was saved to, whose `latest` is taken, or one checkpoint of it (`dir/step-500`).
-        step: to continue with, of the same model.
-
-    Raises:
-        CheckpointError: told on every rank: there is no checkpoint, it was not written to its end, is of a newer format, or
-            holds other bytes than were written (names file and tensor).
-        ValueError: told on every rank: the model or the optimizer is another, or something would become narrower.
-        CollectiveError: another rank died or did not come.
-    """
-    check_path("dir", dir)
-    _check_step(step)
-    check_no_inference("load")
-    if isinstance(step, LockstepRanks):
-        loaded = step._run(lambda rank: load(dir, step=step.steps[rank]))
-        return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
-    axis = step._mesh.world
-    meet("fzero.load", axis)
-    check_same_folder(axis, dir, "load")
-    path = Path(of_rank_0(axis, lambda: str(files.find(Path(dir)))))
-    scratch = step._offload.make_files(axis)
-    own = together(axis, lambda: _load(path, step, scratch))
-    return own._replace(state=placed(own.state, step, scratch))
-
-
-def placed(state: TrainState[Tensor], step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
-    """A state that was read, where the step wants it. *Collective* where there are files, which may have failed."""
-    if scratch is not None:
-        agree(scratch, step._mesh.world)
-    return place(state, step)
-
-
-# --- saving ------------------------------------------------------------------------------------------------------
 
 
 class Saving:
@@ -365,14 +295,14 @@ def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Map
     plan = step.plan
     return Contents(
         *stored_by(plan, aliases_of(step)), numbers_by_name(plan, numbers), told_of(plan), describe_hook_states(plan),
-        step._stored_names, rates, asdict(step._scaling), plan.stage, plan.mesh.axes, step._scaling.dynamic,
+        step.recipe.stored_names, rates, asdict(step.runtime.scaling), plan.stage, plan.mesh.axes, step.runtime.scaling.dynamic,
     )  # fmt: skip
 
 
 def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
     """The learning rate of each parameter's next update; nothing where the schedule has come to its end, and raises."""
     try:
-        rates = [float(rate(num_updates)) for rate in step._updater.rates]
+        rates = [float(rate(num_updates)) for rate in step.runtime.updater.rates]
     except Exception:
         return {}
     return {name: rates[b.group] for b in step.plan.flat_buffers if b.trainable for name in b.layout.names}
@@ -411,10 +341,10 @@ def _started(
     state: TrainState[Tensor], path: Path, step: TrainStep, client: Any, keep: int | None, *, copies: bool
 ) -> Saving:
     """Makes the folder to write to, and starts to write: from copies, or from the state itself."""
-    axis = step._mesh.world
+    axis = step.runtime.mesh.world
 
     def prepare() -> list[StoredSlice]:
-        step._check_state(state)
+        step.runtime.check_state(state)
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(
                 f"keep: must be a whole number, at least 1, or None for all, got {keep!r}; pass how many checkpoints stay"
@@ -454,169 +384,3 @@ def content_of(client: Any) -> bytes:
             f"safely: {error}; leave out what is no such thing"
         ) from error
     return content.getvalue()
-
-
-# --- loading -----------------------------------------------------------------------------------------------------
-
-
-class Saved(NamedTuple):
-    """What a state is made from. `Contents` says what the fields are that it has, too."""
-
-    source: Source
-    numbers: Mapping[str, float | int]
-    optimizer: Mapping[str, Any]
-    hook_states: Mapping[str, str]
-    scales_dynamically: bool
-
-
-def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
-    from fzero.checkpoint.dcp_format import DcpReader
-
-    manifest = files.read_manifest(path)
-    files.check_beside(path, manifest)
-    contents = json.loads((path / files.CONTENTS).read_bytes())
-    found = DcpReader(path, map(Slice.of, contents["slices"]))
-    saved = Saved(
-        found,
-        contents["numbers"],
-        contents["optimizer"],
-        contents.get("hook_states", {}),
-        manifest["scales_dynamically"],
-    )
-    client = files.read_client(path)
-    return Loaded(restored(saved, step, scratch), client, path)
-
-
-def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
-    """The state of `step` that continues from what was saved, this rank's part.
-
-    A module buffer that is not in the model's `state_dict` may be missing, and is the model's own then.
-
-    Raises:
-        ValueError: the model or the optimizer is another, or something would become narrower.
-        CheckpointError: something cannot be read.
-    """
-    plan, rank, source = step.plan, step.rank, saved.source
-    check_names(plan, aliases_of(step), source.stored)
-    check_told(plan, saved.optimizer)
-    frozen = {name for name, kept in saved.optimizer.items() if kept is None}
-    _tell_of_frozen(plan, frozen, rank)
-    numbers = chosen_numbers(sources_of_numbers(plan, frozen), dict(saved.numbers))
-    kept = {*step._stored_names.values()}
-    missing = [n for n in plan.buffers if n not in kept and key_of("params", n) not in source.stored]
-    wanted: dict[str, list[StoredSlice]] = {}
-    for quantity, parts in parts_to_load(plan, rank, source.stored, without=missing, frozen=frozen):
-        wanted.setdefault(quantity, []).extend(parts)
-    keeps_scale = saved.scales_dynamically and step._scaling.dynamic
-    state = blank(step, rank, numbers, keeps_scale=keeps_scale, files=scratch)
-    wanted["own"] = parts_of_own(rank, _kept_own(step, saved.hook_states), source.stored)
-    read_into(state, wanted.values(), source)
-    for name, value in step._first_state.values(missing, None, None).items():
-        state.buffers[name].copy_(value)
-    narrow(state, step, rank)
-    begin_anew(state, step, rank, frozen)
-    rescale(state, numbers)
-    return state
-
-
-def _tell_of_frozen(plan: Plan, frozen: Collection[str], rank: int) -> None:
-    """Warns on rank 0 of what was frozen in the job that saved and is trained here, and the other way round."""
-    trained = {name: b.trainable for b in plan.flat_buffers for name in b.layout.names}
-    anew = [name for name, is_trained in trained.items() if is_trained and name in frozen]
-    left = [name for name, is_trained in trained.items() if not is_trained and name not in frozen]
-    told = [f"the optimizer state of {listed(anew)} begins anew, for frozen parameters have none"] if anew else []
-    told += [f"that of {listed(left)} is left, which are frozen now"] if left else []
-    if told and rank == 0:
-        warnings.warn(f"load: other parameters were frozen in the job that saved: {'; '.join(told)}", stacklevel=7)
-
-
-def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[StoredSlice]], found: Source) -> None:
-    """Reads parts of a state, group by group; those of tensors that live in files one by one."""
-    tensors = by_name(state)
-    for parts in groups:
-        spans = [(part, span(tensors[part.tensor], part)) for part in parts]
-        found.read((part, x) for part, x in spans if isinstance(x, Tensor))
-        for part, x in spans:
-            if not isinstance(x, Tensor):
-                values = torch.empty(x.numel(), dtype=x.tensor.dtype)
-                found.read([(part, values)])
-                x.copy_(values)
-
-
-def span(tensor: Leaf, part: StoredSlice) -> Tensor | FilePart:
-    """The elements of a part in the flat tensor that holds them: to be written to a file, or to be read into."""
-    return part_of(tensor, part.offset, part.offset + part.stop - part.start)  # type: ignore[no-any-return]
-
-
-class Source(Protocol):
-    """What tensors are read from, a range at a time."""
-
-    @property
-    def stored(self) -> Mapping[str, Stored]: ...
-
-    def read(self, fragments: Iterable[Fragment]) -> None:
-        """Fills each flat tensor with the elements of its part, cast to its dtype."""
-
-
-def aliases_of(step: TrainStep) -> dict[str, str]:
-    """The further names of parameters and module buffers: of tied ones, and those that `state_dict` gives them."""
-    return step.plan.aliases | {key: name for key, name in step._stored_names.items() if key != name}
-
-
-def _kept_own(step: TrainStep, hook_states: Mapping[str, str]) -> dict[str, Any]:
-    """What this rank has for itself and may go on with."""
-    own, now = own_specs(step.plan, step.specs.rng), describe_hook_states(step.plan)
-    forgotten = [name for name in now if hook_states.get(name) != now[name]]
-    if hook_states and forgotten:
-        warnings.warn(
-            f"load: what reductions lost so far is forgotten where ranks, flat buffers or comm hooks change: now "
-            f"{step.plan.comm_hooks} on {step.world_size} ranks",
-            stacklevel=4,
-        )
-    return {name: spec for name, spec in own.items() if name not in forgotten}
-
-
-_RAISED = (ValueError, StoreError)
-"""What is raised as it is; of all else a CheckpointError tells."""
-
-
-# --- agreement ---------------------------------------------------------------------------------------------------
-
-
-def together(axis: Bound, function: Callable[[], T]) -> T:
-    """What `function` returns; what it raises on any rank is raised on all. *Collective:* sends some numbers."""
-    values: list[T] = []
-    problem: Exception | None = None
-    try:
-        values.append(function())
-    except (CheckpointError, ValueError, OSError, StoreError) as error:
-        problem = error
-    index = next((i for i, kind in enumerate(_RAISED) if isinstance(problem, kind)), len(_RAISED))
-    world = collectives.exchange((_told(problem), index), axis, label=Label("save"))
-    for rank, (told, index) in enumerate(world):
-        if told:
-            kind = [*_RAISED, CheckpointError][index]
-            raise kind(told if len(world) == 1 else f"{told} (on rank {rank})") from problem
-    return values[0]
-
-
-def check_same_folder(axis: Bound, dir: str | Path, call: str) -> None:
-    """Raises a ValueError on every rank unless all were given the same folder. *Collective:* sends its name."""
-    folders = collectives.exchange(os.path.abspath(dir), axis, label=Label("save"))
-    for rank, folder in enumerate(folders):
-        if folder != folders[0]:
-            raise ValueError(
-                f"{call}: dir must be the same on all ranks, got {folders[0]} on rank 0 and {folder} on rank {rank}; pass every "
-                f"rank the same folder, which all of them see"
-            )
-
-
-def of_rank_0(axis: Bound, function: Callable[[], T]) -> T:
-    """What `function` returns, or raises, on rank 0, where alone it is called; a plain value. *Collective:* sends it."""
-    value = together(axis, lambda: function() if axis.rank == 0 else None)
-    found: T = collectives.exchange(value, axis, label=Label("save"))[0]
-    return found
-
-
-def _told(problem: Exception | None) -> str | None:
-    return None if problem is None else str(problem) or repr(problem)

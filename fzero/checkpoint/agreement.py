@@ -1,0 +1,62 @@
+"""Calls that every rank makes together around files: an error on one rank is raised on all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from fzero.checkpoint.folders import CheckpointError
+from fzero.comms import collectives
+from fzero.comms.axes import Bound
+from fzero.comms.records import Label
+from fzero.storage.file_store import StoreError
+
+if TYPE_CHECKING:
+    pass  # PyTorch takes a second to import what it imports
+
+
+T = TypeVar("T")
+
+_RAISED = (ValueError, StoreError)
+"""What is raised as it is; of all else a CheckpointError tells."""
+
+
+def together(axis: Bound, function: Callable[[], T]) -> T:
+    """What `function` returns; what it raises on any rank is raised on all. *Collective:* sends some numbers."""
+    values: list[T] = []
+    problem: Exception | None = None
+    try:
+        values.append(function())
+    except (CheckpointError, ValueError, OSError, StoreError) as error:
+        problem = error
+    index = next((i for i, kind in enumerate(_RAISED) if isinstance(problem, kind)), len(_RAISED))
+    world = collectives.exchange((_told(problem), index), axis, label=Label("save"))
+    for rank, (told, index) in enumerate(world):
+        if told:
+            kind = [*_RAISED, CheckpointError][index]
+            raise kind(told if len(world) == 1 else f"{told} (on rank {rank})") from problem
+    return values[0]
+
+
+def check_same_folder(axis: Bound, dir: str | Path, call: str) -> None:
+    """Raises a ValueError on every rank unless all were given the same folder. *Collective:* sends its name."""
+    folders = collectives.exchange(os.path.abspath(dir), axis, label=Label("save"))
+    for rank, folder in enumerate(folders):
+        if folder != folders[0]:
+            raise ValueError(
+                f"{call}: dir must be the same on all ranks, got {folders[0]} on rank 0 and {folder} on rank {rank}; pass every "
+                f"rank the same folder, which all of them see"
+            )
+
+
+def of_rank_0(axis: Bound, function: Callable[[], T]) -> T:
+    """What `function` returns, or raises, on rank 0, where alone it is called; a plain value. *Collective:* sends it."""
+    value = together(axis, lambda: function() if axis.rank == 0 else None)
+    found: T = collectives.exchange(value, axis, label=Label("save"))[0]
+    return found
+
+
+def _told(problem: Exception | None) -> str | None:
+    return None if problem is None else str(problem) or repr(problem)
