@@ -220,7 +220,7 @@ def test_a_transform_of_your_own_is_refused_by_its_name_where_it_is_not_elementw
         ("LBFGS", {}, "LBFGS: needs a closure"),
         (Closing, {}, "Closing: needs a closure"),
         ("SparseAdam", {}, "SparseAdam: must step with the dense gradient .* does not support dense gradients"),
-        ("adafactor", {}, "Adafactor: must be elementwise, .* there is fzero.optim.adafactor"),
+        ("adafactor", {}, "Adafactor: must be elementwise, .* use fzero.optim.adafactor"),
         ("Muon", {}, "Muon: does not take a flat tensor .* only supports 2D .* use fzero.optim.muon"),
         (ByItsNorm, {}, "ByItsNorm: must be elementwise"),
         (WithNorms, {}, "WithNorms: must be elementwise"),
