@@ -18,7 +18,7 @@ import fzero
 from fzero import ConfigError
 from fzero.optim import lr_schedules
 
-# What DeepSpeed 0.19.6 sets before updates 1, 2, …, run with an optimizer whose lr is 1 and rounded to 4 places.
+# The values of DeepSpeed 0.19.6 before updates 1, 2, …, for an optimizer whose lr is 1, rounded to 4 digits.
 MEASURED: list[tuple[str, dict[str, Any], list[float]]] = [
     ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4}, [0, 0, 0.5, 0.7925, 1, 1]),
     (
@@ -144,7 +144,7 @@ def test_a_scheduled_run_is_the_plain_loops_that_sets_its_rates_by_hand(ranks: R
     for curve, ours in ranks(2, train, Plain, vectors, cfg):
         assert curve == [pytest.approx(pair, rel=1e-5) for pair in expected]  # fp32, other orders of addition
         for name, weight in weights.items():
-            # Adam divides by the gradient's own size, which magnifies rounding where a gradient is almost zero.
+            # Adam divides by the size of the gradient, which magnifies rounding errors if a gradient is almost zero.
             torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5)
 
 
@@ -187,12 +187,12 @@ def test_the_rate_is_a_function_of_the_state_and_a_metric() -> None:
         ({"type": "WarmupLR", "params": {"last_batch_iteration": 7}}, "scheduler.params.last_batch_iteration: must be"),
     ],
 )
-def test_a_wrong_scheduler_is_told_with_its_field(given: dict[str, Any], told: str) -> None:
+def test_a_wrong_scheduler_is_refused_with_its_field(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         fzero.Config.load({"scheduler": given})
 
 
-def test_a_cycle_of_momentum_for_an_optimizer_without_betas_is_told() -> None:
+def test_a_cycle_of_momentum_for_an_optimizer_without_betas_is_refused() -> None:
     sgd = {"optimizer": {"type": "SGD"}, "scheduler": {"type": "OneCycle", "params": CYCLE}}
     with pytest.warns(UserWarning, match="scheduler.params.cycle_momentum: SGD has no betas"):
         fzero.make_train_step(make(Plain), sgd)
@@ -202,7 +202,7 @@ def test_a_cycle_of_momentum_for_an_optimizer_without_betas_is_told() -> None:
 
 
 def _step_that_drifts(stage: int, options: dict[str, Any], by_state: bool) -> str:
-    """On a real rank: what a step raises when this rank's rate, or number of updates, is its own, between two good steps."""
+    """On a rank of a process group: the error of a step, between two good ones, in which this rank's rate or count differs."""
     rank = fzero.join().rank
     share = [0.0]
     model = make(functools.partial(Plain, num_blocks=1))
@@ -260,7 +260,7 @@ def test_states_of_other_updates_raise_on_all_ranks(ranks: RankPool) -> None:
 
 
 def _engine_that_drifts(stage: int, when: str) -> str:
-    """On a real rank: what a backward raises when this rank wrote numbers of its own into the param groups."""
+    """On a rank of a process group: the error of a backward after this rank wrote other numbers into the param groups."""
     rank = fzero.join().rank
     engine, optimizer, *_ = fzero.initialize(model=make(Plain), config=config(stage))
     (group,) = optimizer.param_groups

@@ -1,4 +1,4 @@
-"""The laws of optimizers that look at whole parameters: their references, and the same bits however the buffer is cut."""
+"""The laws of optimizers that read full parameters: they match references, and give the same bits for every partition."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ every_transform = pytest.mark.parametrize("name", MAKERS)
 
 
 class Ranks:
-    """W ranks that run a function each, in threads, and exchange tensors at a barrier."""
+    """W ranks in threads, each of which runs a function; they exchange tensors at a barrier."""
 
     def __init__(self, layout: FlatLayout) -> None:
         self.layout = layout
@@ -97,7 +97,7 @@ class Ranks:
 
 
 def run(transform: Transform, param: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Any]:
-    """The parameter and the state after all gradients; on copies."""
+    """The parameter and the state after all gradients; works on copies."""
     param = param.clone()
     state = transform.init(param)
     for grad in grads:
@@ -106,7 +106,7 @@ def run(transform: Transform, param: Tensor, grads: Sequence[Tensor]) -> tuple[T
 
 
 def values(layout: FlatLayout, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tree, list[Tree]]:
-    """Parameters, and gradients of quite different sizes for each step."""
+    """Parameters, and gradients for each step, of very different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     make = lambda scale: {  # noqa: E731
         name: scale * torch.randn(shape, generator=generator, dtype=dtype)
@@ -121,7 +121,7 @@ def run_whole(make: Make, layout: FlatLayout, params: Tree, grads: Sequence[Tree
 
 
 def cut_layouts(*, only_matrices: bool = False) -> st.SearchStrategy[FlatLayout]:
-    """Layouts of a few parameters on 1-4 ranks, of up to four dims, zero-sized, 0-d and much longer than a shard."""
+    """Layouts of a few parameters on 1-4 ranks: of up to four dims, zero-sized, 0-d, and much longer than a shard."""
     parameters = shapes(max_dims=4, max_length=6).filter(lambda shape: len(shape) >= 2 or not only_matrices)
     return layouts(5, 4, max_multiple_of=32, parameters=parameters)
 
@@ -140,7 +140,7 @@ MATRICES = FlatLayout(("w", "conv", "none", "u"), ((7, 5), (3, 2, 3, 3), (0, 3),
 
 
 def check_same_bits(make: Make, layout: FlatLayout, seed: int) -> list[list[str]]:
-    """Raises unless shards of the update of the whole are the updates of shards; returns what each rank called."""
+    """Raises unless the updates of shards are shards of the full update; returns the calls of each rank."""
     params, grads = values(layout, seed)
     param_P, grads_P = flatten(params, layout), [flatten(grad, layout) for grad in grads]
     whole, whole_state = run(make(ShardContents.whole(layout)), param_P, grads_P)
@@ -191,7 +191,7 @@ def _update_own_shard(name: str, layout: FlatLayout, param_P: Tensor, grads_P: l
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", ["lamb, defaults", "adafactor, defaults", "muon, defaults"])
-def test_real_ranks_have_the_bits_of_the_whole(ranks: RankPool, name: str, world_size: int) -> None:
+def test_ranks_in_processes_have_the_bits_of_the_full_buffer(ranks: RankPool, name: str, world_size: int) -> None:
     layout = replace(MATRICES, world_size=world_size, multiple_of=32)
     params, grads = values(layout)
     whole, _ = run_whole(MAKERS[name], layout, params, grads)
@@ -236,7 +236,7 @@ def lamb_plainly(
     params: Tree, grads: Sequence[Tree], *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
     weight_decay: float = 0.0, max_coeff: float = 10.0, min_coeff: float = 0.01, bias_correction: bool = True,
 ) -> Tree:  # fmt: skip
-    """You et al., arXiv:1904.00962, algorithm 2, a parameter at a time, with the trust ratio clamped."""
+    """Algorithm 2 of You et al., arXiv:1904.00962, for one parameter after the other, with a clamped trust ratio."""
     new = {}
     for name, start in params.items():
         x, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
@@ -256,7 +256,7 @@ def lamb_plainly(
 def torch_plainly(
     make: Callable[..., torch.optim.Optimizer], params: Tree, grads: Sequence[Tree], **given: Any
 ) -> Tree:
-    """torch.optim on every parameter of its own; those without elements stay as they are."""
+    """torch.optim on each parameter; those without elements do not change."""
     owned = {name: torch.nn.Parameter(x.clone()) for name, x in params.items() if x.numel()}
     if owned:
         optimizer = make(owned.values(), **given)
@@ -269,7 +269,7 @@ def torch_plainly(
 
 @pytest.mark.parametrize("given_values", LAMBS.values(), ids=LAMBS)
 @given(layout=cut_layouts(), seed=st.integers(0, 100))
-def test_lamb_is_the_formula_on_whole_parameters(given_values: Any, layout: FlatLayout, seed: int) -> None:
+def test_lamb_is_the_formula_on_full_parameters(given_values: Any, layout: FlatLayout, seed: int) -> None:
     params, grads = values(layout, seed, torch.float64)
     found, _ = run_whole(lambda contents: lamb(**given_values, contents=contents), layout, params, grads)
     # Rounding of float64, after divisions by small roots.
@@ -282,7 +282,7 @@ def test_lamb_is_the_formula_on_whole_parameters(given_values: Any, layout: Flat
 def test_adafactor_is_the_one_of_torch(given_values: Any, layout: FlatLayout, seed: int) -> None:
     params, grads = values(layout, seed, torch.float64)
     found, _ = run_whole(lambda contents: adafactor(**given_values, contents=contents), layout, params, grads)
-    # Rounding of float64; torch takes a norm and squares it where squares are added up here.
+    # Rounding of float64: torch squares a norm, and fzero adds up squares.
     expected = torch_plainly(torch.optim.Adafactor, params, grads, **given_values)
     torch.testing.assert_close(unflatten(found, layout), expected, rtol=1e-11, atol=1e-11)
 
@@ -297,7 +297,7 @@ def test_muon_is_the_one_of_torch_on_the_parameters_as_matrices(
     as_matrix = lambda x: x.reshape(x.shape[0], -1) if x.numel() else x  # noqa: E731
     flat_params, *flat_grads = ({n: as_matrix(x) for n, x in tree.items()} for tree in (params, *grads))
     expected = torch_plainly(torch.optim.Muon, flat_params, flat_grads, **{"weight_decay": 0.0} | given_values)
-    # The same operations: what is left is how a fused multiply-add is compiled for other strides, in fp32.
+    # The operations are the same; a fused multiply-add may be compiled differently for other strides, in fp32.
     found_tree = {n: as_matrix(x) for n, x in unflatten(found, layout).items()}
     torch.testing.assert_close(found_tree, expected, rtol=1e-6, atol=1e-6)
 
@@ -323,10 +323,10 @@ def test_orthogonalised_singular_values_are_about_one(shape: tuple[int, int]) ->
     found = orthogonalise(matrix).float()
     assert found.shape == shape
     singular = torch.linalg.svdvals(found)
-    # What five steps of the quintic leave (kellerjordan.github.io/posts/muon: "Uniform(0.5, 1.5)").
+    # The range after five steps of the quintic (kellerjordan.github.io/posts/muon: "Uniform(0.5, 1.5)").
     assert singular.min() > 0.3 and singular.max() < 1.5
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    # The singular vectors stay: the rotated matrix is diagonal, but for bfloat16.
+    # The singular vectors do not change: the rotated matrix is diagonal, up to bfloat16 rounding.
     rotated = u.T @ found @ v.T
     assert (rotated - rotated.diag().diag()).abs().max() < 0.05
 
@@ -406,6 +406,6 @@ def test_a_zero_parameter_or_a_zero_gradient_moves_by_adams_step_or_not_at_all()
     layout = FlatLayout(("zero", "still"), ((2,), (2,)), 1)
     param, grad = torch.tensor([0.0, 0.0, 3.0, 4.0]), torch.tensor([1.0, -1.0, 0.0, 0.0])
     found, _ = run(lamb(0.5, contents=ShardContents.whole(layout)), param, [grad])
-    # Adam's first direction is the gradient's sign, but for eps = 1e-8.
+    # Adam's first direction is the sign of the gradient, up to eps = 1e-8.
     torch.testing.assert_close(found, torch.tensor([-0.5, 0.5, 3.0, 4.0]), rtol=1e-6, atol=0)
     assert math.isclose(found[2].item(), 3.0)
