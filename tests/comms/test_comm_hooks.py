@@ -88,10 +88,10 @@ def test_error_feedback_loses_nothing_for_long(codec: Codec) -> None:
         arrived, meant = arrived + reduced.double().flatten(), meant + full.double().sum(0)
     # Fifty rounds of fp32 sums of numbers below 8, as above.
     torch.testing.assert_close(arrived, meant - error.double().sum(0), rtol=0, atol=50 * 3 * 8 * 2**-23)
-    alone, whole = compressed(codec), 0.0
+    alone, total = compressed(codec), 0.0
     for seed in range(50):
-        whole = whole + alone.reduce_scatter(_parts(world_size, 32, seed), axis, None)[0].double().flatten()
-    assert (whole - meant).abs().max() > 2 * (arrived - meant).abs().max()
+        total = total + alone.reduce_scatter(_parts(world_size, 32, seed), axis, None)[0].double().flatten()
+    assert (total - meant).abs().max() > 2 * (arrived - meant).abs().max()
 
 
 def _bytes_on_a_rank(numel: int) -> list[tuple[str, int]]:
@@ -142,8 +142,8 @@ def test_a_hook_that_is_reset_at_two_periods_starts_again_at_each() -> None:
     for index in range(7):
         full = _parts(2, 32, index)
         arrived, state = twice.reduce_scatter(full, axis, state)
-        is_anew = index % 3 % 2 == 0
-        assert torch.equal(arrived, alone.reduce_scatter(full, axis, alone.init(full))[0]) == is_anew
+        is_reset = index % 3 % 2 == 0
+        assert torch.equal(arrived, alone.reduce_scatter(full, axis, alone.init(full))[0]) == is_reset
     for given_ in (quantize(4), state):
         with pytest.raises(ValueError, match=r"reset_every: hook must be a CommHook, got .*; pass error_feedback"):
             reset_every(given_, every=2)  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ def jobs() -> Iterator[dict[str, Job]]:
         yield {name: stack.enter_context(Job(2, name, 3, file=__file__)) for name in SCENARIOS}
 
 
-def told_by(job: Job, rank: int) -> tuple[str, str]:
+def output_of(job: Job, rank: int) -> tuple[str, str]:
     """The output of a rank before its traceback, and its last lines."""
     code, errors = job.end_of(rank)
     assert code == 1, errors
@@ -97,7 +97,7 @@ def assert_blames(lines: str, job: Job, doing: str) -> None:
 @pytest.mark.long
 def test_a_rank_that_stands_in_python_is_named_with_its_unit_and_its_stack(jobs: dict[str, Job]) -> None:
     job = jobs["sleeps"]
-    stacks, lines = told_by(job, 0)
+    stacks, lines = output_of(job, 0)
     at = r"in no collective, the last was gather blocks.3/float32 \(forward, collective 4 of step 3\)"
     assert_blames(lines, job, at)
     _, waiting, sleeping = stacks.split("fzero: the stack of rank ")
@@ -109,7 +109,7 @@ def test_a_rank_that_stands_in_python_is_named_with_its_unit_and_its_stack(jobs:
 @pytest.mark.long
 def test_a_rank_in_an_endless_loop_of_c_is_named_with_its_stack(jobs: dict[str, Job]) -> None:
     job = jobs["loops"]
-    stacks, lines = told_by(job, 0)
+    stacks, lines = output_of(job, 0)
     assert_blames(lines, job, "cannot answer, for code in C holds its interpreter")
     looping = stacks.split("fzero: the stack of rank ")[2]
     assert re.search(r"in match\n.*test_hangs.py\", line \d+ in loss_of", looping), looping
@@ -117,15 +117,15 @@ def test_a_rank_in_an_endless_loop_of_c_is_named_with_its_stack(jobs: dict[str, 
 
 
 def test_a_rank_that_skips_a_collective_is_named_with_what_both_wait_for(jobs: dict[str, Job]) -> None:
-    ends = [told_by(jobs["skips"], rank) for rank in range(2)]
+    ends = [output_of(jobs["skips"], rank) for rank in range(2)]
     assert sum("fzero: the stack of" in stacks for stacks, _ in ends) == 1  # printed by the first rank to ask
     (_, *here), (_, *there) = (lines.splitlines()[:3] for _, lines in ends)
     assert here == there, ends  # all ranks raise the same lines
-    behind, ahead = here
+    behind, later = here
     assert re.fullmatch(
         r"  rank 0 \(.*\) has not come: waiting for .* \(backward, collective \d+ of step 4\)", behind
     ), here
-    assert re.fullmatch(r"  rank 1: waiting for gradient norm \(update, collective \d+ of step 4\)", ahead), here
+    assert re.fullmatch(r"  rank 1: waiting for gradient norm \(update, collective \d+ of step 4\)", later), here
 
 
 def test_a_step_pays_less_than_a_microsecond_for_each_collective() -> None:
@@ -188,14 +188,14 @@ class Process:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state of processes is read in /proc")
 @pytest.mark.parametrize(
-    ("number", "is_reaped", "told"),
+    ("number", "is_reaped", "fate"),
     [
         (signal.SIGSTOP, False, r"its process is stopped; `kill -CONT \d+` on .* lets it go on"),
         (signal.SIGKILL, False, "its process was killed by SIGKILL"),
         (signal.SIGKILL, True, "its process has ended"),
     ],
 )
-def test_a_rank_that_is_stopped_or_gone_is_named_and_no_other(number, is_reaped, told):
+def test_a_rank_that_is_stopped_or_gone_is_named_and_no_other(number, is_reaped, fate):
     """Rank 1 is gone. Rank 0 asks; rank 2 waits for an earlier collective than rank 0."""
     store, process = dist.HashStore(), Process()
     watch = Watchdog(store, 0, 3)
@@ -210,7 +210,7 @@ def test_a_rank_that_is_stopped_or_gone_is_named_and_no_other(number, is_reaped,
         if is_reaped:
             process.popen.wait()
         (first, *others) = watch.ask(is_late=False)
-        assert re.fullmatch(rf"rank 1 \(.*, pid {process.popen.pid}\) has not come: {told}", first), first
+        assert re.fullmatch(rf"rank 1 \(.*, pid {process.popen.pid}\) has not come: {fate}", first), first
         assert not [line for line in others if "has not come" in line], others
         assert store.get("summary").decode().splitlines() == [first, *others]  # all other ranks raise with it
     finally:

@@ -130,12 +130,12 @@ def batches(step: Any, overflows: list[bool], bad_rank: int = -1) -> list[Any]:
 
 def _train(stage: int, overflows: list[bool], keys: dict[str, Any]) -> tuple[list[Any], list[Tensor], int]:
     step = fzero.make_train_step(make(Dropping), config(stage) | SCHEDULER | keys)
-    state, told = step.init(), []
+    state, found = step.init(), []
     for batch in batches(step, overflows):
         state, metrics = step(state, batch)
-        told.append((bool(metrics.overflow), metrics.loss_scale.item(), metrics.lr.item()))
+        found.append((bool(metrics.overflow), metrics.loss_scale.item(), metrics.lr.item()))
     held = (state.params, state.master, state.optimizer, state.buffers, state.rng)
-    return told, optree.tree_leaves(held), int(state.step)
+    return found, optree.tree_leaves(held), int(state.step)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -143,13 +143,13 @@ def _train(stage: int, overflows: list[bool], keys: dict[str, Any]) -> tuple[lis
 def test_a_step_that_overflows_changes_only_the_loss_scale(ranks: RankPool, world_size: int, stage: int) -> None:
     clean = ranks(world_size, _train, stage, [GOOD] * 3, FP16)
     broken = ranks(world_size, _train, stage, [BAD, GOOD, GOOD, BAD, BAD, GOOD], FP16)
-    for (clean_told, clean_held, _), (told, held, num_updates) in zip(clean, broken, strict=True):
+    for (clean_metrics, clean_held, _), (found, held, num_updates) in zip(clean, broken, strict=True):
         assert num_updates == 3
         # The scale is a power of two, so that it does not change the bits of gradients within the range of fp16.
         assert all(torch.equal(x, y) for x, y in zip(held, clean_held, strict=True))
-        assert [overflow for overflow, _, _ in told] == [BAD, GOOD, GOOD, BAD, BAD, GOOD]
-        assert [scale for _, scale, _ in told] == [2**14, 2**13, 2**13, 2**13, 2**12, 2**11]
-        assert [lr for overflow, _, lr in told if not overflow] == [lr for _, _, lr in clean_told]
+        assert [overflow for overflow, _, _ in found] == [BAD, GOOD, GOOD, BAD, BAD, GOOD]
+        assert [scale for _, scale, _ in found] == [2**14, 2**13, 2**13, 2**13, 2**12, 2**11]
+        assert [lr for overflow, _, lr in found if not overflow] == [lr for _, _, lr in clean_metrics]
 
 
 def _non_finite_in_bf16(stage: int, check: bool) -> Any:
@@ -170,7 +170,7 @@ def _non_finite_in_bf16(stage: int, check: bool) -> Any:
 def test_bf16_skips_gradients_that_are_not_finite_in_every_stage_or_raises(ranks: RankPool, stage: int) -> None:
     """DeepSpeed's stage 3 does neither, and its weights become infinite."""
     assert ranks(2, _non_finite_in_bf16, stage, True) == [(True, 1.0, True)] * 2
-    assert all("loss is not finite on ranks [0]" in told for told in ranks(2, _non_finite_in_bf16, stage, False))
+    assert all("loss is not finite on ranks [0]" in error for error in ranks(2, _non_finite_in_bf16, stage, False))
 
 
 def _infinite_loss(stage: int, keys: dict[str, Any]) -> tuple[bool, int]:

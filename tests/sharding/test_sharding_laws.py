@@ -192,7 +192,7 @@ def test_a_layout_is_a_value(layout):
         lambda layout: layout.names != tuple(sorted(layout.names)),
         lambda layout: layout.partition.padding > layout.partition.shard_numel,
     ],
-    ids=["zero-sized", "0-d", "few elements", "long parameter", "unsorted names", "whole shard of padding"],
+    ids=["zero-sized", "0-d", "few elements", "long parameter", "unsorted names", "full shard of padding"],
 )
 def test_layouts_hold_every_kind_of_parameter(holds):
     assert holds(find(layouts(), holds))
@@ -232,8 +232,8 @@ def test_a_transfer_turns_shards_of_one_layout_into_shards_of_the_other(pair):
     for move in plan_transfer(old, new):
         assert 0 <= move.source_start < move.source_stop <= old.partition.shard_numel
         assert 0 <= move.target_start < move.target_stop <= new.partition.shard_numel
-        piece = source[move.source_rank][move.source_start : move.source_stop]
-        received[move.target_rank][move.target_start : move.target_stop] = piece
+        moved = source[move.source_rank][move.source_start : move.source_stop]
+        received[move.target_rank][move.target_start : move.target_stop] = moved
     assert received == target
 
 

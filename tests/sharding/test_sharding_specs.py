@@ -46,9 +46,9 @@ def test_a_sharded_tensor_has_the_shape_of_its_shard_and_any_other_its_full_shap
     assert sharded.local_shape(world_size) == (partition.shard_numel,)
     assert sharded.local_nbytes(world_size) * world_size == 4 * partition.padded_numel
     for spec in (Replicated(), Partial("data")):
-        whole = replace(sharded, spec=spec)
-        assert whole.local_shape(world_size) == shape
-        assert whole.local_nbytes(world_size) == 4 * math.prod(shape)
+        full = replace(sharded, spec=spec)
+        assert full.local_shape(world_size) == shape
+        assert full.local_nbytes(world_size) == 4 * math.prod(shape)
 
 
 @law

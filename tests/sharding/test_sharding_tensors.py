@@ -19,8 +19,8 @@ law = settings(deadline=None)
 
 def parameters_of(layout: FlatLayout, dtype: torch.dtype = torch.int64) -> dict[str, torch.Tensor]:
     """Parameters whose elements all differ and count from 1, so that none equals padding."""
-    pieces = torch.arange(1, layout.numel + 1, dtype=dtype).split(list(layout.numels))
-    return {name: piece.reshape(shape) for name, shape, piece in zip(layout.names, layout.shapes, pieces)}
+    leaves = torch.arange(1, layout.numel + 1, dtype=dtype).split(list(layout.numels))
+    return {name: part.reshape(shape) for name, shape, part in zip(layout.names, layout.shapes, leaves)}
 
 
 def stack_shards(flat_P: torch.Tensor, partition: Partition) -> torch.Tensor:
@@ -146,8 +146,8 @@ def test_a_transfer_of_shards_is_the_flattening_by_the_new_layout(old, world_siz
     old_WS = stack_shards(flatten(parameters, old), old.partition)
     new_WS = old_WS.new_zeros(world_size, new.partition.shard_numel)
     for move in plan_transfer(old, new):
-        piece = old_WS[move.source_rank, move.source_start : move.source_stop]
-        new_WS[move.target_rank, move.target_start : move.target_stop] = piece
+        part = old_WS[move.source_rank, move.source_start : move.source_stop]
+        new_WS[move.target_rank, move.target_start : move.target_stop] = part
     assert torch.equal(new_WS, stack_shards(flatten(parameters, new), new.partition))
 
 
