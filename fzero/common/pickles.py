@@ -167,7 +167,7 @@ def read_metadata(path: Path) -> Any:
     except UnsafePickleError:
         raise
     except Exception as error:  # bytes that are no pickle may raise any error
-        raise ValueError(f"is no whole pickle: {error!r}") from None
+        raise ValueError(f"is not a complete pickle: {error!r}") from None
     tensors: dict[str, Any] = {}
     for key, like in _dict(_is(found, _Metadata)["state_dict_metadata"]).items():
         if isinstance(like, _Tensor):
@@ -211,7 +211,7 @@ def _size(value: Any) -> torch.Size:
     return torch.Size(map(_count, _is(numbers, tuple)))
 
 
-# --- what ranks exchange -----------------------------------------------------------------------------------------
+# --- values that ranks exchange ----------------------------------------------------------------------------------
 
 
 class _Packer(pickle.Pickler):

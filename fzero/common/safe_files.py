@@ -47,7 +47,7 @@ def refuse_link(path: Path) -> None:
     """Raises a FileExistsError if the path is a link: writes would go to its target."""
     if path.is_symlink():
         raise FileExistsError(
-            f"{path}: must be no link, and leads to {os.readlink(path)}; remove it, for it is not fzero's"
+            f"{path}: must not be a link, but leads to {os.readlink(path)}; remove it, because fzero did not make it"
         )
 
 
@@ -62,6 +62,6 @@ def check_own(folder: Path) -> None:
     owner = folder.stat().st_uid
     if owner != os.geteuid():
         raise PermissionError(
-            f"{folder}: must belong to the user of this process ({os.geteuid()}), and belongs to user {owner}, who could change "
+            f"{folder}: must belong to the user of this process ({os.geteuid()}), but belongs to user {owner}, who could change "
             f"the state in it; remove it, or pass another path"
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401 - later, its functions' defaults would hold the group of that time and its connections
 
 from fzero.comms.lockstep import Hub
 from fzero.comms.records import CommRecord
@@ -99,6 +100,7 @@ class LockstepAxis:
 class Sim:
     """All `size` ranks of the mesh axis `name` in this process: every tensor has a leading dimension of ranks.
 
+    >>> import torch
     >>> from fzero.comms.collectives import all_gather
     >>> all_gather(torch.tensor([[1, 2], [3, 4]]), Sim("data", 2))
     tensor([[1, 2, 3, 4],

@@ -275,7 +275,7 @@ def reset_every(hook: CommHook, *, every: int) -> CommHook:
     def start_reduce_scatter(full: Tensor, axis: Axis, state: State, **how: Any) -> Sending:
         return later(hook.start_reduce_scatter(full, axis, present(full, state), **how), state)
 
-    name = f"restarted({hook.name}, {every})"
+    name = f"reset_every({hook.name}, {every})"
     return CommHook(name, hook.nbytes, init, start_gather, start_reduce_scatter, hook.lossy)
 
 

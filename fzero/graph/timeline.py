@@ -199,7 +199,7 @@ class Timeline:
 
     @property
     def sent_by_axis(self) -> dict[str, int]:
-        """The same by the axis of the mesh that it crosses; `"everyone"` is all ranks of a mesh of several axes."""
+        """The same by the axis of the mesh that it crosses; `"world"` is all ranks of a mesh of several axes."""
         sent: Counter[str] = Counter()
         for span in self.spans:
             if span.lane == "collective":

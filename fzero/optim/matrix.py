@@ -17,7 +17,7 @@ from typing import Generic, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.optim.fragments import ShardContents, boxes_of, grids_of
+from fzero.optim.fragments import Grid, ShardContents, boxes_of, grids_of
 from fzero.optim.transforms import Leaf, Transform, check_betas, check_range, no_steps, step_spec
 from sharding import TensorSpec
 from sharding.layout import FlatLayout
@@ -139,25 +139,16 @@ def adafactor(
         smallest = torch.finfo(param.dtype).eps if eps[0] is None else eps[0]
         numels = torch.tensor([max(numel, 1) for numel in contents.layout.numels], device=param.device)
 
-        sums = grad.new_zeros(len(contents.ranks), num_rows + num_columns)
-        for part, grid, box in boxes_of(contents.parts, grids):
-            squares = box.of(part, grad).square()
-            grid.rows_of(box, sums[part.row, :num_rows]).add_(squares.sum(dim=2, keepdim=True))
-            grid.columns_of(box, sums[part.row, num_rows:]).add_(squares.sum(dim=1, keepdim=True))
+        sums = _row_and_column_sums(grad, contents, grids, num_rows, num_columns)
         total = contents.add_up(torch.cat([sums, contents.squares(param).to(sums.dtype)], dim=1))
         row_sums, column_sums, param_squares = torch.split(total, [num_rows, num_columns, len(numels)])
-        means = {}
         if state.row_var is not None and state.col_var is not None:
             for grid in grids.values():
                 grid.all_rows(row_sums).div_(grid.columns)
                 grid.all_columns(column_sums).div_(grid.rows)
             state.row_var.lerp_(row_sums, weight)
             state.col_var.lerp_(column_sums, weight)
-            means = {i: grid.all_rows(state.row_var).mean(dim=1).clamp_(min=smallest) for i, grid in grids.items()}
-            for part, grid, box in boxes_of(contents.parts, grids):
-                mean = grid.matrices_of(box, means[part.index])
-                estimate = grid.rows_of(box, state.row_var) * grid.columns_of(box, state.col_var)
-                box.of(part, grad).mul_(estimate.div_(mean).clamp_(min=smallest**2).rsqrt_())
+            _divide_matrices(grad, state.row_var, state.col_var, contents, grids, smallest)
         if state.variance is not None:
             for part in contents.parts:
                 if part.index not in grids:
@@ -179,6 +170,34 @@ def adafactor(
         )
 
     return Transform(init, update, specs)
+
+
+def _row_and_column_sums(
+    grad: Tensor, contents: ShardContents, grids: dict[int, Grid], num_rows: int, num_columns: int
+) -> Tensor:
+    """The squares of the gradient, summed over rows and columns, for each shard of the tensor: (len(ranks), R + C)."""
+    sums = grad.new_zeros(len(contents.ranks), num_rows + num_columns)
+    for part, grid, box in boxes_of(contents.parts, grids):
+        squares = box.of(part, grad).square()
+        grid.rows_of(box, sums[part.row, :num_rows]).add_(squares.sum(dim=2, keepdim=True))
+        grid.columns_of(box, sums[part.row, num_rows:]).add_(squares.sum(dim=1, keepdim=True))
+    return sums
+
+
+def _divide_matrices(
+    grad: Tensor,
+    row_var: Tensor,
+    col_var: Tensor,
+    contents: ShardContents,
+    grids: dict[int, Grid],
+    smallest: float,
+) -> None:
+    """Divides the gradients of matrices by the roots of their second moments, which are products of two vectors."""
+    means = {i: grid.all_rows(row_var).mean(dim=1).clamp_(min=smallest) for i, grid in grids.items()}
+    for part, grid, box in boxes_of(contents.parts, grids):
+        mean = grid.matrices_of(box, means[part.index])
+        estimate = grid.rows_of(box, row_var) * grid.columns_of(box, col_var)
+        box.of(part, grad).mul_(estimate.div_(mean).clamp_(min=smallest**2).rsqrt_())
 
 
 class MuonState(NamedTuple, Generic[Leaf]):

@@ -211,15 +211,7 @@ def mixed_precision(
         numel = param.numel()
         size = tile if tile and (grad.dtype != dtype or param.dtype != dtype or out is not None) else numel
         starts = range(0, numel, size) if numel > size else (0,)
-        scratch: dict[str | int, Tensor] = {}  # is reused: the first use of new memory costs more than the update
-
-        def widen(x: Tensor, place: str | int) -> Tensor:
-            if x.dtype == dtype:
-                return x
-            if place not in scratch:
-                scratch[place] = x.new_empty(size, dtype=dtype)
-            return scratch[place][: x.numel()].copy_(x)
-
+        widen = _Widener(dtype, size)
         for start in starts:
             part = slice(start, start + size) if len(starts) > 1 else slice(None)
             wide_grad, narrow_param = widen(grad[part], "grad"), param[part]
@@ -232,10 +224,7 @@ def mixed_precision(
             updated = transform.update(wide_grad, widen(narrow_param, "param"), treespec.unflatten(wide))
             narrows, news = [narrow_param, *old], [updated[1], *treespec.flatten_up_to(updated[2])]
             if not all(map(is_, narrows, news)):
-                news = separate(news, narrows)
-                for index, (narrow, new, cast) in enumerate(zip(narrows, news, [True, *is_cast], strict=True)):
-                    if new.data_ptr() != narrow.data_ptr():
-                        (rounding if cast else to_nearest)(new, narrow, start, index)
+                _write(separate(news, narrows), narrows, [True, *is_cast], rounding, start)
             if out is not None:
                 out[part].copy_(narrow_param)
         return grad, param, state
@@ -256,6 +245,34 @@ def mixed_precision(
         )
 
     return Transform(init, update, specs, fused=(update, update_fused))
+
+
+class _Widener:
+    """Copies narrow tensors into wide ones, in memory that all tiles of an update share.
+
+    The first use of new memory would cost more than the update.
+    """
+
+    def __init__(self, dtype: torch.dtype, size: int) -> None:
+        self._dtype, self._size = dtype, size
+        self._memory: dict[str | int, Tensor] = {}
+
+    def __call__(self, x: Tensor, name: str | int) -> Tensor:
+        """`x` in the wide dtype; the tensor itself if it has that dtype."""
+        if x.dtype == self._dtype:
+            return x
+        if name not in self._memory:
+            self._memory[name] = x.new_empty(self._size, dtype=self._dtype)
+        return self._memory[name][: x.numel()].copy_(x)
+
+
+def _write(
+    news: Sequence[Tensor], narrows: Sequence[Tensor], is_cast: Sequence[bool], rounding: Rounding, start: int
+) -> None:
+    """Writes new values into the narrow tensors of a tile, which begins at `start`, unless they were updated in place."""
+    for index, (narrow, new, cast) in enumerate(zip(narrows, news, is_cast, strict=True)):
+        if new.data_ptr() != narrow.data_ptr():
+            (rounding if cast else to_nearest)(new, narrow, start, index)
 
 
 def long_leaves(transform: Transform) -> list[bool]:

@@ -40,7 +40,7 @@ class CommRow(NamedTuple):
     Attributes:
         number: its place in the step, from 0.
         collective: as it was called; an exchange of shards is an `all_to_all` in a graph on gloo.
-        axis: of the mesh; "everyone" is all ranks of a mesh of several axes.
+        axis: of the mesh; "world" is all ranks of a mesh of several axes.
         unit: whose flat buffer it moves; "" for what is of no unit.
         buffer: the key of that.
         purpose: see `fzero.comms.Label`.

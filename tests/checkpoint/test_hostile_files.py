@@ -270,21 +270,21 @@ def test_no_link_is_written_through(tmp_path: Path) -> None:
     fzero.save(state, folder, step=step)
     (folder / ".latest.new").symlink_to(theirs)
     with pytest.raises(
-        fzero.CheckpointError, match=r"\.latest\.new: must be no link, and leads to .*theirs; remove it"
+        fzero.CheckpointError, match=r"\.latest\.new: must not be a link, but leads to .*theirs; remove it"
     ):
         fzero.save(state, folder, step=step)
     out = tmp_path / "out"
     out.mkdir()
     (out / ".model.safetensors.new").symlink_to(theirs)
-    with pytest.raises(FileExistsError, match=r"model\.safetensors\.new: must be no link"):
+    with pytest.raises(FileExistsError, match=r"model\.safetensors\.new: must not be a link"):
         fzero.checkpoint.export(folder, out)
     (out / ".global_step0_universal.new").symlink_to(tmp_path)
-    with pytest.raises(fzero.CheckpointError, match=r"\.global_step0_universal\.new: must be no link"):
+    with pytest.raises(fzero.CheckpointError, match=r"\.global_step0_universal\.new: must not be a link"):
         fzero.checkpoint.export_deepspeed(folder, out)
     rank = claims.folder_of(tmp_path, 0)
     rank.mkdir()
     (rank / claims.UNFINISHED).symlink_to(theirs)
-    with pytest.raises(FileExistsError, match=r"owner\.new: must be no link"):
+    with pytest.raises(FileExistsError, match=r"owner\.new: must not be a link"):
         claims.claim(tmp_path, rank, "clean")
     assert theirs.read_text() == "theirs"
 
@@ -300,7 +300,7 @@ def test_a_folder_of_another_user_is_not_taken(state: int, tmp_path: Path) -> No
         claims.claim(tmp_path, folder, "clean")
     shutil.move(folder, tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(FileExistsError, match=rf"{folder}: must be no link"):
+    with pytest.raises(FileExistsError, match=rf"{folder}: must not be a link"):
         claims.claim(tmp_path, folder, "clean")
 
 

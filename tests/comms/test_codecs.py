@@ -1,4 +1,4 @@
-"""The laws of codecs: as many bytes as told, an error within the bound, and no overflow lost."""
+"""The laws of codecs: exactly `nbytes` bytes, an error within the bound, and no lost overflow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def codecs(draw: st.DrawFn) -> Codec:
 
 @st.composite
 def numbers(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Rows of normal numbers of any size, with a few of another size among them."""
+    """Rows of normal numbers of any magnitude, a few of which have another magnitude."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
     shape = (draw(st.integers(1, 3)), draw(st.integers(0, 300)))
     sizes = torch.tensor([10.0 ** draw(st.integers(-44, 4)), 10.0 ** draw(st.integers(-5, 4))])
@@ -29,7 +29,7 @@ def numbers(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 
 @given(codecs(), numbers())
-def test_what_arrives_is_within_the_bound_and_as_long_as_told(codec: Codec, x: torch.Tensor) -> None:
+def test_decoded_numbers_are_within_the_bound_and_nbytes_is_exact(codec: Codec, x: torch.Tensor) -> None:
     hook = codec.encode(x)
     assert hook.dtype == torch.uint8 and hook.shape == (*x.shape[:-1], codec.nbytes(x.shape[-1]))
     arrived = codec.decode(hook, x.shape[-1], torch.float32)
@@ -47,7 +47,7 @@ EDGES = (
     1.401298464324817e-45,
     0.0,
 )
-"""The largest of fp32, the one before, the smallest normal one, subnormal ones, and others."""
+"""The largest fp32 number, the one below it, the smallest normal one, subnormal ones, and others."""
 
 
 @given(
@@ -56,13 +56,11 @@ EDGES = (
     st.lists(st.sampled_from(EDGES) | st.floats(0, 1), min_size=1),
     st.data(),
 )
-def test_at_the_edges_of_the_range_what_is_finite_stays_so_and_within_the_bound(
+def test_finite_numbers_at_the_edges_of_the_range_stay_finite_and_within_the_bound(
     bits: Any, half: int, sizes: list[float], data: Any
 ) -> None:
     signs = data.draw(st.lists(st.sampled_from([-1.0, 1.0]), min_size=len(sizes), max_size=len(sizes)))
-    scale = data.draw(
-        st.just(1.0) | st.floats(0.99, 1.0)
-    )  # a 127th of the largest number, 127 times, would be infinite
+    scale = data.draw(st.just(1.0) | st.floats(0.99, 1.0))  # 127 times a 127th of the largest number would be infinite
     x = torch.tensor(sizes, dtype=torch.float64) * torch.tensor(signs, dtype=torch.float64) * scale
     codec, x = quantize(bits, 2 * half), x.float()
     arrived = codec.decode(codec.encode(x), len(x), torch.float32)
@@ -73,7 +71,7 @@ def test_at_the_edges_of_the_range_what_is_finite_stays_so_and_within_the_bound(
 
 
 @given(codecs(), numbers())
-def test_rows_travel_as_they_would_alone(codec: Codec, x: torch.Tensor) -> None:
+def test_rows_are_coded_independently(codec: Codec, x: torch.Tensor) -> None:
     together = codec.encode(x)
     for row, hook in zip(x, together, strict=True):
         assert torch.equal(codec.encode(row), hook)
@@ -82,7 +80,7 @@ def test_rows_travel_as_they_would_alone(codec: Codec, x: torch.Tensor) -> None:
 
 
 @given(codecs(), st.integers(1, 100), st.data())
-def test_an_overflow_arrives_as_one(codec: Codec, numel: int, data: Any) -> None:
+def test_an_overflow_is_decoded_as_an_overflow(codec: Codec, numel: int, data: Any) -> None:
     x = torch.ones(numel)
     place = data.draw(st.integers(0, numel - 1))
     x[place] = data.draw(st.sampled_from([float("inf"), float("-inf"), float("nan")]))
@@ -94,7 +92,7 @@ def test_quantised_fp32_is_about_a_quarter_or_an_eighth(bits: Any, times: float)
     assert 4 * 2**20 / quantize(bits, 256).nbytes(2**20) > times
 
 
-def test_what_is_an_integer_times_the_scale_arrives_exactly() -> None:
+def test_integers_times_the_scale_are_decoded_exactly() -> None:
     for bits, most in ((4, 7), (8, 127)):
         x = torch.arange(-most, most + 1, dtype=torch.float32)
         x = torch.nn.functional.pad(x, (0, 1)) * 0.5  # a power of two, so that no product rounds
@@ -102,7 +100,7 @@ def test_what_is_an_integer_times_the_scale_arrives_exactly() -> None:
         assert torch.equal(codec.decode(codec.encode(x), len(x), torch.float32), x)
 
 
-def test_bad_codecs_are_told() -> None:
+def test_bad_codecs_are_refused() -> None:
     with pytest.raises(ValueError, match="quantize: bits must be 4 or 8, got 3"):
         quantize(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="quantize: block must be an even number of elements, got 7"):

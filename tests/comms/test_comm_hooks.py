@@ -1,4 +1,4 @@
-"""The laws of comm hooks: the same on every kind of axis, errors within the bound, fewer bytes, and nothing lost for long."""
+"""The laws of comm hooks: equal bits on every kind of axis, errors within the bound, fewer bytes, no error lost for good."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_stacked_ranks_and_ranks_in_lockstep_get_the_same_bits(
 
 
 @given(codecs(), st.integers(1, 5), st.integers(0, 40))
-def test_a_coded_gather_is_the_same_everywhere_and_within_the_bound(
+def test_a_coded_gather_is_equal_on_all_ranks_and_within_the_bound(
     codec: Codec, world_size: int, shard_numel: int
 ) -> None:
     shards = _parts(world_size, shard_numel)[:, :shard_numel].contiguous()
@@ -70,7 +70,7 @@ def test_a_coded_reduction_is_within_the_sum_of_the_bounds(codec: Codec, world_s
     full = _parts(world_size, shard_numel)
     arrived, _ = compressed(codec).reduce_scatter(full, Sim("data", world_size), None)
     meant = full.double().sum(0)
-    # Beside the codec: W sums in fp32, each of which rounds by half a last bit of what has been added up.
+    # Besides the codec's error: W sums in fp32, each of which rounds by half a last bit of the sum so far.
     bound = codec.bound(full.view(world_size, world_size, -1)).flatten(1).sum(0)
     bound = bound + world_size * 2**-24 * (full.double().abs().sum(0) + bound)
     assert ((arrived.double().flatten() - meant).abs() <= bound).all()
@@ -78,7 +78,7 @@ def test_a_coded_reduction_is_within_the_sum_of_the_bounds(codec: Codec, world_s
 
 @pytest.mark.parametrize("codec", [quantize(8, 16), quantize(4, 16), cast("bfloat16")], ids=lambda codec: codec.name)
 def test_error_feedback_loses_nothing_for_long(codec: Codec) -> None:
-    """All that arrived is all that was meant, less the error that is still to be sent: the rounds telescope."""
+    """The sum of all results is the sum of all inputs, less the error that is not sent yet: the rounds telescope."""
     hook, world_size, arrived, meant = error_feedback(compressed(codec)), 3, 0.0, 0.0
     axis, full = Sim("data", world_size), _parts(world_size, 32)
     error = hook.init(full)
@@ -88,10 +88,10 @@ def test_error_feedback_loses_nothing_for_long(codec: Codec) -> None:
         arrived, meant = arrived + reduced.double().flatten(), meant + full.double().sum(0)
     # Fifty rounds of fp32 sums of numbers below 8, as above.
     torch.testing.assert_close(arrived, meant - error.double().sum(0), rtol=0, atol=50 * 3 * 8 * 2**-23)
-    alone, whole = compressed(codec), 0.0
+    alone, total = compressed(codec), 0.0
     for seed in range(50):
-        whole = whole + alone.reduce_scatter(_parts(world_size, 32, seed), axis, None)[0].double().flatten()
-    assert (whole - meant).abs().max() > 2 * (arrived - meant).abs().max()
+        total = total + alone.reduce_scatter(_parts(world_size, 32, seed), axis, None)[0].double().flatten()
+    assert (total - meant).abs().max() > 2 * (arrived - meant).abs().max()
 
 
 def _bytes_on_a_rank(numel: int) -> list[tuple[str, int]]:
@@ -135,23 +135,23 @@ def test_real_ranks_get_the_bits_of_stacked_ones(ranks: RankPool) -> None:
             assert torch.equal(x, y[rank])
 
 
-def test_a_hook_that_is_reset_twice_starts_anew_for_either() -> None:
+def test_a_hook_that_is_reset_at_two_periods_starts_again_at_each() -> None:
     hook, axis = error_feedback(compressed(quantize(4, 16))), Sim("data", 2)
     twice, alone = reset_every(reset_every(hook, every=2), every=3), reset_every(hook, every=1)
     state = twice.init(_parts(2, 32))
     for index in range(7):
         full = _parts(2, 32, index)
         arrived, state = twice.reduce_scatter(full, axis, state)
-        is_anew = index % 3 % 2 == 0
-        assert torch.equal(arrived, alone.reduce_scatter(full, axis, alone.init(full))[0]) == is_anew
+        is_reset = index % 3 % 2 == 0
+        assert torch.equal(arrived, alone.reduce_scatter(full, axis, alone.init(full))[0]) == is_reset
     for given_ in (quantize(4), state):
         with pytest.raises(ValueError, match=r"reset_every: hook must be a CommHook, got .*; pass error_feedback"):
             reset_every(given_, every=2)  # type: ignore[arg-type]
-    alone_rank = LockstepAxis("data", 1, 0, Hub(1))  # of which a counter is a number without dimensions
+    alone_rank = LockstepAxis("data", 1, 0, Hub(1))  # a counter is 0-d
     twice.reduce_scatter(_parts(1, 32)[0], alone_rank, twice.init(_parts(1, 32)[0]))
 
 
-def test_an_overflow_reaches_the_rank_that_owns_it_and_is_not_remembered() -> None:
+def test_an_overflow_reaches_its_rank_and_leaves_no_error_in_the_state() -> None:
     hook, full = error_feedback(compressed(quantize(8, 16))), _parts(2, 32)
     full[1, 3] = float("inf")
     reduced, error = hook.reduce_scatter(full, Sim("data", 2), hook.init(full))

@@ -1,6 +1,6 @@
-"""The laws of a wait without end: when a rank does not come, all are told which one, where it is and what it does.
+"""The laws of hangs: when a rank does not come to a collective, all ranks report which one, where it is and what it does.
 
-Real jobs without an agent, which would end the rank that hangs. This file is also what each rank runs.
+The jobs run without an agent, which would end the rank that hangs. Each rank runs this file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fzero.comms.records import Label
 from fzero.comms.thread_dumps import identity_of, stat_of
 from fzero.comms.watchdog import HERE, Answer, Progress, Watchdog
 
-TIMEOUT = 25  # seconds of a collective, and until all ranks have imported torch on a busy machine
+TIMEOUT = 25  # seconds for a collective, and for all ranks to import torch on a busy machine
 VICTIM, BAD_STEP, BAD_BLOCK = 1, 2, 2
 SCENARIOS = {"sleeps": "stands_in_python", "loops": "endless_loop", "skips": "skips_a_collective"}
 """Each with words of its test's name."""
@@ -54,7 +54,7 @@ def run_rank(scenario: str) -> None:
                 if scenario == "sleeps":
                     time.sleep(3600)
                 elif scenario == "loops":
-                    re.match("(a|a)*b", "a" * 99)  # 2^99 tries in C, which gives the interpreter to no other thread
+                    re.match("(a|a)*b", "a" * 99)  # 2^99 tries in C, which never releases the interpreter
         return torch.nn.functional.mse_loss(x, y)
 
     step = fzero.make_train_step(make(Plain), config(3), loss_fn=loss_of)
@@ -71,24 +71,24 @@ def run_rank(scenario: str) -> None:
 
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[dict[str, Job]]:
-    with ExitStack() as stack:  # all at once, for most of their time is waiting
+    with ExitStack() as stack:  # all at once, because they mostly wait
         yield {name: stack.enter_context(Job(2, name, 3, file=__file__)) for name in SCENARIOS}
 
 
-def told_by(job: Job, rank: int) -> tuple[str, str]:
-    """What a rank wrote before its traceback, and its last lines."""
+def output_of(job: Job, rank: int) -> tuple[str, str]:
+    """The output of a rank before its traceback, and its last lines."""
     code, errors = job.end_of(rank)
     assert code == 1, errors
-    errors = re.sub(r"^\[rank\d\]: ", "", errors, flags=re.MULTILINE)  # torch's own, before each line
+    errors = re.sub(r"^\[rank\d\]: ", "", errors, flags=re.MULTILINE)  # torch's prefix of each line
     stacks, error, lines = errors.partition("fzero.comms.axes.CollectiveError: ")
     assert error, errors
     return stacks.partition("Traceback (most recent call last)")[0], lines
 
 
 def assert_blames(lines: str, job: Job, doing: str) -> None:
-    """The victim is named, with where it is, and the other one with the unit that it waits for."""
+    """The error names the victim and its place, and the other rank and the unit that it waits for."""
     first, blamed, other, *_ = lines.splitlines()
-    unit = r"gather blocks\.[34]/float32"  # as far as what the victim had started was sent
+    unit = r"gather blocks\.[34]/float32"  # depending on how much the victim had sent
     assert re.match(f"{unit}: the collective did not come back in time", first), lines
     assert re.fullmatch(rf"  rank 1 \(.*, pid {job.ranks[VICTIM].pid}\) has not come: {doing}", blamed), lines
     assert re.fullmatch(rf"  rank 0: waiting for {unit} \(forward, collective \d of step 3\)", other), lines
@@ -97,7 +97,7 @@ def assert_blames(lines: str, job: Job, doing: str) -> None:
 @pytest.mark.long
 def test_a_rank_that_stands_in_python_is_named_with_its_unit_and_its_stack(jobs: dict[str, Job]) -> None:
     job = jobs["sleeps"]
-    stacks, lines = told_by(job, 0)
+    stacks, lines = output_of(job, 0)
     at = r"in no collective, the last was gather blocks.3/float32 \(forward, collective 4 of step 3\)"
     assert_blames(lines, job, at)
     _, waiting, sleeping = stacks.split("fzero: the stack of rank ")
@@ -109,7 +109,7 @@ def test_a_rank_that_stands_in_python_is_named_with_its_unit_and_its_stack(jobs:
 @pytest.mark.long
 def test_a_rank_in_an_endless_loop_of_c_is_named_with_its_stack(jobs: dict[str, Job]) -> None:
     job = jobs["loops"]
-    stacks, lines = told_by(job, 0)
+    stacks, lines = output_of(job, 0)
     assert_blames(lines, job, "cannot answer, for code in C holds its interpreter")
     looping = stacks.split("fzero: the stack of rank ")[2]
     assert re.search(r"in match\n.*test_hangs.py\", line \d+ in loss_of", looping), looping
@@ -117,19 +117,19 @@ def test_a_rank_in_an_endless_loop_of_c_is_named_with_its_stack(jobs: dict[str, 
 
 
 def test_a_rank_that_skips_a_collective_is_named_with_what_both_wait_for(jobs: dict[str, Job]) -> None:
-    ends = [told_by(jobs["skips"], rank) for rank in range(2)]
-    assert sum("fzero: the stack of" in stacks for stacks, _ in ends) == 1  # by the first to ask
+    ends = [output_of(jobs["skips"], rank) for rank in range(2)]
+    assert sum("fzero: the stack of" in stacks for stacks, _ in ends) == 1  # printed by the first rank to ask
     (_, *here), (_, *there) = (lines.splitlines()[:3] for _, lines in ends)
-    assert here == there, ends  # all say the same
-    behind, ahead = here
+    assert here == there, ends  # all ranks raise the same lines
+    behind, later = here
     assert re.fullmatch(
         r"  rank 0 \(.*\) has not come: waiting for .* \(backward, collective \d+ of step 4\)", behind
     ), here
-    assert re.fullmatch(r"  rank 1: waiting for gradient norm \(update, collective \d+ of step 4\)", ahead), here
+    assert re.fullmatch(r"  rank 1: waiting for gradient norm \(update, collective \d+ of step 4\)", later), here
 
 
 def test_a_step_pays_less_than_a_microsecond_for_each_collective() -> None:
-    """Of which NCCL takes some 20 to be started: on CUDA nothing else is done in the step."""
+    """NCCL takes some 20 µs to start one. On CUDA the step does nothing else for the watchdog."""
     progress, label = Progress(), Label("gather", "x", "forward")
     began = time.perf_counter()
     for _ in range(10_000):
@@ -139,7 +139,7 @@ def test_a_step_pays_less_than_a_microsecond_for_each_collective() -> None:
     assert (time.perf_counter() - began) / 10_000 < 5e-6  # measured 0.5 µs on a busy core
 
 
-def test_one_rank_alone_keeps_no_watch() -> None:
+def test_one_rank_alone_has_no_watchdog() -> None:
     fzero.join()
     assert not failures._WATCHES and not HERE.waits
 
@@ -158,7 +158,7 @@ def limits() -> list[float]:
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "soon", "nan"])
-def test_a_timeout_that_is_none_is_refused(value: str) -> None:
+def test_a_timeout_that_is_not_positive_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=f"FZERO_TIMEOUT: must be a positive number of seconds, got '{value}'"):
         timeout_of(os.environ | {"FZERO_TIMEOUT": value})
 
@@ -167,7 +167,7 @@ def test_a_timeout_that_is_none_is_refused(value: str) -> None:
 
 
 class Process:
-    """A process that is a rank to the watch of another one."""
+    """A process that stands for a rank in the watchdog of another one."""
 
     def __init__(self) -> None:
         self.popen = subprocess.Popen([sys.executable, "-I", "-S", "-c", "print(1, flush=True); import time; time.sleep(600)"],
@@ -188,15 +188,15 @@ class Process:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state of processes is read in /proc")
 @pytest.mark.parametrize(
-    ("number", "is_reaped", "told"),
+    ("number", "is_reaped", "fate"),
     [
         (signal.SIGSTOP, False, r"its process is stopped; `kill -CONT \d+` on .* lets it go on"),
         (signal.SIGKILL, False, "its process was killed by SIGKILL"),
         (signal.SIGKILL, True, "its process has ended"),
     ],
 )
-def test_a_rank_that_is_stopped_or_gone_is_named_and_no_other(number, is_reaped, told):
-    """Rank 1 is gone, rank 2 waits for an earlier collective than rank 0, which asks."""
+def test_a_rank_that_is_stopped_or_gone_is_named_and_no_other(number, is_reaped, fate):
+    """Rank 1 is gone. Rank 0 asks; rank 2 waits for an earlier collective than rank 0."""
     store, process = dist.HashStore(), Process()
     watch = Watchdog(store, 0, 3)
     try:
@@ -204,15 +204,15 @@ def test_a_rank_that_is_stopped_or_gone_is_named_and_no_other(number, is_reaped,
         store.set("who/2", json.dumps(identity_of(None)))
         behind = Answer(2, "a", 9, (-1, 0), "waiting for gather x", True, "")
         store.set("answer/2", json.dumps(asdict(behind)))
-        store.add("heard", 1)  # by rank 2
+        store.add("heard", 1)  # rank 2 reports it
         process.popen.send_signal(number)
         process.wait_until("T" if number == signal.SIGSTOP else "Z")
         if is_reaped:
             process.popen.wait()
         (first, *others) = watch.ask(is_late=False)
-        assert re.fullmatch(rf"rank 1 \(.*, pid {process.popen.pid}\) has not come: {told}", first), first
+        assert re.fullmatch(rf"rank 1 \(.*, pid {process.popen.pid}\) has not come: {fate}", first), first
         assert not [line for line in others if "has not come" in line], others
-        assert store.get("summary").decode().splitlines() == [first, *others]  # which all others raise with
+        assert store.get("summary").decode().splitlines() == [first, *others]  # all other ranks raise with it
     finally:
         watch.stop()
         process.end()

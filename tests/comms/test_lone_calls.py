@@ -1,4 +1,4 @@
-"""The law of lone calls: a call that all ranks must make, made by one, is an error that names it, and no crash or hang."""
+"""The law of lone calls: if only one rank makes a call of all ranks, it gets an error that names the call; nothing hangs."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ OTHERS = {"in a step": "waits for", "at a barrier": "waits for torch.distributed
 
 
 def call_alone(calls: list[tuple[str, str, int]], folder: str) -> list[str]:
-    """Of each call what the rank is told that makes it; then both ranks take a step, as if nothing had been."""
+    """The error of each call on the rank that makes it alone. Then both ranks take a step without errors."""
     step = fzero.make_train_step(make(Plain), config(3), loss_fn=loss_of)
-    state, told = step.init(), []
+    state, messages = step.init(), []
     state, _ = step(state, part(vectors(0), step.rank, 2))
     with patch.object(hangs, "TICK", 0.02), patch.object(meeting, "MOMENT", 0.05):
-        for name, elsewhere, alone in calls:
+        for name, place, alone in calls:
             if step.rank == alone:
                 try:
                     CALLS[name](step, state, folder)
                 except fzero.CollectiveError as error:
-                    told.append(str(error))
-            elif elsewhere == "in another call":
+                    messages.append(str(error))
+            elif place == "in another call":
                 other = "fzero.load" if name == "fzero.save" else "fzero.save"
                 with pytest.raises(fzero.CollectiveError, match=f"{other}: every rank must call it, but rank {alone} "):
                     CALLS[other](step, state, folder)
-            if elsewhere == "at a barrier":
+            if place == "at a barrier":
                 dist.barrier()
             state, metrics = step(state, part(vectors(1), step.rank, 2))
         assert torch.isfinite(metrics.loss)
         fzero.save(state, folder, step=step)
-    return told
+    return messages
 
 
 def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -66,10 +66,10 @@ def train_alone() -> None:
         state, _ = step(state, vectors(index))
 
 
-def test_a_call_of_one_rank_alone_is_an_error_that_names_it_and_training_can_go_on(
+def test_a_call_of_one_rank_alone_is_an_error_that_names_it_and_training_continues(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    ranks(1, train_alone)  # so that rank 0 has taken more steps than rank 1 has
+    ranks(1, train_alone)  # so that rank 0 has taken more steps than rank 1
     calls = [(name, "in a step", number % 2) for number, name in enumerate(CALLS)]
     calls += [
         ("fzero.save", "at a barrier", 0),
@@ -78,10 +78,10 @@ def test_a_call_of_one_rank_alone_is_an_error_that_names_it_and_training_can_go_
     ]
     found = ranks(2, call_alone, calls, str(tmp_path / "saved"))
     for alone in range(2):
-        own = [(name, elsewhere) for name, elsewhere, rank in calls if rank == alone]
-        for (name, elsewhere), told in zip(own, found[alone], strict=True):
-            assert told.startswith(f"{name}: every rank must call it, but rank {1 - alone} {OTHERS[elsewhere]}"), told
-            assert "\n" not in told and "not under `if rank == 0:`" in told
+        own = [(name, place) for name, place, rank in calls if rank == alone]
+        for (name, place), message in zip(own, found[alone], strict=True):
+            assert message.startswith(f"{name}: every rank must call it, but rank {1 - alone} {OTHERS[place]}"), message
+            assert "\n" not in message and "not under `if rank == 0:`" in message
 
 
 def save_alone_and_give_up(folder: str) -> None:
@@ -94,12 +94,12 @@ def save_alone_and_give_up(folder: str) -> None:
 
 
 @pytest.mark.long
-def test_the_other_rank_hears_of_it_too(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_other_rank_gets_the_error_too(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError) as raised:
         ranks(2, save_alone_and_give_up, str(tmp_path))
     alone, other = map(str, raised.value.errors)
     assert alone.startswith("fzero.save: every rank must call it, but rank 1 waits for")
-    # Rank 0 left its group, which closes the connections. (That of a process that has saved before.)
+    # Rank 0 left its group, which closes the connections.
     assert alone in other and "Connection closed by peer" in other
     assert not list(tmp_path.iterdir())
 

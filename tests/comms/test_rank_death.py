@@ -1,6 +1,6 @@
-"""The laws of an end: when a rank dies, the others end by themselves and say why; a normal end is silent.
+"""The laws of the end of a job: when a rank dies, the others end by themselves and report why; a normal end is silent.
 
-Real jobs without torchrun, whose agent would kill the other ranks. This file is also what each rank runs.
+The jobs run without torchrun, whose agent would kill the other ranks. Each rank runs this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from training import Plain, config, make, part, vectors
 
 import fzero
 
-SECONDS = 90  # in which, also on a busy machine, a rank must notice that another one has died
+SECONDS = 90  # seconds in which a rank must notice the death of another one, on a busy machine
 BAD_STEP = 2  # the first one negotiates its collectives, the others follow
 
 
@@ -65,7 +65,7 @@ class Ended(NamedTuple):
 
 
 class Job:
-    """The ranks of one job, in processes of their own; `file` is what each runs."""
+    """The ranks of one job, in processes of their own, which run `file`."""
 
     def __init__(self, world_size: int, scenario: str, stage: int, victim: int = -1, *, file: str = __file__) -> None:
         with socket.socket() as probe:
@@ -101,7 +101,7 @@ class Job:
 
 
 def assert_ends_with_collective_error(job: Job, rank: int, victim: int, how: str) -> None:
-    """The error names the rank that is gone, and no other."""
+    """The error names the rank that is gone, and no other rank."""
     code, errors = job.end_of(rank, timeout=SECONDS)
     assert code == 1, errors
     assert "fzero.comms.axes.CollectiveError: " in errors
@@ -142,7 +142,7 @@ def test_when_a_rank_raises_it_ends_with_its_own_error_and_the_others_with_their
 @pytest.mark.long
 def test_a_normal_end_is_silent_every_time() -> None:
     jobs = [("ends", 0), ("ends", 3), ("ends", 3), ("ends with shutdown", 3)]
-    with ExitStack() as stack:  # all at once: a race at the exit shows rather on a busy machine
+    with ExitStack() as stack:  # all at once: a busy machine shows races at the exit more often
         started = [stack.enter_context(Job(2, scenario, stage)) for scenario, stage in jobs]
         assert [job.end_of(rank) for job in started for rank in range(2)] == [Ended(0, "")] * 8
 

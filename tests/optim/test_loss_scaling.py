@@ -1,4 +1,4 @@
-"""The laws of loss scaling: the machine, and a step that overflows as if it had never been."""
+"""The laws of loss scaling: the state machine, and steps with overflows, which change only the loss scale."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class NoReading(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adagrad"])
-def test_neither_the_machine_nor_a_skipped_update_is_read_by_the_host(name: str) -> None:
+def test_the_host_reads_neither_the_loss_scale_nor_a_skipped_update(name: str) -> None:
     rules = LossScaling(initial=4.0, dynamic=True)
     state, overflow = rules.init(), torch.tensor(True)
     param, transform = torch.ones(64), getattr(fzero.optim, name)(0.1)
@@ -106,7 +106,7 @@ BAD, GOOD = True, False
 
 
 class Dropping(Plain):
-    """Also draws random numbers, and has statistics that an overflow would ruin."""
+    """A model that also draws random numbers and has statistics that an overflow would ruin."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,26 +130,26 @@ def batches(step: Any, overflows: list[bool], bad_rank: int = -1) -> list[Any]:
 
 def _train(stage: int, overflows: list[bool], keys: dict[str, Any]) -> tuple[list[Any], list[Tensor], int]:
     step = fzero.make_train_step(make(Dropping), config(stage) | SCHEDULER | keys)
-    state, told = step.init(), []
+    state, found = step.init(), []
     for batch in batches(step, overflows):
         state, metrics = step(state, batch)
-        told.append((bool(metrics.overflow), metrics.loss_scale.item(), metrics.lr.item()))
+        found.append((bool(metrics.overflow), metrics.loss_scale.item(), metrics.lr.item()))
     held = (state.params, state.master, state.optimizer, state.buffers, state.rng)
-    return told, optree.tree_leaves(held), int(state.step)
+    return found, optree.tree_leaves(held), int(state.step)
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_step_that_overflows_never_was_but_for_the_loss_scale(ranks: RankPool, world_size: int, stage: int) -> None:
+def test_a_step_that_overflows_changes_only_the_loss_scale(ranks: RankPool, world_size: int, stage: int) -> None:
     clean = ranks(world_size, _train, stage, [GOOD] * 3, FP16)
     broken = ranks(world_size, _train, stage, [BAD, GOOD, GOOD, BAD, BAD, GOOD], FP16)
-    for (clean_told, clean_held, _), (told, held, num_updates) in zip(clean, broken, strict=True):
+    for (clean_metrics, clean_held, _), (found, held, num_updates) in zip(clean, broken, strict=True):
         assert num_updates == 3
-        # The scale is a power of two, so that it does not change the bits of gradients that it keeps in range.
+        # The scale is a power of two, so that it does not change the bits of gradients within the range of fp16.
         assert all(torch.equal(x, y) for x, y in zip(held, clean_held, strict=True))
-        assert [overflow for overflow, _, _ in told] == [BAD, GOOD, GOOD, BAD, BAD, GOOD]
-        assert [scale for _, scale, _ in told] == [2**14, 2**13, 2**13, 2**13, 2**12, 2**11]
-        assert [lr for overflow, _, lr in told if not overflow] == [lr for _, _, lr in clean_told]
+        assert [overflow for overflow, _, _ in found] == [BAD, GOOD, GOOD, BAD, BAD, GOOD]
+        assert [scale for _, scale, _ in found] == [2**14, 2**13, 2**13, 2**13, 2**12, 2**11]
+        assert [lr for overflow, _, lr in found if not overflow] == [lr for _, _, lr in clean_metrics]
 
 
 def _non_finite_in_bf16(stage: int, check: bool) -> Any:
@@ -167,10 +167,10 @@ def _non_finite_in_bf16(stage: int, check: bool) -> Any:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_bf16_skips_what_is_not_finite_in_every_stage_or_tells_it(ranks: RankPool, stage: int) -> None:
-    """DeepSpeed's stage 3 does neither, so that the weights become infinite."""
+def test_bf16_skips_gradients_that_are_not_finite_in_every_stage_or_raises(ranks: RankPool, stage: int) -> None:
+    """DeepSpeed's stage 3 does neither, and its weights become infinite."""
     assert ranks(2, _non_finite_in_bf16, stage, True) == [(True, 1.0, True)] * 2
-    assert all("loss is not finite on ranks [0]" in told for told in ranks(2, _non_finite_in_bf16, stage, False))
+    assert all("loss is not finite on ranks [0]" in error for error in ranks(2, _non_finite_in_bf16, stage, False))
 
 
 def _infinite_loss(stage: int, keys: dict[str, Any]) -> tuple[bool, int]:
@@ -204,7 +204,7 @@ def _first_overflow(stage: int) -> tuple[str | None, str | None]:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_first_parameter_whose_gradient_overflows_is_told(ranks: RankPool, world_size: int, stage: int) -> None:
+def test_the_first_parameter_whose_gradient_overflows_is_named(ranks: RankPool, world_size: int, stage: int) -> None:
     assert ranks(world_size, _first_overflow, stage) == [(None, "blocks.2.scale")] * world_size
 
 
@@ -224,7 +224,7 @@ def _exhausted(stage: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_an_overflow_at_the_smallest_scale_is_told_on_every_rank(ranks: RankPool, stage: int) -> None:
+def test_an_overflow_at_the_smallest_scale_raises_on_every_rank(ranks: RankPool, stage: int) -> None:
     for message, is_unchanged in ranks(2, _exhausted, stage):
         assert "with the loss scale at its minimum 1, first in 'blocks.0." in message and is_unchanged
 
@@ -257,6 +257,6 @@ def _strides(stage: int) -> list[tuple[float, float, float]]:
 def test_gradients_are_divided_by_the_scale_that_their_loss_had_also_where_it_grows(
     ranks: RankPool, stage: int
 ) -> None:
-    """DeepSpeed divides by the new scale when it grows, and in stage 0 never multiplies the loss."""
+    """DeepSpeed divides by the new scale when the scale grows, and in stage 0 it never multiplies the loss."""
     for strides in ranks(2, _strides, stage):
         assert strides == [(-1.0, 1.0, scale) for scale in (16, 16, 16, 32, 32)]

@@ -18,7 +18,7 @@ import fzero
 from fzero import ConfigError
 from fzero.optim import lr_schedules
 
-# What DeepSpeed 0.19.6 sets before updates 1, 2, …, run with an optimizer whose lr is 1 and rounded to 4 places.
+# The values of DeepSpeed 0.19.6 before updates 1, 2, …, for an optimizer whose lr is 1, rounded to 4 digits.
 MEASURED: list[tuple[str, dict[str, Any], list[float]]] = [
     ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4}, [0, 0, 0.5, 0.7925, 1, 1]),
     (
@@ -144,7 +144,7 @@ def test_a_scheduled_run_is_the_plain_loops_that_sets_its_rates_by_hand(ranks: R
     for curve, ours in ranks(2, train, Plain, vectors, cfg):
         assert curve == [pytest.approx(pair, rel=1e-5) for pair in expected]  # fp32, other orders of addition
         for name, weight in weights.items():
-            # Adam divides by the gradient's own size, which magnifies rounding where a gradient is almost zero.
+            # Adam divides by the size of the gradient, which magnifies rounding errors if a gradient is almost zero.
             torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5)
 
 
@@ -170,7 +170,7 @@ def test_the_rate_is_a_function_of_the_state_and_a_metric() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"type": "WarmupLr"}, "scheduler: no scheduler is named 'WarmupLr'; did you mean 'WarmupLR'"),
         ({"type": "ReduceLROnPlateau"}, "scheduler: no scheduler is named 'ReduceLROnPlateau'"),
@@ -187,12 +187,12 @@ def test_the_rate_is_a_function_of_the_state_and_a_metric() -> None:
         ({"type": "WarmupLR", "params": {"last_batch_iteration": 7}}, "scheduler.params.last_batch_iteration: must be"),
     ],
 )
-def test_a_wrong_scheduler_is_told_with_its_field(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_wrong_scheduler_is_refused_with_its_field(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         fzero.Config.load({"scheduler": given})
 
 
-def test_a_cycle_of_momentum_for_an_optimizer_without_betas_is_told() -> None:
+def test_a_cycle_of_momentum_for_an_optimizer_without_betas_is_refused() -> None:
     sgd = {"optimizer": {"type": "SGD"}, "scheduler": {"type": "OneCycle", "params": CYCLE}}
     with pytest.warns(UserWarning, match="scheduler.params.cycle_momentum: SGD has no betas"):
         fzero.make_train_step(make(Plain), sgd)
@@ -202,24 +202,24 @@ def test_a_cycle_of_momentum_for_an_optimizer_without_betas_is_told() -> None:
 
 
 def _step_that_drifts(stage: int, options: dict[str, Any], by_state: bool) -> str:
-    """On a real rank: what a step raises when this rank's rate, or number of updates, is its own, between two good steps."""
+    """On a rank of a process group: the error of a step, between two good ones, in which this rank's rate or count differs."""
     rank = fzero.join().rank
-    share = [0.0]
+    drift = [0.0]
     model = make(functools.partial(Plain, num_blocks=1))
     step = fzero.make_train_step(
         model, config(stage), param_groups=[{"params": "scale$", "weight_decay": 0.0}],
-        lr_schedule=lambda n: 1e-3 * (1 + share[0]), **options,
+        lr_schedule=lambda n: 1e-3 * (1 + drift[0]), **options,
     )  # fmt: skip
     state, _ = step(step.init(), part(vectors(0), rank, 2))
-    before, share[0] = step.gather(state), 0.0 if by_state else float(rank)
+    before, drift[0] = step.gather(state), 0.0 if by_state else float(rank)
     given = state._replace(step=state.step + rank) if by_state else state
-    with pytest.raises(fzero.runtime.MismatchError) as told:
+    with pytest.raises(fzero.runtime.MismatchError) as error:
         step(given, part(vectors(1), rank, 2))
     assert all(map(torch.equal, step.gather(state).values(), before.values())), "nothing was updated"
-    share[0] = 0.0
+    drift[0] = 0.0
     state, _ = step(state, part(vectors(1), rank, 2))
     assert int(state.step) == 2
-    return str(told.value)
+    return str(error.value)
 
 
 DIFFERENT = (
@@ -236,8 +236,8 @@ DIFFERENT = (
 def test_a_rate_that_differs_between_ranks_raises_on_all_and_updates_nothing(
     ranks: RankPool, stage: int, options: dict[str, Any]
 ) -> None:
-    for told in ranks(2, _step_that_drifts, stage, options, False):
-        assert re.search(DIFFERENT, told), told
+    for error in ranks(2, _step_that_drifts, stage, options, False):
+        assert re.search(DIFFERENT, error), error
 
 
 def test_a_graph_of_a_step_finds_the_checksums_that_differ_and_updates_nothing() -> None:
@@ -253,14 +253,14 @@ def test_a_graph_of_a_step_finds_the_checksums_that_differ_and_updates_nothing()
 
 
 def test_states_of_other_updates_raise_on_all_ranks(ranks: RankPool) -> None:
-    for told in ranks(2, _step_that_drifts, 0, {}, True):
-        assert told.startswith(
+    for error in ranks(2, _step_that_drifts, 0, {}, True):
+        assert error.startswith(
             "number of updates so far: must be the same on all ranks, but 'state.step' is '1' on rank 0"
         )
 
 
 def _engine_that_drifts(stage: int, when: str) -> str:
-    """On a real rank: what a backward raises when this rank wrote numbers of its own into the param groups."""
+    """On a rank of a process group: the error of a backward after this rank wrote other numbers into the param groups."""
     rank = fzero.join().rank
     engine, optimizer, *_ = fzero.initialize(model=make(Plain), config=config(stage))
     (group,) = optimizer.param_groups
@@ -274,7 +274,7 @@ def _engine_that_drifts(stage: int, when: str) -> str:
 
     group["lr"] = 1 / 32
     train_once(0)
-    with pytest.raises(fzero.runtime.MismatchError) as told:
+    with pytest.raises(fzero.runtime.MismatchError) as error:
         if when == "before the backward":
             train_once(1, before=rank / 16)
         elif when == "between backward and step":  # the ranks meet again in the next backward
@@ -283,7 +283,7 @@ def _engine_that_drifts(stage: int, when: str) -> str:
         else:
             group["weight_decay"] += rank
             train_once(1)
-    return str(told.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +304,8 @@ def test_numbers_of_the_engine_s_groups_that_differ_between_ranks_raise_on_all(
     ranks: RankPool, when: str, expected: str
 ) -> None:
     for stage in (0, 2):
-        for told in ranks(2, _engine_that_drifts, stage, when):
-            assert re.match(expected, told), told
+        for error in ranks(2, _engine_that_drifts, stage, when):
+            assert re.match(expected, error), error
 
 
 def test_a_rate_that_is_no_number_raises_before_anything_is_updated() -> None:

@@ -1,4 +1,4 @@
-"""The laws of optimizers that look at whole parameters: their references, and the same bits however the buffer is cut."""
+"""The laws of optimizers that read full parameters: they match references, and give the same bits for every partition."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ every_transform = pytest.mark.parametrize("name", MAKERS)
 
 
 class Ranks:
-    """W ranks that run a function each, in threads, and exchange tensors at a barrier."""
+    """W ranks in threads, each of which runs a function; they exchange tensors at a barrier."""
 
     def __init__(self, layout: FlatLayout) -> None:
         self.layout = layout
@@ -97,7 +97,7 @@ class Ranks:
 
 
 def run(transform: Transform, param: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Any]:
-    """The parameter and the state after all gradients; on copies."""
+    """The parameter and the state after all gradients; works on copies."""
     param = param.clone()
     state = transform.init(param)
     for grad in grads:
@@ -106,7 +106,7 @@ def run(transform: Transform, param: Tensor, grads: Sequence[Tensor]) -> tuple[T
 
 
 def values(layout: FlatLayout, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tree, list[Tree]]:
-    """Parameters, and gradients of quite different sizes for each step."""
+    """Parameters, and gradients for each step, of very different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     make = lambda scale: {  # noqa: E731
         name: scale * torch.randn(shape, generator=generator, dtype=dtype)
@@ -115,13 +115,13 @@ def values(layout: FlatLayout, seed: int = 0, dtype: torch.dtype = torch.float32
     return make(1.0), [make(scale) for scale in torch.logspace(-2, 1, NUM_STEPS).tolist()]
 
 
-def run_whole(make: Make, layout: FlatLayout, params: Tree, grads: Sequence[Tree]) -> tuple[Tensor, Any]:
+def run_full(make: Make, layout: FlatLayout, params: Tree, grads: Sequence[Tree]) -> tuple[Tensor, Any]:
     transform = make(ShardContents.whole(layout))
     return run(transform, flatten(params, layout), [flatten(grad, layout) for grad in grads])
 
 
 def cut_layouts(*, only_matrices: bool = False) -> st.SearchStrategy[FlatLayout]:
-    """Layouts of a few parameters on 1-4 ranks, of up to four dims, zero-sized, 0-d and much longer than a shard."""
+    """Layouts of a few parameters on 1-4 ranks: of up to four dims, zero-sized, 0-d, and much longer than a shard."""
     parameters = shapes(max_dims=4, max_length=6).filter(lambda shape: len(shape) >= 2 or not only_matrices)
     return layouts(5, 4, max_multiple_of=32, parameters=parameters)
 
@@ -140,10 +140,10 @@ MATRICES = FlatLayout(("w", "conv", "none", "u"), ((7, 5), (3, 2, 3, 3), (0, 3),
 
 
 def check_same_bits(make: Make, layout: FlatLayout, seed: int) -> list[list[str]]:
-    """Raises unless shards of the update of the whole are the updates of shards; returns what each rank called."""
+    """Raises unless the updates of shards are shards of the full update; returns the calls of each rank."""
     params, grads = values(layout, seed)
     param_P, grads_P = flatten(params, layout), [flatten(grad, layout) for grad in grads]
-    whole, whole_state = run(make(ShardContents.whole(layout)), param_P, grads_P)
+    full, full_state = run(make(ShardContents.whole(layout)), param_P, grads_P)
     partition, ranks = layout.partition, Ranks(layout)
 
     def work(rank: int, contents: ShardContents) -> tuple[Tensor, Any]:
@@ -153,8 +153,8 @@ def check_same_bits(make: Make, layout: FlatLayout, seed: int) -> list[list[str]
     spec = TensorSpec((partition.padded_numel,), "float32", Sharded("data"), multiple_of=layout.multiple_of)
     placed = optree.tree_leaves(make(ShardContents.whole(layout)).specs(spec), none_is_leaf=True)
     for rank, (shard, state) in enumerate(ranks.run(work)):
-        assert torch.equal(shard, take_shard(whole, partition, rank))
-        leaves = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (state, whole_state)]
+        assert torch.equal(shard, take_shard(full, partition, rank))
+        leaves = [optree.tree_leaves(tree, none_is_leaf=True) for tree in (state, full_state)]
         for own, of_all, where in zip(*leaves, placed, strict=True):
             if own is not None:
                 is_cut = isinstance(where.spec, Sharded)
@@ -191,13 +191,13 @@ def _update_own_shard(name: str, layout: FlatLayout, param_P: Tensor, grads_P: l
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", ["lamb, defaults", "adafactor, defaults", "muon, defaults"])
-def test_real_ranks_have_the_bits_of_the_whole(ranks: RankPool, name: str, world_size: int) -> None:
+def test_ranks_in_processes_have_the_bits_of_the_full_buffer(ranks: RankPool, name: str, world_size: int) -> None:
     layout = replace(MATRICES, world_size=world_size, multiple_of=32)
     params, grads = values(layout)
-    whole, _ = run_whole(MAKERS[name], layout, params, grads)
+    full, _ = run_full(MAKERS[name], layout, params, grads)
     grads_P = [flatten(grad, layout) for grad in grads]
     shards = ranks(world_size, _update_own_shard, name, layout, flatten(params, layout), grads_P)
-    assert torch.equal(torch.cat(shards), whole)
+    assert torch.equal(torch.cat(shards), full)
 
 
 def test_ranks_in_threads_see_each_other_and_a_rank_that_does_not_come() -> None:
@@ -232,11 +232,11 @@ def test_place_describes_exactly_what_init_makes(name: str, data: Any, dtype: st
 # --- the references ----------------------------------------------------------------------------------------------
 
 
-def lamb_plainly(
+def reference_lamb(
     params: Tree, grads: Sequence[Tree], *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
     weight_decay: float = 0.0, max_coeff: float = 10.0, min_coeff: float = 0.01, bias_correction: bool = True,
 ) -> Tree:  # fmt: skip
-    """You et al., arXiv:1904.00962, algorithm 2, a parameter at a time, with the trust ratio clamped."""
+    """Algorithm 2 of You et al., arXiv:1904.00962, for one parameter after the other, with a clamped trust ratio."""
     new = {}
     for name, start in params.items():
         x, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
@@ -253,10 +253,10 @@ def lamb_plainly(
     return new
 
 
-def torch_plainly(
+def reference_torch(
     make: Callable[..., torch.optim.Optimizer], params: Tree, grads: Sequence[Tree], **given: Any
 ) -> Tree:
-    """torch.optim on every parameter of its own; those without elements stay as they are."""
+    """torch.optim on each parameter; those without elements do not change."""
     owned = {name: torch.nn.Parameter(x.clone()) for name, x in params.items() if x.numel()}
     if owned:
         optimizer = make(owned.values(), **given)
@@ -269,11 +269,11 @@ def torch_plainly(
 
 @pytest.mark.parametrize("given_values", LAMBS.values(), ids=LAMBS)
 @given(layout=cut_layouts(), seed=st.integers(0, 100))
-def test_lamb_is_the_formula_on_whole_parameters(given_values: Any, layout: FlatLayout, seed: int) -> None:
+def test_lamb_is_the_formula_on_full_parameters(given_values: Any, layout: FlatLayout, seed: int) -> None:
     params, grads = values(layout, seed, torch.float64)
-    found, _ = run_whole(lambda contents: lamb(**given_values, contents=contents), layout, params, grads)
+    found, _ = run_full(lambda contents: lamb(**given_values, contents=contents), layout, params, grads)
     # Rounding of float64, after divisions by small roots.
-    expected = lamb_plainly(params, grads, **given_values)
+    expected = reference_lamb(params, grads, **given_values)
     torch.testing.assert_close(unflatten(found, layout), expected, rtol=1e-11, atol=1e-11)
 
 
@@ -281,9 +281,9 @@ def test_lamb_is_the_formula_on_whole_parameters(given_values: Any, layout: Flat
 @given(layout=cut_layouts(), seed=st.integers(0, 100))
 def test_adafactor_is_the_one_of_torch(given_values: Any, layout: FlatLayout, seed: int) -> None:
     params, grads = values(layout, seed, torch.float64)
-    found, _ = run_whole(lambda contents: adafactor(**given_values, contents=contents), layout, params, grads)
-    # Rounding of float64; torch takes a norm and squares it where squares are added up here.
-    expected = torch_plainly(torch.optim.Adafactor, params, grads, **given_values)
+    found, _ = run_full(lambda contents: adafactor(**given_values, contents=contents), layout, params, grads)
+    # Rounding of float64: torch squares a norm, and fzero adds up squares.
+    expected = reference_torch(torch.optim.Adafactor, params, grads, **given_values)
     torch.testing.assert_close(unflatten(found, layout), expected, rtol=1e-11, atol=1e-11)
 
 
@@ -293,11 +293,11 @@ def test_muon_is_the_one_of_torch_on_the_parameters_as_matrices(
     given_values: Any, layout: FlatLayout, seed: int
 ) -> None:
     params, grads = values(layout, seed)
-    found, _ = run_whole(lambda contents: muon(**given_values, contents=contents), layout, params, grads)
+    found, _ = run_full(lambda contents: muon(**given_values, contents=contents), layout, params, grads)
     as_matrix = lambda x: x.reshape(x.shape[0], -1) if x.numel() else x  # noqa: E731
     flat_params, *flat_grads = ({n: as_matrix(x) for n, x in tree.items()} for tree in (params, *grads))
-    expected = torch_plainly(torch.optim.Muon, flat_params, flat_grads, **{"weight_decay": 0.0} | given_values)
-    # The same operations: what is left is how a fused multiply-add is compiled for other strides, in fp32.
+    expected = reference_torch(torch.optim.Muon, flat_params, flat_grads, **{"weight_decay": 0.0} | given_values)
+    # The operations are the same; a fused multiply-add may be compiled differently for other strides, in fp32.
     found_tree = {n: as_matrix(x) for n, x in unflatten(found, layout).items()}
     torch.testing.assert_close(found_tree, expected, rtol=1e-6, atol=1e-6)
 
@@ -305,13 +305,13 @@ def test_muon_is_the_one_of_torch_on_the_parameters_as_matrices(
 def test_in_float32_lamb_and_adafactor_keep_to_their_references_to_rounding() -> None:
     params, grads = values(MIXED)
     for make, expected in (
-        (lambda contents: lamb(0.1, contents=contents), lamb_plainly(params, grads, lr=0.1)),
+        (lambda contents: lamb(0.1, contents=contents), reference_lamb(params, grads, lr=0.1)),
         (
             lambda contents: adafactor(0.1, contents=contents),
-            torch_plainly(torch.optim.Adafactor, params, grads, lr=0.1),
+            reference_torch(torch.optim.Adafactor, params, grads, lr=0.1),
         ),
     ):
-        found, _ = run_whole(make, MIXED, params, grads)
+        found, _ = run_full(make, MIXED, params, grads)
         # Three updates of up to 0.1·|p|, each with a few roundings of float32.
         torch.testing.assert_close(unflatten(found, MIXED), expected, rtol=1e-5, atol=1e-6)
         assert not torch.equal(found, flatten(params, MIXED))
@@ -323,10 +323,10 @@ def test_orthogonalised_singular_values_are_about_one(shape: tuple[int, int]) ->
     found = orthogonalise(matrix).float()
     assert found.shape == shape
     singular = torch.linalg.svdvals(found)
-    # What five steps of the quintic leave (kellerjordan.github.io/posts/muon: "Uniform(0.5, 1.5)").
+    # The range after five steps of the quintic (kellerjordan.github.io/posts/muon: "Uniform(0.5, 1.5)").
     assert singular.min() > 0.3 and singular.max() < 1.5
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    # The singular vectors stay: the rotated matrix is diagonal, but for bfloat16.
+    # The singular vectors do not change: the rotated matrix is diagonal, up to bfloat16 rounding.
     rotated = u.T @ found @ v.T
     assert (rotated - rotated.diag().diag()).abs().max() < 0.05
 
@@ -378,23 +378,23 @@ def test_boxes_cover_a_fragment_once_and_lie_on_the_grid() -> None:
 
 # --- bad values --------------------------------------------------------------------------------------------------
 
-WHOLE = ShardContents.whole(MIXED)
+FULL = ShardContents.whole(MIXED)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lamb(-1.0, contents=WHOLE), "lamb: lr must be at least 0, got -1.0"),
-        (lambda: lamb(0.1, betas=(0.9, 1.0), contents=WHOLE), "lamb: each of betas must be in"),
-        (lambda: lamb(0.1, min_coeff=2.0, max_coeff=1.0, contents=WHOLE), "min_coeff must be at most max_coeff, got 2.0 > 1.0"),
-        (lambda: adafactor(0.1, d=0.5, contents=WHOLE), "needs beta2_decay <= 0 and d >= 1, got -0.8 and 0.5"),
-        (lambda: adafactor(0.1, beta2_decay=0.5, contents=WHOLE), "got 0.5 and 1.0"),
-        (lambda: muon(0.1, contents=WHOLE), r"muon: parameter 'b' must be a matrix, got shape \(5,\)"),
+        (lambda: lamb(-1.0, contents=FULL), "lamb: lr must be at least 0, got -1.0"),
+        (lambda: lamb(0.1, betas=(0.9, 1.0), contents=FULL), "lamb: each of betas must be in"),
+        (lambda: lamb(0.1, min_coeff=2.0, max_coeff=1.0, contents=FULL), "min_coeff must be at most max_coeff, got 2.0 > 1.0"),
+        (lambda: adafactor(0.1, d=0.5, contents=FULL), "needs beta2_decay <= 0 and d >= 1, got -0.8 and 0.5"),
+        (lambda: adafactor(0.1, beta2_decay=0.5, contents=FULL), "got 0.5 and 1.0"),
+        (lambda: muon(0.1, contents=FULL), r"muon: parameter 'b' must be a matrix, got shape \(5,\)"),
         (lambda: muon(0.1, momentum=-1, contents=ShardContents.whole(MATRICES)), "muon: momentum must be at least 0, got -1"),
         (lambda: muon(0.1, adjust_lr_fn="no", contents=ShardContents.whole(MATRICES)), "adjust_lr_fn must be .*, got 'no'"),  # type: ignore[arg-type]
         (lambda: ShardContents(MIXED, (0, 1)), r"ShardContents: ranks must be all 4 in order, or one of them, got \(0, 1\)"),
         (lambda: ShardContents(MIXED, (4,)), r"got \(4,\)"),
-        (lambda: lamb(0.1, contents=WHOLE).init(torch.zeros(3)), "lamb: the flat tensor must have .* got shape"),
+        (lambda: lamb(0.1, contents=FULL).init(torch.zeros(3)), "lamb: the flat tensor must have .* got shape"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_the_name_of_its_field(make: Callable[[], Any], message: str) -> None:
@@ -406,6 +406,6 @@ def test_a_zero_parameter_or_a_zero_gradient_moves_by_adams_step_or_not_at_all()
     layout = FlatLayout(("zero", "still"), ((2,), (2,)), 1)
     param, grad = torch.tensor([0.0, 0.0, 3.0, 4.0]), torch.tensor([1.0, -1.0, 0.0, 0.0])
     found, _ = run(lamb(0.5, contents=ShardContents.whole(layout)), param, [grad])
-    # Adam's first direction is the gradient's sign, but for eps = 1e-8.
+    # Adam's first direction is the sign of the gradient, up to eps = 1e-8.
     torch.testing.assert_close(found, torch.tensor([-0.5, 0.5, 3.0, 4.0]), rtol=1e-6, atol=0)
     assert math.isclose(found[2].item(), 3.0)

@@ -1,4 +1,4 @@
-"""The laws of torch.optim's classes as transforms: the class itself on the whole, shards of it, and what is refused."""
+"""The laws of torch.optim's classes as transforms: on full buffers they equal the class, on shards too, or are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ every_case = pytest.mark.parametrize(("name", "params"), CASES, ids=[f"{n} {list
 
 
 class Counting(Optimizer):
-    """Keeps a Python number, as older optimizers do, and makes its state in the first step."""
+    """Keeps a Python number, like older optimizers, and makes its state in the first step."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -80,7 +80,7 @@ class ByItsNorm(Counting):
 
 
 class WithNorms(Counting):
-    """Its parameter goes elementwise, its state does not."""
+    """Its update of the parameter is elementwise, that of its state is not."""
 
     def step(self, closure: Any = None) -> None:
         for param in self.param_groups[0]["params"]:
@@ -116,7 +116,7 @@ def make_grads(numel: int) -> Tensor:
 
 
 def run(transform: Transform, param: Tensor, grads: Sequence[Tensor], state: Any = None) -> tuple[list[Tensor], Any]:
-    """The parameter after each step, and the last state; on copies."""
+    """The parameter after each step, and the last state; works on copies."""
     param = param.clone()
     state, trajectory = transform.init(param) if state is None else state, []
     for grad in grads:
@@ -160,8 +160,8 @@ def test_it_works_in_place() -> None:
 
 @pytest.mark.parametrize("num_before", [0, 1, 3])
 @every_case
-def test_another_transform_goes_on_with_the_state(name: str, params: Any, num_before: int) -> None:
-    """As after a checkpoint: the state is all that there is, also before the first update."""
+def test_another_transform_continues_with_the_state(name: str, params: Any, num_before: int) -> None:
+    """As after a checkpoint: the state holds everything, also before the first update."""
     param, grads = make_param(64), make_grads(64)
     straight, straight_state = run(fzero.optim.torch_optimizer(name, **params), param, grads)
     transform = fzero.optim.torch_optimizer(name, **params)
@@ -220,7 +220,7 @@ def test_a_transform_of_your_own_is_refused_by_its_name_where_it_is_not_elementw
         ("LBFGS", {}, "LBFGS: needs a closure"),
         (Closing, {}, "Closing: needs a closure"),
         ("SparseAdam", {}, "SparseAdam: must step with the dense gradient .* does not support dense gradients"),
-        ("adafactor", {}, "Adafactor: must be elementwise, .* there is fzero.optim.adafactor"),
+        ("adafactor", {}, "Adafactor: must be elementwise, .* use fzero.optim.adafactor"),
         ("Muon", {}, "Muon: does not take a flat tensor .* only supports 2D .* use fzero.optim.muon"),
         (ByItsNorm, {}, "ByItsNorm: must be elementwise"),
         (WithNorms, {}, "WithNorms: must be elementwise"),
@@ -235,7 +235,9 @@ def test_a_transform_of_your_own_is_refused_by_its_name_where_it_is_not_elementw
         (int, {}, "needs a class of optimizers or its name, got <class 'int'>"),
     ],
 )
-def test_what_cannot_work_on_shards_is_refused_with_the_reason(given_class: Any, params: Any, message: str) -> None:
+def test_optimizers_that_cannot_work_on_shards_are_refused_with_the_reason(
+    given_class: Any, params: Any, message: str
+) -> None:
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match=message):
         fzero.optim.torch_optimizer(given_class, **params)
@@ -243,7 +245,7 @@ def test_what_cannot_work_on_shards_is_refused_with_the_reason(given_class: Any,
 
 
 def test_every_class_of_torch_works_or_is_refused_here() -> None:
-    """A class that a new version of torch brings must be put to the test."""
+    """A class that a new version of torch adds must be tested here."""
 
     def works(name: str) -> bool:
         try:
@@ -277,6 +279,6 @@ def test_training_is_alike_in_all_stages_and_like_the_plain_loop(ranks: RankPool
     for curve, weights in (result for results in on_ranks for result in results):
         assert curve == first_curve
         assert all(torch.equal(weights[key], first_weights[key]) for key in weights)
-    # Rounding only, as in test_stages; these divide small gradients by their own size.
+    # Rounding errors only, as in test_stages; these optimizers divide small gradients by their size.
     torch.testing.assert_close(torch.tensor(first_curve), torch.tensor(plain_curve), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(first_weights, plain_weights, rtol=0, atol=2e-5)

@@ -1,4 +1,4 @@
-"""The laws of transforms: torch.optim's trajectories, those of `fzero.testing`, donation, and one fused kernel."""
+"""The laws of transforms: the trajectories of torch.optim, the laws of `fzero.testing`, donation, and one fused kernel."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def make_param(numel: int) -> Tensor:
 
 
 def make_grads(numel: int, num_steps: int = NUM_STEPS) -> Tensor:
-    """A gradient for each step, of quite different sizes."""
+    """A gradient for each step; their magnitudes differ widely."""
     generator = torch.Generator().manual_seed(2)
     return torch.randn(num_steps, numel, generator=generator) * torch.logspace(-4, 2, numel)
 
 
 def run(transform: Transform, param: Tensor, grads: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-    """The parameter after each step, and the last state; on copies."""
+    """The parameter after each step, and the last state; works on copies."""
     param = param.clone()
     state, trajectory = transform.init(param), []
     for grad in grads:
@@ -128,7 +128,7 @@ def test_sgd_is_the_one_of_torch(values: Any, numel: int) -> None:
     if not values.get("dampening"):
         assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
     else:
-        # torch adds (1 - dampening) * gradient to the momentum with one rounding, here it is rounded twice; each of
+        # torch adds (1 - dampening) * gradient to the momentum with one rounding, and fzero rounds twice; each of
         # 20 steps may differ by a last bit of the largest summand (momentum up to about 1e3, times lr).
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=20 * 0.1 * 1e3 * 2**-24)
 
@@ -146,7 +146,7 @@ def test_adagrad_is_the_fused_one_of_torch_bit_for_bit(values: Any, numel: int) 
 @pytest.mark.parametrize("numel", [0, 1, 7, 1000])
 @pytest.mark.parametrize("values", LIONS.values(), ids=LIONS)
 def test_lion_is_algorithm_2_of_its_paper(values: Any, numel: int) -> None:
-    """Chen et al., arXiv:2302.06675, written as there, in fp64."""
+    """The algorithm of Chen et al., arXiv:2302.06675, as printed there, in fp64."""
     param, grads = make_param(numel).double(), make_grads(numel).double()
     ours, _ = run(fzero.optim.lion(**values), param, grads)
     beta_1, beta_2 = values.get("betas", (0.9, 0.99))
@@ -197,7 +197,7 @@ def test_chains_are_associative() -> None:
 
 
 def test_two_optimizers_in_a_chain_update_one_after_the_other() -> None:
-    """The second one sees the parameter that the first one left."""
+    """The second one reads the parameter that the first one wrote."""
     both = fzero.chain(fzero.sgd(1.0), fzero.sgd(1.0))
     _, param, _ = both.update(torch.tensor([4.0]), torch.tensor([10.0]), both.init(torch.zeros(1)))
     assert param == 2.0
@@ -219,7 +219,7 @@ def test_a_chain_with_a_state_of_another_length_is_refused() -> None:
 
 
 class Watch(TorchDispatchMode):
-    """The operators that touch a tensor of at least N elements, and the memory that they make for such tensors."""
+    """Records operators that use a tensor of at least N elements, and the memory that they allocate for such tensors."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class Watch(TorchDispatchMode):
 
 
 def _watched(transform: Transform, numel: int = 1000) -> tuple[Watch, list[int], list[int]]:
-    """The third update: what it did, and the memory of its tensors before and after."""
+    """The third update: its operators, and the memory of its tensors before and after."""
     param, state = make_param(numel), transform.init(torch.zeros(numel))
     grads = make_grads(numel)
     for grad in grads[:2]:
@@ -269,7 +269,7 @@ LAID_OUT: dict[str, Callable[[Tensor], Tensor]] = {
 
 @every_transform
 def test_elements_are_updated_where_the_strides_say_they_are(name: str) -> None:
-    # A kernel that ignores strides pairs wrong elements, and writes where it must not.
+    # A kernel that ignores strides pairs wrong elements, and writes outside of the tensor.
     transform, grads = TRANSFORMS[name], [grad.view(3, 5) for grad in make_grads(15)[:3]]
     for of_param, of_grad in product(LAID_OUT.values(), repeat=2):
         param = make_param(15).view(3, 5)
@@ -287,7 +287,7 @@ def test_a_gradient_may_be_one_number_for_all_elements_and_a_parameter_may_not(n
     for param, grad in zip(params, (torch.ones(1000), torch.ones(1).expand(1000)), strict=True):
         transform.update(grad, param, transform.init(param))
     assert torch.equal(*params)
-    param = torch.zeros(1).expand(1000)  # memory for one element, which the kernel alone would write a thousand to
+    param = torch.zeros(1).expand(1000)  # memory for one element; the bare kernel would write a thousand there
     with pytest.raises(RuntimeError, match="refers to a single memory location"):
         transform.update(torch.ones(1000), param, transform.init(param))
 

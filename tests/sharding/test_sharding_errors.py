@@ -1,4 +1,4 @@
-"""Does bad input raise a ValueError that names the field, the value and the fix?"""
+"""The law of errors: bad input raises a ValueError that names the field, the value and the fix."""
 
 import pytest
 import torch
@@ -120,4 +120,4 @@ def test_bad_input_raises_an_error_that_names_the_field_the_value_and_the_fix(ca
         call()
     for part in parts:
         assert part in str(raised.value)
-    assert ";" in str(raised.value)  # what is wrong; what to do
+    assert ";" in str(raised.value)  # the message has a rule and a fix

@@ -1,4 +1,4 @@
-"""Do the integers of `sharding` obey their laws?"""
+"""The laws of the integers of `sharding`: partitions, orders, layouts, buckets and transfers."""
 
 import math
 import pickle
@@ -192,7 +192,7 @@ def test_a_layout_is_a_value(layout):
         lambda layout: layout.names != tuple(sorted(layout.names)),
         lambda layout: layout.partition.padding > layout.partition.shard_numel,
     ],
-    ids=["zero-sized", "0-d", "few elements", "long parameter", "unsorted names", "whole shard of padding"],
+    ids=["zero-sized", "0-d", "few elements", "long parameter", "unsorted names", "full shard of padding"],
 )
 def test_layouts_hold_every_kind_of_parameter(holds):
     assert holds(find(layouts(), holds))
@@ -232,8 +232,8 @@ def test_a_transfer_turns_shards_of_one_layout_into_shards_of_the_other(pair):
     for move in plan_transfer(old, new):
         assert 0 <= move.source_start < move.source_stop <= old.partition.shard_numel
         assert 0 <= move.target_start < move.target_stop <= new.partition.shard_numel
-        piece = source[move.source_rank][move.source_start : move.source_stop]
-        received[move.target_rank][move.target_start : move.target_stop] = piece
+        moved = source[move.source_rank][move.source_start : move.source_stop]
+        received[move.target_rank][move.target_start : move.target_stop] = moved
     assert received == target
 
 
@@ -294,7 +294,7 @@ def neighbours(world_size):
 
 
 def elements(moves, source=None, target=None, sources=range(0), targets=range(0)):
-    """Each element that moves: from where in which shard to where in which; or in shards that are taken for one."""
+    """Each element that moves: its old and new shard and offset; or its offsets in joined shards."""
     from_one, to_one = (layout.partition.shard_numel if layout else 0 for layout in (source, target))
     return {
         (
@@ -316,7 +316,7 @@ def test_a_transfer_to_the_same_layout_stays_on_each_rank(layout):
 
 
 def large_layouts(numel, num_parameters=2000):
-    """`numel` elements on 4096 ranks, the same on 3072, and the same dealt out to lists."""
+    """Layouts of `numel` elements: on 4096 ranks, on 3072, and in round-robin order."""
     names = tuple(f"p{index}" for index in range(num_parameters))
     shapes = tuple((length,) for length in NearEqualSplit(numel, num_parameters).sizes)
     old, order = FlatLayout(names, shapes, 4096, multiple_of=32), round_robin(num_parameters, num_lists=64)
@@ -326,7 +326,7 @@ def large_layouts(numel, num_parameters=2000):
 def test_plans_of_a_trillion_elements_are_no_longer_than_parameters_and_shards_together():
     old, fewer, dealt = large_layouts(10**12)
     assert sum(len(old.fragments(rank)) for rank in range(4096)) <= 2000 + 4096 - 1
-    # In the same order there is a move for each stretch between shard boundaries, whatever the parameters are.
+    # In the same order there is one move between each two shard boundaries, whatever the parameters are.
     assert len(plan_transfer(old, fewer)) <= 4096 + 3072 - 1
     assert len(plan_transfer(old, dealt)) <= 2000 + 2 * 4096 - 2
     for new in (fewer, dealt):
@@ -334,7 +334,7 @@ def test_plans_of_a_trillion_elements_are_no_longer_than_parameters_and_shards_t
 
 
 def test_the_moves_of_one_shard_cost_no_more_than_these():
-    """Counted in lines that run, for a time would depend on the machine."""
+    """Counted in executed lines, because times depend on the machine."""
     old, fewer, dealt = large_layouts(10**12, num_parameters=20_000)
     for new in (fewer, dealt):
         for moves in (lambda: moves_from(old, new, 7), lambda: moves_to(old, new, range(7, 8))):  # noqa: B023
@@ -343,7 +343,7 @@ def test_the_moves_of_one_shard_cost_no_more_than_these():
 
 
 def counted_lines(work):
-    """What the work gives, and the lines of Python that ran for it."""
+    """The result of the work, and the number of executed lines of Python."""
     lines = 0
 
     def count(frame, event, argument):
@@ -371,7 +371,7 @@ def test_the_memory_of_plans_does_not_grow_with_elements():
         assert fragments and moves
         return held
 
-    assert peak(10**15) < 1.2 * peak(10**9)  # larger integers take some bytes more
+    assert peak(10**15) < 1.2 * peak(10**9)  # larger integers take a few more bytes
 
 
 # The package

@@ -1,4 +1,4 @@
-"""Do meshes and tensor specs obey their laws?"""
+"""The laws of meshes and tensor specs."""
 
 import math
 import pickle
@@ -39,16 +39,16 @@ def test_peers_along_an_axis_differ_in_that_axis_only_and_partition_the_mesh(mes
 
 @law
 @given(shapes(), world_sizes(), st.integers(1, 8))
-def test_a_sharded_tensor_takes_its_partition_and_any_other_its_whole_shape(shape, world_size, multiple_of):
+def test_a_sharded_tensor_has_the_shape_of_its_shard_and_any_other_its_full_shape(shape, world_size, multiple_of):
     sharded = TensorSpec(shape, "float32", Sharded("data"), multiple_of=multiple_of)
     partition = Partition(math.prod(shape), world_size, multiple_of)
     assert sharded.partition(world_size) == partition
     assert sharded.local_shape(world_size) == (partition.shard_numel,)
     assert sharded.local_nbytes(world_size) * world_size == 4 * partition.padded_numel
     for spec in (Replicated(), Partial("data")):
-        whole = replace(sharded, spec=spec)
-        assert whole.local_shape(world_size) == shape
-        assert whole.local_nbytes(world_size) == 4 * math.prod(shape)
+        full = replace(sharded, spec=spec)
+        assert full.local_shape(world_size) == shape
+        assert full.local_nbytes(world_size) == 4 * math.prod(shape)
 
 
 @law
@@ -61,7 +61,7 @@ def test_several_axes_cut_a_tensor_along_the_first_axis_first(mesh, shape, multi
     num_shards = finest.partition(mesh).world_size
     assert num_shards == math.prod(mesh.axis_size(axis) for axis in axes)
     assert finest.local_shape(mesh) == finest.local_shape(num_shards)
-    # Every shard is there, as often as there are ranks along the other axes.
+    # Every shard occurs once for each rank along the other axes.
     assert sorted(shards) == [shard for shard in range(num_shards) for _ in range(mesh.size // num_shards)]
     for length in range(1, len(axes)):
         coarse = Sharded(*axes[:length])

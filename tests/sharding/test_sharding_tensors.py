@@ -1,4 +1,4 @@
-"""Do views and the reference collectives obey their laws on tensors?"""
+"""The laws of views, reference collectives and toy models, on tensors."""
 
 import pickle
 
@@ -18,9 +18,9 @@ law = settings(deadline=None)
 
 
 def parameters_of(layout: FlatLayout, dtype: torch.dtype = torch.int64) -> dict[str, torch.Tensor]:
-    """Parameters whose elements all differ, from 1 on, so that none looks like padding."""
-    pieces = torch.arange(1, layout.numel + 1, dtype=dtype).split(list(layout.numels))
-    return {name: piece.reshape(shape) for name, shape, piece in zip(layout.names, layout.shapes, pieces)}
+    """Parameters whose elements all differ and count from 1, so that none equals padding."""
+    leaves = torch.arange(1, layout.numel + 1, dtype=dtype).split(list(layout.numels))
+    return {name: part.reshape(shape) for name, shape, part in zip(layout.names, layout.shapes, leaves)}
 
 
 def stack_shards(flat_P: torch.Tensor, partition: Partition) -> torch.Tensor:
@@ -29,7 +29,7 @@ def stack_shards(flat_P: torch.Tensor, partition: Partition) -> torch.Tensor:
 
 @st.composite
 def stacked(draw: st.DrawFn, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """(W, P) full buffers, one for each rank, of small random integers."""
+    """Full buffers of small random integers, one for each rank: (W, P)."""
     world_size, shard_numel = draw(world_sizes()), draw(st.integers(0, 5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     return torch.randint(-1000, 1000, (world_size, world_size * shard_numel), generator=generator).to(dtype)
@@ -129,7 +129,7 @@ def test_unflatten_and_flatten_run_under_vmap(layout):
 
 @law
 @given(layouts())
-def test_fragments_say_what_the_shard_holds(layout):
+def test_fragments_describe_the_contents_of_a_shard(layout):
     parameters = parameters_of(layout)
     shards_WS = stack_shards(flatten(parameters, layout), layout.partition)
     for rank in range(layout.world_size):
@@ -146,8 +146,8 @@ def test_a_transfer_of_shards_is_the_flattening_by_the_new_layout(old, world_siz
     old_WS = stack_shards(flatten(parameters, old), old.partition)
     new_WS = old_WS.new_zeros(world_size, new.partition.shard_numel)
     for move in plan_transfer(old, new):
-        piece = old_WS[move.source_rank, move.source_start : move.source_stop]
-        new_WS[move.target_rank, move.target_start : move.target_stop] = piece
+        part = old_WS[move.source_rank, move.source_start : move.source_stop]
+        new_WS[move.target_rank, move.target_start : move.target_stop] = part
     assert torch.equal(new_WS, stack_shards(flatten(parameters, new), new.partition))
 
 
@@ -209,7 +209,7 @@ def test_all_to_all_is_its_own_inverse_and_moves_shard_r_to_rank_r(x_WP):
 
 @law
 @given(stacked(), st.data())
-def test_broadcast_gives_every_rank_what_the_source_holds(x_WN, data):
+def test_broadcast_gives_every_rank_the_tensor_of_the_source(x_WN, data):
     source = data.draw(st.integers(0, x_WN.shape[0] - 1))
     assert broadcast(x_WN, source).tolist() == [x_WN[source].tolist()] * x_WN.shape[0]
 
@@ -246,7 +246,7 @@ def test_every_parameter_that_is_not_frozen_gets_a_gradient(model):
 @law
 @given(models())
 def test_the_same_recipe_makes_the_same_model_and_leaves_the_random_state_alone(model):
-    torch.rand(1)  # elsewhere in the random stream than when the model was made
+    torch.rand(1)  # advances the random state after the model was made
     before = torch.get_rng_state()
     again, pickled = make_toy_model(model.recipe), pickle.loads(pickle.dumps(model))
     assert torch.equal(torch.get_rng_state(), before)
