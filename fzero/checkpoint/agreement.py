@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from fzero.checkpoint.folders import CheckpointError
+from fzero.common.arguments import check_kind
 from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.records import Label
+from fzero.simulation import LockstepRanks
+from fzero.step import TrainStep
 from fzero.storage.file_store import StoreError
-
-if TYPE_CHECKING:
-    pass  # PyTorch takes a second to import what it imports
-
 
 T = TypeVar("T")
 
@@ -32,7 +31,7 @@ def together(axis: Bound, function: Callable[[], T]) -> T:
     except (CheckpointError, ValueError, OSError, StoreError) as error:
         problem = error
     index = next((i for i, kind in enumerate(_RAISED) if isinstance(problem, kind)), len(_RAISED))
-    world = collectives.exchange((_told(problem), index), axis, label=Label("save"))
+    world = collectives.exchange((report_of(problem), index), axis, label=Label("save"))
     for rank, (told, index) in enumerate(world):
         if told:
             kind = [*_RAISED, CheckpointError][index]
@@ -58,5 +57,11 @@ def of_rank_0(axis: Bound, function: Callable[[], T]) -> T:
     return found
 
 
-def _told(problem: Exception | None) -> str | None:
+def report_of(problem: Exception | None) -> str | None:
     return None if problem is None else str(problem) or repr(problem)
+
+
+def check_step(step: object) -> None:
+    """Raises unless it is a step."""
+    fix = "pass what fzero.make_train_step or fzero.simulate(..., by='lockstep') returned"
+    check_kind("step", step, TrainStep | LockstepRanks, "a step", fix)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.resharding.plan import (
@@ -30,6 +31,8 @@ from fzero.resharding.plan import (
     quantity_for,
     tensors_of,
 )
+from fzero.storage.file_tensor import FilePart, part_of
+from fzero.storage.shard_io import Leaf
 from sharding import TensorSpec, boxes
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
@@ -362,3 +365,8 @@ def own_specs(plan: Plan, rng: Mapping[str, TensorSpec]) -> dict[str, TensorSpec
     return {f"state.rng[{kind!r}]": spec for kind, spec in rng.items()} | {
         n: s for n, (s, _) in hook_states_of(plan).items()
     }
+
+
+def span(tensor: Leaf, part: StoredSlice) -> Tensor | FilePart:
+    """The elements of a part in the flat tensor that holds them: to be written to a file, or to be read into."""
+    return part_of(tensor, part.offset, part.offset + part.stop - part.start)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint import folders as files
-from fzero.checkpoint.agreement import check_same_folder, of_rank_0, together
+from fzero.checkpoint.agreement import check_same_folder, check_step, of_rank_0, together
 from fzero.checkpoint.layout import (
     Slice,
     Stored,
@@ -30,9 +30,9 @@ from fzero.checkpoint.layout import (
     parts_of_own,
     parts_to_load,
     sources_of_numbers,
+    span,
     stored_starts,
 )
-from fzero.checkpoint.saving import _check_step
 from fzero.common.arguments import check_no_inference, check_path
 from fzero.comms.failures import meet
 from fzero.plans.plan import Plan
@@ -43,8 +43,7 @@ from fzero.runtime.trainability import listed
 from fzero.simulation import LockstepRanks, stacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import FilePart, StateFiles as Scratch, part_of
-from fzero.storage.shard_io import Leaf
+from fzero.storage.file_tensor import StateFiles as Scratch
 
 if TYPE_CHECKING:
     from fzero.checkpoint.dcp_format import Fragment  # PyTorch takes a second to import what it imports
@@ -83,7 +82,7 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
         CollectiveError: another rank died or did not come.
     """
     check_path("dir", dir)
-    _check_step(step)
+    check_step(step)
     check_no_inference("load")
     if isinstance(step, LockstepRanks):
         loaded = step.on_each(lambda rank: load(dir, step=step.steps[rank]))
@@ -142,7 +141,7 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
         CheckpointError: something cannot be read.
     """
     plan, rank, source = step.plan, step.rank, saved.source
-    check_names(plan, aliases_of(step), source.stored)
+    check_names(plan, step.runtime.aliases, source.stored)
     check_told(plan, saved.optimizer)
     frozen = {name for name, kept in saved.optimizer.items() if kept is None}
     _tell_of_frozen(plan, frozen, rank)
@@ -188,11 +187,6 @@ def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[StoredSlice]]
                 x.copy_(values)
 
 
-def span(tensor: Leaf, part: StoredSlice) -> Tensor | FilePart:
-    """The elements of a part in the flat tensor that holds them: to be written to a file, or to be read into."""
-    return part_of(tensor, part.offset, part.offset + part.stop - part.start)  # type: ignore[no-any-return]
-
-
 class Source(Protocol):
     """What tensors are read from, a range at a time."""
 
@@ -201,11 +195,6 @@ class Source(Protocol):
 
     def read(self, fragments: Iterable[Fragment]) -> None:
         """Fills each flat tensor with the elements of its part, cast to its dtype."""
-
-
-def aliases_of(step: TrainStep) -> dict[str, str]:
-    """The further names of parameters and module buffers: of tied ones, and those that `state_dict` gives them."""
-    return step.plan.aliases | {key: name for key, name in step.recipe.stored_names.items() if key != name}
 
 
 def _kept_own(step: TrainStep, hook_states: Mapping[str, str]) -> dict[str, Any]:

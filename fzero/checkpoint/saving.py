@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint import folders as files
-from fzero.checkpoint.agreement import _told, check_same_folder, of_rank_0, together
+from fzero.checkpoint.agreement import check_same_folder, check_step, of_rank_0, report_of, together
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import (
     Slice,
@@ -36,11 +36,11 @@ from fzero.checkpoint.layout import (
     numbers_by_name,
     own_specs,
     parts_to_save,
+    span,
     stored_by,
     told_of,
 )
-from fzero.checkpoint.loading import aliases_of, span
-from fzero.common.arguments import check_kind, check_path
+from fzero.common.arguments import check_path
 from fzero.common.pickles import load_tensors
 from fzero.comms import collectives
 from fzero.comms.axes import Bound
@@ -97,7 +97,7 @@ def save(
         CollectiveError: another rank died or did not come.
     """
     check_path("dir", dir)
-    _check_step(step)
+    check_step(step)
     if isinstance(step, LockstepRanks):
         states = unstacked(state, step.world_size)
         return step.on_each(lambda rank: save(states[rank], dir, step=step.steps[rank], client=client, keep=keep))[0]
@@ -133,7 +133,7 @@ def start_save(
     if isinstance(step, LockstepRanks):
         raise ValueError("start_save: step must be of real ranks, got a simulated one; call save")
     check_path("dir", dir)
-    _check_step(step)
+    check_step(step)
     if after is not None:
         after.wait()
     return _started(state, Path(dir), step, client, keep, copies=True)
@@ -180,13 +180,13 @@ class Saving:
     def _end(self) -> Path | CheckpointError:
         self._is_written.wait()
         try:
-            problems = collectives.exchange(_told(self._problem), self._axis, label=Label("save"))
+            problems = collectives.exchange(report_of(self._problem), self._axis, label=Label("save"))
         except BaseException:
             self._given_up.set()
             raise
         if not any(problems):  # all parts are there, so that rank 0 comes to an end
             self._thread.join()
-            problems = collectives.exchange(_told(self._problem), self._axis, label=Label("save"))
+            problems = collectives.exchange(report_of(self._problem), self._axis, label=Label("save"))
         if any(problems):
             self._given_up.set()
             self._thread.join()
@@ -294,7 +294,7 @@ class Contents(NamedTuple):
 def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Mapping[str, float]) -> Contents:
     plan = step.plan
     return Contents(
-        *stored_by(plan, aliases_of(step)), numbers_by_name(plan, numbers), told_of(plan), describe_hook_states(plan),
+        *stored_by(plan, step.runtime.aliases), numbers_by_name(plan, numbers), told_of(plan), describe_hook_states(plan),
         step.recipe.stored_names, rates, asdict(step.runtime.scaling), plan.stage, plan.mesh.axes, step.runtime.scaling.dynamic,
     )  # fmt: skip
 
@@ -330,11 +330,6 @@ def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Content
     }
     files.write_manifest(folder, manifest)
     return files.publish(folder, path, num_updates)
-
-
-def _check_step(step: object) -> None:
-    fix = "pass what fzero.make_train_step or fzero.simulate(..., by='lockstep') returned"
-    check_kind("step", step, TrainStep | LockstepRanks, "a step", fix)
 
 
 def _started(

@@ -25,7 +25,7 @@ from fzero.checkpoint.deepspeed.files import find as find_deepspeeds, is_deepspe
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice, parts_of_weights
-from fzero.checkpoint.loading import Source, aliases_of, placed, read_into
+from fzero.checkpoint.loading import Source, placed, read_into
 from fzero.checkpoint.safetensors import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
 from fzero.common.arguments import check_path
 from fzero.comms import collectives
@@ -188,7 +188,7 @@ def export(
 def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
     source, prefixes = _opened(path)
     names = [*(name for b in step.plan.flat_buffers for name in b.layout.names), *step.plan.buffers]
-    aliases = aliases_of(step)
+    aliases = step.runtime.aliases
     further: dict[str, list[str]] = {}
     for alias, first in aliases.items():
         further.setdefault(first, []).append(alias)

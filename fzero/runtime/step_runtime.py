@@ -144,6 +144,11 @@ class StepRuntime:
             self.recipe, self.plan, offload=self.offload, updater=self.updater, rank=self.ranks.rank, device=self.device
         )
 
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """The other names of parameters and module buffers: of tied ones, and those that `state_dict` gives them."""
+        return self.plan.aliases | {key: name for key, name in self.recipe.stored_names.items() if key != name}
+
     # --- states ----------------------------------------------------------------------------------------------------
 
     @cached_property
