@@ -280,7 +280,7 @@ class TrainStep:
         """The step as one graph, or what comes before its update; and what it reads about the update."""
         from fzero.graph.capture import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
 
-        if self.recipe.checkpointing.names and self.recipe.checkpointing.moves is not None:
+        if self.runtime.checkpointing.names and self.runtime.checkpointing.moves is not None:
             raise ConfigError(
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
                 "it out, or pass compile='block'"
@@ -301,7 +301,7 @@ class TrainStep:
         compiled = CompiledStep(
             self.recipe.model, self.plan, axis, self.device, rules,
             loss_fn=self.recipe.loss_fn, autocast=self.runtime.autocast, backend=backend,
-            checkpoint=self.recipe.checkpointing.names, stacked=stacked,
+            checkpoint=self.runtime.checkpointing.names, stacked=stacked,
         )  # fmt: skip
         return compiled, hyperparams
 
@@ -328,7 +328,7 @@ class TrainStep:
         check_callable("init_fn", init_fn, "a function of a module that fills it", optional=True)
         if params is not None:
             _check_values(params)
-            params = {self.recipe.stored_names.get(key, key): tensor for key, tensor in params.items()}
+            params = {self.runtime.stored_names.get(key, key): tensor for key, tensor in params.items()}
         meet("TrainStep.init", self.runtime.mesh.world)
         self._origin.look(given=params is not None)
         return self.runtime.builder.make(self.runtime.mesh, params, init_fn)
@@ -360,7 +360,7 @@ class TrainStep:
         if not keep:
             return {}
         full |= {name: _portable(tensor) for name, tensor in state.buffers.items()}
-        return {key: full[name] for key, name in self.recipe.stored_names.items()}
+        return {key: full[name] for key, name in self.runtime.stored_names.items()}
 
     def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
         """This rank's part of the weights by flat buffer: the master where there is one, else the parameters.
@@ -739,7 +739,7 @@ class TrainStep:
         with (
             bound(self.recipe.model, self.plan.aliases, window.work.fetch, window.buffers),
             self._blocks.applied(self.recipe.model) if self._blocks else nullcontext(),
-            self.recipe.checkpointing.applied(
+            self.runtime.checkpointing.applied(
                 self.recipe.model, device=self.device, recomputing=window.work.recomputing, aliases=self.plan.aliases,
                 moving=self._moving_buffers,
             ),

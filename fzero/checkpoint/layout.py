@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.resharding.plan import (
+from fzero.resharding.plan import kept_of
+from fzero.resharding.tensors import (
     FlatTensor,
     Sources,
     buffers_of,
     hook_states_of,
-    kept_of,
     numbers_of,
     quantity_for,
     tensors_of,

@@ -36,8 +36,9 @@ from fzero.checkpoint.layout import (
 from fzero.common.arguments import check_no_inference, check_path
 from fzero.comms.failures import meet
 from fzero.plans.plan import Plan
+from fzero.resharding.new_state import begin_anew, blank, by_name, chosen_numbers, narrow, rescale
 from fzero.resharding.place import place
-from fzero.resharding.reshard import AnyStep, begin_anew, blank, by_name, chosen_numbers, narrow, rescale
+from fzero.resharding.reshard import AnyStep
 from fzero.runtime.offload import agree
 from fzero.runtime.trainability import listed
 from fzero.simulation import LockstepRanks, stacked
@@ -146,7 +147,7 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
     frozen = {name for name, kept in saved.optimizer.items() if kept is None}
     _tell_of_frozen(plan, frozen, rank)
     numbers = chosen_numbers(sources_of_numbers(plan, frozen), dict(saved.numbers))
-    kept = {*step.recipe.stored_names.values()}
+    kept = {*step.runtime.stored_names.values()}
     missing = [n for n in plan.buffers if n not in kept and key_of("params", n) not in source.stored]
     wanted: dict[str, list[StoredSlice]] = {}
     for quantity, parts in parts_to_load(plan, rank, source.stored, without=missing, frozen=frozen):

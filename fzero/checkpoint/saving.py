@@ -46,7 +46,8 @@ from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
-from fzero.resharding.reshard import AnyStep, by_name, numbers_of
+from fzero.resharding.new_state import by_name, numbers_of
+from fzero.resharding.reshard import AnyStep
 from fzero.simulation import LockstepRanks, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
@@ -295,7 +296,7 @@ def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Map
     plan = step.plan
     return Contents(
         *stored_by(plan, step.runtime.aliases), numbers_by_name(plan, numbers), told_of(plan), describe_hook_states(plan),
-        step.recipe.stored_names, rates, asdict(step.runtime.scaling), plan.stage, plan.mesh.axes, step.runtime.scaling.dynamic,
+        step.runtime.stored_names, rates, asdict(step.runtime.scaling), plan.stage, plan.mesh.axes, step.runtime.scaling.dynamic,
     )  # fmt: skip
 
 

@@ -31,7 +31,8 @@ from fzero.common.arguments import check_path
 from fzero.comms import collectives
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
-from fzero.resharding.reshard import AnyStep, blank, first_optimizer
+from fzero.resharding.new_state import blank, first_optimizer
+from fzero.resharding.reshard import AnyStep
 from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
@@ -89,7 +90,7 @@ def save_16bit_model(
         step.on_each(lambda rank: save_16bit_model(states[rank], out, step=step.steps[rank], **how))
         return
     check_path("out", out)
-    runtime, names = step.runtime, step.recipe.stored_names
+    runtime, names = step.runtime, step.runtime.stored_names
     runtime.check_state(state)
     meet("fzero.checkpoint.save_16bit_model", runtime.mesh.world)
     keys = {name: key for key, name in reversed(names.items())}

@@ -154,14 +154,14 @@ class HoldsModule(Accessors):
         values: Mapping[str, Tensor] = (
             checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         )
-        differing = sorted({*values} ^ {*step.recipe.stored_names})
+        differing = sorted({*values} ^ {*step.runtime.stored_names})
         if strict and differing:
             raise ValueError(
                 f"load_module_state_dict: names must be those of the model, got {'no' if differing[0] not in values else 'a'} "
                 f"{differing[0]!r} ({len(differing)} differ); pass strict=False to leave the others as they are"
             )
         params = {name for buffer in step.plan.flat_buffers for name in buffer.layout.names}
-        for key, name in step.recipe.stored_names.items():
+        for key, name in step.runtime.stored_names.items():
             if key in values and name in params:
                 self.state = with_weight(step, self.state, name, values[key])
             elif key in values:

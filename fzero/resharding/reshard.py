@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -25,26 +24,29 @@ from fzero.comms import collectives
 from fzero.comms.axes import AbstractAxis, ProcessAxis
 from fzero.comms.process_group import job
 from fzero.comms.records import Label
-from fzero.optim.loss_scale import LossScale
-from fzero.plans.param_groups import UserTransform
-from fzero.plans.placements import SUB_GROUP
+from fzero.resharding.new_state import (
+    Numbers,
+    TensorSpan,
+    _keep_scale,
+    begin_anew,
+    blank,
+    by_name,
+    chosen_numbers,
+    narrow,
+    numbers_of,
+    rescale,
+)
 from fzero.resharding.place import place as put
-from fzero.resharding.plan import JobRank, ReshardPlan, ReshardRound, Sources, kept_hook_states, plan_reshard
-from fzero.runtime.offload import QUANTITIES, agree, files_of
+from fzero.resharding.plan import JobRank, ReshardPlan, ReshardRound, kept_hook_states, plan_reshard
+from fzero.runtime.offload import agree, files_of
 from fzero.runtime.step_spec import MismatchError
-from fzero.runtime.trainability import listed
 from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_store import StoreError
-from fzero.storage.file_tensor import StateFiles, handles_of, in_memory, kept
-from fzero.storage.shard_io import Leaf, own_shard
-from sharding import Sharded
+from fzero.storage.file_tensor import StateFiles, handles_of
+from fzero.storage.shard_io import Leaf
 from sharding.views import torch_dtype
-
-Numbers = dict[str, float | int]
-"""The 0-d tensors of a state, by name: the same on every rank, so they travel as values."""
-
 
 AnyStep = TrainStep | LockstepRanks
 _FIX = "pass the step that made the state"
@@ -194,30 +196,6 @@ class _Message(NamedTuple):
     num_shards: int
 
 
-class _Span(NamedTuple):
-    """Elements [start, stop) of a flat tensor."""
-
-    name: str
-    start: int
-    stop: int
-
-    def read(self, tensors: Mapping[str, Leaf]) -> Tensor:
-        """The elements; zeros where a file fails, which breaks its state and is told when all have come (`agree`)."""
-        x = tensors[self.name]
-        if isinstance(x, Tensor):
-            return x[self.start : self.stop]
-        found = kept(x, lambda: x[self.start : self.stop])
-        return torch.zeros(self.stop - self.start, dtype=x.dtype) if found is None else found
-
-    def write(self, tensors: Mapping[str, Leaf], values: Tensor) -> None:
-        """Puts elements there. Fails as `read` does."""
-        x = tensors[self.name]
-        if isinstance(x, Tensor):
-            x[self.start : self.stop].copy_(values)
-        else:
-            kept(x, lambda: x.part(slice(self.start, self.stop)).copy_(values))
-
-
 def _run(
     round_: ReshardRound,
     plan: ReshardPlan,
@@ -227,12 +205,12 @@ def _run(
     device: torch.device,
 ) -> None:
     """Copies what stays in this process, and exchanges the rest of one round, from `device` to `device`."""
-    sent: dict[_Message, list[_Span]] = {}
-    received: dict[_Message, list[_Span]] = {}
+    sent: dict[_Message, list[TensorSpan]] = {}
+    received: dict[_Message, list[TensorSpan]] = {}
     for flow in round_.flows:
         for move in plan.moves(flow, axis.rank):
-            source = _Span(flow.source.name, move.source_start, move.source_stop)
-            target = _Span(flow.target.name, move.target_start, move.target_stop)
+            source = TensorSpan(flow.source.name, move.source_start, move.source_stop)
+            target = TensorSpan(flow.target.name, move.target_start, move.target_stop)
             if move.source_rank == move.target_rank:
                 target.write(targets, source.read(sources))
             elif move.source_rank == axis.rank:
@@ -241,7 +219,7 @@ def _run(
             else:
                 message = _Message(move.source_rank, flow.dtype, flow.target.num_shards)
                 received.setdefault(message, []).append(target)
-    packed: dict[tuple[str, tuple[_Span, ...]], Tensor] = {}
+    packed: dict[tuple[str, tuple[TensorSpan, ...]], Tensor] = {}
     outgoing, incoming = [], []
     for message, spans in sent.items():
         key = message.dtype, tuple(spans)
@@ -260,182 +238,6 @@ def _run(
 
 
 # --- states ------------------------------------------------------------------------------------------------------
-
-
-def by_name(state: TrainState[Any]) -> dict[str, Any]:
-    """The tensors of a state as flat views, by the names that the plan uses; those in files are read where they are cut."""
-    accessors, tensors, _ = optree.tree_flatten_with_accessor(state)
-    named = zip(accessors, tensors, strict=True)
-    return {accessor.codify("state"): x.reshape(-1) if isinstance(x, Tensor) else x for accessor, x in named}
-
-
-def numbers_of(state: TrainState[Tensor]) -> Numbers:
-    """The 0-d tensors of a state that the step made; a module's own buffers move as tensors."""
-    parts = state._replace(params={}, master={}, grads={}, buffers={}, rng={}, hook_states={})
-    accessors, tensors, _ = optree.tree_flatten_with_accessor(parts)
-    named = zip(accessors, tensors, strict=True)
-    return {accessor.codify("state"): x.item() for accessor, x in named if x.ndim == 0}
-
-
-def chosen_numbers(sources_of: Mapping[str, Sources], numbers: Numbers) -> Numbers:
-    """The 0-d tensors of the new state, for what there are old ones; those of the optimizer from equal ones."""
-    chosen = {name: number for name, number in numbers.items() if not name.startswith("state.optimizer")}
-    for name, (sources, anew) in sources_of.items():
-        found = {repr(numbers[source]): source for source in sources}  # a NaN is equal to itself only in words
-        if anew and any(numbers[source] for source in sources):
-            source = next(source for source in sources if numbers[source])
-            raise ValueError(
-                f"reshard: {name} must come from equal numbers, and {source} is {numbers[source]} while the optimizer state of "
-                f"{listed(anew)} begins anew; make the new step with after=, the step or the checkpoint that the state is of, "
-                f"which gives these flat buffers of their own"
-            )
-        if len(found) > 1:
-            told = ", ".join(f"{source} is {number}" for number, source in found.items())
-            raise ValueError(
-                f"reshard: {name} must come from equal numbers, and {told}; keep apart in the new step what is apart in the old "
-                f"one (units, parameter groups; after=, the step or the checkpoint that the state is of)"
-            )
-        if sources:
-            chosen[name] = numbers[sources[0]]
-    return chosen
-
-
-def _keep_scale(old: TrainStep, new: TrainStep) -> bool:
-    return new.runtime.scaling.dynamic and old.runtime.scaling.dynamic
-
-
-def blank(
-    new: TrainStep, rank: int, numbers: Numbers, *, keeps_scale: bool, files: StateFiles | None = None
-) -> TrainState[Tensor]:
-    """A state of `new` for one rank with the numbers given, its own random state, and flat tensors yet to be filled.
-
-    Padding is zero, in the optimizer state what `init` makes it.
-
-    Args:
-        files: of the new state; without them all of it is on the device, wherever `new` wants it.
-    """
-
-    def zeros(specs: Any) -> Any:
-        return optree.tree_map(
-            lambda spec: torch.zeros(spec.local_shape(new.plan.mesh), dtype=torch_dtype(spec.dtype), device=new.device),
-            specs,
-        )
-
-    specs = new.specs
-    if files is None:
-        params, master = zeros(specs.params), zeros(specs.master)
-        parts = {"params": params, "master": master, "grads": zeros(specs.grads)}
-        parts["optimizer"] = first_optimizer(new, rank, params, master)
-    else:
-        parts = {part: {} for part in QUANTITIES}
-        for buffer in new.plan.flat_buffers:
-            param = zeros(buffer.params)
-            own = zeros(buffer.master) if buffer.trainable or buffer.has_master else param
-            first = new.runtime.offload.init(
-                buffer, files, param, own, partial(new.runtime.updater.transform_of, buffer)
-            )
-            for part, tensors in first.items():
-                parts[part][buffer.key] = tensors
-    loss_scale = new.runtime.scaling.init(new.device)
-    if keeps_scale:
-        values = (numbers[f"state.loss_scale.{field}"] for field in LossScale._fields)
-        loss_scale = LossScale(*(x.fill_(value) for x, value in zip(loss_scale, values, strict=True)))
-    step = torch.zeros((), dtype=torch.int64, device=new.device if new.recipe.cfg.skips_overflow else "cpu")
-    state: TrainState[Tensor] = TrainState(
-        step=step.fill_(numbers["state.step"]),
-        **parts,
-        buffers=zeros(specs.buffers),
-        loss_scale=loss_scale,
-        rng=new.runtime.builder.rng(rank),
-        hook_states=new.runtime.builder.hook_states(),
-    )
-    for name, x in by_name(state).items():
-        if name.startswith("state.optimizer") and name in numbers:
-            x.fill_(numbers[name])
-    return state
-
-
-def first_optimizer(
-    new: TrainStep, rank: int, params: Mapping[str, Leaf], master: Mapping[str, Leaf], files: StateFiles | None = None
-) -> dict[str, Any]:
-    """The optimizer state of a rank as `init` makes it, for parameters and masters that there are.
-
-    Args:
-        files: of the state, if it has some.
-    """
-    optimizer = {}
-    for buffer in new.plan.flat_buffers:
-        if buffer.trainable:
-            param = params[buffer.key]
-            is_cut = isinstance(buffer.row.optimizer, Sharded)
-            share = own_shard(param, buffer, new.plan.shard_of(rank)) if is_cut else param
-            values, make = in_memory(master.get(buffer.key, share)), partial(new.runtime.updater.transform_of, buffer)
-            if files is None:
-                optimizer[buffer.key] = make().init(values)
-            else:
-                values = values.to(new.device)
-                whole = in_memory(param).to(new.device) if new.runtime.offload.joins(buffer) else values
-                optimizer[buffer.key] = new.runtime.offload.init(buffer, files, whole, values, make)["optimizer"]
-    return optimizer
-
-
-def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collection[str]) -> None:
-    """Makes the optimizer state of some parameters what `init` makes of their present values.
-
-    The state of `blank` was made of zeros. A transform of a user's own may start from the values; what the configuration names
-    does not.
-    """
-    for buffer in new.plan.flat_buffers:
-        begins = [name for name in buffer.layout.names if name in names]
-        if (
-            not begins
-            or not buffer.trainable
-            or not isinstance(new.runtime.updater.optimizers[buffer.group], UserTransform)
-        ):
-            continue
-        param, shard = state.params[buffer.key], new.plan.shard_of(rank)
-        is_cut = isinstance(buffer.row.optimizer, Sharded)
-        share = own_shard(param, buffer, shard) if is_cut else param
-        values = in_memory(state.master.get(buffer.key, share)).to(new.device)
-        fresh = optree.tree_leaves(new.runtime.updater.transform_of(buffer).init(values))
-        leaves, specs = (
-            optree.tree_leaves(state.optimizer[buffer.key]),
-            optree.tree_leaves(new.plan.optimizer[buffer.key]),
-        )
-        first, stop = (
-            (shard * buffer.shard_numel, (shard + 1) * buffer.shard_numel) if is_cut else (0, buffer.padded_numel)
-        )
-        spans = [
-            (max(start, first) - first, min(end, stop) - first) for start, end in map(buffer.layout.bounds, begins)
-        ]
-        for leaf, value, spec in zip(leaves, fresh, specs, strict=True):
-            for start, end in spans if buffer.is_long(spec) else ():
-                if start < end:
-                    _Span("leaf", start, end).write({"leaf": leaf}, value[start:end])
-
-
-def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:
-    """Writes what a rank holds of the masters into its parameters, in their dtype.
-
-    A file that fails breaks its state, which is told by `agree`.
-    """
-    for buffer in new.plan.flat_buffers:
-        if buffer.has_master:
-            master, param = state.master[buffer.key], state.params[buffer.key]
-            share = param if param.shape == master.shape else own_shard(param, buffer, new.plan.shard_of(rank))
-            tensors, numel = {"master": master, "params": share}, master.numel()
-            for start in range(0, numel, SUB_GROUP):
-                span = slice(start, min(start + SUB_GROUP, numel))
-                values = _Span("master", span.start, span.stop).read(tensors)
-                _Span("params", span.start, span.stop).write(tensors, values)
-
-
-def rescale(state: TrainState[Tensor], numbers: Numbers) -> None:
-    """Makes what the comm hooks remember that of a loss with the new scale."""
-    ratio = state.loss_scale.scale / numbers["state.loss_scale.scale"]
-    for x in optree.tree_leaves(state.hook_states):
-        if x.is_floating_point():
-            x.mul_(ratio)
 
 
 # --- checks ------------------------------------------------------------------------------------------------------

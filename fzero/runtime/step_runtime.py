@@ -17,6 +17,7 @@ from fzero.comms.mesh import RankMesh
 from fzero.comms.records import CommRecord
 from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.plans.plan import Plan
+from fzero.runtime.activation_checkpointing import Checkpointing
 from fzero.runtime.batches import Batches
 from fzero.runtime.init_state import StateBuilder
 from fzero.runtime.loss import LossRules
@@ -42,6 +43,8 @@ class StepRuntime:
         scratch: memory for gathered parameters and unreduced gradients.
         offload: moves state that lives off the device.
         updater: updates flat buffers.
+        checkpointing: the modules that run again in the backward.
+        stored_names: the keys of the model's state dict, each with the name under which its tensor is stored.
     """
 
     recipe: StepSpec
@@ -51,6 +54,8 @@ class StepRuntime:
     scratch: BufferPool
     offload: Offload
     updater: Updater
+    checkpointing: Checkpointing
+    stored_names: dict[str, str]
 
     @classmethod
     def make(cls, recipe: StepSpec, ranks: Bound | AbstractAxis) -> Self:
@@ -75,7 +80,11 @@ class StepRuntime:
             skips_overflow=cfg.skips_overflow, scales_loss=cfg.scales_loss,
             places=dict(zip(keys, starts, strict=False)) if cfg.precision.stochastic_rounding else None,
         )  # fmt: skip
-        return cls(recipe, plan, ranks, bound, scratch, offload, updater)
+        # These read the model, which must not be done while it computes with the tensors of a state.
+        return cls(
+            recipe, plan, ranks, bound, scratch, offload, updater,
+            checkpointing=recipe.checkpointing, stored_names=recipe.stored_names,
+        )  # fmt: skip
 
     def with_updater(self, updater: Updater) -> Self:
         """The same parts, with another updater."""
@@ -147,7 +156,7 @@ class StepRuntime:
     @cached_property
     def aliases(self) -> dict[str, str]:
         """The other names of parameters and module buffers: of tied ones, and those that `state_dict` gives them."""
-        return self.plan.aliases | {key: name for key, name in self.recipe.stored_names.items() if key != name}
+        return self.plan.aliases | {key: name for key, name in self.stored_names.items() if key != name}
 
     # --- states ----------------------------------------------------------------------------------------------------
 

@@ -312,7 +312,7 @@ class TrainingMachine(RuleBasedStateMachine):
 
     def gather_gives_what_the_ranks_hold(self) -> None:
         full, held = self.step.gather(self.state), self.weights()
-        for key, name in self.step.steps[0].recipe.stored_names.items():
+        for key, name in self.step.steps[0].runtime.stored_names.items():
             fault = None if torch.equal(full[key], held[name].to(full[key].dtype)) else f"{key} is another"
             tell("gather gives what the ranks hold, by the model's own names", fault)
 

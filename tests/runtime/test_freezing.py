@@ -160,9 +160,7 @@ def test_what_begins_anew_is_not_counted_with_what_goes_on() -> None:
     new = fzero.simulate(fzero.make_train_step(model, config(1)), 2, by="lockstep")
     with pytest.raises(ValueError, match=r"'blocks.0.norm.bias' begins anew; make the new step with after="):
         fzero.reshard(before.state, before.ranks, new)
-    with pytest.raises(
-        ValueError, match="after must be a step of make_train_step or the folder of a checkpoint, got int"
-    ):
+    with pytest.raises(ValueError, match=r"after must be a step of make_train_step, or fzero.checkpoint.starts.*got int"):
         fzero.make_train_step(model, config(1), after=3)  # type: ignore[arg-type]
 
 
@@ -177,7 +175,8 @@ def test_a_checkpoint_of_other_frozen_parameters_loads_as_reshard_does_and_warns
     before = phase(0, None, stage=saved, model=model, keys=NARROW)
     fzero.save(before.state, tmp_path, step=before.ranks)
     freeze(model, PHASES[1])
-    steps = [fzero.make_train_step(model, config(loaded) | NARROW, after=after) for after in (before.step, tmp_path)]
+    starts = fzero.checkpoint.starts(tmp_path)
+    steps = [fzero.make_train_step(model, config(loaded) | NARROW, after=after) for after in (before.step, starts)]
     assert repr(steps[0].plan.flat_buffers) == repr(steps[1].plan.flat_buffers)
     ranks = fzero.simulate(steps[1], 2, by="lockstep")
     with pytest.warns(
