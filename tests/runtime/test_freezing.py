@@ -160,7 +160,9 @@ def test_what_begins_anew_is_not_counted_with_what_goes_on() -> None:
     new = fzero.simulate(fzero.make_train_step(model, config(1)), 2, by="lockstep")
     with pytest.raises(ValueError, match=r"'blocks.0.norm.bias' begins anew; make the new step with after="):
         fzero.reshard(before.state, before.ranks, new)
-    with pytest.raises(ValueError, match=r"after must be a step of make_train_step, or fzero.checkpoint.starts.*got int"):
+    with pytest.raises(
+        ValueError, match=r"after must be a step of make_train_step, or fzero.checkpoint.starts.*got int"
+    ):
         fzero.make_train_step(model, config(1), after=3)  # type: ignore[arg-type]
 
 
