@@ -246,7 +246,7 @@ class TrainStep:
         self._num_passes, self._said = 0, _Said()
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
         self._compared: set[str] = set()  # kinds of forwards whose parameters have been compared
-        self._origin = Origin(recipe.model)
+        self.origin = Origin(recipe.model)
         self._own_grads: OwnGrads | None = None  # of the module, in the first step
         self._statistics = recipe.statistics & set(self.plan.buffers)
         self._flags = FixedFlags(recipe.model, _trained(self.plan)) if recipe.trained is None else None
@@ -261,7 +261,7 @@ class TrainStep:
             from fzero.graph.blocks import CompiledBlocks
 
             self._blocks = CompiledBlocks(recipe.blocks_to_compile, recipe.compile_backend)
-        self._observer = observer_of(axis, recipe.model, recipe.cfg, recipe.loss_fn, self.device)
+        self.observer = observer_of(axis, recipe.model, recipe.cfg, recipe.loss_fn, self.device)
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:
@@ -330,7 +330,7 @@ class TrainStep:
             _check_values(params)
             params = {self.runtime.stored_names.get(key, key): tensor for key, tensor in params.items()}
         meet("TrainStep.init", self.runtime.mesh.world)
-        self._origin.look(given=params is not None)
+        self.origin.look(given=params is not None)
         return self.runtime.builder.make(self.runtime.mesh, params, init_fn)
 
     def gather(self, state: TrainState[Tensor], *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
@@ -442,8 +442,8 @@ class TrainStep:
             ScheduleError: on this rank alone the units ran in an order that the learned one does not serve.
             CollectiveError: another rank died or did not come.
         """
-        if self._observer:
-            self._observer.sees(batch)
+        if self.observer:
+            self.observer.sees(batch)
         if is_bound(self.recipe.model):
             raise RuntimeError(
                 "step: must not be called inside a forward of its own model, got a call inside; call it after the forward, or "
@@ -498,9 +498,9 @@ class TrainStep:
     def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> AccumulationWindow:
         check_trains("step")
         collectives.next_step(self.runtime.mesh.world)
-        if self._observer:
-            self._observer.begins()
-        self._origin.leave()
+        if self.observer:
+            self.observer.begins()
+        self.origin.leave()
         if not self.has_agreed:
             self._own_grads = OwnGrads(self.recipe.model)
         # Buffers change in a copy, so that the state given stays good when this step raises.
@@ -696,8 +696,8 @@ class TrainStep:
         loss_scale = state.loss_scale
         if self.recipe.cfg.skips_overflow:
             loss_scale = self.runtime.scaling.update(loss_scale, metrics.overflow)
-        if self._observer:
-            self._observer.has_updated()
+        if self.observer:
+            self.observer.has_updated()
         return self.runtime.updater.next_state(state, metrics, loss_scale, buffers, rng, hook_states), metrics
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None = None) -> Self:
@@ -761,8 +761,8 @@ class TrainStep:
             outcome.overflow,
             state.loss_scale.scale.clone(),
         )
-        if self._observer:
-            self._observer.has_updated()
+        if self.observer:
+            self.observer.has_updated()
         return self.runtime.updater.next_state(
             taken(state), metrics, outcome.loss_scale, buffers, rng, hook_states
         ), metrics

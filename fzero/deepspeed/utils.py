@@ -30,7 +30,7 @@ def _found(param: Tensor) -> tuple[Any, str]:
             f"param: must be a parameter of a module that an engine trains, got a tensor of shape {tuple(param.shape)}; take it "
             f"from engine.module"
         )
-    engine._here()
+    engine.active_step()
     return engine, engine.live.name_of(param)
 
 
@@ -44,7 +44,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Another master weight, the same on all ranks. *Collective:* every rank."""
     engine, name = _found(param)
     engine.state = whole.with_weight(engine.train_step, engine.state, name, value)
-    engine._look()
+    engine.show_state()
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
@@ -88,9 +88,9 @@ def _is_frozen(engine: Any, name: str) -> bool:
 
 def _with_grads(param: Tensor) -> tuple[Any, str]:
     engine, name = _found(param)
-    if engine._window is None or not engine._window.told:
+    if engine.open_window is None or not engine.open_window.told:
         return None, name
-    if not engine._is_reduced and engine.train_step.plan.stage < 2:
+    if not engine.grads_are_reduced and engine.train_step.plan.stage < 2:
         raise RuntimeError(
             "safe_get_full_grad: gradients are not reduced yet in stages 0 and 1 before the end of an accumulation; ask between "
             "the last backward and step()"

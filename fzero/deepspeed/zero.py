@@ -71,13 +71,13 @@ class GatheredParameters:
         engine = self._engine
         if engine is None:
             return
-        engine._here()
-        self._outer = engine._is_gathered
+        engine.active_step()
+        self._outer = engine.is_gathered
         self._whole = full_params(engine.train_step, engine.state, self._names)
         self._before = {name: _fingerprint(value) for name, value in self._whole.items()}
         for name, value in self._whole.items():
             engine.live.bring(name, value)
-        engine._is_gathered = self._outer or (engine.train_step.plan.stage == 3 and not engine.live.is_away)
+        engine.is_gathered = self._outer or (engine.train_step.plan.stage == 3 and not engine.live.is_away)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -85,9 +85,9 @@ class GatheredParameters:
         engine = self._engine
         if engine is None:
             return
-        engine._is_gathered = self._outer
+        engine.is_gathered = self._outer
         values = {name: engine.live.own[name].data for name in self._names}
-        engine._look()
+        engine.show_state()
         if kind is not None:
             return
         axis = engine.train_step.runtime.mesh.world

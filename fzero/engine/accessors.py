@@ -37,7 +37,7 @@ class Accessors(Settings):
     global_samples: int
     skipped_steps: int
     _gas: int
-    _counted_from: int
+    counted_from: int
     """The micro-step at which the first accumulation of `_gas` began."""
     _micro_batch: int | None
     _boundary: bool | None
@@ -75,7 +75,7 @@ class Accessors(Settings):
                 f"engine.set_train_batch_size: must be called between an update and the next micro-step, got a call after "
                 f"{self._num_collected} of {self._gas} micro-steps; call it after an update"
             )
-        self._gas, self._counted_from = train_batch_size // one, self.micro_steps
+        self._gas, self.counted_from = train_batch_size // one, self.micro_steps
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Another number of samples per rank and micro-step; the accumulation steps stay."""
@@ -93,7 +93,7 @@ class Accessors(Settings):
     @property
     def _num_collected(self) -> int:
         """Micro-steps since an accumulation began, by count."""
-        return (self.micro_steps - self._counted_from) % self._gas
+        return (self.micro_steps - self.counted_from) % self._gas
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says itself whether the next `step` updates, in place of counting; call it before the backward."""
@@ -189,7 +189,7 @@ class Accessors(Settings):
         params = self.train_step.recipe.model.named_parameters(remove_duplicate=False)
         return {name for name, param in params if not param.requires_grad}
 
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The full weights as the model computes with them, on rank 0; None on the others. *Collective:* every rank."""
         step = self.train_step
         full = step.gather(self.state, to="rank0")
@@ -199,7 +199,7 @@ class Accessors(Settings):
         told = {name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen}
         return told if step.rank == 0 else None
 
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+    _zero3_consolidated_16bit_state_dict = consolidated_16bit_state_dict
 
     @property
     def profile(self) -> Profile | None:
@@ -208,7 +208,7 @@ class Accessors(Settings):
 
     # --- what it tells -------------------------------------------------------------------------------------------
 
-    def _say(self, line: RenderableType) -> None:
+    def log_line(self, line: RenderableType) -> None:
         if self.train_step.rank == 0:
             print(line if isinstance(line, str) else as_text(line), flush=True)
 
@@ -223,8 +223,8 @@ class Accessors(Settings):
             for monitor in self._monitors:
                 monitor.write(events, self.global_samples)
         if every and self.global_steps % every == 0:
-            self._say(
+            self.log_line(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
             )
         for table in self._watch.told(before):
-            self._say(table)
+            self.log_line(table)

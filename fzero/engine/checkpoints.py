@@ -32,7 +32,7 @@ COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 class KeepsFiles(Accessors):
     """The part of `Engine` that reads and writes files."""
 
-    _here: Any
+    active_step: Any
     zero_grad: Any
 
     def save_checkpoint(
@@ -47,7 +47,7 @@ class KeepsFiles(Accessors):
 
         The folder is a checkpoint of `fzero.save`; `save_dir/latest` names the tag.
         """
-        self._here()
+        self.active_step()
         check_path("save_checkpoint: save_dir", save_dir)
         check_kind("client_state", client_state, Mapping | None, "a mapping", "pass {'epoch': 3}, say")
         if tag is not None and not str(tag):
@@ -105,7 +105,7 @@ def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *,
     step = engine.train_step
     meet("Engine.save_checkpoint", step.runtime.mesh.world)
     tag = _agreed_tag(engine, str(tag if tag is not None else f"global_step{engine.global_steps}"))
-    if engine._window is not None and engine._window.told:
+    if engine.open_window is not None and engine.open_window.told:
         warnings.warn(
             "save_checkpoint: gradients since the last update are not saved; call it after an update to lose none",
             stacklevel=3,
@@ -137,11 +137,11 @@ def _load(
             return None, None
     path = folder / tag
     if optimizer and engine.optimizer is not None:
-        step = engine._step_to_load(of_rank_0(step.runtime.mesh.world, lambda: starts(path)))
+        step = engine.step_to_load(of_rank_0(step.runtime.mesh.world, lambda: starts(path)))
         state, client, _ = load_state(path, step=step)
-        engine._take(step, state)
+        engine.take_over(step, state)
     else:
-        engine._take(step, load_weights(path, step=step))
+        engine.take_over(step, load_weights(path, step=step))
         client = together(step.runtime.mesh.world, lambda: files.read_client(files.find(path)))
     told = client["engine"] if isinstance(client, dict) and "engine" in client else None
     if told is None:
@@ -157,10 +157,10 @@ def _load(
     if counters:
         for name in COUNTERS:
             setattr(engine, name, told["counters"][name])
-        engine._counted_from = engine.micro_steps
+        engine.counted_from = engine.micro_steps
         if engine.training_dataloader is not None and told["data"] is not None:
             engine.training_dataloader.load_state_dict(told["data"])
-    engine._look()
+    engine.show_state()
     return str(path), client["client"]
 
 
@@ -175,7 +175,7 @@ def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -
             )
         save_16bit_model(engine.state, folder, step=step)
         return True
-    full = engine._consolidated_16bit_state_dict(exclude_frozen_parameters=exclude_frozen)
+    full = engine.consolidated_16bit_state_dict(exclude_frozen_parameters=exclude_frozen)
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)

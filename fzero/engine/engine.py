@@ -70,18 +70,18 @@ class Engine(HoldsModule, KeepsFiles):
         self.config = dict(config or {})
         self.metrics: Metrics | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        self._gas, self._counted_from = train_step.plan.num_micro_steps, 0
+        self._gas, self.counted_from = train_step.plan.num_micro_steps, 0
         self._micro_batch = train_step.recipe.cfg.batch_sizes(train_step.world_size).micro
-        self._window: AccumulationWindow | None = None
+        self.open_window: AccumulationWindow | None = None
         self._boundary: bool | None = None
-        self._is_syncing, self._has_lost, self._is_reduced, self._is_applied = True, False, False, False
+        self._is_syncing, self._has_lost, self.grads_are_reduced, self._is_applied = True, False, False, False
         self._monitors = monitors(keys) if train_step.rank == 0 else []
         says, model = train_step.rank == 0, train_step.recipe.model
         dtype = dtype_of(train_step.plan, train_step.runtime.autocast)
         self._watch = StepLog(keys, model, train_step.plan, train_step.device, dtype, is_on=says)
         self.comms_log = None
         if keys.comms_logger.enabled:
-            self.comms_log = CommsLog(keys.comms_logger, self._say if says else None)
+            self.comms_log = CommsLog(keys.comms_logger, self.log_line if says else None)
             self.train_step = train_step.observed(self.comms_log)
         self._hold(model, held)
 
@@ -95,7 +95,7 @@ class Engine(HoldsModule, KeepsFiles):
 
         *Collective* in stage 3: every rank.
         """
-        if self._is_gathered:
+        if self.is_gathered:
             return self.module(*inputs, **kwargs)
         return self._run(self.module, inputs, kwargs)
 
@@ -109,7 +109,7 @@ class Engine(HoldsModule, KeepsFiles):
             retain_graph: whether a further backward of the same graph comes.
             scale_wrt_gas: False does not divide by `gradient_accumulation_steps()`.
         """
-        step, window, parts = self._here(), self._window, self._gas if scale_wrt_gas else 1
+        step, window, parts = self.active_step(), self.open_window, self._gas if scale_wrt_gas else 1
         if self.optimizer is None:
             raise RuntimeError(
                 "engine.backward: this engine has no optimizer; give initialize one, or the configuration"
@@ -125,8 +125,8 @@ class Engine(HoldsModule, KeepsFiles):
             )
         if window is None:
             raise RuntimeError("engine.backward: no forward has come since the last update; call engine(...) first")
-        self._is_reduced = self.is_gradient_accumulation_boundary() and self._is_syncing
-        if self._is_reduced:  # the ranks compare the numbers of the update in its last backward
+        self.grads_are_reduced = self.is_gradient_accumulation_boundary() and self._is_syncing
+        if self.grads_are_reduced:  # the ranks compare the numbers of the update in its last backward
             step = self._following()
         with (
             self._guarded(),
@@ -134,8 +134,8 @@ class Engine(HoldsModule, KeepsFiles):
             torch.enable_grad(),  # the loss has a graph, whatever holds where it goes backward
             self._others_passing(loss, keeps=retain_graph),
         ):
-            self._window = step.backward(
-                window, loss.reshape(()), num_parts=parts, is_last=self._is_reduced, keeps=retain_graph
+            self.open_window = step.backward(
+                window, loss.reshape(()), num_parts=parts, is_last=self.grads_are_reduced, keeps=retain_graph
             )
         return loss.detach() / parts
 
@@ -166,7 +166,7 @@ class Engine(HoldsModule, KeepsFiles):
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
-        step, window, optimizer = self._here(), self._window, self.optimizer
+        step, window, optimizer = self.active_step(), self.open_window, self.optimizer
         if self._has_lost:
             raise RuntimeError(
                 "engine.step: gradients of earlier micro-steps were lost by an error; call engine.zero_grad() to go on without"
@@ -175,7 +175,7 @@ class Engine(HoldsModule, KeepsFiles):
             raise RuntimeError(
                 "engine.step: no backward has come since the last update; call engine.backward(loss) first"
             )
-        if not self._is_reduced and step.plan.stage < 2:
+        if not self.grads_are_reduced and step.plan.stage < 2:
             raise RuntimeError(
                 "engine.step: the last backward must be the one that reduces gradients, and was inside no_sync or no boundary; "
                 "call set_gradient_accumulation_boundary(True) before it"
@@ -185,9 +185,9 @@ class Engine(HoldsModule, KeepsFiles):
         try:
             self.state, self.metrics = step.update(window)
         except FloatingPointError:  # this step is over, as if it had not been
-            self._window, self.micro_steps = None, self.micro_steps + 1
+            self.open_window, self.micro_steps = None, self.micro_steps + 1
             raise
-        self.train_step, self._window = step, None
+        self.train_step, self.open_window = step, None
         self.live.look_at_buffers(self.state.buffers)
         optimizer.overflow = bool(self.metrics.overflow)
         self.global_steps += 1
@@ -195,7 +195,7 @@ class Engine(HoldsModule, KeepsFiles):
         self._is_applied = not optimizer.overflow
         self.skipped_steps += optimizer.overflow
         if optimizer.overflow:
-            self._say(
+            self.log_line(
                 f"OVERFLOW! Rank 0 skipped the step. Attempted loss scale: {self.metrics.loss_scale.item():g}, "
                 f"next: {optimizer.loss_scale:g}"
             )
@@ -207,7 +207,7 @@ class Engine(HoldsModule, KeepsFiles):
 
     def _following(self) -> TrainStep:
         """The step with the numbers that stand in the param groups now."""
-        step, groups = self._here(), self.hyper
+        step, groups = self.active_step(), self.hyper
         return step.following([lr_of(group) for group in groups], changed(step.runtime.updater.optimizers, groups))
 
     @property
@@ -217,9 +217,9 @@ class Engine(HoldsModule, KeepsFiles):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops what was collected since the last update; after an update there is nothing to drop."""
-        if self._window is not None:
-            self._window.work.close()
-        self._window, self._has_lost = None, False
+        if self.open_window is not None:
+            self.open_window.work.close()
+        self.open_window, self._has_lost = None, False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -250,7 +250,7 @@ class Engine(HoldsModule, KeepsFiles):
 
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """A forward of the module, by its own `__call__` or from inside of that."""
-        step, run = self._here(), "train" if self.module.training else "eval"
+        step, run = self.active_step(), "train" if self.module.training else "eval"
         inputs, kwargs = step.runtime.batches.cast((inputs, kwargs))
 
         def call() -> T:
@@ -263,17 +263,17 @@ class Engine(HoldsModule, KeepsFiles):
 
         is_func = torch._C._are_functorch_transforms_active()
         trains = torch.is_grad_enabled() and not is_func and self.optimizer is not None
-        if step._observer and trains:
-            step._observer.sees((inputs, kwargs), is_call=True)
+        if step.observer and trains:
+            step.observer.sees((inputs, kwargs), is_call=True)
         with self._watch.of("forward", self.global_steps, trains=trains):
             if not trains:
                 return step.inspect(self.state, call, run=f"{run} {'func' if is_func else 'alone'}")
             still = self._follow_flags()
             step = self.train_step
             with self._guarded():
-                if self._window is None:
-                    self._window = step.begin(self.state, measures_early=True)
-                return step.forward(self._window, call, run=run, still=still)
+                if self.open_window is None:
+                    self.open_window = step.begin(self.state, measures_early=True)
+                return step.forward(self.open_window, call, run=run, still=still)
 
     def _autocast(self) -> Any:
         dtype = self.train_step.runtime.autocast
@@ -282,11 +282,13 @@ class Engine(HoldsModule, KeepsFiles):
     @contextmanager
     def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:
         """Lets a backward go through forwards of other engines, whose gradients stay as they are."""
-        rounds = {id(e._window.work): e for e in live_params.engines() if e is not self and e._window is not None}
+        rounds = {
+            id(e.open_window.work): e for e in live_params.engines() if e is not self and e.open_window is not None
+        }
         with ExitStack() as stack:
             for engine in [rounds[id(work)] for work in works_of(loss) if id(work) in rounds] if rounds else []:
                 stack.enter_context(engine._guarded())
-                stack.enter_context(engine.train_step.passing(engine._window, loss, keeps=keeps))
+                stack.enter_context(engine.train_step.passing(engine.open_window, loss, keeps=keeps))
             yield
 
     @contextmanager
@@ -295,6 +297,6 @@ class Engine(HoldsModule, KeepsFiles):
         try:
             yield
         except BaseException:
-            self._has_lost = self._window is not None and bool(self._window.told)
-            self._window = None
+            self._has_lost = self.open_window is not None and bool(self.open_window.told)
+            self.open_window = None
             raise

@@ -252,6 +252,6 @@ def _micro_batch(cfg: Config, world_size: int) -> int:
 
 def _tell(engine: Engine, keys: EngineKeys) -> None:
     if keys.dump_state:
-        engine._say(str(engine.cfg))
+        engine.log_line(str(engine.cfg))
     if keys.dump_state or keys.memory_breakdown:
-        engine._say(str(engine.train_step.plan))
+        engine.log_line(str(engine.train_step.plan))

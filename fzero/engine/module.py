@@ -37,7 +37,7 @@ class _Forward:
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         engine = self.engine
-        if engine._is_inside or engine._is_gathered or engine.live.is_replaced:
+        if engine._is_inside or engine.is_gathered or engine.live.is_replaced:
             return self.original(*inputs, **kwargs)
         return engine._run(self.original, inputs, kwargs)
 
@@ -57,7 +57,7 @@ class HoldsModule(Accessors):
 
     module: nn.Module
     live: LiveParams
-    _window: AccumulationWindow | None
+    open_window: AccumulationWindow | None
     _held: frozenset[str]
     """The names of the parameters that the optimizer holds."""
     _flags: Flags
@@ -67,7 +67,7 @@ class HoldsModule(Accessors):
     """The flags under which each flat buffer is trained as a whole, or still as a whole."""
     _still: frozenset[str] = frozenset()
     """The names of the parameters that have optimizer state, and require no gradients now."""
-    _is_inside = _is_gathered = _is_away = False
+    _is_inside = is_gathered = _is_away = False
 
     def _hold(self, module: nn.Module, held: frozenset[str]) -> None:
         """Makes a call of the module one of the engine, wherever it comes from (a `generate`, a `loss` of the module's).
@@ -76,11 +76,11 @@ class HoldsModule(Accessors):
             held: the names of the parameters that the optimizer holds.
         """
         self.module, self._held = module, held
-        self.train_step._origin.close()  # from here on the module shows the state
+        self.train_step.origin.close()  # from here on the module shows the state
         self.live, self._flags = LiveParams(module, self.train_step.plan), Flags(module)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)
-        self._look()
+        self.show_state()
         live_params.register(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -108,15 +108,15 @@ class HoldsModule(Accessors):
 
         *Collective* in stage 3: every rank.
         """
-        before, self._is_gathered = self._is_gathered, names is None
-        found = full_params(self._here(), self.state, names)
+        before, self.is_gathered = self.is_gathered, names is None
+        found = full_params(self.active_step(), self.state, names)
         try:
             for name in self.live.own.keys() & found.keys():
                 self.live.bring(name, found[name])
             yield found
         finally:
-            self._is_gathered = before
-            self._look()
+            self.is_gathered = before
+            self.show_state()
 
     def compile(
         self,
@@ -150,7 +150,7 @@ class HoldsModule(Accessors):
                 "make a state dict of your own, and pass that"
             )
         check_kind("load_module_state_dict", checkpoint, Mapping, "given a state dict", "pass module.state_dict()")
-        step = self._here()
+        step = self.active_step()
         values: Mapping[str, Tensor] = (
             checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         )
@@ -166,7 +166,7 @@ class HoldsModule(Accessors):
                 self.state = with_weight(step, self.state, name, values[key])
             elif key in values:
                 self.state.buffers[name].copy_(values[key])
-        self._look()
+        self.show_state()
 
     def offload_states(
         self,
@@ -208,7 +208,7 @@ class HoldsModule(Accessors):
             RuntimeError: another plan is needed, and gradients were collected since the last update.
             CollectiveError: another plan is needed here, and not on a rank that has other flags.
         """
-        flags, window = self._flags.read(), self._window
+        flags, window = self._flags.read(), self.open_window
         if flags == self._seen and (window is not None or flags == self._whole):
             return self._still
         wanted = {name for name in self._held if self.live.own[name].requires_grad}
@@ -225,13 +225,13 @@ class HoldsModule(Accessors):
                 )
             if window is not None:
                 window.work.close()
-                self._window = None
+                self.open_window = None
             old = self.train_step
             meet("Engine.forward with other requires_grad flags", old.runtime.mesh.world)
             new = self._step_for(wanted | known.keys(), known)
             state = reshard(self.state, old, new)
             assert state is not None, "every rank is in both jobs"
-            self._take(new, state)
+            self.take_over(new, state)
             rests = still
         if rests == still:
             self._whole = flags
@@ -261,7 +261,7 @@ class HoldsModule(Accessors):
         old = self.train_step
         return TrainStep(replace(old.recipe, trained=frozenset(trained), starts=found), old.runtime.ranks)
 
-    def _step_to_load(self, starts: Mapping[str, int]) -> TrainStep:
+    def step_to_load(self, starts: Mapping[str, int]) -> TrainStep:
         """The step that goes on with a checkpoint: the present one, if that counts the same updates together. *Collective* else.
 
         Args:
@@ -275,18 +275,18 @@ class HoldsModule(Accessors):
         )
         return self.train_step if is_same else self._step_for(trained, starts)
 
-    def _take(self, step: TrainStep, state: TrainState[Tensor]) -> None:
+    def take_over(self, step: TrainStep, state: TrainState[Tensor]) -> None:
         """Goes on with a state, and with the step that it is of."""
         if step is not self.train_step:
             self.train_step = step if self.comms_log is None else step.observed(self.comms_log)
             self.live.follow(step.plan)
             self._seen = self._whole = None
         self.state = state
-        self._look()
+        self.show_state()
 
     # --- where the state is ---------------------------------------------------------------------------------------
 
-    def _here(self) -> TrainStep:
+    def active_step(self) -> TrainStep:
         if self._is_away:
             raise RuntimeError("engine: its state is away (offload_states, destroy); call reload_states first")
         return self.train_step
@@ -300,9 +300,9 @@ class HoldsModule(Accessors):
                 (state.params, state.master, state.grads, state.optimizer),
             )
             self.state = state._replace(**dict(zip(("params", "master", "grads", "optimizer"), moved)))
-            self._look()
+            self.show_state()
 
-    def _look(self) -> None:
+    def show_state(self) -> None:
         """Makes the module's parameters and buffers those of the state."""
         self.live.look_at(self.state.params, self.train_step.device)
         self.live.look_at_buffers(self.state.buffers)

@@ -170,7 +170,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
             return
-        full = self.engine._consolidated_16bit_state_dict()
+        full = self.engine.consolidated_16bit_state_dict()
         self._save(output_dir or self.args.output_dir, state_dict=full)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

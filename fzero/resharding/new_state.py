@@ -89,7 +89,7 @@ def chosen_numbers(sources_of: Mapping[str, Sources], numbers: Numbers) -> Numbe
     return chosen
 
 
-def _keep_scale(old: TrainStep, new: TrainStep) -> bool:
+def keep_scale(old: TrainStep, new: TrainStep) -> bool:
     return new.runtime.scaling.dynamic and old.runtime.scaling.dynamic
 
 

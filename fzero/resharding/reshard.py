@@ -27,7 +27,7 @@ from fzero.comms.records import Label
 from fzero.resharding.new_state import (
     Numbers,
     TensorSpan,
-    _keep_scale,
+    keep_scale,
     begin_anew,
     blank,
     by_name,
@@ -103,7 +103,7 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     files = _make_files(new, axis) if new.runtime.offload.has_files else None
     made = None
     if place.new is not None:
-        made = blank(new, place.new, chosen, keeps_scale=_keep_scale(old, new), files=files)
+        made = blank(new, place.new, chosen, keeps_scale=keep_scale(old, new), files=files)
     sources = {} if state is None else by_name(state)
     targets = {} if made is None else by_name(made)
     for round_ in plan.rounds:
@@ -169,7 +169,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
         old.runtime.check_shapes(state, fix=_FIX)
     plan = plan_reshard(old.plan, new.plan, rng=_rng_specs(old, new))
     numbers = chosen_numbers(plan.numbers, numbers_of(states[0]))
-    made = [blank(new, rank, numbers, keeps_scale=_keep_scale(old, new)) for rank in range(new.world_size)]
+    made = [blank(new, rank, numbers, keeps_scale=keep_scale(old, new)) for rank in range(new.world_size)]
     sources, targets = [by_name(state) for state in states], [by_name(state) for state in made]
     for flow in (flow for round_ in plan.rounds for flow in round_.flows):
         for move in plan.moves(flow):
