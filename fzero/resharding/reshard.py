@@ -27,11 +27,11 @@ from fzero.comms.records import Label
 from fzero.resharding.new_state import (
     Numbers,
     TensorSpan,
-    keep_scale,
     begin_anew,
     blank,
     by_name,
     chosen_numbers,
+    keep_scale,
     narrow,
     numbers_of,
     rescale,
