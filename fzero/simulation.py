@@ -37,7 +37,6 @@ from fzero.plans.plan import Plan
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.own_params import Origin
 from fzero.runtime.step_spec import StepSpec
-from fzero.runtime.update import TracedHyperparams
 from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import FileTensor, FileTensors
@@ -46,7 +45,7 @@ from sharding import Mesh, TensorSpec
 __all__ = ["LockstepRanks", "VmapRanks", "simulate", "stacked", "unstacked"]
 
 if TYPE_CHECKING:
-    from fzero.graph.capture import CompiledStep
+    from fzero.graph.program import GraphProgram
 
 T = TypeVar("T")
 BackendName = Literal["inductor", "aot_eager"]
@@ -224,7 +223,7 @@ class VmapRanks(LockstepRanks):
         self._way: Literal["vmap", "either", "lockstep"] = way
         self._backend = compile
         self._stacked = Stacked(self.plan.mesh, self.plan.axes)
-        self.one_step, self._made, self._hyperparams = self._make(compile)
+        self.one_step, self._program = self._make(compile)
 
     @property
     def is_in_lockstep(self) -> bool:
@@ -235,18 +234,20 @@ class VmapRanks(LockstepRanks):
         """Raises unless that is a state of all ranks."""
         self.steps[0].runtime.check_state(unstacked(state, self.world_size)[0])  # the other rows have its shapes
 
-    def _make(self, compile: BackendName | None) -> tuple[TrainStep, CompiledStep, TracedHyperparams]:
+    def _make(self, compile: BackendName | None) -> tuple[TrainStep, GraphProgram]:
+        from fzero.graph.program import GraphProgram
+
         own = replace(self._recipe, model=_twin(self._recipe.model), compile=None)
         step = TrainStep(own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
-        return step, *step.one_graph(compile, self._stacked)
+        return step, GraphProgram.make(step.runtime, compile, self._stacked, until="update")
 
     def _look(self, state: TrainState[Tensor], batch: Any) -> None:
         """Raises VmapError for a model whose backward a capture would not see, after one forward of a model of its own."""
-        step, made, _ = self._make(None)
+        step, program = self._make(None)
         self._stacked.random = RandomByRank(state.rng["cpu"])
         with _functions() as found, torch.no_grad(), _quietly():
             buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
-            made.forward(state.params, buffers, step.runtime.batches.cast(batch))
+            program.compiled.forward(state.params, buffers, step.runtime.batches.cast(batch))
         if found:
             raise VmapError(
                 f"{found[0]} is a torch.autograd.Function, whose backward a capture under torch.vmap ignores; pass compile=None"
@@ -265,7 +266,7 @@ class VmapRanks(LockstepRanks):
         versions = [x._version for x in kept]
         try:
             with _own_random_state():
-                if self._backend is not None and not self._made.backend.num_captured:
+                if self._backend is not None and not self._program.compiled.backend.num_captured:
                     self._look(state, micro_batches[0])
                 return self._step_of_all(state, micro_batches)
         except (RuntimeError, VmapError, CompileError) as error:
@@ -287,12 +288,12 @@ class VmapRanks(LockstepRanks):
         state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         hook_states = optree.tree_map(torch.clone, state.hook_states)
-        step.runtime.updater.turn(self._hyperparams, step.runtime.updater.hyper(int(state.step[0])))
+        step.runtime.updater.turn(self._program.hyperparams, step.runtime.updater.hyper(int(state.step[0])))
         numbers = torch.zeros(self.world_size, 2, dtype=torch.float64)  # there is one pass, of one step
         self._stacked.random = drawn = RandomByRank(state.rng["cpu"]) if self._backend is None else None
         with _quietly():
             batches = [step.runtime.batches.cast(b) for b in micro_batches]
-            outcome_W, is_sum = self._made(state, buffers, hook_states, batches, numbers)
+            outcome_W, is_sum = self._program.compiled(state, buffers, hook_states, batches, numbers)
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
             states = unstacked(state, self.world_size)
@@ -301,7 +302,7 @@ class VmapRanks(LockstepRanks):
             )
         rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
         scale = state.loss_scale.scale[0].clone()
-        metrics = Metrics(outcome.loss, outcome.norm, self._hyperparams.lr[0].float(), outcome.overflow, scale)
+        metrics = Metrics(outcome.loss, outcome.norm, self._program.hyperparams.lr[0].float(), outcome.overflow, scale)
         return step.runtime.updater.next_state(
             taken(state), metrics, outcome_W.loss_scale, buffers, rng, hook_states
         ), metrics

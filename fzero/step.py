@@ -13,10 +13,8 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 import copy
-import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
@@ -28,7 +26,7 @@ from torch import Tensor, nn
 from fzero.common.arguments import check_callable, check_kind, check_no_inference, check_trains, shown
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
-from fzero.comms.axes import AbstractAxis, Bound, LockstepAxis, ProcessAxis
+from fzero.comms.axes import AbstractAxis, Bound, ProcessAxis
 from fzero.comms.failures import meet
 from fzero.comms.records import CommRecord, Label
 from fzero.config.config import Config, ConfigError
@@ -43,9 +41,10 @@ from fzero.plans.placements import GivenPlacements
 from fzero.plans.plan import Plan, starts_of
 from fzero.plans.unit_scheduler import Event, Orders
 from fzero.runtime.activation_checkpointing import Choice
-from fzero.runtime.batches import without_memory
 from fzero.runtime.eager import ForwardBackward
+from fzero.runtime.finish import finish
 from fzero.runtime.hooks import observer_of
+from fzero.runtime.hyper_check import HyperCheck
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.loss import LossFn, check_rows, loss_of, loss_row, mean_of
 from fzero.runtime.metrics import assert_alike, check_alike, check_passes, mark_of
@@ -55,21 +54,18 @@ from fzero.runtime.own_params import Origin, OwnGrads
 from fzero.runtime.step_runtime import StepRuntime, check_not_donated
 from fzero.runtime.step_spec import StepSpec, bind
 from fzero.runtime.trainability import FixedFlags
-from fzero.runtime.update import Hyper, TracedHyperparams
-from fzero.state import Metrics, TrainState, taken
-from fzero.storage.file_tensor import FileTensor
-from fzero.storage.shard_io import ShardTransfer
+from fzero.runtime.weights import state_dict, with_weights
+from fzero.state import Metrics, TrainState
 from sharding import Mesh, TensorSpec
-from sharding.views import torch_dtype
 
 __all__ = ["AccumulationWindow", "TrainStep", "make_train_step"]
 
 if TYPE_CHECKING:
     from torch.fx import Graph
 
-    from fzero.comms.stacked import Stacked
     from fzero.graph.blocks import CompiledBlocks
-    from fzero.graph.capture import Captured, CompiledStep
+    from fzero.graph.capture import Captured
+    from fzero.graph.program import GraphProgram
     from fzero.graph.timeline import MachineModel, Timeline
 
 
@@ -209,18 +205,6 @@ class AccumulationWindow(NamedTuple):
     """Whether losses are sums."""
 
 
-@dataclass(slots=True)
-class _Said:
-    """The hyper-parameters that this rank has told the others of, as a checksum, and those that it has not."""
-
-    now: Hyper | None = None
-    """Of the update to come, as the last backward knew them; None where the host would have to wait for the device."""
-    last: Hyper | None = None
-    """Of the last update."""
-    is_late: bool = False
-    """Whether these are others than the backward before it knew."""
-
-
 class TrainStep:
     """`step(state, batch)` → `(state, metrics)`; made by `make_train_step`.
 
@@ -243,20 +227,20 @@ class TrainStep:
         self._orders = (
             Orders() if recipe.schedule == "learned" else None
         )  # of the collectives of forwards and backwards
-        self._num_passes, self._said = 0, _Said()
+        self._num_passes = 0
+        self._check = HyperCheck(recipe.group_names, tuple(map(repr, recipe.optimizers)))
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
         self._compared: set[str] = set()  # kinds of forwards whose parameters have been compared
         self.origin = Origin(recipe.model)
         self._own_grads: OwnGrads | None = None  # of the module, in the first step
         self._statistics = recipe.statistics & set(self.plan.buffers)
         self._flags = FixedFlags(recipe.model, _trained(self.plan)) if recipe.trained is None else None
-        self._compiled: CompiledStep | None = None
+        self.program: GraphProgram | None = None
         self._blocks: CompiledBlocks | None = None
-        # Where the updated state lives off the device, the graph of a step ends with the gradients.
-        is_away = any(map(self.runtime.offload.is_away, self.plan.flat_buffers))
-        self._until: Literal["gradients", "update"] = "gradients" if is_away else "update"
         if recipe.compile == "step":
-            self._compiled, self._hyperparams = self.one_graph(recipe.compile_backend, until=self._until)
+            from fzero.graph.program import GraphProgram  # importing Dynamo takes longer than all of fzero
+
+            self.program = GraphProgram.make(self.runtime, recipe.compile_backend)
         elif recipe.compile == "block":
             from fzero.graph.blocks import CompiledBlocks
 
@@ -269,41 +253,6 @@ class TrainStep:
         learned = self._orders.learned if self._orders else {}
         halves = [learned.get(run) for run in (("forward", "train"), ("backward", 0, "train", 0))]
         return None if None in halves else tuple(chain(*filter(None, halves)))
-
-    def one_graph(
-        self,
-        backend: Literal["inductor", "aot_eager"] | None,
-        stacked: Stacked | None = None,
-        *,
-        until: Literal["gradients", "update"] = "update",
-    ) -> tuple[CompiledStep, TracedHyperparams]:
-        """The step as one graph, or what comes before its update; and what it reads about the update."""
-        from fzero.graph.capture import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
-
-        if self.runtime.checkpointing.names and self.runtime.checkpointing.moves is not None:
-            raise ConfigError(
-                "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
-                "it out, or pass compile='block'"
-            )
-        hyperparams = self.runtime.updater.hyperparams(self.device)
-        transforms = self.runtime.updater.transforms_by(hyperparams) if until == "update" else {}
-        rules = Rules(
-            self.runtime.rules,
-            self.runtime.scaling,
-            self.recipe.cfg.skips_overflow,
-            transforms,
-            self.runtime.updater.places,
-            hyperparams.salts,
-        )
-        axis = self.runtime.ranks
-        if isinstance(axis, LockstepAxis):
-            axis = AbstractAxis(axis.name, axis.size, axis.rank, "gloo", axis.mesh)  # of what is never run
-        compiled = CompiledStep(
-            self.recipe.model, self.plan, axis, self.device, rules,
-            loss_fn=self.recipe.loss_fn, autocast=self.runtime.autocast, backend=backend,
-            checkpoint=self.runtime.checkpointing.names, stacked=stacked,
-        )  # fmt: skip
-        return compiled, hyperparams
 
     @property
     def specs(self) -> TrainState[TensorSpec]:
@@ -351,16 +300,7 @@ class TrainStep:
             raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
         self.runtime.check_state(state)
         meet("TrainStep.gather", self.runtime.mesh.world)
-        full: dict[str, Tensor] = {}
-        keep = to == "all" or self.rank == 0
-        for views in self.runtime.full_weights(state):
-            if keep:
-                full |= {name: _portable(view) for name, view in views.items()}
-        self.runtime.agree_on_files(state)
-        if not keep:
-            return {}
-        full |= {name: _portable(tensor) for name, tensor in state.buffers.items()}
-        return {key: full[name] for key, name in self.runtime.stored_names.items()}
+        return state_dict(self.runtime, state, keep=to == "all" or self.rank == 0)
 
     def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
         """This rank's part of the weights by flat buffer: the master where there is one, else the parameters.
@@ -389,33 +329,8 @@ class TrainStep:
         Raises:
             ValueError: a name or a shape is not that of the state's weights, or what would change lives in files.
         """
-        own = self.weights(state)
-        for key, weight in weights.items():
-            if key not in own or not isinstance(weight, Tensor) or weight.shape != own[key].shape:
-                got = f"{tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-                wanted = f"a tensor of shape {tuple(own[key].shape)}" if key in own else f"one of {', '.join(own)}"
-                raise ValueError(
-                    f"with_weights: {key!r} must be {wanted} in this step, got {got}; give the flat buffers of "
-                    f"step.weights(state) (step.init(params) takes a state dict)"
-                )
-        master, params = dict(state.master), dict(state.params)
-        for buffer in self.plan.flat_buffers:
-            if buffer.key not in weights:
-                continue
-            key, weight, home = buffer.key, weights[buffer.key].detach(), params[buffer.key]
-            if isinstance(home, FileTensor) or isinstance(own[key], FileTensor):
-                raise ValueError(
-                    f"with_weights: {key!r} must be in memory to have other weights, and is in a file; bring the state into "
-                    f"memory with fzero.place and a step without offload, and evaluate with that"
-                )
-            if key in master:
-                master[key] = weight.to(own[key].device, own[key].dtype)
-            narrow = weight.to(self.device, torch_dtype(buffer.dtypes.param))
-            if narrow.numel() != home.numel():
-                axes = self.runtime.mesh.axes_of(buffer.row.optimizer)
-                narrow = self.runtime.builder.cut(self.runtime.mesh.all_gather(narrow, axes), buffer.params)
-            params[key] = narrow.to(home.device)
-        return state._replace(master=master, params=params)
+        self.runtime.check_state(state)
+        return with_weights(self.runtime, state, weights)
 
     def _check_flags(self) -> None:
         """Raises where a parameter was frozen or unfrozen since the step was made, which the plan does not follow."""
@@ -456,9 +371,12 @@ class TrainStep:
         if not self.recipe.donate:
             state = optree.tree_map(torch.clone, state)
         window = self._begin(state)
-        if self._compiled is not None:
-            call = self._call_compiled if self._until == "update" else self._call_and_update
-            return call(self._compiled, state, window.buffers, micro_batches)
+        if self.program is not None:
+            self._num_passes += 1
+            new = self.program(self.runtime, self._check, state, window.buffers, micro_batches, number=self._num_passes)
+            if self.observer:
+                self.observer.has_updated()
+            return new
         with random_state(state.rng, self.device) as rng:
             for index, micro_batch in enumerate(micro_batches):
                 loss, weight = self.forward(window, partial(self._loss, micro_batch))
@@ -584,35 +502,17 @@ class TrainStep:
             scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
         if is_last and self.runtime.offload.has_files:
             self.runtime.offload.read_ahead(window.state, work.still_buffers)
-        checksum = self._say(window.state, num_parts=num_parts)
+        checksum = self._check.checksum(self.runtime.updater, window.state, num_parts=num_parts)
         with profiler_range("backward"), self._bound_to(window):
             told = work.backward(
                 scaled, loss_row(loss, weight, len(news), self._num_passes + mark_of(work.still), checksum),
                 grad_scale=1 / (self.runtime.rules.predivide * num_parts), is_first=not window.told, is_last=is_last, keeps=keeps,
                 check=(lambda rows: check_passes(rows[:, 3])) if self._holds_still else None,
             )  # fmt: skip
-        check_alike(told[:, 3:], self.runtime.mesh.world, partial(self._named_hyper, num_parts))
+        check_alike(told[:, 3:], self.runtime.mesh.world, partial(self._check.named, num_parts))
         if self._own_grads is not None:
             self._own_grads.check()
         return window._replace(told=(*window.told, told), is_sum=weight is not None)
-
-    def _say(self, state: TrainState[Tensor], hyper: Hyper | None = None, *, num_parts: int = 1) -> int:
-        """A checksum of what this rank works out by itself: the numbers of the update to come, where the host knows how many
-        there were, and of the last one what the checksum before it was not of."""
-        said, is_known = self._said, state.step.device.type == "cpu"
-        said.now = self.runtime.updater.hyper(int(state.step)) if hyper is None and is_known else hyper
-        return zlib.crc32(repr((said.now, said.last if said.is_late else None, num_parts)).encode())
-
-    def _named_hyper(self, num_parts: int = 1) -> dict[str, dict[str, str]]:
-        """What the last checksum is of, as text."""
-        names, made_with = self.recipe.group_names, tuple(map(repr, self.recipe.optimizers))
-
-        def named(hyper: Hyper | None) -> dict[str, dict[str, str]]:
-            return {} if hyper is None else hyper._replace(optimizers=hyper.optimizers or made_with).named(names)
-
-        found = named(self._said.now) | {"loss": {"divided by": str(num_parts)}}
-        late = named(self._said.last)
-        return found | {f"{subject}, used in the last update": values for subject, values in late.items()}
 
     @contextmanager
     def passing(self, window: AccumulationWindow, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
@@ -677,28 +577,13 @@ class TrainStep:
             hook_states: dict[str, Any] = window.work.hook_states
             rng = state.rng if rng is None else rng
             work = window.work
-            return self._updated(
-                state, told_AW5[..., :2], buffers, rng, hook_states, is_sum=window.is_sum, stage=work.transfer,
-                still=work.still_buffers,
+            new = finish(
+                self.runtime, self._check, state, told_AW5[..., :2], buffers, rng, hook_states, is_sum=window.is_sum,
+                stage=work.transfer, still=work.still_buffers,
             )  # fmt: skip
-
-    def _updated(
-        self, state: TrainState[Tensor], losses: Tensor, buffers: dict[str, Tensor], rng: dict[str, Tensor],
-        hook_states: dict[str, dict[str, Any]], *, is_sum: bool, stage: ShardTransfer, still: Collection[str] = (),
-    ) -> tuple[TrainState[Tensor], Metrics]:  # fmt: skip
-        """The state after the update with the gradients that it holds; `losses` and `stage` as in `StepMetrics.metrics`,
-        `still` as in `Updater.update`."""
-        hyper = self.runtime.updater.hyper(int(state.step))
-        self._said.last, self._said.is_late = hyper, hyper != self._said.now
-        metrics, factor = self.runtime.metrics.metrics(losses, state, is_sum=is_sum, rate=hyper.rates[0], stage=stage)
-        state = taken(state)  # before the first write: what an error leaves is no state to go on with
-        state = self.runtime.updater.update(state, factor, metrics.overflow, hyper=hyper, still=still)
-        loss_scale = state.loss_scale
-        if self.recipe.cfg.skips_overflow:
-            loss_scale = self.runtime.scaling.update(loss_scale, metrics.overflow)
         if self.observer:
             self.observer.has_updated()
-        return self.runtime.updater.next_state(state, metrics, loss_scale, buffers, rng, hook_states), metrics
+        return new
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None = None) -> Self:
         """The same step, whose updates use other learning rates, and optimizers with other hyper-parameters.
@@ -745,68 +630,6 @@ class TrainStep:
             ),
         ):  # fmt: skip
             yield
-
-    def _call_compiled(
-        self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
-    ) -> tuple[TrainState[Tensor], Metrics]:
-        """The step as a graph: writes its numbers where the graph reads them, and raises what the graph found."""
-        hyper = self.runtime.updater.hyper(int(state.step))
-        self.runtime.updater.turn(self._hyperparams, hyper)
-        (outcome, is_sum), rng, hook_states = self._run_graph(compiled, state, buffers, micro_batches, hyper)
-        self.runtime.metrics.check_outcome(outcome, state, self._named_hyper, is_sum=is_sum)
-        metrics = Metrics(
-            outcome.loss,
-            outcome.norm,
-            self._hyperparams.lr[0].float(),
-            outcome.overflow,
-            state.loss_scale.scale.clone(),
-        )
-        if self.observer:
-            self.observer.has_updated()
-        return self.runtime.updater.next_state(
-            taken(state), metrics, outcome.loss_scale, buffers, rng, hook_states
-        ), metrics
-
-    def _call_and_update(
-        self, compiled: CompiledStep, state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any]
-    ) -> tuple[TrainState[Tensor], Metrics]:
-        """The step as a graph up to its gradients, which go to where they live, and the update as without a graph."""
-        stage = self.runtime.offload.stage(self.runtime.scratch, self.runtime.rules.of_shard, in_memory=True)
-        if self.runtime.offload.has_files:
-            self.runtime.offload.read_ahead(state)
-        grads = {
-            key: x
-            if isinstance(x, Tensor) and x.device == self.device
-            else self.runtime.scratch.take(x.numel(), x.dtype, self.device)
-            for key, x in state.grads.items()
-        }
-        collecting = state._replace(grads=grads)
-        (told_AW4, is_sum), rng, hook_states = self._run_graph(compiled.collect, collecting, buffers, micro_batches)
-        for key, home in state.grads.items():
-            grad = grads.pop(key)
-            if grad is not home:
-                stage.put(f"{key}/grads", home, grad, adds=False, measures=True)
-                self.runtime.scratch.give(grad)
-        del grad
-        stage.settle()
-        self.runtime.agree_on_files(state)
-        check_alike(told_AW4[..., 2:].flatten(0, 1), self.runtime.mesh.world, self._named_hyper)
-        with profiler_range("update"):
-            return self._updated(state, told_AW4[..., :2], buffers, rng, hook_states, is_sum=is_sum, stage=stage)
-
-    def _run_graph(
-        self, graph: Callable[..., T], state: TrainState[Tensor], buffers: dict[str, Tensor], micro_batches: list[Any],
-        hyper: Hyper | None = None,
-    ) -> tuple[T, dict[str, Tensor], dict[str, dict[str, Any]]]:  # fmt: skip
-        """What a graph gives; and the random state and what the comm hooks remember after it."""
-        self._num_passes += 1
-        batches = [self.runtime.batches.cast(batch) for batch in micro_batches]
-        hook_states = optree.tree_map(torch.clone, state.hook_states)
-        with random_state(state.rng, self.device) as rng, profiler_range("step", "in one graph"):
-            numbers = torch.full((2,), float(self._num_passes), dtype=torch.float64, device=self.device)
-            numbers[1:].fill_(self._say(state, hyper))  # fills do not wait for the device
-            told = graph(state, buffers, hook_states, batches, numbers)
-        return told, rng, hook_states
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
@@ -908,22 +731,13 @@ class TrainStep:
         Raises:
             ConfigError, CompileError, ValueError: the step cannot be captured, or the batch is not what was configured.
         """
-        from torch._subclasses import FakeTensorMode
+        from fzero.graph.program import GraphProgram
 
         micro_batches = list(self.runtime.batches.split(batch))
-        compiled = self._compiled
-        if compiled is None or self._until == "gradients":  # on paper all state is on the device
-            compiled = self.one_graph("aot_eager")[0]
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            state = optree.tree_map(
-                lambda spec: torch.empty(
-                    spec.local_shape(self.plan.mesh), dtype=torch_dtype(spec.dtype), device=self.device
-                ),
-                self.specs,
-            )
-            return compiled.trace(
-                state, [self.runtime.batches.cast(without_memory(x, self.device)) for x in micro_batches]
-            )
+        program = self.program
+        if program is None or program.until == "gradients":  # in a dry run all state is on the device
+            program = GraphProgram.make(self.runtime, "aot_eager", until="update")
+        return program.trace(self.runtime, micro_batches)
 
     def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Timeline:
         """The schedule of a step: compute and collectives over time, and the gathered bytes under them.
@@ -945,12 +759,12 @@ class TrainStep:
     @property
     def graphs(self) -> tuple[Graph, ...]:
         """The graphs that have run, with `compile="step"`."""
-        return () if self._compiled is None else tuple(self._compiled.backend.graphs)
+        return () if self.program is None else tuple(self.program.compiled.backend.graphs)
 
     @property
     def graph_axes(self) -> Any:
         """The axes of the mesh, as the nodes of the graphs name them."""
-        return None if self._compiled is None else self._compiled.axes
+        return None if self.program is None else self.program.compiled.axes
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same step, which tells `observe`, too, what its collectives send; what it learns it learns for itself.
@@ -961,13 +775,13 @@ class TrainStep:
         twin = copy.copy(self)
         twin.runtime = self.runtime.observed(observe)
         twin._orders = None if self._orders is None else self._orders.copy()
-        twin._compiled = None if self._compiled is None else self._compiled.observed(observe)
+        twin.program = None if self.program is None else self.program.observed(observe)
         return twin
 
     @property
     def has_agreed(self) -> bool:
         """Whether the ranks need not agree on anything any more: they have run a step, or there is one graph."""
-        return self._compiled is not None or self._moving_buffers is not None
+        return self.program is not None or self._moving_buffers is not None
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
         """The name of the first parameter, as declared, whose collected gradient is not finite; None if all are finite.
@@ -996,9 +810,3 @@ def _check_values(params: object) -> None:
         check_kind(
             f"params[{name!r}]", value, Tensor, "a tensor", "pass model.state_dict(), or torch.from_numpy(array)"
         )
-
-
-def _portable(tensor: Tensor) -> Tensor:
-    dtype = torch.float32 if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
-    copy = tensor.detach().to("cpu", dtype)
-    return copy.clone() if copy.data_ptr() == tensor.data_ptr() or copy._base is not None else copy

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 collect_ignore = [
     f"support/{name}.py"
-    for name in ("deepspeed_jobs", "deepspeed_server", "launched_rank", "elastic_rank", "memcheck_job")
+    for name in ("deepspeed_jobs", "deepspeed_server", "launched_rank", "elastic_rank", "memcheck_job", "reached")
 ]
 """Programs that tests start; `--doctest-modules` would import them."""
 

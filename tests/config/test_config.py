@@ -718,7 +718,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(source: Any, field: str
 
 
 def test_nesterov_without_momentum_is_told_with_its_values() -> None:
-    assert "nesterov needs momentum > 0 and dampening = 0, got 0.9 and 0.5; change one of them" in refusal(
+    assert "nesterov needs momentum > 0 and dampening = 0, got 0.9 and 0.5; change these" in refusal(
         optimizer("SGD", momentum=0.9, dampening=0.5, nesterov=True)
     )
     assert SGDParams(momentum=0.9, nesterov=True).nesterov

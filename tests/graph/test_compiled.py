@@ -224,8 +224,8 @@ def _with_overflow(options: dict[str, Any]) -> tuple[list[Any], dict[str, Tensor
         state, metrics = step(state, (x * 3e4 if index == 2 and step.rank == 1 else x, y))
         told.append([str(x.item()) for x in metrics] + [int(state.step), state.loss_scale.scale.item()])
         overflowed = step.first_overflow(state) if metrics.overflow else overflowed
-    if step._compiled is not None:
-        assert step._compiled.backend.num_captured == 1
+    if step.program is not None:
+        assert step.program.compiled.backend.num_captured == 1
     return told, step.gather(state), overflowed
 
 
@@ -269,8 +269,8 @@ def _addresses_and_graph(stage: int) -> tuple[bool, int, int, int]:
     state = step.init()
     before = [x.data_ptr() for x in _tensors(state)]
     state, _ = step(state, part(vectors(0), step.rank, step.world_size))
-    assert step._compiled is not None
-    (graph,) = step._compiled.backend.graphs
+    assert step.program is not None
+    (graph,) = step.program.compiled.backend.graphs
     written = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
     num_written = len([node for node in written if node.op == "placeholder"])
     largest = max(b.nbytes for b in _tensors(state))
@@ -340,8 +340,8 @@ def _plan_and_graph(stage: int, num_steps: int = 1, **zero: int) -> tuple[fzero.
             state, _ = step(state, part(vectors(index), step.rank, step.world_size))
         weights.append(step.gather(state))
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
-    assert step._compiled is not None
-    (graph,) = step._compiled.backend.graphs
+    assert step.program is not None
+    (graph,) = step.program.compiled.backend.graphs
     return step.plan, graph
 
 
@@ -448,11 +448,11 @@ def test_nothing_that_changes_from_step_to_step_is_captured_anew_and_a_smaller_b
         state, metrics = step(state, vectors(index))
         rates.add(metrics.lr.item())
     assert len(rates) > 2
-    assert step._compiled is not None and step._compiled.backend.num_captured == 1
+    assert step.program is not None and step.program.compiled.backend.num_captured == 1
     for index in range(2):
         state, _ = step(state, vectors(index, size=5))
         state, _ = step(state, vectors(index))
-    assert step._compiled.backend.num_captured == 2
+    assert step.program.compiled.backend.num_captured == 2
     curve, _ = train(Short, vectors, cfg, num_steps=5)
     assert metrics.loss.item() == pytest.approx(curve[-1][0], rel=1e-6)
 
@@ -581,8 +581,8 @@ class Penalised(Stack):
 def _graph(model: Any, checkpoint: Any, keys: dict[str, Any] | None = None) -> torch.fx.Graph:
     step = fzero.make_train_step(make(model), config(0) | (keys or {}), checkpoint=checkpoint, **AOT)
     step(step.init(), vectors(0))
-    assert step._compiled is not None
-    return step._compiled.backend.graphs[0]
+    assert step.program is not None
+    return step.program.compiled.backend.graphs[0]
 
 
 def _kept(graph: torch.fx.Graph) -> int:
@@ -681,7 +681,7 @@ def _sent(stage: int, checkpoint: int | None) -> dict[str, int]:
     planned = step.plan.sent_per_step
     timeline = step.explain()
     assert f"stage {stage}" in str(timeline) and timeline.draw().axes
-    gathered = max(liveness(step._compiled.backend.graphs[0]).gathered_numel)  # type: ignore[union-attr]
+    gathered = max(liveness(step.program.compiled.backend.graphs[0]).gathered_numel)  # type: ignore[union-attr]
     return {"told": told, "planned": sum(planned.values()), "gathered": gathered}
 
 
@@ -707,8 +707,8 @@ def _explained_and_run(stage: int, keys: dict[str, Any]) -> tuple[list[Any], lis
     if step.rank == 0:
         explained = [_collectives(captured.scheduled().graph) for captured in step.trace(batch)]
     step(step.init(), batch)
-    assert step._compiled is not None
-    return explained, [_collectives(graph) for graph in step._compiled.backend.graphs]
+    assert step.program is not None
+    return explained, [_collectives(graph) for graph in step.program.compiled.backend.graphs]
 
 
 def _collectives(graph: torch.fx.Graph) -> list[tuple[str, torch.Size]]:
@@ -768,7 +768,7 @@ def test_explaining_changes_nothing(options: dict[str, Any]) -> None:
             state, metrics = step(state, vectors(index))
             told.append((metrics.loss.item(), metrics.grad_norm.item(), model.num_calls))
         assert model.linear.training and not model.norm.training
-        return told, step.gather(state), None if step._compiled is None else step._compiled.backend.num_captured
+        return told, step.gather(state), None if step.program is None else step.program.compiled.backend.num_captured
 
     (told, weights, num_captured), (expected, expected_weights, expected_captured) = run(True), run(False)
     assert told == expected and num_captured == expected_captured

@@ -474,8 +474,8 @@ def _num_captured(model: Callable[[], nn.Module], batches: list[Any], **keys: An
         eager, expected = steps[0](eager, batch)
         compiled, metrics = steps[1](compiled, batch)
         torch.testing.assert_close(tuple(metrics), tuple(expected), rtol=0, atol=0, equal_nan=True)
-        assert steps[1]._compiled is not None
-        found.append(steps[1]._compiled.backend.num_captured)
+        assert steps[1].program is not None
+        found.append(steps[1].program.compiled.backend.num_captured)
     return found
 
 
@@ -517,7 +517,7 @@ def test_another_mode_of_the_model_is_captured_once_and_counts() -> None:
             states[i], metrics = steps[i](states[i], vectors(index))
             losses.append(metrics.loss)
         assert torch.equal(*losses)
-    assert steps[1]._compiled is not None and steps[1]._compiled.backend.num_captured == 2
+    assert steps[1].program is not None and steps[1].program.compiled.backend.num_captured == 2
 
 
 class Counts(Fits):

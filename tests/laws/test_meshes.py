@@ -120,10 +120,10 @@ def test_so_have_meshes_of_one_long_axis(ranks: RankPool, mesh: Mesh, stage: int
 
 def _groups_and_bits(cfg: Mapping[str, Any]) -> tuple[bool, Any]:
     first, second = (fzero.make_train_step(make(Plain), cfg) for _ in range(2))
-    assert first._mesh.axes[0].group is second._mesh.axes[0].group
+    assert first.runtime.mesh.axes[0].group is second.runtime.mesh.axes[0].group
     state = second.init()
     state, _ = second(state, part(vectors(0), second.rank, second.world_size))
-    return second._mesh.axes[0].group is not None, second.gather(state)
+    return second.runtime.mesh.axes[0].group is not None, second.gather(state)
 
 
 def test_steps_share_the_process_groups_of_their_axes(ranks: RankPool) -> None:
@@ -495,7 +495,7 @@ def _run(mode: str, keys: Mapping[str, Any], options: Mapping[str, Any]) -> Run:
     sent: Counter[str] = Counter()
     for record in log:
         sent[record.axis] += record.num_elements * (record.num_elements > 20)  # not losses and norms
-    graphs = [] if step._compiled is None else step._compiled.backend.graphs
+    graphs = [] if step.program is None else step.program.compiled.backend.graphs
     return Run(curve, step.gather(state), sent, graphs, step.plan)
 
 

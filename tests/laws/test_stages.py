@@ -194,8 +194,8 @@ class Alive(staging.BufferPool):
         return sum(numel for ref, numel in self.alive[purpose].values() if not ref.expired())
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        caller = sys._getframe(1).f_code.co_name
-        purpose = "gradient" if "grad" in caller else "gather"
+        caller = sys._getframe(1).f_globals["__name__"]
+        purpose = "gradient" if caller == "fzero.runtime.reductions" else "gather"
         flat = super().take(numel, dtype, device)
         storage = flat.untyped_storage()
         self.alive[purpose][storage.data_ptr()] = (StorageWeakRef(storage), flat.numel())
@@ -220,7 +220,8 @@ def _peaks(
         step = fzero.make_train_step(make(model), config(stage, **zero), checkpoint=checkpoint)
         state = step.init()
         for index in range(3):
-            alive = step.runtime.scratch = Alive()
+            alive = Alive()
+            step.runtime = replace(step.runtime, scratch=alive, updater=replace(step.runtime.updater, scratch=alive))
             state, _ = step(state, part(data(index), step.rank, step.world_size))
             left = alive.now("gather"), alive.now("gradient")
             reused = sum(flat.numel() for frees in alive._free.values() for flat in frees)

@@ -259,7 +259,7 @@ def test_a_captured_simulation_is_the_eager_one_to_rounding(name: str, stage: in
     captured = fzero.simulate(_step(case, stage), 3, by="vmap", compile="aot_eager")
     eager = fzero.simulate(_step(case, stage), 3, by="vmap")
     assert_near(_run(captured, case, 3), _run(eager, case, 3), rounding=NARROW.get(name, 2.0**-17))
-    assert captured._made.backend.num_captured == 1 + ("gradient_accumulation_steps" in case.cfg)
+    assert captured._program.compiled.backend.num_captured == 1 + ("gradient_accumulation_steps" in case.cfg)
 
 
 @pytest.mark.covering(0)
@@ -438,7 +438,7 @@ def test_an_error_on_one_rank_is_raised_with_its_rank() -> None:
         return simulated.steps[rank].evaluate(fzero.simulation.unstacked(state, 3)[rank], part(vectors(0), rank, 3))
 
     with pytest.raises(KeyError, match="only here") as raised:
-        simulated._run(fails_on_rank_2)
+        simulated.on_each(fails_on_rank_2)
     assert "rank 2 of 3" in raised.value.__notes__[0]
     with pytest.raises(fzero.CollectiveError, match="the ranks are in different steps"):
         simulated.evaluate(state, for_ranks(vectors(0), 3))

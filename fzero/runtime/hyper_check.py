@@ -1,0 +1,58 @@
+"""`HyperCheck`: whether all ranks update with the same hyper-parameters, by a checksum that travels with the loss."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fzero.runtime.update import Hyper, Updater
+from fzero.state import TrainState
+
+
+@dataclass(slots=True)
+class HyperCheck:
+    """The hyper-parameters of which this rank has sent a checksum, and those of which it has not yet.
+
+    Attributes:
+        groups: the names of the parameter groups.
+        optimizers: of each group, as the step was made with them.
+        now: of the update to come, as known in the last backward; None where the host would have to wait for the device.
+        last: of the last update.
+        is_late: whether these are others than the backward before it knew.
+    """
+
+    groups: Sequence[str]
+    optimizers: tuple[str, ...]
+    now: Hyper | None = None
+    last: Hyper | None = None
+    is_late: bool = False
+
+    def checksum(
+        self, updater: Updater, state: TrainState[Tensor], hyper: Hyper | None = None, *, num_parts: int = 1
+    ) -> int:
+        """A checksum of the numbers that this rank works out by itself.
+
+        These are the hyper-parameters of the update to come, where the host knows how many updates there were, and those of
+        the last update, if the checksum before it did not include them.
+        """
+        is_known = state.step.device.type == "cpu"
+        self.now = updater.hyper(int(state.step)) if hyper is None and is_known else hyper
+        return zlib.crc32(repr((self.now, self.last if self.is_late else None, num_parts)).encode())
+
+    def used(self, hyper: Hyper) -> None:
+        """Remembers the hyper-parameters that an update uses."""
+        self.last, self.is_late = hyper, hyper != self.now
+
+    def named(self, num_parts: int = 1) -> dict[str, dict[str, str]]:
+        """The numbers behind the last checksum, as text by subject and name."""
+
+        def text(hyper: Hyper | None) -> dict[str, dict[str, str]]:
+            if hyper is None:
+                return {}
+            return hyper._replace(optimizers=hyper.optimizers or self.optimizers).named(self.groups)
+
+        late = {f"{subject}, used in the last update": values for subject, values in text(self.last).items()}
+        return text(self.now) | {"loss": {"divided by": str(num_parts)}} | late

@@ -1,0 +1,63 @@
+"""The weights of a state: its full state dict, and the same state with other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fzero.runtime.step_runtime import StepRuntime
+from fzero.state import TrainState
+from fzero.storage.file_tensor import FileTensor
+from sharding.views import torch_dtype
+
+
+def state_dict(run: StepRuntime, state: TrainState[Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """The full state dict in portable dtypes on the CPU, or `{}` unless `keep`; see `TrainStep.gather`. *Collective.*"""
+    full: dict[str, Tensor] = {}
+    for views in run.full_weights(state):
+        if keep:
+            full |= {name: _portable(view) for name, view in views.items()}
+    run.agree_on_files(state)
+    if not keep:
+        return {}
+    full |= {name: _portable(tensor) for name, tensor in state.buffers.items()}
+    return {key: full[name] for key, name in run.stored_names.items()}
+
+
+def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
+    """See `TrainStep.with_weights`. *Collective* where a rank holds a shard of the weights and full parameters."""
+    own = run.weights(state)
+    for key, weight in weights.items():
+        if key not in own or not isinstance(weight, Tensor) or weight.shape != own[key].shape:
+            got = f"{tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+            wanted = f"a tensor of shape {tuple(own[key].shape)}" if key in own else f"one of {', '.join(own)}"
+            raise ValueError(
+                f"with_weights: {key!r} must be {wanted} in this step, got {got}; give the flat buffers of "
+                f"step.weights(state) (step.init(params) takes a state dict)"
+            )
+    master, params = dict(state.master), dict(state.params)
+    for buffer in run.plan.flat_buffers:
+        if buffer.key not in weights:
+            continue
+        key, weight, home = buffer.key, weights[buffer.key].detach(), params[buffer.key]
+        if isinstance(home, FileTensor) or isinstance(own[key], FileTensor):
+            raise ValueError(
+                f"with_weights: {key!r} must be in memory to have other weights, and is in a file; bring the state into "
+                f"memory with fzero.place and a step without offload, and evaluate with that"
+            )
+        if key in master:
+            master[key] = weight.to(own[key].device, own[key].dtype)
+        narrow = weight.to(run.device, torch_dtype(buffer.dtypes.param))
+        if narrow.numel() != home.numel():
+            full = run.mesh.all_gather(narrow, run.mesh.axes_of(buffer.row.optimizer))
+            narrow = run.builder.cut(full, buffer.params)
+        params[key] = narrow.to(home.device)
+    return state._replace(master=master, params=params)
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    dtype = torch.float32 if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
+    copy = tensor.detach().to("cpu", dtype)
+    return copy.clone() if copy.data_ptr() == tensor.data_ptr() or copy._base is not None else copy
