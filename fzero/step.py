@@ -97,72 +97,71 @@ def make_train_step(
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
 
-    *Collective:* every rank of the job. Joins the process group that torchrun describes, if there is one and nobody
-    joined it; compares model and configuration of all ranks.
+    *Collective:* every rank of the job. Initializes the process group that torchrun describes, unless one exists already;
+    compares model and configuration of all ranks.
 
     Args:
-        model: any module. Its structure is used at every step, its weights by `init` only, and they are never written:
-            `model.to("meta")` after `init` frees them. A model on `meta` is initialised unit by unit.
+        model: any module. Every step uses its structure; only `init` reads its weights, and nothing writes them:
+            `model.to("meta")` after `init` frees them. A model on `meta` is initialized unit by unit.
         cfg: a `Config`, a mapping in DeepSpeed's schema, or the path of a JSON file.
         loss_fn: `loss_fn(model, batch)` returns the scalar loss, or `(sum, weight)` for a mean over the weights of all
-            micro-batches and ranks (tokens, say); `model` is called like the module. None calls the model with the batch
+            micro-batches and ranks (tokens, say); it calls `model` like the module. None calls the model with the batch
             (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as `model(**batch)`) and takes the
             output if it is a scalar, its `.loss`, or its first item.
-        mesh: the ranks: a `sharding.Mesh`, whose axis `"data"` the state is sharded over, as the stage says, while ranks
-            along its other axes hold the same (`Mesh.of(node=2, data=4)`: hybrid sharding); or a bound axis. None is one
-            axis, or what `mics_shard_size` or `zero_hpz_partition_size` mean. On a `fzero.comms.AbstractAxis`
-            (`AbstractAxis.of` a mesh) no rank is there: `plan`, `specs`, `trace` and `explain` describe a job of so many ranks.
+        mesh: the ranks: a `sharding.Mesh`, or a bound axis. The stage shards the state over the mesh axis `"data"`; ranks
+            along other axes hold replicas (`Mesh.of(node=2, data=4)`: hybrid sharding). None is one axis, or the mesh that
+            `mics_shard_size` or `zero_hpz_partition_size` ask for. A `fzero.comms.AbstractAxis` stands for ranks that do not
+            exist: `plan`, `specs`, `trace` and `explain` describe a job of its size.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
-            first that matches counts. `"params"` may be a function of name and parameter. A group's `lr` scales the
-            schedule: what a schedule makes of the configuration's lr it makes of the group's.
-        transform: in place of the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or
-            a function of the learning rate that makes one; `fzero.optim.transforms` says how one is made.
-        gather_hook: how the parameters that stage 3 gathers travel in the forward, the backward and `evaluate`
-            (`fzero.comms.compressed(fzero.comms.quantize(8))`, say): a `CommHook` without a state. None is the
-            configuration's, or exact.
-        reduce_hook: how gradients travel: a `CommHook` for all axes of the mesh, or hooks by axis, through which they are
-            added up along one axis after the other. Its state is in `state.hook_states`. Sums travel as they are.
-        placements: where masters and tensors of the optimizer's state live, in place of what the configuration says: by
-            pattern, `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and
-            leaf (`fzero.plans.placements`). The state then streams through each update, with the same bits on the CPU.
-        order: of the parameters within each flat buffer, in place of `round_robin_gradients`: a function of how many there are
-            and how many ranks share them, which gives a `sharding.Order` (`sharding.round_robin`;
-            `fzero.testing.check_order` tries one of yours), or the names of all parameters, of which a buffer's
-            follow each other as they do there. None is as the configuration says: as declared. It decides who holds which
-            part, and no number of the model.
-        donate: the step may write into the state it is given, which raises when it is used again. False works on a copy, which
-            there is none of state in files.
-        lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's. All ranks
-            must get the same from it, which is checked: metrics are the same on all, a rank's own loss is not.
-        schedule: `"learned"` fixes the order of collectives in the first step that runs all blocks. `"negotiated"` agrees
-            on it in every step: for models whose units run in an order that depends on data. Slower, nothing starts early.
+            first match counts. `"params"` may be a function of name and parameter. The learning-rate schedule scales a
+            group's `lr` by the same factor as the configuration's.
+        transform: replaces the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or
+            a function of the learning rate that makes one; see `fzero.optim.transforms`.
+        gather_hook: the `CommHook`, without a state, that sends the parameters which stage 3 gathers in the forward, the
+            backward and `evaluate`: `fzero.comms.compressed(fzero.comms.quantize(8))`, say. None is the configuration's, or
+            exact.
+        reduce_hook: the `CommHook` that sends gradients along all axes of the mesh, or hooks by axis; with hooks, gradients
+            are summed along one axis after the other. Their states are in `state.hook_states`. Sums are sent exactly.
+        placements: where masters and optimizer tensors live, in place of the configuration's offload: by pattern,
+            `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and leaf
+            (`fzero.plans.placements`). The state then streams through each update, with the same bits on the CPU.
+        order: the order of the parameters within each flat buffer, in place of `round_robin_gradients`: a function from the
+            number of parameters and of ranks to a `sharding.Order` (`sharding.round_robin`; `fzero.testing.check_order`
+            checks your own), or a list of all parameters' names in the order wanted. None is the configuration's, else the
+            order of declaration. It decides which rank holds which part, and changes no number of the model.
+        donate: the step may write into the state it is given, which raises when it is used again. False works on a copy;
+            state in files cannot be copied.
+        lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's. It must
+            return the same on all ranks, which is checked: metrics are the same on all ranks, a rank's own loss is not.
+        schedule: `"learned"` fixes the order of collectives in the first step that runs all blocks. `"negotiated"` agrees on
+            it in every step, for models whose units run in a data-dependent order; slower, and nothing is prefetched.
         checkpoint: activation checkpointing: the modules that keep only their inputs for the backward, and run again in
-            it. n is every n-th unit that is one module (a repeated block, or one named in `units`): 1 all of them, 2 the
-            first, the third and so on. Or a function of a module's name and the module, of which the outermost modules it
-            is true of count; what it picks should be no larger than a unit, for all that it uses is gathered while its
-            backward runs. None does as `activation_checkpointing.every` says. The numbers stay the same, bit for bit (with
-            generated code: to rounding). With `compile="step"` each must be called as a module.
+            it. n picks every n-th unit that is one module (a repeated block, or one named in `units`): 1 all of them, 2 the
+            first, the third and so on. A function of a module's name and the module picks the outermost modules for which
+            it is true; each should be no larger than a unit, because all parameters it uses are gathered while its backward
+            runs. None is `activation_checkpointing.every`. The numbers do not change, bit for bit (with generated code: to
+            rounding). With `compile="step"` each must be called as a module.
         compile: `"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in
-            place; of a step whose state lives in other memory, which parameters must not, all but the update. `"block"`
-            compiles the forward of each unit that is one module, once for equal ones, and runs the rest as it is. None
-            compiles nothing. A captured step tells how long that took, on rank 0; batches of another shape are captured
-            once more. `evaluate` is not compiled with `"step"`.
+            place; where optimizer state lives in other memory, the graph ends before the update, and parameters must be on
+            the device. `"block"` compiles the forward of each unit that is one module, once for equal ones, and runs the rest
+            eagerly. None compiles nothing. Rank 0 logs how long a capture took; another batch shape is captured again.
+            `evaluate` is not compiled with `"step"`.
         compile_backend: `"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation.
         check_params: when the values of parameters are compared before and after a forward, which must not change them: in the
-            `"first"` of each kind (training, evaluation), or `"always"`. It finds what goes through `.data`, and reads all
-            parameters twice. A change that PyTorch counts is an error in every step.
+            `"first"` forward of each kind (training, evaluation), or `"always"`. The comparison finds changes through `.data`,
+            and reads all parameters twice. A change that PyTorch counts is an error in every step.
         seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
-        after: the step whose training this one continues, or `fzero.checkpoint.starts(folder)` of its checkpoint, where
-            parameters were frozen or unfrozen since. Parameters whose optimizer state begins now, or began later than that of
-            others, get flat buffers of their own, because the updates of a flat buffer are counted once.
+        after: the step whose training this one continues after parameters were frozen or unfrozen, or
+            `fzero.checkpoint.starts(folder)` of its checkpoint. Parameters whose optimizer state begins at another update than
+            that of others get flat buffers of their own, because a flat buffer counts its updates once.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
-        MismatchError: told on every rank, when ranks differ.
+        MismatchError: on every rank, when ranks differ.
         ValueError: the model has no parameters, or a parameter has a hook, or a module is compiled by torch.compile, or a name
             in `units` or the function `checkpoint` matches nothing, or `checkpoint` is no positive integer, or the step cannot
-            be compiled as asked.
+            be compiled.
     """
     if not isinstance(mesh, ProcessAxis | AbstractAxis):
         check_mesh(mesh)
@@ -178,7 +177,7 @@ def make_train_step(
 
 
 def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict[str, int]:
-    """When the optimizer state of each parameter begins in training that goes on from a step or a checkpoint."""
+    """The update at which each parameter's optimizer state begins, in training that continues a step or a checkpoint."""
     if not isinstance(after, TrainStep | Mapping):
         raise ValueError(
             f"make_train_step: after must be a step of make_train_step, or fzero.checkpoint.starts(folder) of a checkpoint, got "
@@ -190,17 +189,17 @@ def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict
 
 
 class AccumulationWindow(NamedTuple):
-    """What forwards and backwards since the last update have come to; the gradients are in `state.grads`."""
+    """The forwards and backwards since the last update; their gradients are in `state.grads`."""
 
     state: TrainState[Tensor]
     work: ForwardBackward
     buffers: dict[str, Tensor]
-    """The module's buffers, as forwards change them."""
+    """Copies of the module buffers, in which forwards write."""
     before: dict[str, tuple[Tensor, int]]
-    """The buffers at first, with their versions."""
-    told: tuple[Tensor, ...] = ()
-    """Of each backward what every rank told (W, 5): its loss, its weight or -1, whether a buffer moved that never did, the
-    number of its pass, and a checksum of its hyper-parameters."""
+    """The same buffers with their versions when the window began."""
+    loss_stats: tuple[Tensor, ...] = ()
+    """Per backward, every rank's (loss, weight or -1, number of module buffers that changed for the first time, number of
+    forwards and backwards so far, checksum of hyper-parameters), shape (W, 5)."""
     is_sum: bool = False
     """Whether losses are sums."""
 
@@ -208,14 +207,15 @@ class AccumulationWindow(NamedTuple):
 class TrainStep:
     """`step(state, batch)` → `(state, metrics)`; made by `make_train_step`.
 
-    Keeps no tensors but scratch memory. What it learns in the first step (the order of collectives, which module
-    buffers change) is the same for every state.
+    Holds no tensors but scratch memory. The first step learns the order of collectives and which module buffers change;
+    both are the same for every state.
 
     Attributes:
-        recipe: what it was made from.
+        recipe: the arguments of `make_train_step`.
+        runtime: its parts on this rank: mesh, rules of the loss, offload, updater.
         plan: units, flat buffers, bytes and what is sent; `print(step.plan)`.
         specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
-        rank, world_size: this process' place.
+        rank, world_size: of this process.
         device: where the state is, and the batch must be.
     """
 
@@ -224,15 +224,13 @@ class TrainStep:
         self.recipe, self.plan, self.rank, self.world_size = recipe, self.runtime.plan, axis.rank, axis.size
         self.device = recipe.device
         self._holds_still = False  # whether a forward ever held trained parameters still
-        self._orders = (
-            Orders() if recipe.schedule == "learned" else None
-        )  # of the collectives of forwards and backwards
+        self._orders = Orders() if recipe.schedule == "learned" else None
         self._num_passes = 0
         self._check = HyperCheck(recipe.group_names, tuple(map(repr, recipe.optimizers)))
         self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
         self._compared: set[str] = set()  # kinds of forwards whose parameters have been compared
         self.origin = Origin(recipe.model)
-        self._own_grads: OwnGrads | None = None  # of the module, in the first step
+        self._own_grads: OwnGrads | None = None  # looked for in the first step
         self._statistics = recipe.statistics & set(self.plan.buffers)
         self._flags = FixedFlags(recipe.model, _trained(self.plan)) if recipe.trained is None else None
         self.program: GraphProgram | None = None
@@ -249,7 +247,7 @@ class TrainStep:
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:
-        """The events of a micro-step in order, once it is learned: as a rule, after the first step."""
+        """The events of a micro-step in order, once it is learned (as a rule, after the first step)."""
         learned = self._orders.learned if self._orders else {}
         halves = [learned.get(run) for run in (("forward", "train"), ("backward", 0, "train", 0))]
         return None if None in halves else tuple(chain(*filter(None, halves)))
@@ -262,16 +260,16 @@ class TrainStep:
     # --- state ---------------------------------------------------------------------------------------------------
 
     def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> TrainState[Tensor]:
-        """A new state, this rank's part.
+        """This rank's part of a new state.
 
         *Collective:* every rank. Rank 0's values are used: each flat buffer is broadcast once.
 
         Args:
-            params: a full state dict; None takes the model's present weights. Weights on `meta` are initialised.
+            params: a full state dict; None takes the model's present weights. Weights on `meta` are initialized.
             init_fn: `init_fn(module)` fills the parameters of a module on `meta`; None calls `reset_parameters`.
 
         Raises:
-            ValueError: a name or shape that does not fit, or a module on `meta` that nothing initialises.
+            ValueError: a name or shape does not fit, or nothing initializes a module on `meta`.
         """
         check_no_inference("init")
         check_callable("init_fn", init_fn, "a function of a module that fills it", optional=True)
@@ -285,16 +283,16 @@ class TrainStep:
     def gather(self, state: TrainState[Tensor], *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
         """The full state dict: the model's own names, floating tensors in fp32 (or fp64, if they are), on the CPU.
 
-        Where there is a master copy, the weights are the master's.
+        The weights are the masters' where there are masters.
+
+        *Collective:* every rank; in stage 3, and in stages 1 and 2 with masters, each sends `(W-1)/W` of the parameters. One
+        unit is gathered at a time.
+
+        Args:
+            to: `"all"` returns it on every rank, `"rank0"` on rank 0 alone and `{}` on the others.
 
         Raises:
             StoreError: on every rank, when files of one failed; the state cannot be used any more.
-
-        *Collective:* every rank; in stage 3, and in stage 1 and 2 where there is a master copy, each sends `(W-1)/W` of the
-        parameters. One unit is gathered at a time.
-
-        Args:
-            to: `"all"` gives it to every rank, `"rank0"` to rank 0 alone and `{}` to the others.
         """
         if to not in ("all", "rank0"):
             raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
@@ -316,24 +314,24 @@ class TrainStep:
             ema = optree.tree_map(lambda mean, weight: torch.lerp(mean, weight, 0.01), ema, step.weights(state))
             loss = step.evaluate(step.with_weights(state, ema), batch)
 
-        (`state._replace(master=…)` alone changes nothing that the model computes with, where there are masters.) All else is the
-        state's own, so both end when a step takes one of them. Weights that have the right dtype and place are not copied: give
-        a step that donates only what you need no more.
+        (`state._replace(master=…)` alone does not change the parameters that the model computes with.) The new state shares all
+        other tensors with the old one, so a step that takes one of them ends both. Weights of the right dtype and device are
+        not copied, so a donating step overwrites them.
 
-        *Collective* where a rank holds a shard of the weights and whole parameters: every rank; sends `(W-1)/W` of them.
+        *Collective* where a rank holds a shard of the weights and full parameters: every rank; sends `(W-1)/W` of them.
 
         Args:
-            state: of this step. It is left as it is.
-            weights: by flat buffer as `weights` has them, in any floating dtype; buffers that are left out keep theirs.
+            state: of this step. It is not changed.
+            weights: by flat buffer as in `weights`, in any floating dtype; other flat buffers keep their weights.
 
         Raises:
-            ValueError: a name or a shape is not that of the state's weights, or what would change lives in files.
+            ValueError: a name or a shape is not that of the state's weights, or the weights live in files.
         """
         self.runtime.check_state(state)
         return with_weights(self.runtime, state, weights)
 
     def _check_flags(self) -> None:
-        """Raises where a parameter was frozen or unfrozen since the step was made, which the plan does not follow."""
+        """Raises if a parameter was frozen or unfrozen since the step was made: the plan does not follow."""
         if self._flags is not None:
             self._flags.check()
 
@@ -342,20 +340,20 @@ class TrainStep:
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
         """One optimizer step on this rank's `batch`.
 
-        *Collective:* every rank, with batches of the same size. Sends what `plan.sent_per_step` says, and some numbers.
+        *Collective:* every rank, with batches of the same size. Sends `plan.sent_per_step`, and a few numbers.
 
         Args:
-            state: of `init` or the step before; donated (see `make_train_step`).
-            batch: this rank's samples. With `gradient_accumulation_steps` it is cut into so many micro-batches along the
-                leading dimension of its tensors; or it is an iterator of micro-batches, of which the next ones are taken.
+            state: of `init` or the previous step; donated (see `make_train_step`).
+            batch: this rank's samples. With `gradient_accumulation_steps` it is cut into that many micro-batches along the
+                leading dimension of its tensors; or it is an iterator of micro-batches, and the next ones are taken.
 
         Raises:
             ValueError: the batch has another size than configured, or the loss is not a scalar, or a parameter was frozen or
                 unfrozen since the step was made.
             FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated). On CUDA
                 a device-side assertion ends the process instead, so that no step waits for the device.
-            ScheduleError: on this rank alone the units ran in an order that the learned one does not serve.
-            CollectiveError: another rank died or did not come.
+            ScheduleError: on this rank alone the units ran in an order that does not fit the learned one.
+            CollectiveError: another rank died or did not call.
         """
         if self.observer:
             self.observer.sees(batch)
@@ -366,7 +364,7 @@ class TrainStep:
             )
         self.runtime.check_state(state)
         self._check_flags()
-        # At once: an iterator of the user's must not meet the state's random generators.
+        # Before random_state: the user's iterator must not draw from the state's generators.
         micro_batches = list(self.runtime.batches.split(batch))
         if not self.recipe.donate:
             state = optree.tree_map(torch.clone, state)
@@ -381,33 +379,33 @@ class TrainStep:
             for index, micro_batch in enumerate(micro_batches):
                 loss, weight = self.forward(window, partial(self._loss, micro_batch))
                 is_last = index == self.plan.num_micro_steps - 1
-                # A mean of means is known to be one before the backward; a sum is divided when all weights are known.
+                # A mean is divided here; a sum when all weights are known, in the update.
                 parts = self.plan.num_micro_steps if weight is None else 1
                 window = self.backward(window, loss, weight=weight, num_parts=parts, is_last=is_last)
         return self.update(window, rng)
 
-    # --- its parts, between which there may be code of the user's ------------------------------------------------
+    # --- its parts, for loops with code of their own between them ------------------------------------------------
 
     def begin(self, state: TrainState[Tensor], *, measures_early: bool = False) -> AccumulationWindow:
-        """Starts to collect the gradients of a step; the state is donated to what follows.
+        """Starts an accumulation window; the state is donated to it.
 
-        A step is `forward` and `backward`, once or several times, and `update`:
+        A step is `forward` and `backward`, once or several times, then `update`:
 
             window = step.begin(state)
             outputs = step.forward(window, lambda: model(x))
             window = step.backward(window, criterion(outputs, y))
             state, metrics = step.update(window)
 
-        The gradients in memory of `window.state` may be changed, or replaced, between the last two.
+        You may change or replace gradients of `window.state` that are in memory between the last two lines.
 
         Args:
-            measures_early: whether what a gradient adds to the norm is measured as it comes, while the processor's caches have
-                it, as `step(state, batch)` does. Then gradients may be changed only in ways that PyTorch counts: in place, but
-                not through `.data`, a collective, NumPy or DLPack.
+            measures_early: whether each gradient is measured for the norm when it is collected, while it is in the cache, as
+                `step(state, batch)` does. Then change gradients only in ways that PyTorch counts: in place, but not through
+                `.data`, a collective, NumPy or DLPack.
 
         Raises:
             ValueError: the state is not one of this step, or a parameter was frozen or unfrozen since it was made.
-            StoreError: it is stale, or files of it failed.
+            StoreError: the state is stale, or its files failed.
         """
         self.runtime.check_state(state)
         self._check_flags()
@@ -421,7 +419,7 @@ class TrainStep:
         self.origin.leave()
         if not self.has_agreed:
             self._own_grads = OwnGrads(self.recipe.model)
-        # Buffers change in a copy, so that the state given stays good when this step raises.
+        # Forwards write in copies, so that the given state stays valid if this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
         stage = self.runtime.offload.stage(self.runtime.scratch, self.runtime.rules.of_shard, in_memory=measures_early)
@@ -438,22 +436,22 @@ class TrainStep:
         run: str = "train",
         still: frozenset[str] = frozenset(),
     ) -> T:
-        """What `function` returns, which may call the model; tensors in it carry the graph.
+        """Calls `function`, which may call the model, and returns its result; tensors in it carry the graph.
 
-        On the random state of the process. Autograd keeps no gathered parameter; nothing is on its way afterwards.
+        Uses the process' random state. Autograd keeps no gathered parameter; no collective is under way afterwards.
 
-        *Collective:* every rank, in the same order with the other parts of a step; in stage 3 each sends `(W-1)/W` of the
-        parameters. After an error the round is over on this rank, and others wait for it.
+        *Collective:* every rank, in the same order as the other parts of a step; in stage 3 each sends `(W-1)/W` of the
+        parameters. An error ends the window on this rank, and the other ranks wait for it.
 
         Args:
             window: of `begin`, or the last `backward`.
             function: it must use the model's parameters through the model.
-            run: a name for what always uses the units in the same order, which is learned for each name.
-            still: the names of trained parameters that get no gradient of this forward. A flat buffer whose parameters are all
-                still in all forwards of a round is not updated.
+            run: a name for forwards that use the units in the same order; each name learns its order.
+            still: the names of trained parameters that get no gradient from this forward. A flat buffer is not updated if all
+                its parameters are still in all forwards of a window.
         """
         check_callable("forward", function, "a function without arguments that calls the model")
-        self._num_passes += 1  # ranks of which one has raised are told apart by it
+        self._num_passes += 1  # ranks compare it, to find one that has raised
         work, self._holds_still = window.work, self._holds_still or bool(still)
         with (
             profiler_range("forward"),
@@ -465,7 +463,7 @@ class TrainStep:
         return result
 
     def _compares(self, run: str) -> bool:
-        """Whether a forward's parameters are compared before and after: in the first of its kind, or as is asked for."""
+        """Whether a forward's parameters are compared before and after: in the first of its kind, or always if configured."""
         return run not in self._compared or self.recipe.check_params == "always"
 
     def backward(
@@ -478,25 +476,25 @@ class TrainStep:
         is_last: bool = True,
         keeps: bool = False,
     ) -> AccumulationWindow:
-        """Adds the gradients of a loss, of one or several forwards of this round, to those of the state.
+        """Adds the gradients of a loss, of one or several forwards of this window, to those of the state.
 
-        *Collective:* every rank; see `Plan.sent_per_step`. An error is told as for `forward`.
+        *Collective:* every rank; see `Plan.sent_per_step`. An error ends the window, as in `forward`.
 
         Args:
             window: of `begin`, or the last `backward`, which must not be used again.
             loss: a scalar; it is multiplied by the loss scale here.
-            weight: of a loss that is a sum; then those of all are.
-            num_parts: what the gradients are divided by: micro-steps of which the loss is a mean.
-            is_last: whether nothing more is expected before the update: gradients that stay whole are reduced now. What comes
-                all the same is reduced for itself, and added.
-            keeps: whether the graph stays, for a further backward.
+            weight: of a loss that is a sum; then all losses of the window are sums.
+            num_parts: the gradients are divided by it: the number of micro-steps over which the loss is a mean.
+            is_last: whether this is the last backward before the update: gradients kept in full are reduced now. A backward
+                after it reduces its own gradients, and adds them.
+            keeps: whether the graph is kept, for another backward.
         """
         if not isinstance(loss, Tensor) or loss.dim():
             given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
             raise ValueError(f"backward: loss must be a 0-d tensor, got {given}; take its mean or sum")
         self._num_passes += 1
         work, scale = window.work, window.state.loss_scale.scale
-        news = moved(window.buffers, window.before) - (self._moving_buffers or set())
+        newly_moved = moved(window.buffers, window.before) - (self._moving_buffers or set())
         scaled = loss
         if self.recipe.cfg.scales_loss:
             scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
@@ -504,26 +502,27 @@ class TrainStep:
             self.runtime.offload.read_ahead(window.state, work.still_buffers)
         checksum = self._check.checksum(self.runtime.updater, window.state, num_parts=num_parts)
         with profiler_range("backward"), self._bound_to(window):
-            told = work.backward(
-                scaled, loss_row(loss, weight, len(news), self._num_passes + mark_of(work.still), checksum),
-                grad_scale=1 / (self.runtime.rules.predivide * num_parts), is_first=not window.told, is_last=is_last, keeps=keeps,
+            stats_W5 = work.backward(
+                scaled, loss_row(loss, weight, len(newly_moved), self._num_passes + mark_of(work.still), checksum),
+                grad_scale=1 / (self.runtime.rules.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last,
+                keeps=keeps,
                 check=(lambda rows: check_passes(rows[:, 3])) if self._holds_still else None,
             )  # fmt: skip
-        check_alike(told[:, 3:], self.runtime.mesh.world, partial(self._check.named, num_parts))
+        check_alike(stats_W5[:, 3:], self.runtime.mesh.world, partial(self._check.named, num_parts))
         if self._own_grads is not None:
             self._own_grads.check()
-        return window._replace(told=(*window.told, told), is_sum=weight is not None)
+        return window._replace(loss_stats=(*window.loss_stats, stats_W5), is_sum=weight is not None)
 
     @contextmanager
     def passing(self, window: AccumulationWindow, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
-        """Inside, `backward` of another step's round may go through forwards of this one (a generator's loss, through its
-        discriminator); parameters of this step get no gradients of it.
+        """Inside, a backward of another step may run through forwards of this one (a generator's loss, through its
+        discriminator); it adds no gradients to the parameters of this step.
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
 
         Args:
             window, keeps: as for `backward`.
-            loss: the one that goes backward inside.
+            loss: the loss of the other step's backward.
         """
         with self._bound_to(window), window.work.passing(loss, keeps=keeps):
             yield
@@ -531,13 +530,13 @@ class TrainStep:
     def update(
         self, window: AccumulationWindow, rng: dict[str, Tensor] | None = None
     ) -> tuple[TrainState[Tensor], Metrics]:
-        """Clips, skips an overflow, and updates with the gradients of a round, which is over then.
+        """Clips, skips an overflow, and updates with the gradients of a window, which ends here.
 
-        *Collective:* every rank; sends what was updated where every rank holds all of it, and some numbers.
+        *Collective:* every rank; gathers updated parameters that every rank holds in full, and a few numbers.
 
         Args:
             window: with at least one backward.
-            rng: the random state to go on with; None is the one of the state.
+            rng: the random state of the next state; None is the one of the state.
 
         Raises:
             FloatingPointError: see `__call__`.
@@ -552,10 +551,10 @@ class TrainStep:
         check_not_donated(window.state)
         if window.work.is_over:
             raise RuntimeError(
-                "update: must be of a round that no error has ended, and one did, so that its gradients are not all there; begin "
-                "another round with the same state"
+                "update: must be of a window that no error has ended, and an error did, so that gradients are missing; begin "
+                "another window with the same state"
             )
-        if not window.told:
+        if not window.loss_stats:
             raise ValueError(
                 "update: needs a backward since the last one, and there was none; call backward(loss) first"
             )
@@ -564,21 +563,21 @@ class TrainStep:
             window.work.close()
             if self.runtime.offload.passes_use_files:
                 self.runtime.agree_on_files(state)
-            told_AW5 = torch.stack(window.told)
+            stats_AW5 = torch.stack(window.loss_stats)
             if self.device.type != "cpu":
-                assert_alike(told_AW5)
+                assert_alike(stats_AW5)
             changed, moving = moved(buffers, window.before), self._moving_buffers
-            if moving is None:  # kernels such as BatchNorm's change a buffer and not its version
+            if moving is None:  # kernels such as BatchNorm's change a buffer without its version
                 changed |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
-            # Whether a rank has news would have to be read on a CUDA device, for which the host would wait.
-            has_news = bool(told_AW5[..., 2].any()) if self.device.type == "cpu" else self.recipe.schedule != "learned"
+            # On CUDA the host would wait for the device to read whether any rank has a newly moved buffer.
+            has_news = bool(stats_AW5[..., 2].any()) if self.device.type == "cpu" else self.recipe.schedule != "learned"
             self._moving_buffers = make_equal(buffers, changed, moving, self.runtime.mesh.world, has_news=has_news)
             self._own_grads = None
             hook_states: dict[str, Any] = window.work.hook_states
             rng = state.rng if rng is None else rng
             work = window.work
             new = finish(
-                self.runtime, self._check, state, told_AW5[..., :2], buffers, rng, hook_states, is_sum=window.is_sum,
+                self.runtime, self._check, state, stats_AW5[..., :2], buffers, rng, hook_states, is_sum=window.is_sum,
                 stage=work.transfer, still=work.still_buffers,
             )  # fmt: skip
         if self.observer:
@@ -586,14 +585,14 @@ class TrainStep:
         return new
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None = None) -> Self:
-        """The same step, whose updates use other learning rates, and optimizers with other hyper-parameters.
+        """The same step with other learning rates, and optimizers with other hyper-parameters.
 
-        Shares all that was learned with this one, and the states are the same.
+        It shares with this step all that was learned, and takes the same states.
 
         Args:
-            rates: of each parameter group, in place of every schedule. Group 0 is all that no group of `param_groups` takes,
-                also where that is nothing, and group i is `param_groups[i - 1]`; all ranks must give the same.
-            optimizers: of each parameter group, with the state that they had; None keeps those of this step.
+            rates: of each parameter group, in place of every schedule. Group 0 holds the parameters that no group of
+                `param_groups` takes (it may be empty), group i is `param_groups[i - 1]`. The same on all ranks.
+            optimizers: of each parameter group, with the same state structure; None keeps those of this step.
 
         Raises:
             ValueError: there is not one rate, or optimizer, for each group, or a rate is no finite number.
@@ -613,14 +612,14 @@ class TrainStep:
             placed = optimizer_specs([b for b in self.plan.flat_buffers if b.trainable], optimizers)
             if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
                 raise ConfigError(
-                    "optimizer.params: must not change what an optimizer remembers during training (a momentum from or to 0), "
-                    "and did; make the step with it from the start"
+                    "optimizer.params: must not change the structure of the optimizer's state during training (a momentum from "
+                    "or to 0), and did; make the step with it from the start"
                 )
         return twin
 
     @contextmanager
     def _bound_to(self, window: AccumulationWindow) -> Iterator[None]:
-        """Inside, the model computes with the tensors of a round."""
+        """Inside, the model computes with the tensors of a window."""
         with (
             bound(self.recipe.model, self.plan.aliases, window.work.fetch, window.buffers),
             self._blocks.applied(self.recipe.model) if self._blocks else nullcontext(),
@@ -643,7 +642,7 @@ class TrainStep:
         modes = [(module, module.training) for module in self.recipe.model.modules()]
 
         def loss_of_batch() -> tuple[Tensor, Tensor | None]:
-            self.recipe.model.eval()  # where the model's own code, if it has any for this, meets the state's tensors
+            self.recipe.model.eval()  # here, because the model's own eval() may read its tensors
             return self._loss(batch)
 
         try:
@@ -653,15 +652,16 @@ class TrainStep:
             for module, mode in modes:
                 module.training = mode
         row = loss_row(loss, weight, self._num_passes)
-        told = collectives.stack(row, self.runtime.mesh.world, label=Label("loss_stats", phase="turn"))
-        check_passes(told[:, 2])
-        check_rows(told[:, :2], is_sum=weight is not None)
-        return mean_of(told[:, :2], is_sum=weight is not None)[0].float()
+        stats_W3 = collectives.stack(row, self.runtime.mesh.world, label=Label("loss_stats", phase="turn"))
+        check_passes(stats_W3[:, 2])
+        check_rows(stats_W3[:, :2], is_sum=weight is not None)
+        return mean_of(stats_W3[:, :2], is_sum=weight is not None)[0].float()
 
     def inspect(self, state: TrainState[Tensor], function: Callable[[], T], *, run: str = "inspect") -> T:
-        """What `function` returns, which may call the model; its parameters get no gradients, and the state is unchanged.
+        """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is
+        unchanged.
 
-        For evaluation, and for gradients of inputs, by autograd or transforms of torch.func: these keep alive the gathered
+        For evaluation, and for gradients with respect to inputs, by autograd or torch.func: these keep alive the gathered
         parameters that they need.
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
@@ -671,7 +671,7 @@ class TrainStep:
 
         Raises:
             ValueError: the state is not one of this step.
-            StoreError: it is stale, or files failed, now (on every rank) or before.
+            StoreError: the state is stale, or its files failed, now (on every rank) or before.
         """
         check_callable("inspect", function, "a function without arguments that calls the model")
         self.runtime.check_state(state)
@@ -703,7 +703,7 @@ class TrainStep:
         return result
 
     def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight."""
+        """The loss of a batch, and its weight if `loss_fn` returns a sum and a weight."""
         run = self.runtime
         try:
             return loss_of(
@@ -720,13 +720,13 @@ class TrainStep:
             raise
 
     def trace(self, batch: Any) -> list[Captured]:
-        """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured and not yet scheduled.
+        """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured but not yet scheduled.
 
-        Works in every step, whatever its `compile` is, and on one rank alone. Runs, allocates and sends nothing, and
-        changes nothing: state and batch are tensors without memory (`FakeTensorMode`).
+        Works in every step, whatever its `compile` is, and on one rank alone. It computes, allocates, sends and changes
+        nothing: state and batch are tensors without memory (`FakeTensorMode`).
 
         Args:
-            batch: this rank's samples, as for a step; tensors may be on `meta`. An iterator loses its next micro-batches.
+            batch: this rank's samples, as for a step; tensors may be on `meta`. Takes the next micro-batches of an iterator.
 
         Raises:
             ConfigError, CompileError, ValueError: the step cannot be captured, or the batch is not what was configured.
@@ -743,16 +743,16 @@ class TrainStep:
         """The schedule of a step: compute and collectives over time, and the gathered bytes under them.
 
         With a `batch`, the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). It
-        works in every step, also before the first one, and on one rank alone. An eager step enters and leaves its units at
-        the same places; Inductor fuses compute, and keeps the collectives and their order. Without a batch, for
-        `compile="step"` and after the first step, the schedule of the largest graph that ran.
+        works before the first step, too, and on one rank alone. An eager step enters and leaves its units at the same places;
+        Inductor fuses compute, and keeps the collectives and their order. Without a batch, for `compile="step"` and after the
+        first step, the schedule of the largest graph that ran.
 
-        `print` it for a table, `draw()` gives a picture. Times are those of a simple model of a machine, not measured.
+        `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
 
         Raises:
             ValueError: no batch is given, and no graph has run; and what `trace` raises.
         """
-        from fzero.graph.explain import explain  # which needs the analysis of graphs
+        from fzero.graph.explain import explain
 
         return explain(self, batch, machine=machine)
 
@@ -767,9 +767,9 @@ class TrainStep:
         return None if self.program is None else self.program.compiled.axes
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same step, which tells `observe`, too, what its collectives send; what it learns it learns for itself.
+        """The same step, which also reports its collectives to `observe`; it shares the model and what is captured.
 
-        Shares what is captured, and the model. Each rank may call it or not.
+        It learns its order of collectives by itself. Each rank may call it or not.
         """
         check_callable("observe", observe, "a function of a fzero.comms.CommRecord")
         twin = copy.copy(self)
@@ -780,13 +780,13 @@ class TrainStep:
 
     @property
     def has_agreed(self) -> bool:
-        """Whether the ranks need not agree on anything any more: they have run a step, or there is one graph."""
+        """Whether the ranks have agreed on everything that a first step agrees on; a step in one graph agrees on nothing."""
         return self.program is not None or self._moving_buffers is not None
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
-        """The name of the first parameter, as declared, whose collected gradient is not finite; None if all are finite.
+        """The name of the first parameter, in order of declaration, whose gradient is not finite; None if all are finite.
 
-        For the state that a step with `metrics.overflow` gave. Reads the gradients, so on CUDA it waits for the device.
+        For the state that a step with `metrics.overflow` returned. Reads the gradients, so on CUDA it waits for the device.
 
         *Collective:* every rank; sends one number.
         """

@@ -88,7 +88,7 @@ def _is_frozen(engine: Any, name: str) -> bool:
 
 def _with_grads(param: Tensor) -> tuple[Any, str]:
     engine, name = _found(param)
-    if engine.open_window is None or not engine.open_window.told:
+    if engine.open_window is None or not engine.open_window.loss_stats:
         return None, name
     if not engine.grads_are_reduced and engine.train_step.plan.stage < 2:
         raise RuntimeError(

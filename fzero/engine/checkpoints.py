@@ -105,7 +105,7 @@ def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *,
     step = engine.train_step
     meet("Engine.save_checkpoint", step.runtime.mesh.world)
     tag = _agreed_tag(engine, str(tag if tag is not None else f"global_step{engine.global_steps}"))
-    if engine.open_window is not None and engine.open_window.told:
+    if engine.open_window is not None and engine.open_window.loss_stats:
         warnings.warn(
             "save_checkpoint: gradients since the last update are not saved; call it after an update to lose none",
             stacklevel=3,

@@ -171,7 +171,7 @@ class Engine(HoldsModule, KeepsFiles):
             raise RuntimeError(
                 "engine.step: gradients of earlier micro-steps were lost by an error; call engine.zero_grad() to go on without"
             )
-        if optimizer is None or window is None or not window.told:
+        if optimizer is None or window is None or not window.loss_stats:
             raise RuntimeError(
                 "engine.step: no backward has come since the last update; call engine.backward(loss) first"
             )
@@ -297,6 +297,6 @@ class Engine(HoldsModule, KeepsFiles):
         try:
             yield
         except BaseException:
-            self._has_lost = self.open_window is not None and bool(self.open_window.told)
+            self._has_lost = self.open_window is not None and bool(self.open_window.loss_stats)
             self.open_window = None
             raise

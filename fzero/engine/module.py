@@ -216,7 +216,7 @@ class HoldsModule(Accessors):
         still = frozenset(known.keys() - wanted)
         rests = still if window is None else still & window.work.still
         if not wanted <= known.keys() or self._cut_by(rests):
-            if window is not None and window.told:
+            if window is not None and window.loss_stats:
                 changed = sorted(wanted - known.keys()) or sorted(still)
                 raise RuntimeError(
                     f"requires_grad: must change between engine.step() and the next forward where flat buffers have to be "

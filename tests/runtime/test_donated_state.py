@@ -127,7 +127,7 @@ def test_a_round_is_updated_once_and_not_after_an_error_ended_it() -> None:
     window = collect(state)
     with pytest.raises(KeyError):
         step.forward(window, fails)
-    with pytest.raises(RuntimeError, match=r"must be of a round that no error has ended.*begin another"):
+    with pytest.raises(RuntimeError, match=r"must be of a window that no error has ended.*begin another"):
         step.update(window)
     state, metrics = step.update(collect(state))
     assert int(state.step) == 2 and metrics.loss.isfinite()
