@@ -148,6 +148,11 @@ def test_filesystems_without_direct_io_work_with_a_note(
         store.write("h.0/float32", 0, NUMEL, filled())
         store.fence()
         assert not store.is_direct and torch.equal(numbers(store), torch.arange(NUMEL) + 1.0)
+        late = OSError(5, "a write that the system kept for later has failed")
+        monkeypatch.setattr(os, "fdatasync", mock.Mock(side_effect=late))
+        store.write("h.0/float32", 0, NUMEL, filled())
+        with pytest.raises(StoreError, match="kept for later"):
+            store.fence()
 
 
 @pytest.mark.parametrize("most", [100_000, 12_345, 8192])
