@@ -69,8 +69,10 @@ if TYPE_CHECKING:
 
     from fzero.comms.stacked import Stacked
     from fzero.graph.blocks import CompiledBlocks
-    from fzero.graph.capture import Captured, CompiledStep
-    from fzero.graph.timeline import MachineModel, Timeline
+    from fzero.graph.capture import CompiledStep
+    from fzero.graph.captured import Captured
+    from fzero.graph.timeline import Timeline
+    from fzero.plans.machine_model import MachineModel
 
 
 T = TypeVar("T")
@@ -278,7 +280,8 @@ class TrainStep:
         until: Literal["gradients", "update"] = "update",
     ) -> tuple[CompiledStep, TracedHyperparams]:
         """The step as one graph, or what comes before its update; and what it reads about the update."""
-        from fzero.graph.capture import CompiledStep, Rules  # importing Dynamo takes longer than all of fzero
+        from fzero.graph.capture import CompiledStep  # importing Dynamo takes longer than all of fzero
+        from fzero.graph.step_inputs import Rules
 
         if self.runtime.checkpointing.names and self.runtime.checkpointing.moves is not None:
             raise ConfigError(

@@ -22,26 +22,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
 from fzero.comms.traced import TracedAxis
-from fzero.graph import (
-    analysis as graph_analysis,
-    buckets as graph_buckets,
-    exchange as graph_exchange,
-    reuse as graph_stays,
-    schedule as graph_schedule,
-    weight_grads as graph_products,
-)
-from fzero.graph.analysis import (
-    WAIT,
-    aten,
-    flops_of,
-    is_cheap,
-    is_collective,
-    is_view,
-    nbytes_of,
-    numel_of,
-    storages,
-)
+from fzero.graph import analysis, buckets, exchange, nodes, reuse, schedule, weight_grads
 from fzero.graph.exchange import send_to_others
+from fzero.graph.nodes import WAIT, aten, flops_of, is_cheap, is_collective, is_view, nbytes_of, numel_of, storages
 from fzero.graph.remat import is_again, is_backward, rematerialise, rematerialise_in_place
 from fzero.graph.schedule import PassOptions, run_passes, run_passes_in_place
 
@@ -168,7 +151,7 @@ class InductorPass(CustomGraphPass):
         """
         if self.observe is not None or self.checkpoint:
             return None
-        passes = (graph_analysis, graph_buckets, graph_exchange, graph_products, graph_schedule, graph_stays)
+        passes = (analysis, buckets, exchange, nodes, reuse, schedule, weight_grads)
         files = tuple(str(module.__file__) for module in passes)
         return get_hash_for_files((*files, __file__), repr((self.options, self.units, self.axes)))
 

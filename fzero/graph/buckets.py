@@ -22,21 +22,8 @@ from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.analysis import (
-    ALL_GATHERS,
-    ALL_REDUCE,
-    WAIT,
-    Analysis,
-    Gather,
-    aten,
-    c10d,
-    is_cheap,
-    is_write,
-    name_contents,
-    numel_of,
-    sort,
-    storages,
-)
+from fzero.graph.analysis import Analysis, Gather, name_contents
+from fzero.graph.nodes import ALL_GATHERS, ALL_REDUCE, WAIT, aten, c10d, is_cheap, is_write, numel_of, sort, storages
 from sharding import plan_buckets
 
 _ALL_GATHER, _ALL_TO_ALL = c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default

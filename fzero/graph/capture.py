@@ -20,300 +20,41 @@ ranks, A micro-steps.
 from __future__ import annotations
 
 import copy
-import logging
-import re
 import sys
-import sysconfig
-import textwrap
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Self
 
-import optree
 import torch
 import torch._dynamo
-import torch._dynamo.backends.common
-import torch._dynamo.exc
 import torch.fx.traceback
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.torch_version import TorchVersion
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero.comms.axes import AbstractAxis, ProcessAxis
-from fzero.comms.failures import failed
 from fzero.comms.mesh_in_graph import Through, TracedMesh
 from fzero.comms.records import CommRecord
-from fzero.comms.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
-from fzero.comms.traced import TracedAxis, collective_that_raised
+from fzero.comms.stacked import Stacked, over_ranks
 from fzero.graph.analysis import name_units
-from fzero.graph.backends import Backend as TorchBackend, GraphOnly, aot_eager, graph_only, inductor
-from fzero.graph.remat import BACKWARD, RematError, rematerialise
-from fzero.graph.schedule import CompileError, PassOptions, copy_of, run_passes
-from fzero.graph.timeline import Along, MachineModel, Timeline, make_timeline
+from fzero.graph.backends import Backend as TorchBackend, GraphOnly
+from fzero.graph.capture_errors import logging_methods, one_graph
+from fzero.graph.captured import Captured
+from fzero.graph.remat import BACKWARD
+from fzero.graph.step_backend import Backend, BackendName, as_parameter, pass_options
+from fzero.graph.step_inputs import Flat, HookStates, Rules, WithLoss, bare, shielded
 from fzero.graph.traffic import labelled, sent_in
-from fzero.optim.loss_scale import LossScale, LossScaling
+from fzero.optim.loss_scale import LossScale
 from fzero.optim.precision import cast_leaves, stochastic, to_nearest, update_in_graph
-from fzero.optim.transforms import Transform, skip_if
-from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.loss import LossFn, LossRules, agreed_buffers, is_agreed, loss_of, mean_of
+from fzero.optim.transforms import skip_if
+from fzero.plans.plan import Plan
+from fzero.runtime.loss import LossFn, agreed_buffers, is_agreed, mean_of
 from fzero.runtime.metrics import Outcome
 from fzero.runtime.module_binding import with_own_code
-from fzero.runtime.own_params import ParameterError, enter, late, was_changed, wrong_kind
+from fzero.runtime.own_params import enter, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.state import TrainState
-from sharding import Replicated, Sharded
-from sharding.views import torch_dtype
-
-BackendName = Literal["inductor", "aot_eager"]
-HookStates = Mapping[str, Mapping[str, Any]]
-"""What the comm hooks of reductions remember, by flat buffer and axis: tensors, which a graph writes."""
-
-_STATE = re.compile(r"L\['\w+'\](?:\[\d+\])?\['([^']*)'\]")  # a tensor of a dict: of a flat buffer, if its key is one
-
-
-def pass_options(plan: Plan) -> PassOptions:
-    """What the schedule of a step's graph may cost: what the configuration names, and otherwise as in the eager step."""
-    named = {
-        "prefetch": plan.prefetch,
-        "max_reuse_distance": plan.max_reuse_distance,
-        "gather_bucket": plan.gather_bucket,
-        "reduce_bucket": plan.reduce_bucket,
-    }
-    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    ahead = PassOptions().ahead if plan.prefetch is None else None
-    return PassOptions(ahead=ahead, max_live=plan.max_live, max_reducing=plan.max_reducing, **given)
-
-
-@dataclass(slots=True)
-class Backend:
-    """A backend of torch.compile that schedules what is captured (`fzero.graph.schedule`), counts it, and keeps the graphs.
-
-    Attributes:
-        units: the unit of each flat buffer, by its key.
-        checkpoint: the modules that the backward runs again (`fzero.graph.remat`).
-        own: the names of the parameters that the module had when the step was made, which no graph may read.
-        axes: of exchanges, on gloo.
-        stacked: whether the graph is of all ranks at once, and so must not draw random numbers.
-        graphs: the aten graphs in the order in which they run, by capture; mutated inputs are `copy_`'d to.
-        num_captured: how often something was captured, also where a cache spared the passes.
-    """
-
-    name: BackendName
-    options: PassOptions
-    units: Mapping[str, str] = field(default_factory=dict)
-    checkpoint: dict[str, str] = field(default_factory=dict)
-    own: Mapping[Tensor, str] = field(default_factory=WeakTensorKeyDictionary)
-    axes: tuple[TracedAxis, ...] = ()
-    stacked: bool = False
-    graphs: list[torch.fx.Graph] = field(default_factory=list)
-    num_captured: int = 0
-
-    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        self.check(module)
-        self.num_captured += 1
-        make = inductor if self.name == "inductor" else aot_eager
-        found = [node.meta["grapharg"].source.name for node in module.graph.nodes if node.op == "placeholder"]
-        backend = make(
-            self.options,
-            units=[self.unit_of(source) for source in found],
-            checkpoint=self.checkpoint,
-            axes=self.axes,
-            observe=self._keep,
-        )
-        return backend(module, inputs)
-
-    def check(self, module: torch.fx.GraphModule) -> None:
-        """Raises ParameterError for what Dynamo has captured, where it reads the module's own parameters or changes any."""
-        for node in module.graph.find_nodes(op="placeholder"):
-            example = node.meta["grapharg"].example
-            name = self.own.get(example) if isinstance(example, Tensor) else None
-            if name is not None:
-                raise ParameterError(
-                    f"parameter {name!r}: must be read from its module where the step is one graph, and code holds it in another "
-                    f"way (a list, a closure, functools.partial), so that it would not be trained; read the module's attribute, "
-                    f"or pass compile='block' or None"
-                )
-        if not self.stacked:  # whose writes are found before
-            check_writes(module)
-
-    def graph_only(self, module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        """A backend that only shows the graph."""
-        self.check(module)
-        return graph_only(module, inputs)
-
-    def _keep(self, graph: torch.fx.Graph) -> None:
-        if self.stacked:
-            check_draws_nothing(graph)
-        self.graphs.append(copy_of(graph))
-
-    def unit_of(self, source: str) -> str | None:
-        """The unit of a tensor by what a captured function calls it, `L['params']['blocks.0/float32']`."""
-        key = _STATE.match(source)
-        return self.units.get(key[1]) if key else None
-
-
-def as_parameter(tensor: Tensor, name: str) -> Tensor:
-    """The tensor itself, which is an `nn.Parameter` to the model; a capture takes this function as it is."""
-    tensor._is_param = True  # type: ignore[attr-defined]
-    return tensor
-
-
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ParameterError for an operator that writes into one of `parameters`."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.parameters: list[tuple[str, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
-                for tensor in given if isinstance(given, list | tuple) else [given]:
-                    self._check(tensor)
-        return func(*args, **kwargs)
-
-    def _check(self, written: Any) -> None:
-        for name, param in self.parameters if isinstance(written, Tensor) else ():
-            place = written.storage_offset() - param.storage_offset()
-            is_shared = written.untyped_storage()._cdata == param.untyped_storage()._cdata
-            if is_shared and 0 <= place < param.numel():
-                raise was_changed(name)
-
-
-def check_writes(module: torch.fx.GraphModule) -> None:
-    """Raises ParameterError where the forward in what Dynamo has captured changes a parameter: runs it on fake tensors."""
-    nodes = list(module.graph.nodes)
-    ends = [place for place, node in enumerate(nodes) if node.target is torch.autograd.grad]
-    fakes = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
-    modes = [fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)]
-    if not ends or not modes:  # the graph of an update has no forward
-        return
-    interpreter, writes = torch.fx.Interpreter(module, garbage_collect_values=False), _Writes()
-    values = iter(fakes)
-    # Outside of the capture, which has other fake tensors by now.
-    with torch._guards.tracing(None), modes[0], writes, torch.enable_grad():
-        for node in nodes[: ends[0]]:
-            if node.op == "placeholder":
-                found = next(values)
-                interpreter.env[node] = found.detach() if isinstance(found, Tensor) else found
-                continue
-            interpreter.env[node] = interpreter.run_node(node)
-            if node.target is as_parameter:
-                writes.parameters.append((node.args[1], interpreter.env[node]))
-
-
-class _WithLoss(nn.Module):
-    """The model and what is made of its output, as one module to be called with other tensors."""
-
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, **how: Any) -> None:
-        super().__init__()
-        self.model, self.loss_fn, self.how = model, loss_fn, how
-
-    def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        return loss_of(self.model, self.loss_fn, batch, **self.how)
-
-
-class Flat(NamedTuple):
-    """A flat buffer as a graph may know it: numbers and names."""
-
-    key: str
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    numels: tuple[int, ...]
-    """Of the parameters, and of the padding."""
-    padded_numel: int
-    shard_numel: int
-    trainable: bool
-    num_param_axes: int
-    """Of the axes over which the finest shards lie, how many the model's parameters are brought together along."""
-    sums_whole: bool
-    """Whether every rank gets all of the reduced gradient."""
-    collects_whole: bool
-    """Whether micro-steps add up all of the gradient on each rank."""
-    sums_late: bool
-    """Whether they add up what is summed along the replicate axes at the end."""
-    updates_shard: bool
-    joins: bool
-    """Whether updated shards are joined."""
-    has_master: bool
-    reduce_dtype: torch.dtype
-    grad_dtype: torch.dtype
-
-    @classmethod
-    def of(cls, buffer: FlatParamPlan, plan: Plan) -> Self:
-        layout, row, is_shared = buffer.layout, buffer.row, plan.world_size > 1
-        updates_shard = isinstance(row.optimizer, Sharded)
-        collects_whole = buffer.grads.local_shape(plan.mesh)[0] == buffer.padded_numel
-        return cls(
-            buffer.key,
-            layout.names,
-            layout.shapes,
-            (*layout.numels, buffer.padded_numel - layout.numel),
-            buffer.padded_numel,
-            buffer.shard_numel,
-            buffer.trainable,
-            len(row.params.axes) if isinstance(row.params, Sharded) else 0,
-            isinstance(row.grads, Replicated),
-            collects_whole,
-            bool(plan.replicate_axes) and not collects_whole,
-            updates_shard,
-            updates_shard and buffer.params.local_shape(plan.mesh)[0] != buffer.shard_numel,
-            buffer.has_master,
-            # Where nothing is sent, gradients are in the dtype in which they are kept.
-            torch_dtype(buffer.dtypes.reduce if is_shared else buffer.dtypes.grad),
-            torch_dtype(buffer.dtypes.grad),
-        )
-
-
-class Rules(NamedTuple):
-    """What a compiled step is told about the arithmetic, once.
-
-    `transforms` are by flat buffer; learning rates and momentum are 0-d tensors in them, that somebody else fills. (0-d float64
-    and int64 tensors on the CPU are numbers to Dynamo, at first: they cost a second capture.)
-    `places` are what stochastic rounding counts a whole flat buffer's elements from, None where it does not round so.
-    """
-
-    measures: LossRules
-    scaling: LossScaling
-    skips_overflow: bool
-    transforms: dict[str, Transform]
-    places: dict[str, int] | None
-    salts: Tensor
-
-
-class Captured(NamedTuple):
-    """One graph of a step, captured on paper."""
-
-    graph: torch.fx.Graph
-    """Of aten operators; every node has its tensors, without memory, in `meta["val"]`."""
-    units: dict[str, str]
-    """The unit of each tensor that belongs to a flat buffer, by the name of its placeholder."""
-    options: PassOptions
-    checkpoint: dict[str, str]
-    """The modules that the backward runs again."""
-    axes: Mapping[str, Along]
-    """The axis of each group, by its name in the graph."""
-
-    def scheduled(self) -> Captured:
-        """The graph as it runs: what is checkpointed is there twice, and all of it in order."""
-        return self._replace(graph=run_passes(rematerialise(self.graph, self.checkpoint), self.options))
-
-    def sent(self) -> list[CommRecord]:
-        """What it sends, collective by collective."""
-        return sent_in(self.graph, self.axes)
-
-    def timeline(self, machine: MachineModel | None = None, *, title: str = "one step") -> Timeline:
-        """The graph in time, in the order in which it stands."""
-        return make_timeline(self.graph, machine, axes=self.axes, title=title)
 
 
 class CompiledStep:
@@ -371,7 +112,7 @@ class CompiledStep:
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
         reduces_by_sum = not rules.measures.is_mean
-        self._module = _WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
+        self._module = WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
         self._whole = self._compile(self._whole_step, self.backend)
         self._micro = self._compile(self._micro_step, self.backend)
         self._end = self._compile(self._update, self.backend)
@@ -404,8 +145,8 @@ class CompiledStep:
             micro_batches: A batches.
             numbers: of this pass, and a checksum of the hyper-parameters (2,), float64; must be the same on all ranks.
         """
-        flat = (state.params, state.master, state.grads, _shielded(state.optimizer))
-        buffers = _shielded(buffers)
+        flat = (state.params, state.master, state.grads, shielded(state.optimizer))
+        buffers = shielded(buffers)
         if len(micro_batches) == 1:
             made: tuple[Outcome, bool] = self._run(
                 self._whole, *flat, buffers, hook_states, state.loss_scale, micro_batches[0], numbers
@@ -448,7 +189,7 @@ class CompiledStep:
         Returns:
             What every rank told in each micro-step (A, W, 4), and whether losses are sums.
         """
-        buffers = _shielded(buffers)
+        buffers = shielded(buffers)
         if len(micro_batches) == 1:
             rows, is_sum = self._run(
                 self._alone,
@@ -484,9 +225,9 @@ class CompiledStep:
     @contextmanager
     def _capturing(self) -> Iterator[None]:
         # Numbers are constants of the graph; taken for inputs at first, they would make Dynamo capture everything twice.
-        quiet = torch._dynamo.config.ignore_logging_functions | _logging()
+        quiet = torch._dynamo.config.ignore_logging_functions | logging_methods()
         with (
-            _one_graph(self._name, is_new=not self.backend.num_captured),
+            one_graph(self._name, is_new=not self.backend.num_captured),
             torch._dynamo.config.patch(
                 trace_autograd_ops=True, specialize_float=True, allow_rnn=True, ignore_logging_functions=quiet
             ),
@@ -515,8 +256,8 @@ class CompiledStep:
 
         What the model changes in Python when it runs stays as it is.
         """
-        flat = (state.params, state.master, state.grads, _shielded(state.optimizer))
-        buffers = _shielded(dict(state.buffers))
+        flat = (state.params, state.master, state.grads, shielded(state.optimizer))
+        buffers = shielded(dict(state.buffers))
         numbers = torch.empty((2,), dtype=torch.float64, device=self._device)
         if len(micro_batches) == 1:
             whole = self._compile(self._whole_step, self.backend.graph_only)
@@ -570,7 +311,7 @@ class CompiledStep:
         batch: Any,
         numbers: Tensor,
     ) -> tuple[Outcome, bool]:
-        optimizer, buffers = _bare(optimizer), _bare(buffers)
+        optimizer, buffers = bare(optimizer), bare(buffers)
         row, gradients, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, numbers)
 
         def finish(
@@ -601,7 +342,7 @@ class CompiledStep:
         numbers: Tensor,
     ) -> tuple[Tensor, bool]:
         """The whole step without the update; what every rank told (W, 4), and whether losses are sums."""
-        buffers = _bare(buffers)
+        buffers = bare(buffers)
         row, gradients, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, numbers)
         told = self._told(row)
         self._reduced(gradients, grads, hook_states, is_sum=is_sum)
@@ -611,7 +352,7 @@ class CompiledStep:
     def _sums(self, grads: dict[str, Tensor], hook_states: HookStates, buffers: dict[str, Tensor]) -> None:
         """What is left to be added up over ranks, when all micro-steps are made without an update."""
         self._summed_up(grads, hook_states)
-        self._agree(_bare(buffers))
+        self._agree(bare(buffers))
 
     def _micro_step(
         self,
@@ -624,7 +365,7 @@ class CompiledStep:
         numbers: Tensor,
     ) -> tuple[Tensor, bool]:
         """Adds the gradients of one micro-batch to `grads`; reduces what a rank does not keep whole."""
-        row, gradients, is_sum = self._value_and_grad(params, _bare(buffers), loss_scale, batch, numbers)
+        row, gradients, is_sum = self._value_and_grad(params, bare(buffers), loss_scale, batch, numbers)
 
         def add(grads: dict[str, Tensor], hook_states: HookStates, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
             share = self._share(is_sum)
@@ -659,7 +400,7 @@ class CompiledStep:
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
 
         return self._ranks.each(finish)(
-            grads, hook_states, params, master, _bare(optimizer), _bare(buffers), loss_scale, told
+            grads, hook_states, params, master, bare(optimizer), bare(buffers), loss_scale, told
         )
 
     # --- its parts: on one rank --------------------------------------------------------------------------------------
@@ -934,111 +675,3 @@ def _times(grad: Tensor, share: float, dtype: torch.dtype) -> Tensor:
     """A share of the gradient, in the dtype in which it is sent, rounded once."""
     grad = grad.to(torch.promote_types(dtype, grad.dtype))
     return (grad if share == 1 else grad * share).to(dtype)
-
-
-class _Shielded(NamedTuple):
-    """A 0-d float64 tensor on the CPU, as (1,). As 0-d torch takes it for a number, and forgets what is written to it."""
-
-    value: Tensor
-
-
-def _shielded(tree: Any) -> Any:
-    return optree.tree_map(
-        lambda x: _Shielded(x.view(1)) if not x.ndim and x.dtype == torch.float64 and x.device.type == "cpu" else x,
-        tree,
-    )
-
-
-def _bare(tree: Any) -> Any:
-    """The tensors as they were shielded, in a graph; each a view."""
-    return optree.tree_map(
-        lambda x: x.value.view(()) if isinstance(x, _Shielded) else x, tree, is_leaf=lambda x: isinstance(x, _Shielded)
-    )
-
-
-@contextmanager
-def _one_graph(model: str, *, is_new: bool) -> Iterator[None]:
-    """Makes of what torch raises an error of a few lines, in whose place torch tells nothing.
-
-    Args:
-        model: its name.
-        is_new: whether nothing is captured yet. Later warnings are left alone: to hush some shows others anew.
-    """
-    for logger in _TALKATIVE:
-        logger.addFilter(_is_quiet)
-    try:
-        with warnings.catch_warnings() if is_new else nullcontext():
-            if is_new:
-                warnings.filterwarnings("ignore", module=r"torch\._dynamo")
-            yield
-    except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-        if isinstance(inner := getattr(error, "inner_exception", None), RematError | VmapError | ParameterError):
-            raise inner from None
-        raise CompileError(_what_stopped(error, model)) from None
-    except RuntimeError as error:
-        collective = collective_that_raised(error)
-        if collective is None:
-            raise
-        raise failed(f"{collective} in the compiled step of {model}", error) from error
-    finally:
-        for logger in _TALKATIVE:
-            logger.removeFilter(_is_quiet)
-
-
-_TALKATIVE = [logging.getLogger(name) for name in ("torch._dynamo.convert_frame", "torch._subclasses.fake_tensor")]
-
-
-def _is_quiet(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.WARNING
-
-
-def _logging() -> set[Callable[..., Any]]:
-    """The methods of loggers that tell something, those that packages have added, too: in a graph they tell nothing."""
-    prefixes = ("debug", "info", "warn", "error", "exception", "critical", "log")
-    return {method for name, method in vars(logging.Logger).items() if name.startswith(prefixes)}
-
-
-def _what_stopped(error: BaseException, model: str) -> str:
-    """Which line of whose code cannot be captured, and why, in a few words."""
-    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-        return _what_changed(error, model)
-    stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in stack if not frame.filename.startswith(_NOT_THE_MODEL) or _is_package(frame)]
-    where = _told(frames[-1]) if frames else model
-    users = [frame for frame in frames if not _is_package(frame)]
-    if users and users[-1] is not frames[-1]:
-        where += f"\ncalled from {_told(users[-1])}"
-    error = getattr(error, "inner_exception", error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    raised = [line.partition("raised exception ")[2] for line in lines if "raised exception " in line]
-    why = " ".join(raised[:1] or lines[:2])
-    if "returning intermediate with requires_grad_" in why:
-        why = "the forward keeps a tensor that has a gradient, in an attribute say; keep its .detach()"
-    return (
-        f"{where}\ncannot be captured in one graph: {textwrap.shorten(why, 400)}\n"
-        f"Change that line, or pass compile='block', which compiles block by block and runs the rest as it is."
-    )
-
-
-def _what_changed(error: BaseException, model: str) -> str:
-    """What a step is captured anew for, all the time."""
-    found = [frame.f_locals.get("recompile_reason") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    reason = next((text for text in found if text), "").partition("\n")[0].partition("(HINT")[0].partition(": ")[2]
-    reason = textwrap.shorten(reason.replace("self._module._modules['model']", "model"), 300)
-    return (
-        f"{model}: captured {torch._dynamo.config.recompile_limit} times, for something changes from step to step: {reason}\n"
-        f"Keep it the same (pad batches to a few shapes, keep what the model counts in a buffer), raise "
-        f"torch._dynamo.config.recompile_limit, or pass compile='block'."
-    )
-
-
-_NOT_THE_MODEL = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
-
-
-def _is_package(frame: traceback.FrameSummary) -> bool:
-    """Whether that is code of an installed package, other than torch."""
-    return "site-packages" in Path(frame.filename).parts and not frame.filename.startswith(_NOT_THE_MODEL[:2])
-
-
-def _told(frame: traceback.FrameSummary) -> str:
-    return f"{frame.filename}, line {frame.lineno}: {(frame.line or '').strip()!r}"

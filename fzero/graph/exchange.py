@@ -20,8 +20,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fzero.comms.traced import TracedAxis
-from fzero.graph.analysis import ALL_REDUCE, WAIT, aten, c10d
 from fzero.graph.buckets import call
+from fzero.graph.nodes import ALL_REDUCE, WAIT, aten, c10d
 
 _ALL_TO_ALL = c10d.all_to_all_single.default
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)

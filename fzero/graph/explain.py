@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fzero.common.arguments import check_kind
-from fzero.graph.timeline import MachineModel, Timeline, joined, make_timeline
+from fzero.graph.timeline import Timeline, joined, make_timeline
+from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph
 
-    from fzero.graph.capture import Captured
+    from fzero.graph.captured import Captured
     from fzero.plans.plan import Plan
 
     class Explained(Protocol):

@@ -25,7 +25,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.analysis import analyse, aten, is_mutation, storages
+from fzero.graph.analysis import analyse
+from fzero.graph.nodes import aten, is_mutation, storages
 from fzero.graph.schedule import copy_of
 
 BACKWARD = {"fzero": "backward"}

@@ -27,23 +27,20 @@ from typing import Literal, NamedTuple
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.analysis import (
+from fzero.graph.analysis import Analysis, Gather, analyse, name_units
+from fzero.graph.buckets import bucket_gathers, bucket_reductions, bucket_updates
+from fzero.graph.nodes import (
     ALL_REDUCE,
     WAIT,
-    Analysis,
-    Gather,
-    analyse,
     arrange,
     flops_of,
     is_cheap,
     is_coding,
     is_write,
-    name_units,
     overwrites,
     storages,
     waits_of,
 )
-from fzero.graph.buckets import bucket_gathers, bucket_reductions, bucket_updates
 from fzero.graph.reuse import plan_live_ranges
 from fzero.graph.weight_grads import join_products
 

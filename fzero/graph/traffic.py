@@ -16,7 +16,8 @@ import torch.fx.traceback
 from torch.fx import Graph, Node
 
 from fzero.comms.records import CommRecord, Label, Phase, Purpose
-from fzero.graph.analysis import GATHERS, contents_of, is_collective
+from fzero.graph.analysis import contents_of
+from fzero.graph.nodes import GATHERS, is_collective
 from fzero.graph.remat import is_again, is_backward
 from fzero.graph.timeline import Along, group_of, kind_of, sent_by
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import mm_flop, register_flop_formula
 
-from fzero.graph.analysis import aten, is_view, numel_of
+from fzero.graph.nodes import aten, is_view, numel_of
 
 _TURNS = (aten.t.default, aten.permute.default)
 _SAME_ORDER = (aten.view.default, aten.reshape.default)
