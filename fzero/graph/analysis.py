@@ -39,15 +39,15 @@ from fzero.graph.nodes import (
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Full parameters made from placeholders by one collective, or by several whose results are joined.
+    """Full parameters, gathered from placeholders by one collective or by several whose results are joined.
 
     Attributes:
-        unit: those of one unit are gathered and released together.
+        unit: the unit's name; gathers of one unit are issued and released together.
         sources: the placeholders that it reads.
-        issue: the nodes up to the collectives' start, in order.
-        settle: the waits, and what is cheap to make again from them, in order.
-        codes: those of `settle` that a comm hook decodes the parameters from; they go as soon as these are there.
-        numel: elements of parameters that it brings to life.
+        issue: the nodes up to the start of the collectives, in order.
+        settle: the waits, and the nodes that are cheap to recompute from them, in order.
+        codes: the nodes of `settle` from which a comm hook decodes the parameters; they are freed once it has.
+        numel: elements of the full parameters.
         nbytes: the same in bytes.
     """
 
@@ -65,10 +65,10 @@ class Reduction:
     """A collective that is no `Gather`.
 
     Attributes:
-        start: its start.
-        waits: its waits, one for each tensor that it returns.
-        numel: elements that it keeps alive while it is under way: the larger of its input and its result.
-        needs_other: whether it reads what was made from another reduction's result.
+        start: the node that starts it.
+        waits: its waits, one per returned tensor.
+        numel: elements that it keeps alive from start to wait: the larger of its input and its result.
+        needs_other: whether its input depends on another reduction's result.
     """
 
     start: Node
@@ -86,27 +86,27 @@ class Analysis:
 
     @property
     def units(self) -> list[list[Gather]]:
-        """The gathers that go together. A graph may gather a unit several times itself, and each time stands alone."""
-        found: dict[tuple[str, int], list[Gather]] = {}
+        """The gathers, grouped by unit. If the graph itself gathers a unit repeatedly, each time is a group of its own."""
+        groups: dict[tuple[str, int], list[Gather]] = {}
         times: Counter[tuple[Node, ...]] = Counter()
         for gather in self.gathers:
-            found.setdefault((gather.unit, times[gather.sources]), []).append(gather)
+            groups.setdefault((gather.unit, times[gather.sources]), []).append(gather)
             times[gather.sources] += 1
-        return list(found.values())
+        return list(groups.values())
 
 
 def name_units(graph: Graph, units: Mapping[str, str]) -> None:
-    """Names the unit of each flat buffer, by the name of its placeholder; one that is not named is its own unit."""
+    """Sets the unit of flat buffers by the names of their placeholders; every other flat buffer is a unit of its own."""
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in units:
             node.meta["unit"] = units[node.name]
 
 
 def analyse(graph: Graph) -> Analysis:
-    """Finds the gathers and the reductions of a step's graph, which is functional but for `copy_` into placeholders."""
+    """Finds the gathers and reductions of a step's graph, whose only in-place writes are `copy_` into placeholders."""
     fresh = _fresh(graph)
     parts = _Parts()
-    homes: dict[Node, int] = {}  # the gather that a node is made from
+    homes: dict[Node, int] = {}  # the gather on which a node depends
     for node in graph.nodes:
         made = [arg for arg in node.all_input_nodes if arg in homes]
         if _may_gather(node) and all(arg in fresh for arg in node.all_input_nodes):
@@ -133,14 +133,14 @@ def analyse(graph: Graph) -> Analysis:
 
 
 def _may_gather(node: Node) -> bool:
-    """Whether the node sends the same to all; an exchange of different parts is a reduction's."""
+    """Whether the node sends the same tensor to all ranks; an all-to-all of different parts belongs to a reduction."""
     if node.target is c10d.all_to_all_single.default:
         return bool(node.all_input_nodes[0].target is aten.repeat.default)
     return node.target in GATHERS
 
 
 def _fresh(graph: Graph) -> set[Node]:
-    """What is made from placeholders by moves alone, or by what encodes them, before anything is written into them."""
+    """Nodes computed from placeholders by moves or a hook's encoding alone, before the placeholders are overwritten."""
     roots, written = storages(graph), set()
     fresh: set[Node] = set()
     for node in graph.nodes:
@@ -174,17 +174,17 @@ class _Parts:
 
 
 def _gather(starts: list[Node], settle: list[Node]) -> Gather:
-    made: dict[Node, None] = {}  # inputs first
+    ancestors: dict[Node, None] = {}  # inputs first
     stack = list(reversed(starts))
     while stack:
-        missing = [arg for arg in stack[-1].all_input_nodes if arg not in made]
+        missing = [arg for arg in stack[-1].all_input_nodes if arg not in ancestors]
         if missing:
             stack.extend(reversed(missing))
         else:
-            made[stack.pop()] = None
-    sources = tuple(node for node in made if node.op == "placeholder")
-    issue: set[Node] = set()  # without what others use as well
-    for node in reversed(made):
+            ancestors[stack.pop()] = None
+    sources = tuple(node for node in ancestors if node.op == "placeholder")
+    issue: set[Node] = set()  # without nodes that others use as well
+    for node in reversed(ancestors):
         if node in starts or (node.op != "placeholder" and all(user in issue for user in node.users)):
             issue.add(node)
     first = sources[0] if sources else starts[0]
@@ -192,7 +192,7 @@ def _gather(starts: list[Node], settle: list[Node]) -> Gather:
     return Gather(
         unit=first.meta.get("unit", first.name),
         sources=sources,
-        issue=tuple(node for node in made if node in issue),
+        issue=tuple(node for node in ancestors if node in issue),
         settle=tuple(settle),
         codes=codes,
         numel=sum(map(numel_of, decoded or starts)),
@@ -201,7 +201,7 @@ def _gather(starts: list[Node], settle: list[Node]) -> Gather:
 
 
 def _decoded(settle: list[Node]) -> tuple[list[Node], frozenset[Node]]:
-    """Where a comm hook ends, and what it makes its result from; neither where the collectives' results are the parameters."""
+    """The nodes at which a comm hook's decoding ends, and the nodes that they read; both empty without a hook."""
     coding = {node for node in settle if is_coding(node, "gather")}
     decoded = [node for node in settle if node in coding and not any(user in coding for user in node.users)]
     codes: set[Node] = set()
@@ -213,7 +213,7 @@ def _decoded(settle: list[Node]) -> tuple[list[Node], frozenset[Node]]:
 
 def _reductions(graph: Graph, gathered: Mapping[Node, int]) -> tuple[Reduction, ...]:
     reductions = []
-    reduced: set[Node] = set()  # what needs the result of one
+    reduced: set[Node] = set()  # nodes that depend on a reduction's result
     for node in graph.nodes:
         needs_other = any(arg in reduced for arg in node.all_input_nodes)
         if needs_other:
@@ -224,7 +224,7 @@ def _reductions(graph: Graph, gathered: Mapping[Node, int]) -> tuple[Reduction, 
         if len(waits) != num_results:
             raise ValueError(
                 f"{node.name}: a collective must have one wait_tensor, got {len(waits)} for {num_results} tensors; capture the "
-                f"step again without them"
+                f"step again with one wait for each"
             )
         reduced.update(waits)
         numel = max(numel_of(node), sum(map(numel_of, node.all_input_nodes)))
@@ -233,20 +233,20 @@ def _reductions(graph: Graph, gathered: Mapping[Node, int]) -> tuple[Reduction, 
 
 
 class Content(NamedTuple):
-    """What a collective moves of one flat buffer.
+    """The part of a collective that belongs to one flat buffer.
 
-    `fzero.graph.traffic` says what a label is; that of a model's own collective is "other".
+    `fzero.graph.traffic` defines the labels; a model's own collective has "other".
     """
 
     label: str
     numel: int
-    """Elements, as they travel."""
+    """Elements as sent, after a comm hook's encoding."""
     coded: tuple[int, int]
-    """How many elements become how many of these, in a comm hook."""
+    """(elements before, elements after) a comm hook's encoding, as a ratio."""
 
 
 def contents_of(start: Node) -> tuple[Content, ...]:
-    """What a collective moves, several flat buffers where it was joined from several."""
+    """The contents of a collective: one per flat buffer, several if passes joined it from several."""
     joined: tuple[Content, ...] | None = start.meta.get("sent")
     if joined is not None:
         return joined
@@ -256,5 +256,5 @@ def contents_of(start: Node) -> tuple[Content, ...]:
 
 
 def name_contents(start: Node, parts: Iterable[Node]) -> None:
-    """Labels a collective that moves what several others did."""
+    """Labels a collective that replaces several others by their contents."""
     start.meta["sent"] = tuple(content for part in parts for content in contents_of(part))

@@ -1,4 +1,4 @@
-"""Errors of a capture, in a few lines: the line of the model that cannot be captured, the reason, and the fix."""
+"""Errors of a capture in a few lines: the line of the model that cannot be captured, the reason, and the fix."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ from fzero.runtime.own_params import ParameterError
 
 @contextmanager
 def one_graph(model: str, *, is_new: bool) -> Iterator[None]:
-    """Makes of what torch raises an error of a few lines, in whose place torch tells nothing.
+    """Replaces torch's errors by one of a few lines, and silences the logs that would repeat it.
 
     Args:
-        model: its name.
-        is_new: whether nothing is captured yet. Later warnings are left alone: to hush some shows others anew.
+        model: the name of its class.
+        is_new: whether nothing is captured yet. Later warnings are not filtered: a filter would show others once more.
+
+    Raises:
+        CompileError: the body cannot be captured in one graph.
     """
     for logger in _TALKATIVE:
         logger.addFilter(_is_quiet)
@@ -42,7 +45,7 @@ def one_graph(model: str, *, is_new: bool) -> Iterator[None]:
     except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
         if isinstance(inner := getattr(error, "inner_exception", None), RematError | VmapError | ParameterError):
             raise inner from None
-        raise CompileError(_what_stopped(error, model)) from None
+        raise CompileError(_reason(error, model)) from None
     except RuntimeError as error:
         collective = collective_that_raised(error)
         if collective is None:
@@ -61,41 +64,41 @@ def _is_quiet(record: logging.LogRecord) -> bool:
 
 
 def logging_methods() -> set[Callable[..., Any]]:
-    """The methods of loggers that tell something, those that packages have added, too: in a graph they tell nothing."""
+    """The logging methods of `logging.Logger`, including those that packages add; Dynamo skips them in a graph."""
     prefixes = ("debug", "info", "warn", "error", "exception", "critical", "log")
     return {method for name, method in vars(logging.Logger).items() if name.startswith(prefixes)}
 
 
-def _what_stopped(error: BaseException, model: str) -> str:
-    """Which line of whose code cannot be captured, and why, in a few words."""
+def _reason(error: BaseException, model: str) -> str:
+    """The line that cannot be captured, the user's line that calls it, the reason and the fix."""
     if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-        return _what_changed(error, model)
+        return _recompile_reason(error, model)
     stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in stack if not frame.filename.startswith(_NOT_THE_MODEL) or _is_package(frame)]
-    where = _told(frames[-1]) if frames else model
+    where = _location(frames[-1]) if frames else model
     users = [frame for frame in frames if not _is_package(frame)]
     if users and users[-1] is not frames[-1]:
-        where += f"\ncalled from {_told(users[-1])}"
+        where += f"\ncalled from {_location(users[-1])}"
     error = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     raised = [line.partition("raised exception ")[2] for line in lines if "raised exception " in line]
     why = " ".join(raised[:1] or lines[:2])
     if "returning intermediate with requires_grad_" in why:
-        why = "the forward keeps a tensor that has a gradient, in an attribute say; keep its .detach()"
+        why = "the forward stores a tensor that requires grad (in an attribute, say); store its .detach()"
     return (
         f"{where}\ncannot be captured in one graph: {textwrap.shorten(why, 400)}\n"
-        f"Change that line, or pass compile='block', which compiles block by block and runs the rest as it is."
+        f"Change that line, or pass compile='block', which compiles block by block and runs the rest eagerly."
     )
 
 
-def _what_changed(error: BaseException, model: str) -> str:
-    """What a step is captured anew for, all the time."""
-    found = [frame.f_locals.get("recompile_reason") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    reason = next((text for text in found if text), "").partition("\n")[0].partition("(HINT")[0].partition(": ")[2]
+def _recompile_reason(error: BaseException, model: str) -> str:
+    """The guard that fails in every step, and so causes a new capture."""
+    reasons = [frame.f_locals.get("recompile_reason") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    reason = next((text for text in reasons if text), "").partition("\n")[0].partition("(HINT")[0].partition(": ")[2]
     reason = textwrap.shorten(reason.replace("self._module._modules['model']", "model"), 300)
     return (
-        f"{model}: captured {torch._dynamo.config.recompile_limit} times, for something changes from step to step: {reason}\n"
-        f"Keep it the same (pad batches to a few shapes, keep what the model counts in a buffer), raise "
+        f"{model}: captured {torch._dynamo.config.recompile_limit} times, because a value changes from step to step: {reason}\n"
+        f"Keep it the same (pad batches to a few shapes, count in a module buffer), raise "
         f"torch._dynamo.config.recompile_limit, or pass compile='block'."
     )
 
@@ -104,9 +107,9 @@ _NOT_THE_MODEL = (str(Path(__file__).parents[1]), str(Path(torch.__file__).paren
 
 
 def _is_package(frame: traceback.FrameSummary) -> bool:
-    """Whether that is code of an installed package, other than torch."""
+    """Whether the frame is in an installed package other than torch."""
     return "site-packages" in Path(frame.filename).parts and not frame.filename.startswith(_NOT_THE_MODEL[:2])
 
 
-def _told(frame: traceback.FrameSummary) -> str:
+def _location(frame: traceback.FrameSummary) -> str:
     return f"{frame.filename}, line {frame.lineno}: {(frame.line or '').strip()!r}"

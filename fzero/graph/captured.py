@@ -1,4 +1,4 @@
-"""`Captured`: one graph of a step, captured without running it, and what can be read from it."""
+"""`Captured`: one graph of a step, captured in a dry run, with its schedule, its records of collectives and its timeline."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from fzero.plans.machine_model import MachineModel
 
 
 class Captured(NamedTuple):
-    """One graph of a step, captured on paper."""
+    """One graph of a step, captured in a dry run."""
 
     graph: torch.fx.Graph
-    """Of aten operators; every node has its tensors, without memory, in `meta["val"]`."""
+    """The aten graph; `meta["val"]` of every node holds its tensors, without memory."""
     units: dict[str, str]
     """The unit of each tensor that belongs to a flat buffer, by the name of its placeholder."""
     options: PassOptions
     checkpoint: dict[str, str]
     """The modules that the backward runs again."""
     axes: Mapping[str, Along]
-    """The axis of each group, by its name in the graph."""
+    """The mesh axis of each process group, by the group's name in the graph."""
 
     def scheduled(self) -> Captured:
-        """The graph as it runs: what is checkpointed is there twice, and all of it in order."""
+        """The graph as it runs: checkpointed operators appear twice, and all nodes are in the scheduled order."""
         return self._replace(graph=run_passes(rematerialise(self.graph, self.checkpoint), self.options))
 
     def sent(self) -> list[CommRecord]:
-        """What it sends, collective by collective."""
+        """One record per collective and flat buffer, in order."""
         return sent_in(self.graph, self.axes)
 
     def timeline(self, machine: MachineModel | None = None, *, title: str = "one step") -> Timeline:
-        """The graph in time, in the order in which it stands."""
+        """The timeline of the graph in its present order."""
         return make_timeline(self.graph, machine, axes=self.axes, title=title)

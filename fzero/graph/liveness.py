@@ -16,10 +16,10 @@ class Liveness:
 
     Attributes:
         nodes: the names of the nodes, in order.
-        live: bytes while each runs, what it reads and makes included.
-        gathered: bytes of gathered parameters, without the codes that a comm hook makes them of.
+        live: bytes while each node runs, including its inputs and its result.
+        gathered: bytes of gathered parameters, without the codes from which a comm hook decodes them.
         gathered_numel: the same in elements.
-        arguments: bytes of the placeholders, alive all the time.
+        arguments: bytes of the placeholders, which are alive throughout.
     """
 
     nodes: tuple[str, ...]
@@ -42,9 +42,9 @@ class Liveness:
 
 
 def liveness(graph: Graph, analysis: Analysis | None = None) -> Liveness:
-    """The bytes that are alive while each node runs, when each tensor is freed after its last use.
+    """The bytes that are alive while each node runs, if each tensor is freed after its last use.
 
-    What a collective reads lives until its wait.
+    A collective keeps its inputs alive until its wait.
     """
     analysis = analyse(graph) if analysis is None else analysis
     roots, nodes = storages(graph), list(graph.nodes)
@@ -72,8 +72,8 @@ def liveness(graph: Graph, analysis: Analysis | None = None) -> Liveness:
 
 
 def _count(now: list[int], root: Node, sign: int, is_gathered: bool) -> None:
-    """Adds what `root` made to the totals, or takes it away."""
-    is_tuple = isinstance(root.meta.get("val"), list | tuple)  # whose items are counted one by one
+    """Adds the bytes and elements of `root` to the totals `now`, or subtracts them."""
+    is_tuple = isinstance(root.meta.get("val"), list | tuple)  # its items are counted one by one
     if root.op != "call_function" or (is_tuple and not is_collective(root)):
         return
     now[0] += sign * nbytes_of(root)

@@ -35,7 +35,7 @@ ALL_GATHERS = c10d.all_gather_into_tensor_coalesced.default
 GATHERS = frozenset(
     {c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default, c10d.broadcast.default, ALL_GATHERS}
 )
-"""Collectives that an all-gather may be made of."""
+"""Collectives that can implement an all-gather."""
 
 _MOVES = frozenset(
     {
@@ -64,7 +64,7 @@ _PASSES = frozenset(
         *(aten.select_scatter.default, aten.slice_scatter.default, aten.where.ScalarOther),
     }
 )
-"""Operators that are one pass over their inputs and do not say so by `torch.Tag.pointwise`."""
+"""Operators that make one pass over their inputs but lack `torch.Tag.pointwise`."""
 
 
 def is_collective(node: Node) -> bool:
@@ -79,24 +79,24 @@ def waits_of(start: Node) -> list[Node]:
 
 
 def start_of(wait: Node) -> Node:
-    """The collective that is waited for."""
+    """The collective that `wait` waits for."""
     result = wait.all_input_nodes[0]
     return result.all_input_nodes[0] if result.target is operator.getitem else result
 
 
 def is_view(node: Node) -> bool:
-    """Whether the node moves nothing."""
+    """Whether the node returns a view, and so copies nothing."""
     target = node.target
     return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and bool(target.is_view))
 
 
 def is_move(node: Node) -> bool:
-    """Whether the node only views, casts, cuts or joins what it is given."""
+    """Whether the node only views, casts, splits or concatenates its inputs."""
     return node.target in _MOVES or is_view(node)
 
 
 def is_cheap(node: Node) -> bool:
-    """Whether the node costs no more than a pass over its inputs, and may stand anywhere after them."""
+    """Whether the node costs at most one pass over its inputs, and may run at any time after them."""
     if node.op != "call_function" or is_mutation(node):
         return False
     tags = getattr(node.target, "tags", ())
@@ -116,12 +116,12 @@ def is_write(node: Node, roots: Mapping[Node, Node]) -> bool:
 
 
 def label_of(node: Node) -> str:
-    """Under which a captured step made the node, "" for none: `fzero.graph.traffic`."""
+    """The label that a captured step gave the node (`fzero.graph.traffic`); "" for none."""
     return str((node.meta.get("custom") or {}).get("sent", ""))
 
 
 def is_coding(node: Node, purpose: str) -> bool:
-    """Whether a comm hook made the node on the way to or from a collective with this purpose, and would make the same again."""
+    """Whether a comm hook encodes or decodes here, for a collective of this purpose, and running it again gives the same."""
     if not label_of(node).startswith(purpose) or node.op != "call_function":
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -131,7 +131,7 @@ def is_coding(node: Node, purpose: str) -> bool:
 
 
 def is_effect(node: Node) -> bool:
-    """Whether the node is there for what it does (an assertion), not for what it returns."""
+    """Whether the node has an effect and no result, such as an assertion."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and not node.target._schema.returns
@@ -151,7 +151,7 @@ def nbytes_of(node: Node) -> int:
 
 
 def flops_of(node: Node) -> int:
-    """Floating point operations of a matrix product, a convolution or an attention; 0 for everything else."""
+    """Floating point operations of a matrix product, a convolution or an attention; 0 for other nodes."""
     if node.op != "call_function" or not is_counted(node.target):
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
@@ -172,25 +172,25 @@ def _schema_name(node: Node) -> str:
 
 
 def storages(graph: Graph) -> dict[Node, Node]:
-    """For each node, the node that made the memory it returns.
+    """For each node, the node that allocated the memory of its result.
 
-    Read from the operators' schemas, not from the recorded tensors: a node that was copied to run twice has the tensors
-    of its original, and memory of its own.
+    The operators' schemas decide, not the recorded tensors: the copy of a node has the tensors of its original in `meta`,
+    but allocates memory of its own.
     """
     roots: dict[Node, Node] = {}
     for node in graph.nodes:
         views = []
-        made: Node | None = node
-        while made is not None and made not in roots:
-            views.append(made)
-            made = _base(made)
-        root = views[-1] if made is None else roots[made]
+        base: Node | None = node
+        while base is not None and base not in roots:
+            views.append(base)
+            base = _base(base)
+        root = views[-1] if base is None else roots[base]
         roots.update(dict.fromkeys(views, root))
     return roots
 
 
 def _base(node: Node) -> Node | None:
-    """The input whose memory the node returns."""
+    """The input that shares memory with the node's result; None if the node allocates."""
     if node.op != "call_function" or not node.all_input_nodes:
         return None
     base = node.all_input_nodes[0]
@@ -198,7 +198,7 @@ def _base(node: Node) -> Node | None:
         return base if is_move(base) or is_collective(base) else None
     if node.target is WAIT or is_mutation(node):
         return base
-    if node.target is aten.reshape.default:  # a view where it can be
+    if node.target is aten.reshape.default:  # a copy only where no view exists
         return base if _shares(node, base) else None
     return base if is_view(node) else None
 
@@ -210,17 +210,17 @@ def _shares(node: Node, base: Node) -> bool:
     return bool(val.untyped_storage()._cdata == base_val.untyped_storage()._cdata)
 
 
-# --- what is changed in place ------------------------------------------------------------------------------------
+# --- in-place writes and order -----------------------------------------------------------------------------------
 
 
 def overwrites(graph: Graph) -> dict[Node, list[Node]]:
-    """What each node must come after besides its inputs, for the sake of what is changed in place.
+    """For each node, the nodes besides its inputs that must precede it, because of in-place writes.
 
-    A `copy_` comes after all that reads what it overwrites, and after assertions that stand before it: they may say that
-    the state must stay as it is. What reads the new state through its placeholder comes after the `copy_`.
+    A `copy_` follows all readers of the memory that it overwrites, and all earlier assertions: a failed one must leave the
+    state as it was. A node that reads new state through its placeholder follows the `copy_`.
 
     Raises:
-        ValueError: the result of a collective is changed in place.
+        ValueError: the graph changes the result of a collective in place.
     """
     roots = storages(graph)
     reads: defaultdict[Node, dict[Node, None]] = defaultdict(dict)
@@ -238,7 +238,7 @@ def overwrites(graph: Graph) -> dict[Node, list[Node]]:
             target = roots[node]
             if is_collective(target):
                 raise ValueError(
-                    f"{node.name}: a step's graph must not change what a collective returns in place, and this changes "
+                    f"{node.name}: a step's graph must not change the result of a collective in place, got a write to "
                     f"{target.name}; functionalize the graph first"
                 )
             readers = reads.pop(target, {})
@@ -252,8 +252,8 @@ def overwrites(graph: Graph) -> dict[Node, list[Node]]:
 
 
 def sort(graph: Graph) -> None:
-    """Puts every node after what it needs, and otherwise leaves the order as it is. Changes the graph."""
-    index = {node: place for place, node in enumerate(graph.nodes)}
+    """Moves every node behind its inputs and `overwrites`, and otherwise keeps the order. Changes the graph."""
+    index = {node: position for position, node in enumerate(graph.nodes)}
     after = overwrites(graph)
     users: defaultdict[Node, list[Node]] = defaultdict(list)
     missing: dict[Node, int] = {}
@@ -276,7 +276,7 @@ def sort(graph: Graph) -> None:
 
 
 def arrange(order: Sequence[Node]) -> None:
-    """Moves the nodes so that each follows the one before it. Changes their graph."""
+    """Moves the nodes into this order, one directly after the other. Changes their graph."""
     for before, node in pairwise(order):
         if before.next is not node:
             before.append(node)

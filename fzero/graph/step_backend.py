@@ -26,7 +26,7 @@ _STATE = re.compile(r"L\['\w+'\](?:\[\d+\])?\['([^']*)'\]")  # a tensor of a dic
 
 
 def pass_options(plan: Plan) -> PassOptions:
-    """What the schedule of a step's graph may cost: what the configuration names, and otherwise as in the eager step."""
+    """The limits of a step's schedule: those of the configuration, and the defaults of the eager step for the rest."""
     named = {
         "prefetch": plan.prefetch,
         "max_reuse_distance": plan.max_reuse_distance,
@@ -40,16 +40,16 @@ def pass_options(plan: Plan) -> PassOptions:
 
 @dataclass(slots=True)
 class Backend:
-    """A backend of torch.compile that schedules what is captured (`fzero.graph.schedule`), counts it, and keeps the graphs.
+    """A torch.compile backend that schedules captured graphs (`fzero.graph.schedule`), counts the captures and keeps the graphs.
 
     Attributes:
         units: the unit of each flat buffer, by its key.
         checkpoint: the modules that the backward runs again (`fzero.graph.remat`).
-        own: the names of the parameters that the module had when the step was made, which no graph may read.
-        axes: of exchanges, on gloo.
-        stacked: whether the graph is of all ranks at once, and so must not draw random numbers.
-        graphs: the aten graphs in the order in which they run, by capture; mutated inputs are `copy_`'d to.
-        num_captured: how often something was captured, also where a cache spared the passes.
+        own: the names of the module's own parameters, which no graph may read: a graph reads the state's.
+        axes: the axes whose exchanges skip the own rank (gloo).
+        stacked: whether one graph runs all ranks; it must not draw random numbers.
+        graphs: the scheduled aten graph of each capture, in order; a `copy_` writes each mutated input.
+        num_captured: the number of captures, including those whose passes a cache saved.
     """
 
     name: BackendName
@@ -66,10 +66,10 @@ class Backend:
         self.check(module)
         self.num_captured += 1
         make = inductor if self.name == "inductor" else aot_eager
-        found = [node.meta["grapharg"].source.name for node in module.graph.nodes if node.op == "placeholder"]
+        sources = [node.meta["grapharg"].source.name for node in module.graph.nodes if node.op == "placeholder"]
         backend = make(
             self.options,
-            units=[self.unit_of(source) for source in found],
+            units=[self.unit_of(source) for source in sources],
             checkpoint=self.checkpoint,
             axes=self.axes,
             observe=self._keep,
@@ -77,21 +77,21 @@ class Backend:
         return backend(module, inputs)
 
     def check(self, module: torch.fx.GraphModule) -> None:
-        """Raises ParameterError for what Dynamo has captured, where it reads the module's own parameters or changes any."""
+        """Raises ParameterError if the captured graph reads the module's own parameters, or writes into any parameter."""
         for node in module.graph.find_nodes(op="placeholder"):
             example = node.meta["grapharg"].example
             name = self.own.get(example) if isinstance(example, Tensor) else None
             if name is not None:
                 raise ParameterError(
-                    f"parameter {name!r}: must be read from its module where the step is one graph, and code holds it in another "
-                    f"way (a list, a closure, functools.partial), so that it would not be trained; read the module's attribute, "
-                    f"or pass compile='block' or None"
+                    f"parameter {name!r}: must be read from its module where the step is one graph, got code that holds it "
+                    f"elsewhere (a list, a closure, functools.partial), where it would not be trained; read the module's "
+                    f"attribute, or pass compile='block' or None"
                 )
-        if not self.stacked:  # whose writes are found before
+        if not self.stacked:  # a stacked step checks writes before the capture
             check_writes(module)
 
     def graph_only(self, module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        """A backend that only shows the graph."""
+        """A backend that captures the graph and runs nothing."""
         self.check(module)
         return graph_only(module, inputs)
 
@@ -101,13 +101,13 @@ class Backend:
         self.graphs.append(copy_of(graph))
 
     def unit_of(self, source: str) -> str | None:
-        """The unit of a tensor by what a captured function calls it, `L['params']['blocks.0/float32']`."""
+        """The unit of a tensor, from its name in a captured function, such as `L['params']['blocks.0/float32']`."""
         key = _STATE.match(source)
         return self.units.get(key[1]) if key else None
 
 
 def as_parameter(tensor: Tensor, name: str) -> Tensor:
-    """The tensor itself, which is an `nn.Parameter` to the model; a capture takes this function as it is."""
+    """The same tensor, which now passes as an `nn.Parameter`; Dynamo captures the call as one node (`allow_in_graph`)."""
     tensor._is_param = True  # type: ignore[attr-defined]
     return tensor
 
@@ -121,37 +121,37 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        for index, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                given = args[index] if index < len(args) else kwargs.get(argument.name)
                 for tensor in given if isinstance(given, list | tuple) else [given]:
                     self._check(tensor)
         return func(*args, **kwargs)
 
     def _check(self, written: Any) -> None:
         for name, param in self.parameters if isinstance(written, Tensor) else ():
-            place = written.storage_offset() - param.storage_offset()
+            offset = written.storage_offset() - param.storage_offset()
             is_shared = written.untyped_storage()._cdata == param.untyped_storage()._cdata
-            if is_shared and 0 <= place < param.numel():
+            if is_shared and 0 <= offset < param.numel():
                 raise was_changed(name)
 
 
 def check_writes(module: torch.fx.GraphModule) -> None:
-    """Raises ParameterError where the forward in what Dynamo has captured changes a parameter: runs it on fake tensors."""
+    """Runs the captured forward on fake tensors; raises ParameterError if it writes into a parameter."""
     nodes = list(module.graph.nodes)
-    ends = [place for place, node in enumerate(nodes) if node.target is torch.autograd.grad]
+    ends = [index for index, node in enumerate(nodes) if node.target is torch.autograd.grad]
     fakes = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
     modes = [fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)]
     if not ends or not modes:  # the graph of an update has no forward
         return
     interpreter, writes = torch.fx.Interpreter(module, garbage_collect_values=False), _Writes()
     values = iter(fakes)
-    # Outside of the capture, which has other fake tensors by now.
+    # Outside of the tracing context, whose fake tensors are other ones by now.
     with torch._guards.tracing(None), modes[0], writes, torch.enable_grad():
         for node in nodes[: ends[0]]:
             if node.op == "placeholder":
-                found = next(values)
-                interpreter.env[node] = found.detach() if isinstance(found, Tensor) else found
+                value = next(values)
+                interpreter.env[node] = value.detach() if isinstance(value, Tensor) else value
                 continue
             interpreter.env[node] = interpreter.run_node(node)
             if node.target is as_parameter:

@@ -20,11 +20,11 @@ from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
 
 HookStates = Mapping[str, Mapping[str, Any]]
-"""What the comm hooks of reductions remember, by flat buffer and axis: tensors, which a graph writes."""
+"""The states of the reductions' comm hooks, by flat buffer and axis: tensors, which a graph writes."""
 
 
 class WithLoss(nn.Module):
-    """The model and what is made of its output, as one module to be called with other tensors."""
+    """The model and its loss as one module, for `functional_call`."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None, **how: Any) -> None:
         super().__init__()
@@ -35,27 +35,27 @@ class WithLoss(nn.Module):
 
 
 class Flat(NamedTuple):
-    """A flat buffer as a graph may know it: numbers and names."""
+    """The numbers and names of a flat buffer, which are constants of a graph."""
 
     key: str
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     numels: tuple[int, ...]
-    """Of the parameters, and of the padding."""
+    """Elements of each parameter, then of the padding."""
     padded_numel: int
     shard_numel: int
     trainable: bool
     num_param_axes: int
-    """Of the axes over which the finest shards lie, how many the model's parameters are brought together along."""
-    sums_whole: bool
-    """Whether every rank gets all of the reduced gradient."""
-    collects_whole: bool
-    """Whether micro-steps add up all of the gradient on each rank."""
+    """The number of shard axes along which the model's parameters are gathered; the others join updated shards."""
+    sums_full: bool
+    """Whether every rank gets the full reduced gradient."""
+    collects_full: bool
+    """Whether micro-steps add up the full gradient on each rank."""
     sums_late: bool
-    """Whether they add up what is summed along the replicate axes at the end."""
+    """Whether micro-steps add up shards that are summed over the replicate axes only at the end."""
     updates_shard: bool
     joins: bool
-    """Whether updated shards are joined."""
+    """Whether updated shards are all-gathered."""
     has_master: bool
     reduce_dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -64,7 +64,7 @@ class Flat(NamedTuple):
     def of(cls, buffer: FlatParamPlan, plan: Plan) -> Self:
         layout, row, is_shared = buffer.layout, buffer.row, plan.world_size > 1
         updates_shard = isinstance(row.optimizer, Sharded)
-        collects_whole = buffer.grads.local_shape(plan.mesh)[0] == buffer.padded_numel
+        collects_full = buffer.grads.local_shape(plan.mesh)[0] == buffer.padded_numel
         return cls(
             buffer.key,
             layout.names,
@@ -75,23 +75,24 @@ class Flat(NamedTuple):
             buffer.trainable,
             len(row.params.axes) if isinstance(row.params, Sharded) else 0,
             isinstance(row.grads, Replicated),
-            collects_whole,
-            bool(plan.replicate_axes) and not collects_whole,
+            collects_full,
+            bool(plan.replicate_axes) and not collects_full,
             updates_shard,
             updates_shard and buffer.params.local_shape(plan.mesh)[0] != buffer.shard_numel,
             buffer.has_master,
-            # Where nothing is sent, gradients are in the dtype in which they are kept.
+            # One rank sends nothing, and so does not round to the dtype of communication.
             torch_dtype(buffer.dtypes.reduce if is_shared else buffer.dtypes.grad),
             torch_dtype(buffer.dtypes.grad),
         )
 
 
 class Rules(NamedTuple):
-    """What a compiled step is told about the arithmetic, once.
+    """The arithmetic of a compiled step.
 
-    `transforms` are by flat buffer; learning rates and momentum are 0-d tensors in them, that somebody else fills. (0-d float64
-    and int64 tensors on the CPU are numbers to Dynamo, at first: they cost a second capture.)
-    `places` are what stochastic rounding counts a whole flat buffer's elements from, None where it does not round so.
+    Attributes:
+        transforms: by flat buffer. Their learning rates and momentum are 0-d tensors that the caller fills before a step. (Dynamo
+            first takes a 0-d float64 or int64 tensor on the CPU for a number, which costs a second capture.)
+        places: by flat buffer, the index of its first element in the random stream of stochastic rounding; None: no such rounding.
     """
 
     measures: LossRules
@@ -103,12 +104,13 @@ class Rules(NamedTuple):
 
 
 class _Shielded(NamedTuple):
-    """A 0-d float64 tensor on the CPU, as (1,). As 0-d torch takes it for a number, and forgets what is written to it."""
+    """A 0-d float64 tensor on the CPU, viewed as (1,): torch takes a 0-d one for a number, and writes to it are lost."""
 
     value: Tensor
 
 
 def shielded(tree: Any) -> Any:
+    """The tree with every 0-d float64 CPU tensor as an argument that a graph can write."""
     return optree.tree_map(
         lambda x: _Shielded(x.view(1)) if not x.ndim and x.dtype == torch.float64 and x.device.type == "cpu" else x,
         tree,
@@ -116,7 +118,7 @@ def shielded(tree: Any) -> Any:
 
 
 def bare(tree: Any) -> Any:
-    """The tensors as they were shielded, in a graph; each a view."""
+    """Inside a graph, the tree that was given to `shielded`; its 0-d tensors are views."""
     return optree.tree_map(
         lambda x: x.value.view(()) if isinstance(x, _Shielded) else x, tree, is_leaf=lambda x: isinstance(x, _Shielded)
     )
