@@ -92,7 +92,7 @@ class Rules(NamedTuple):
     Attributes:
         transforms: by flat buffer. Their learning rates and momentum are 0-d tensors that the caller fills before a step. (Dynamo
             first takes a 0-d float64 or int64 tensor on the CPU for a number, which costs a second capture.)
-        places: by flat buffer, the index of its first element in the random stream of stochastic rounding; None: no such rounding.
+        places: by flat buffer, the index of its first element in the random stream of stochastic rounding; None without it.
     """
 
     measures: LossRules

@@ -9,19 +9,19 @@ from fzero.common.arguments import refuse
 
 @dataclass(frozen=True, slots=True)
 class MachineModel:
-    """What the model of the machine knows: one rank's rates, per second.
+    """A simple model of one rank's hardware, as rates per second.
 
     Args:
         flops: floating point operations.
         memory: bytes read and written.
         network: bytes that a rank sends.
-        latency: seconds that every collective takes besides.
-        host: bytes between host memory and the device; of plans alone, not of a graph.
-        disk: bytes read from files and written to them; of plans alone.
-        processor: bytes read and written by the processor, where it updates what lives in files and host memory; of plans alone.
-            The default is an eighth of what a node's memory gives.
-        flops_fp32: operations on numbers of more than 16 bits; None is `flops`.
-        overlap: whether anything moves while the device computes; on a CPU whose cores all compute, nothing does.
+        latency: fixed seconds per collective.
+        host: bytes between host memory and the device; used by dry runs only, not for graphs.
+        disk: bytes read from files and written to them; used by dry runs only.
+        processor: bytes that the CPU reads and writes when it updates offloaded state; used by dry runs only. The default is
+            an eighth of a node's memory bandwidth.
+        flops_fp32: operations on numbers of more than 16 bits; None means `flops`.
+        overlap: whether transfers overlap compute; on a CPU whose cores all compute, they do not.
     """
 
     flops: float = 1e14
@@ -52,6 +52,6 @@ class MachineModel:
                 )
 
     def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False) -> float:
-        """Of an operator, whichever takes longer: its operations, or the bytes that it reads and writes."""
+        """The time of an operator: the larger of its compute time and its memory time."""
         rate = (self.flops_fp32 or self.flops) if is_wide else self.flops
         return max(flops / rate, nbytes / self.memory)

@@ -547,7 +547,7 @@ def test_a_change_of_a_gathered_parameter_is_refused_by_name() -> None:
 
     graph = trace(step, torch.ones(4)).graph
     with pytest.raises(
-        ValueError, match="add_: a step's graph must not change what a collective returns in place, and this"
+        ValueError, match="add_: a step's graph must not change the result of a collective in place, got"
     ):
         run_passes(graph, PassOptions())
 
