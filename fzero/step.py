@@ -64,9 +64,10 @@ if TYPE_CHECKING:
     from torch.fx import Graph
 
     from fzero.graph.blocks import CompiledBlocks
-    from fzero.graph.capture import Captured
+    from fzero.graph.captured import Captured
     from fzero.graph.program import GraphProgram
-    from fzero.graph.timeline import MachineModel, Timeline
+    from fzero.graph.timeline import Timeline
+    from fzero.plans.machine_model import MachineModel
 
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from fzero.config.zero import ZeroOptimization
 from fzero.estimation.activation_trace import Traced, trace_activations
 from fzero.estimation.dry_run import DryRun, dry_run
 from fzero.estimation.ledger import Device
-from fzero.graph.timeline import MachineModel
+from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import LiveLimitError, Plan, plan
 from fzero.runtime.loss import LossFn

@@ -24,8 +24,9 @@ from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_update import update
 from fzero.estimation.ledger import Device, MemoryLedger, MemorySample
 from fzero.estimation.unit_events import order_of, parts_of
-from fzero.graph.analysis import Liveness
-from fzero.graph.timeline import MachineModel, Timeline
+from fzero.graph.liveness import Liveness
+from fzero.graph.timeline import Timeline
+from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan
 from fzero.storage.buffer_sizes import pinned_gaps
 

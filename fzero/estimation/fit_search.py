@@ -14,7 +14,7 @@ from fzero.config.files import changed
 from fzero.estimation.activation_trace import Activations
 from fzero.estimation.compare import Candidate, Keys, column, quietly
 from fzero.estimation.ledger import Device
-from fzero.graph.timeline import MachineModel
+from fzero.plans.machine_model import MachineModel
 from fzero.runtime.loss import LossFn
 
 SMALL_BUCKET = 1 << 22

@@ -31,7 +31,7 @@ from fzero.config.config import ConfigError
 from fzero.estimation.compare import Keys, keys_of
 from fzero.estimation.fit_search import Rung, Search, Setting
 from fzero.estimation.ledger import Device
-from fzero.graph.timeline import MachineModel
+from fzero.plans.machine_model import MachineModel
 from fzero.runtime.loss import LossFn
 
 

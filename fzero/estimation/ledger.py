@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from fzero.comms.comm_hooks import CommHook
-from fzero.graph.timeline import Lane, Lanes, MachineModel
+from fzero.graph.timeline import Lane, Lanes
+from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.storage.buffer_sizes import stream_buffers
 from sharding import TensorSpec

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from fzero.estimation.activation_trace import Traced, TraceEvent
-from fzero.graph.timeline import MachineModel
+from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan
 from fzero.plans.unit_scheduler import TURN, Event, early
 from sharding import Sharded

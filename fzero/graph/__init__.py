@@ -10,12 +10,14 @@ from fzero.common.doors import door
 
 if TYPE_CHECKING:
     from fzero.graph.schedule import CompileError as CompileError
-    from fzero.graph.timeline import MachineModel as MachineModel, Timeline as Timeline
+    from fzero.graph.timeline import Timeline as Timeline
+    from fzero.plans.machine_model import MachineModel as MachineModel
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
             "schedule": "CompileError",
-            "timeline": "MachineModel Timeline",
+            "timeline": "Timeline",
+            ".plans.machine_model": "MachineModel",
         },
     )

@@ -1,11 +1,11 @@
-"""How does a schedule reach `torch.compile`, and how does it survive Inductor, which sorts a graph's operators anew?
+"""Backends of `torch.compile` that run the scheduled graph; `pin_order` keeps the schedule when Inductor sorts operators.
 
-- `aot_eager(options)` is a backend without code generation: the graph runs node by node in the order of the passes.
-- `graph_only` is a backend that runs nothing: it hands over the graph as it was captured.
-- `inductor(options)` is Inductor with the passes where it lets others change its graph, after which `pin_order` ties the
-  collectives to the compute around them with control dependencies.
+- `aot_eager(options)` generates no code: the graph runs node by node in the order of the passes.
+- `graph_only` runs nothing: it raises `GraphOnly` with the captured graph.
+- `inductor(options)` is Inductor with the passes as its custom post-grad pass. `pin_order` then ties the collectives to the
+  compute around them by control dependencies.
 
-The pinning uses parts of PyTorch that are private.
+The pinning uses private parts of PyTorch.
 """
 
 from __future__ import annotations
@@ -22,31 +22,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
 from fzero.comms.traced import TracedAxis
-from fzero.graph import (
-    analysis as graph_analysis,
-    buckets as graph_buckets,
-    exchange as graph_exchange,
-    reuse as graph_stays,
-    schedule as graph_schedule,
-    weight_grads as graph_products,
-)
-from fzero.graph.analysis import (
-    WAIT,
-    aten,
-    flops_of,
-    is_cheap,
-    is_collective,
-    is_view,
-    nbytes_of,
-    numel_of,
-    storages,
-)
+from fzero.graph import analysis, buckets, exchange, nodes, reuse, schedule, weight_grads
 from fzero.graph.exchange import send_to_others
+from fzero.graph.nodes import WAIT, aten, flops_of, is_cheap, is_collective, is_view, nbytes_of, numel_of, storages
 from fzero.graph.remat import is_again, is_backward, rematerialise, rematerialise_in_place
 from fzero.graph.schedule import PassOptions, run_passes, run_passes_in_place
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
-"""What `torch.compile(backend=…)` takes."""
+"""The type of `torch.compile(backend=…)`."""
 
 
 def aot_eager(
@@ -60,11 +43,11 @@ def aot_eager(
     """A backend that runs the scheduled graph without generating code.
 
     Args:
-        options: what the schedule may cost.
-        units: the unit of each argument of the graph, by position; None where it is no flat buffer with a unit.
+        options: the limits of the schedule.
+        units: the unit of each argument of the graph, by position; None for other tensors than flat buffers.
         checkpoint: the modules that the backward runs again, as for `rematerialise`.
-        axes: along which exchanges send nothing to their own rank (gloo).
-        observe: called with the scheduled graph, for `make_timeline` or a test; read it at once, for it may change later.
+        axes: the axes along which an exchange skips the own rank (gloo).
+        observe: called with the scheduled graph, for `make_timeline` or a test; the graph may change after the call.
     """
 
     def compile_graph(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
@@ -81,11 +64,11 @@ def aot_eager(
 
 
 class GraphOnly(Exception):
-    """What a function that was compiled with `graph_only` raises where it would run, so that it changes nothing.
+    """A function compiled with `graph_only` raises this in place of running, so that it changes nothing.
 
     Attributes:
-        graph: the aten graph as it was captured.
-        sources: what the compiled function calls each placeholder's tensor, `L['params']['blocks.0/float32']`.
+        graph: the aten graph as captured.
+        sources: the compiled function's name for each placeholder's tensor, such as `L['params']['blocks.0/float32']`.
     """
 
     def __init__(self, graph: Graph, sources: Mapping[str, str]) -> None:
@@ -100,9 +83,9 @@ def graph_only(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
     def capture(captured: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         graph, sources = captured.graph, {}
         for node in graph.nodes:
-            place = getattr(node.meta.get("desc"), "idx", None) if node.op == "placeholder" else None
-            if place is not None and inputs[place] is not None:
-                sources[node.name] = inputs[place].source.name
+            index = getattr(node.meta.get("desc"), "idx", None) if node.op == "placeholder" else None
+            if index is not None and inputs[index] is not None:
+                sources[node.name] = inputs[index].source.name
 
         def run(*_: Any) -> None:
             raise GraphOnly(graph, sources)
@@ -122,13 +105,13 @@ def inductor(
     axes: Sequence[TracedAxis] = (),
     observe: Callable[[Graph], None] | None = None,
 ) -> Backend:
-    """Inductor, with the passes among its own; arguments as for `aot_eager`."""
+    """Inductor with the passes among its own; arguments as for `aot_eager`."""
     from torch._inductor.compile_fx import compile_fx
 
     patches = {
         "post_grad_custom_post_pass": InductorPass(options, units, checkpoint, axes, observe),
-        "fallback_random": True,  # the numbers of the eager step
-        "reorder_for_locality": False,  # it moves the gradients of weights to the end, and their reductions with them
+        "fallback_random": True,  # the random numbers of the eager step
+        "reorder_for_locality": False,  # it would move weight gradients, and so their reductions, to the end
     }
 
     def backend(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
@@ -162,22 +145,22 @@ class InductorPass(CustomGraphPass):
         pin_order(graph)
 
     def uuid(self) -> Any:
-        """What Inductor's cache of compiled graphs must also compare; None for a graph that no cache may hold.
+        """The additional key of Inductor's cache of compiled graphs; None if the graph must not be cached.
 
-        A cache would spare the observer, and does not compare by which module an operator was called.
+        A cache hit would skip the observer, and the cache does not compare the module that called an operator.
         """
         if self.observe is not None or self.checkpoint:
             return None
-        passes = (graph_analysis, graph_buckets, graph_exchange, graph_products, graph_schedule, graph_stays)
+        passes = (analysis, buckets, exchange, nodes, reuse, schedule, weight_grads)
         files = tuple(str(module.__file__) for module in passes)
         return get_hash_for_files((*files, __file__), repr((self.options, self.units, self.axes)))
 
 
 def _by_placeholder(graph: Graph, units: Sequence[str | None]) -> dict[str, str]:
-    """The units by the names that the arguments have in this graph.
+    """The units by the names of the arguments in this graph.
 
-    None where the graph has other arguments than were captured (inputs that share memory are made one): each flat buffer is
-    then a unit of its own.
+    Empty if the graph's arguments differ from the captured ones (AOTAutograd merges inputs that share memory): each flat
+    buffer is then a unit of its own.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(units):
@@ -186,10 +169,10 @@ def _by_placeholder(graph: Graph, units: Sequence[str | None]) -> dict[str, str]
 
 
 def realize_numbers(graph: Graph) -> None:
-    """Makes every number (0-d) that long tensors are computed with once, not once for every vector of their loop.
+    """Computes each 0-d tensor once, not once per vector of the loops that read it. Changes the graph.
 
-    Inductor computes what is cheap where it is read, `beta**step` for each element; a strided view wants memory. Changes
-    the graph.
+    Inductor inlines cheap operators into their readers (`beta**step` for each element); a strided view of the number makes
+    it store the number first.
     """
     for node in list(graph.nodes):
         val = node.meta.get("val")
@@ -205,11 +188,11 @@ def realize_numbers(graph: Graph) -> None:
 
 
 def pin_order(graph: Graph) -> None:
-    """Keeps every collective where it stands among the other collectives and among the matrix products.
+    """Pins the order of the collectives among themselves and relative to the matrix products. Changes the graph.
 
-    A start or a wait comes after the collective and the product before it, and a product after the collective before it.
-    What runs again in the backward comes after the backward before it: otherwise it could run in the forward, in one kernel
-    with what it is the copy of, and all that it makes would be kept until the backward. Changes the graph.
+    A start or a wait follows the preceding collective and product; a product follows the preceding collective.
+    A recomputed node follows the preceding product of the backward. Otherwise Inductor could fuse it with its original in the
+    forward, and would keep its results until the backward.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 
@@ -217,8 +200,8 @@ def pin_order(graph: Graph) -> None:
     after: dict[Node, OrderedSet[Node]] = {}
     product: Node | None = None
     collective: Node | None = None
-    gradient: Node | None = None  # the last product of the backward; before the first, whatever is of the backward
-    late: set[Node] = set()  # what cannot run in the forward
+    gradient: Node | None = None  # the last product of the backward so far; before the first product, the last node
+    late: set[Node] = set()  # nodes that cannot run in the forward
     for node in list(graph.nodes):
         is_product = isinstance(node.meta.get("val"), Tensor) and flops_of(node) > 0
         is_communication = node.target is WAIT or is_collective(node)
@@ -245,9 +228,9 @@ def pin_order(graph: Graph) -> None:
 
 
 def _put_off(graph: Graph, node: Node) -> Node:
-    """Gives `node` a copy of its largest input, made by an operator of its own, which is returned.
+    """Makes `node` read a copy of its largest input; returns the operator that makes the copy.
 
-    Inductor ties operators with memory of their own only, and mostly makes the copy on the way.
+    Control dependencies hold only for operators that allocate memory; Inductor mostly fuses the copy into another kernel.
     """
     largest = max(node.all_input_nodes, key=nbytes_of)
     with graph.inserting_before(node):

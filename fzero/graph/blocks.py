@@ -1,9 +1,9 @@
-"""Units whose forward is compiled, in a step that otherwise runs as it is.
+"""`CompiledBlocks`: units with a compiled forward in an otherwise eager step.
 
 While the model is bound, the `forward` of each unit that is one module becomes a call of *one* compiled function, which
-takes the module, its parameters and its buffers as arguments. So blocks that are equal but for their tensors share a
-compilation: what torch.compile guards on is the same for all of them. Gathers, reductions and the update stay those of the
-eager step: what the compiled forward saves for its backward are views of gathered buffers, as before.
+takes the module, its parameters and its buffers as arguments. Blocks that differ only in their tensors share a
+compilation, because torch.compile's guards are the same for all of them. Gathers, reductions and the update are those of
+the eager step: the tensors that the compiled forward saves for its backward are views of gathered buffers, too.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class CompiledBlocks:
 
     def __init__(self, names: Sequence[str], backend: Literal["inductor", "aot_eager"]) -> None:
         self.names = tuple(names)
-        # The eager step's random numbers.
+        # fallback_random: the random numbers of the eager step.
         options: dict[str, Any] = {"fallback_random": True} if backend == "inductor" else {}
         self._run = torch.compile(with_own_code(_run_block), dynamic=False, backend=backend, options=options or None)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the modules of a bound model run compiled; afterwards it is as it was found."""
+        """In the body, the modules of a bound model run compiled; afterwards the model is as before."""
         with replaced_forwards(model, self.names, self._forward_of):
             yield
 
     def _forward_of(self, name: str, block: nn.Module) -> Callable[..., Any]:
         own = own_forward(block)
-        # Equal modules that differ in what they remember (the number of a layer) are compiled one by one.
+        # Modules that differ in an attribute (a layer's number) are compiled one by one.
         most = 8 + 2 * len(self.names)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -61,14 +61,14 @@ class CompiledBlocks:
 def _run_block(
     block: nn.Module, params: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any
 ) -> tuple[Any, dict[str, Tensor]]:
-    """The output of a module that is given its tensors, and the buffers that it put in the place of others."""
+    """The output of a module called with these tensors, and the buffers that it replaced."""
     given = {**params, **buffers}
     output = torch.func.functional_call(block, given, args, kwargs, tie_weights=False)
     return output, {name: given[name] for name in buffers if given[name] is not buffers[name]}
 
 
 def _slots(block: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
-    """Where a module and those inside it keep their parameters or buffers: (name, dict, key, tensor)."""
+    """The parameters or buffers of a module and its submodules, with the dict that holds each: (name, dict, key, tensor)."""
     for prefix, module in block.named_modules(remove_duplicate=False):
         slots = getattr(module, kind)
         for key in slots:
@@ -79,13 +79,13 @@ def _slots(block: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Any], s
 
 @contextmanager
 def _unbound(block: nn.Module, own: dict[str, Any]) -> Iterator[None]:
-    """Inside, a bound module has dicts of parameters as modules have, for torch.compile to see through."""
+    """In the body, a bound module has plain dicts of parameters, which torch.compile can trace."""
     bound = [(module, module.__dict__["_parameters"]) for module in block.modules()]
     forward = block.__dict__.pop("forward")
     block.__dict__.update(own)
     try:
         for module, parameters in bound:
-            # An engine's parameter without values (`fzero.engine.param_views`) has a plain one to stand for it.
+            # A partitioned parameter of the engine (`fzero.engine.param_views`) is replaced by its plain parameter.
             own_parameters = {key: as_plain(getattr(own, "fzero_plain", own)) for key, own in dict.items(parameters)}
             module.__dict__["_parameters"] = own_parameters
         yield

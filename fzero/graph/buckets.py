@@ -1,13 +1,11 @@
-"""Which collectives of a step's graph go together?
+"""Bucketing: consecutive collectives of a step's graph that are joined into one, up to a cap in elements.
 
-Neighbours of the same kind are joined while they stay within a cap:
+- *Gathers*, and *updates* (gathers of updated shards into the parameters), become one coalesced collective of several
+  tensors, which writes each flat buffer directly and copies nothing.
+- *Reductions* of inputs (W, s₁), (W, s₂), … concatenate them along the second dimension and split the result in the same
+  way, so that each rank's shard of the joined sum has a part of every gradient. An all-reduce has no shards: W is 1.
 
-- *Gathers*, and *updates* (gathers of updated shards into the parameters), become one collective of several tensors, which
-  makes every flat buffer where it is used and copies nothing.
-- *Reductions* of inputs (W, s₁), (W, s₂), … join these along the second dimension, and cut the result in the same way: rank
-  by rank, a sum of joined gradients has a part of each. An all-reduce has no shards: W is 1.
-
-The functions change the graph that they are given.
+The functions change the graph in place.
 """
 
 from __future__ import annotations
@@ -22,21 +20,8 @@ from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.analysis import (
-    ALL_GATHERS,
-    ALL_REDUCE,
-    WAIT,
-    Analysis,
-    Gather,
-    aten,
-    c10d,
-    is_cheap,
-    is_write,
-    name_contents,
-    numel_of,
-    sort,
-    storages,
-)
+from fzero.graph.analysis import Analysis, Gather, name_contents
+from fzero.graph.nodes import ALL_GATHERS, ALL_REDUCE, WAIT, aten, c10d, is_cheap, is_write, numel_of, sort, storages
 from sharding import plan_buckets
 
 _ALL_GATHER, _ALL_TO_ALL = c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default
@@ -44,7 +29,7 @@ _REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 
 
 class _Item(NamedTuple):
-    """A collective of one flat tensor, that may be joined with others of the same `kind`."""
+    """A collective of one flat tensor; it may be joined with others of the same `kind`."""
 
     start: Node
     wait: Node
@@ -59,17 +44,17 @@ class _Item(NamedTuple):
 def bucket_gathers(graph: Graph, analysis: Analysis, cap: int) -> None:
     """Joins the gathers of a unit, and units whose parameters are used one after the other, up to `cap` elements.
 
-    Joined units become one, with no more elements than the second largest unit, so that two that are alive hold no more
-    than the two largest.
+    A joined unit has at most as many elements as the second largest unit, so that two live units hold at most as much as
+    the two largest before.
     """
-    index = {node: place for place, node in enumerate(graph.nodes)}
+    index = {node: position for position, node in enumerate(graph.nodes)}
     times = Counter(source for gather in analysis.gathers for source in gather.sources)
     units = [unit for unit in analysis.units if all(times[source] == 1 for gather in unit for source in gather.sources)]
     units.sort(key=lambda unit: min((use for gather in unit for use in _uses(gather, index)), default=len(index)))
     second = sorted((_numel(unit) for unit in analysis.units), reverse=True)[:2][-1:]
     buckets = []
-    for places in plan_buckets([_numel(unit) for unit in units], min([cap, *second])):
-        joined = [units[place] for place in places]
+    for indices in plan_buckets([_numel(unit) for unit in units], min([cap, *second])):
+        joined = [units[i] for i in indices]
         gathers = [gather for unit in joined for gather in unit]
         if len(joined) > 1:
             for source in (source for gather in gathers for source in gather.sources):
@@ -79,8 +64,8 @@ def bucket_gathers(graph: Graph, analysis: Analysis, cap: int) -> None:
 
 
 def bucket_updates(graph: Graph, analysis: Analysis, cap: int) -> None:
-    """Joins the gathers of updated shards, which do nothing but write the parameters, up to `cap` elements."""
-    index, roots = {node: place for place, node in enumerate(graph.nodes)}, storages(graph)
+    """Joins the gathers of updated shards, whose results are only written into the parameters, up to `cap` elements."""
+    index, roots = {node: position for position, node in enumerate(graph.nodes)}, storages(graph)
     items = [
         _gathering(reduction.start, numel_of(reduction.start))
         for reduction in analysis.reductions
@@ -90,7 +75,7 @@ def bucket_updates(graph: Graph, analysis: Analysis, cap: int) -> None:
 
 
 def _is_written(node: Node, roots: Mapping[Node, Node]) -> bool:
-    """Whether the node writes what it is given into an argument of the graph, or prepares just that."""
+    """Whether the node writes its input into an argument of the graph, or only prepares that write."""
     if node.target is aten.copy.default:
         return all(is_write(user, roots) for user in node.users)
     return is_write(node, roots)
@@ -101,13 +86,13 @@ def _numel(unit: Sequence[Gather]) -> int:
 
 
 def _uses(gather: Gather, index: dict[Node, int]) -> list[int]:
-    """Where the gathered parameters are used."""
-    made = set(gather.settle)
-    return [index[user] for node in gather.settle for user in node.users if user not in made]
+    """The positions of the nodes that use the gathered parameters."""
+    settle = set(gather.settle)
+    return [index[user] for node in gather.settle for user in node.users if user not in settle]
 
 
 def _gathering(start: Node, numel: int) -> _Item | None:
-    """An all-gather of one flat shard, or an exchange in which every rank sends its shard to all; of `numel` parameters."""
+    """An all-gather of one flat shard, or an all-to-all that sends one shard to all ranks; `numel` counts parameters."""
     shard = _shard(start)
     if shard is None or shard.meta["val"].dim() != 1 or [user.target for user in start.users] != [WAIT]:
         return None
@@ -118,7 +103,7 @@ def _gathering(start: Node, numel: int) -> _Item | None:
 
 
 def _shard(start: Node) -> Node | None:
-    """What every rank sends to all; None where it sends something else."""
+    """The shard that each rank sends to all; None for any other collective."""
     args: tuple[Any, ...] = start.args
     if start.target is _ALL_GATHER:
         return args[0]  # type: ignore[no-any-return]
@@ -129,25 +114,25 @@ def _shard(start: Node) -> Node | None:
 
 
 def _gather_together(graph: Graph, buckets: Sequence[Sequence[_Item]], index: dict[Node, int]) -> None:
-    """One collective of several tensors in place of each bucket."""
+    """Replaces each bucket by one coalesced all-gather."""
     for bucket in buckets:
         with graph.inserting_before(max((item.start for item in bucket), key=index.__getitem__)):
             shards = [_shard(item.start) for item in bucket]
             start = call(graph, ALL_GATHERS, shards, bucket[0].num_ranks, bucket[0].kind[0])
             name_contents(start, [item.start for item in bucket])
-            for place, item in enumerate(bucket):
-                item.wait.replace_all_uses_with(call(graph, WAIT, call(graph, operator.getitem, start, place)))
+            for i, item in enumerate(bucket):
+                item.wait.replace_all_uses_with(call(graph, WAIT, call(graph, operator.getitem, start, i)))
     _forget(graph, buckets)
     if buckets:
-        sort(graph)  # the first of a bucket may have been used before the last began
+        sort(graph)  # the first item of a bucket may have been used before the start of the last
 
 
 # --- reductions --------------------------------------------------------------------------------------------------
 
 
 def bucket_reductions(graph: Graph, analysis: Analysis, cap: int) -> None:
-    """Joins reductions of gradients whose inputs are ready one after the other, up to `cap` elements."""
-    index = {node: place for place, node in enumerate(graph.nodes)}
+    """Joins gradient reductions whose inputs are ready consecutively, up to `cap` elements."""
+    index = {node: position for position, node in enumerate(graph.nodes)}
     ready: dict[Node, int] = {}
     for node in graph.nodes:
         cheap = node.op == "placeholder" or is_cheap(node)
@@ -164,11 +149,11 @@ def bucket_reductions(graph: Graph, analysis: Analysis, cap: int) -> None:
         with graph.inserting_before(max((item.start for item in bucket), key=index.__getitem__)):
             _join(graph, bucket)
     _forget(graph, buckets)
-    sort(graph)  # the first of a bucket may have been used before the last began
+    sort(graph)  # the first item of a bucket may have been used before the start of the last
 
 
 def _is_tensor(start: Node) -> bool:
-    """Whether it reduces more than a number, such as the loss."""
+    """Whether it reduces more than one number, such as the loss."""
     return bool(start.all_input_nodes[0].meta["val"].dim())
 
 
@@ -188,7 +173,7 @@ def _item(start: Node, wait: Node) -> _Item:
 
 
 def _buckets(items: Iterable[_Item | None], cap: int) -> list[list[_Item]]:
-    """Those of the same kind that follow each other and fit into `cap`; at least two of them."""
+    """Runs of at least two consecutive items of the same kind that fit into `cap`."""
     kinds: dict[tuple[Any, ...], list[_Item]] = {}
     for item in items:
         if item is not None:
@@ -196,12 +181,12 @@ def _buckets(items: Iterable[_Item | None], cap: int) -> list[list[_Item]]:
     found = []
     for same in kinds.values():
         buckets = plan_buckets([item.numel for item in same], cap)
-        found += [[same[place] for place in bucket] for bucket in buckets if len(bucket) > 1]
+        found += [[same[i] for i in bucket] for bucket in buckets if len(bucket) > 1]
     return found
 
 
 def _join(graph: Graph, bucket: Sequence[_Item]) -> None:
-    """One collective in place of several, at the graph's insertion point."""
+    """Replaces a bucket of reductions by one, at the graph's insertion point."""
     target, num_ranks = bucket[0].start.target, bucket[0].num_ranks
     inputs = [call(graph, aten.reshape.default, item.start.args[0], [num_ranks, -1]) for item in bucket]
     numels = [node.meta["val"].shape[1] for node in inputs]
@@ -215,16 +200,15 @@ def _join(graph: Graph, bucket: Sequence[_Item]) -> None:
     wait = call(graph, WAIT, start)
     rows = 1 if target is _REDUCE_SCATTER else num_ranks
     parts = call(graph, aten.split_with_sizes.default, call(graph, aten.view.default, wait, [rows, -1]), numels, 1)
-    for place, item in enumerate(bucket):
-        part = call(graph, operator.getitem, parts, place)
-        if rows > 1:  # the ranks' parts of one shard are not next to each other
+    for i, item in enumerate(bucket):
+        part = call(graph, operator.getitem, parts, i)
+        if rows > 1:  # the rows of one item are not contiguous in the joined result
             part = call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
-        whole = call(graph, aten.view.default, part, list(item.wait.meta["val"].shape))
-        item.wait.replace_all_uses_with(whole)
+        item.wait.replace_all_uses_with(call(graph, aten.view.default, part, list(item.wait.meta["val"].shape)))
 
 
 def _forget(graph: Graph, buckets: Sequence[Sequence[_Item]]) -> None:
-    """Erases what has been joined; only at the end, since new nodes are inserted before it."""
+    """Erases the joined collectives; only at the end, because new nodes are inserted before them."""
     for bucket in buckets:
         for item in bucket:
             graph.erase_node(item.wait)
@@ -232,7 +216,7 @@ def _forget(graph: Graph, buckets: Sequence[Sequence[_Item]]) -> None:
 
 
 def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new node with what it returns in its `meta`."""
+    """A new node, with its result in `meta["val"]`."""
     node = graph.call_function(target, args, kwargs)
     vals = map_arg(args, lambda arg: arg.meta["val"])
     fake = next((arg.meta["val"] for arg in node.all_input_nodes if isinstance(arg.meta["val"], FakeTensor)), None)

@@ -1,17 +1,17 @@
-"""The whole train step as one graph: forward, backward, collectives, clipping, overflow and optimizer, captured by torch.compile.
+"""`CompiledStep`: the train step as one graph (forward, backward, collectives, clipping, overflow, optimizer) by torch.compile.
 
     params_P = gather(params_S)                               # stage 3
-    loss, grads = value_and_grad(model)(params_P, batch)      # the backward is in the graph, too
+    loss, grads = value_and_grad(model)(params_P, batch)      # the graph contains the backward
     grads_S = reduce_scatter(grads)                           # sums in rank order, as in the eager step
     params_S, optimizer = update(params_S, grads_S, optimizer)
 
-1. The collectives stand outside of what is differentiated: the leaves are views of gathered buffers, cut by one split.
-2. The gradient is `torch.autograd.grad`, traced. It honours the backward of an `autograd.Function`, which Dynamo ignores
-   inside a transform of `torch.func`, silently.
-3. The state is *donated*: what is written in place here becomes a copy at the end of the graph, into the same memory.
-4. What changes from step to step is a tensor (rates, loss scale, counters), so that nothing is captured anew.
-5. `Backend` schedules the captured aten graph on its way to be run: gathers move to their first use and are repeated for
-   the backward, reductions start when their input is there, new state is written as soon as nobody reads the old.
+1. Autograd never sees a collective: the leaves are views of gathered buffers, cut by one split.
+2. The gradient is a traced `torch.autograd.grad`. It runs the backward of an `autograd.Function`; inside a transform of
+   `torch.func`, Dynamo silently ignores it.
+3. The state is *donated*: an in-place write becomes a copy into the same memory at the end of the graph.
+4. Values that change from step to step (rates, loss scale, counters) are tensors, so that a change captures nothing anew.
+5. `Backend` schedules the captured aten graph: gathers move to their first use and are repeated for the backward,
+   reductions start when their input is ready, new state is written as soon as no node reads the old one.
 
 Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards (on one axis as many as ranks), W
 ranks, A micro-steps.
@@ -20,309 +20,50 @@ ranks, A micro-steps.
 from __future__ import annotations
 
 import copy
-import logging
-import re
 import sys
-import sysconfig
-import textwrap
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Self
 
-import optree
 import torch
 import torch._dynamo
-import torch._dynamo.backends.common
-import torch._dynamo.exc
 import torch.fx.traceback
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.torch_version import TorchVersion
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero.comms.axes import AbstractAxis, ProcessAxis
-from fzero.comms.failures import failed
 from fzero.comms.mesh_in_graph import Through, TracedMesh
 from fzero.comms.records import CommRecord
-from fzero.comms.stacked import Stacked, VmapError, check_draws_nothing, over_ranks
-from fzero.comms.traced import TracedAxis, collective_that_raised
+from fzero.comms.stacked import Stacked, over_ranks
 from fzero.graph.analysis import name_units
-from fzero.graph.backends import Backend as TorchBackend, GraphOnly, aot_eager, graph_only, inductor
-from fzero.graph.remat import BACKWARD, RematError, rematerialise
-from fzero.graph.schedule import CompileError, PassOptions, copy_of, run_passes
-from fzero.graph.timeline import Along, MachineModel, Timeline, make_timeline
+from fzero.graph.backends import Backend as TorchBackend, GraphOnly
+from fzero.graph.capture_errors import logging_methods, one_graph
+from fzero.graph.captured import Captured
+from fzero.graph.remat import BACKWARD
+from fzero.graph.step_backend import Backend, BackendName, as_parameter, pass_options
+from fzero.graph.step_inputs import Flat, HookStates, Rules, WithLoss, bare, shielded
 from fzero.graph.traffic import labelled, sent_in
-from fzero.optim.loss_scale import LossScale, LossScaling
+from fzero.optim.loss_scale import LossScale
 from fzero.optim.precision import cast_leaves, stochastic, to_nearest, update_in_graph
-from fzero.optim.transforms import Transform, skip_if
-from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.loss import LossFn, LossRules, agreed_buffers, is_agreed, loss_of, mean_of
+from fzero.optim.transforms import skip_if
+from fzero.plans.plan import Plan
+from fzero.runtime.loss import LossFn, agreed_buffers, is_agreed, mean_of
 from fzero.runtime.metrics import Outcome
 from fzero.runtime.module_binding import with_own_code
-from fzero.runtime.own_params import ParameterError, enter, late, was_changed, wrong_kind
+from fzero.runtime.own_params import enter, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.state import TrainState
-from sharding import Replicated, Sharded
-from sharding.views import torch_dtype
-
-BackendName = Literal["inductor", "aot_eager"]
-HookStates = Mapping[str, Mapping[str, Any]]
-"""What the comm hooks of reductions remember, by flat buffer and axis: tensors, which a graph writes."""
-
-_STATE = re.compile(r"L\['\w+'\](?:\[\d+\])?\['([^']*)'\]")  # a tensor of a dict: of a flat buffer, if its key is one
-
-
-def pass_options(plan: Plan) -> PassOptions:
-    """What the schedule of a step's graph may cost: what the configuration names, and otherwise as in the eager step."""
-    named = {
-        "prefetch": plan.prefetch,
-        "max_reuse_distance": plan.max_reuse_distance,
-        "gather_bucket": plan.gather_bucket,
-        "reduce_bucket": plan.reduce_bucket,
-    }
-    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    ahead = PassOptions().ahead if plan.prefetch is None else None
-    return PassOptions(ahead=ahead, max_live=plan.max_live, max_reducing=plan.max_reducing, **given)
-
-
-@dataclass(slots=True)
-class Backend:
-    """A backend of torch.compile that schedules what is captured (`fzero.graph.schedule`), counts it, and keeps the graphs.
-
-    Attributes:
-        units: the unit of each flat buffer, by its key.
-        checkpoint: the modules that the backward runs again (`fzero.graph.remat`).
-        own: the names of the parameters that the module had when the step was made, which no graph may read.
-        axes: of exchanges, on gloo.
-        stacked: whether the graph is of all ranks at once, and so must not draw random numbers.
-        graphs: the aten graphs in the order in which they run, by capture; mutated inputs are `copy_`'d to.
-        num_captured: how often something was captured, also where a cache spared the passes.
-    """
-
-    name: BackendName
-    options: PassOptions
-    units: Mapping[str, str] = field(default_factory=dict)
-    checkpoint: dict[str, str] = field(default_factory=dict)
-    own: Mapping[Tensor, str] = field(default_factory=WeakTensorKeyDictionary)
-    axes: tuple[TracedAxis, ...] = ()
-    stacked: bool = False
-    graphs: list[torch.fx.Graph] = field(default_factory=list)
-    num_captured: int = 0
-
-    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        self.check(module)
-        self.num_captured += 1
-        make = inductor if self.name == "inductor" else aot_eager
-        found = [node.meta["grapharg"].source.name for node in module.graph.nodes if node.op == "placeholder"]
-        backend = make(
-            self.options,
-            units=[self.unit_of(source) for source in found],
-            checkpoint=self.checkpoint,
-            axes=self.axes,
-            observe=self._keep,
-        )
-        return backend(module, inputs)
-
-    def check(self, module: torch.fx.GraphModule) -> None:
-        """Raises ParameterError for what Dynamo has captured, where it reads the module's own parameters or changes any."""
-        for node in module.graph.find_nodes(op="placeholder"):
-            example = node.meta["grapharg"].example
-            name = self.own.get(example) if isinstance(example, Tensor) else None
-            if name is not None:
-                raise ParameterError(
-                    f"parameter {name!r}: must be read from its module where the step is one graph, and code holds it in another "
-                    f"way (a list, a closure, functools.partial), so that it would not be trained; read the module's attribute, "
-                    f"or pass compile='block' or None"
-                )
-        if not self.stacked:  # whose writes are found before
-            check_writes(module)
-
-    def graph_only(self, module: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        """A backend that only shows the graph."""
-        self.check(module)
-        return graph_only(module, inputs)
-
-    def _keep(self, graph: torch.fx.Graph) -> None:
-        if self.stacked:
-            check_draws_nothing(graph)
-        self.graphs.append(copy_of(graph))
-
-    def unit_of(self, source: str) -> str | None:
-        """The unit of a tensor by what a captured function calls it, `L['params']['blocks.0/float32']`."""
-        key = _STATE.match(source)
-        return self.units.get(key[1]) if key else None
-
-
-def as_parameter(tensor: Tensor, name: str) -> Tensor:
-    """The tensor itself, which is an `nn.Parameter` to the model; a capture takes this function as it is."""
-    tensor._is_param = True  # type: ignore[attr-defined]
-    return tensor
-
-
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ParameterError for an operator that writes into one of `parameters`."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.parameters: list[tuple[str, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
-                for tensor in given if isinstance(given, list | tuple) else [given]:
-                    self._check(tensor)
-        return func(*args, **kwargs)
-
-    def _check(self, written: Any) -> None:
-        for name, param in self.parameters if isinstance(written, Tensor) else ():
-            place = written.storage_offset() - param.storage_offset()
-            is_shared = written.untyped_storage()._cdata == param.untyped_storage()._cdata
-            if is_shared and 0 <= place < param.numel():
-                raise was_changed(name)
-
-
-def check_writes(module: torch.fx.GraphModule) -> None:
-    """Raises ParameterError where the forward in what Dynamo has captured changes a parameter: runs it on fake tensors."""
-    nodes = list(module.graph.nodes)
-    ends = [place for place, node in enumerate(nodes) if node.target is torch.autograd.grad]
-    fakes = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
-    modes = [fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)]
-    if not ends or not modes:  # the graph of an update has no forward
-        return
-    interpreter, writes = torch.fx.Interpreter(module, garbage_collect_values=False), _Writes()
-    values = iter(fakes)
-    # Outside of the capture, which has other fake tensors by now.
-    with torch._guards.tracing(None), modes[0], writes, torch.enable_grad():
-        for node in nodes[: ends[0]]:
-            if node.op == "placeholder":
-                found = next(values)
-                interpreter.env[node] = found.detach() if isinstance(found, Tensor) else found
-                continue
-            interpreter.env[node] = interpreter.run_node(node)
-            if node.target is as_parameter:
-                writes.parameters.append((node.args[1], interpreter.env[node]))
-
-
-class _WithLoss(nn.Module):
-    """The model and what is made of its output, as one module to be called with other tensors."""
-
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, **how: Any) -> None:
-        super().__init__()
-        self.model, self.loss_fn, self.how = model, loss_fn, how
-
-    def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        return loss_of(self.model, self.loss_fn, batch, **self.how)
-
-
-class Flat(NamedTuple):
-    """A flat buffer as a graph may know it: numbers and names."""
-
-    key: str
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    numels: tuple[int, ...]
-    """Of the parameters, and of the padding."""
-    padded_numel: int
-    shard_numel: int
-    trainable: bool
-    num_param_axes: int
-    """Of the axes over which the finest shards lie, how many the model's parameters are brought together along."""
-    sums_whole: bool
-    """Whether every rank gets all of the reduced gradient."""
-    collects_whole: bool
-    """Whether micro-steps add up all of the gradient on each rank."""
-    sums_late: bool
-    """Whether they add up what is summed along the replicate axes at the end."""
-    updates_shard: bool
-    joins: bool
-    """Whether updated shards are joined."""
-    has_master: bool
-    reduce_dtype: torch.dtype
-    grad_dtype: torch.dtype
-
-    @classmethod
-    def of(cls, buffer: FlatParamPlan, plan: Plan) -> Self:
-        layout, row, is_shared = buffer.layout, buffer.row, plan.world_size > 1
-        updates_shard = isinstance(row.optimizer, Sharded)
-        collects_whole = buffer.grads.local_shape(plan.mesh)[0] == buffer.padded_numel
-        return cls(
-            buffer.key,
-            layout.names,
-            layout.shapes,
-            (*layout.numels, buffer.padded_numel - layout.numel),
-            buffer.padded_numel,
-            buffer.shard_numel,
-            buffer.trainable,
-            len(row.params.axes) if isinstance(row.params, Sharded) else 0,
-            isinstance(row.grads, Replicated),
-            collects_whole,
-            bool(plan.replicate_axes) and not collects_whole,
-            updates_shard,
-            updates_shard and buffer.params.local_shape(plan.mesh)[0] != buffer.shard_numel,
-            buffer.has_master,
-            # Where nothing is sent, gradients are in the dtype in which they are kept.
-            torch_dtype(buffer.dtypes.reduce if is_shared else buffer.dtypes.grad),
-            torch_dtype(buffer.dtypes.grad),
-        )
-
-
-class Rules(NamedTuple):
-    """What a compiled step is told about the arithmetic, once.
-
-    `transforms` are by flat buffer; learning rates and momentum are 0-d tensors in them, that somebody else fills. (0-d float64
-    and int64 tensors on the CPU are numbers to Dynamo, at first: they cost a second capture.)
-    `places` are what stochastic rounding counts a whole flat buffer's elements from, None where it does not round so.
-    """
-
-    measures: LossRules
-    scaling: LossScaling
-    skips_overflow: bool
-    transforms: dict[str, Transform]
-    places: dict[str, int] | None
-    salts: Tensor
-
-
-class Captured(NamedTuple):
-    """One graph of a step, captured on paper."""
-
-    graph: torch.fx.Graph
-    """Of aten operators; every node has its tensors, without memory, in `meta["val"]`."""
-    units: dict[str, str]
-    """The unit of each tensor that belongs to a flat buffer, by the name of its placeholder."""
-    options: PassOptions
-    checkpoint: dict[str, str]
-    """The modules that the backward runs again."""
-    axes: Mapping[str, Along]
-    """The axis of each group, by its name in the graph."""
-
-    def scheduled(self) -> Captured:
-        """The graph as it runs: what is checkpointed is there twice, and all of it in order."""
-        return self._replace(graph=run_passes(rematerialise(self.graph, self.checkpoint), self.options))
-
-    def sent(self) -> list[CommRecord]:
-        """What it sends, collective by collective."""
-        return sent_in(self.graph, self.axes)
-
-    def timeline(self, machine: MachineModel | None = None, *, title: str = "one step") -> Timeline:
-        """The graph in time, in the order in which it stands."""
-        return make_timeline(self.graph, machine, axes=self.axes, title=title)
 
 
 class CompiledStep:
-    """Captured functions for one model, plan and rank; of all ranks at once where they are `stacked`.
+    """Captured functions for one model, plan and rank; with `stacked`, for all ranks at once.
 
-    Without a backend nothing is captured, and the functions run as they are.
+    Without a backend nothing is captured, and the functions run eagerly.
 
-    One graph without gradient accumulation. With it two, for a micro-step and for the update: one graph would hold the
-    forward and the backward A times, and take A times as long to compile.
+    Without gradient accumulation the step is one graph. With it there are two, a micro-step and the update: one graph would
+    hold the forward and the backward A times and take A times as long to compile.
     """
 
     def __init__(
@@ -341,7 +82,7 @@ class CompiledStep:
     ) -> None:
         if backend is not None and TorchVersion(torch.__version__) < "2.13":
             raise ValueError(
-                f"compile: 'step' and explain() need torch 2.13, where a graph may hold its backward, got {torch.__version__}; "
+                f"compile: 'step' and explain() need torch 2.13, whose graphs may contain a backward, got {torch.__version__}; "
                 f"pass compile='block', or install a newer torch"
             )
         units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
@@ -360,7 +101,7 @@ class CompiledStep:
         if stacked is not None:
             torch._dynamo.allow_in_graph(over_ranks)  # type: ignore[no-untyped-call]
         self._rules, self._name = rules, type(model).__name__
-        # A module under two names has its tensors once: put there twice, torch would not find back what was there first.
+        # A module under two names gets its tensors under one: functional_call could not restore a slot that it fills twice.
         slots: set[str] = set()
         for name, module in model.named_modules():
             for listed in (module.named_parameters, module.named_buffers):
@@ -371,14 +112,14 @@ class CompiledStep:
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
         reduces_by_sum = not rules.measures.is_mean
-        self._module = _WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
+        self._module = WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
         self._whole = self._compile(self._whole_step, self.backend)
         self._micro = self._compile(self._micro_step, self.backend)
         self._end = self._compile(self._update, self.backend)
         self._alone = self._compile(self._gradients, self.backend)
         self._summed = self._compile(self._sums, self.backend)
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-        self._graph_of: dict[Callable[..., Any], torch.fx.Graph] = {}  # the last that a function ran as
+        self._graph_of: dict[Callable[..., Any], torch.fx.Graph] = {}  # the graph of each function's last run
         self._sent_by: dict[Callable[..., Any], list[CommRecord]] = {}
         self._observers = (axis.observe,) if isinstance(axis, ProcessAxis) and axis.observe is not None else ()
 
@@ -395,24 +136,27 @@ class CompiledStep:
         micro_batches: Sequence[Any],
         numbers: Tensor,
     ) -> tuple[Outcome, bool]:
-        """Makes one step of `state`, in place, and of the module `buffers`; tells whether losses are sums. *Collective.*
+        """Runs one step in place on `state` and the module `buffers`. *Collective.*
 
         Args:
             state: donated.
-            buffers: the module's, which are written.
-            hook_states: what they remember, which is written.
+            buffers: the module's buffers; written.
+            hook_states: the states of the comm hooks; written.
             micro_batches: A batches.
-            numbers: of this pass, and a checksum of the hyper-parameters (2,), float64; must be the same on all ranks.
+            numbers: the number of this pass and a checksum of the hyper-parameters (2,), float64; must be equal on all ranks.
+
+        Returns:
+            The outcome, and whether losses are sums.
         """
-        flat = (state.params, state.master, state.grads, _shielded(state.optimizer))
-        buffers = _shielded(buffers)
+        flat = (state.params, state.master, state.grads, shielded(state.optimizer))
+        buffers = shielded(buffers)
         if len(micro_batches) == 1:
-            made: tuple[Outcome, bool] = self._run(
+            outcome: tuple[Outcome, bool] = self._run(
                 self._whole, *flat, buffers, hook_states, state.loss_scale, micro_batches[0], numbers
             )
-            return made
-        told_A, is_sum = self._accumulate(state, buffers, hook_states, micro_batches, numbers)
-        return self._run(self._end, *flat, buffers, hook_states, state.loss_scale, told_A, is_sum), is_sum
+            return outcome
+        rows, is_sum = self._accumulate(state, buffers, hook_states, micro_batches, numbers)
+        return self._run(self._end, *flat, buffers, hook_states, state.loss_scale, rows, is_sum), is_sum
 
     def _accumulate(
         self,
@@ -422,16 +166,16 @@ class CompiledStep:
         micro_batches: Sequence[Any],
         numbers: Tensor,
     ) -> tuple[Tensor, bool]:
-        """Adds up the gradients of micro-steps; what every rank told in each (A, W, 4), and whether losses are sums."""
+        """Adds up the gradients of micro-steps; returns the rows of all ranks in each (A, W, 4), and whether losses are sums."""
         for grads in state.grads.values():
             grads.zero_()
-        told = []
+        rows_A = []
         for batch in micro_batches:
             rows, is_sum = self._run(
                 self._micro, state.params, state.grads, buffers, hook_states, state.loss_scale, batch, numbers
             )
-            told.append(rows)
-        return torch.stack(told, rows.dim() - 2), is_sum
+            rows_A.append(rows)
+        return torch.stack(rows_A, rows.dim() - 2), is_sum
 
     def collect(
         self,
@@ -441,14 +185,14 @@ class CompiledStep:
         micro_batches: Sequence[Any],
         numbers: Tensor,
     ) -> tuple[Tensor, bool]:
-        """All of a step but the update: leaves the mean gradients in `state.grads`, and makes `buffers` equal. *Collective.*
+        """A step without the update: leaves the mean gradients in `state.grads`, and makes `buffers` equal. *Collective.*
 
-        For state that is not where the graph is. Arguments as in a call.
+        For optimizer state that is offloaded, where the graph cannot update it. Arguments as for a call.
 
         Returns:
-            What every rank told in each micro-step (A, W, 4), and whether losses are sums.
+            The rows of all ranks in each micro-step (A, W, 4): loss, weight or -1, and `numbers`; whether losses are sums.
         """
-        buffers = _shielded(buffers)
+        buffers = shielded(buffers)
         if len(micro_batches) == 1:
             rows, is_sum = self._run(
                 self._alone,
@@ -461,32 +205,34 @@ class CompiledStep:
                 numbers,
             )
             return rows[None], is_sum
-        told_A, is_sum = self._accumulate(state, buffers, hook_states, micro_batches, numbers)
+        rows, is_sum = self._accumulate(state, buffers, hook_states, micro_batches, numbers)
         self._run(self._summed, state.grads, hook_states, buffers)
-        return told_A, is_sum
+        return rows, is_sum
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a captured function, and tells how long it took to capture it."""
+        """Calls a captured function; rank 0 reports on stderr how long a capture took."""
         start, num_captured, num_graphs = time.perf_counter(), self.backend.num_captured, len(self.backend.graphs)
         with self._capturing():
             result = function(*arguments)
         if self.backend.num_captured > num_captured and self._axis.rank == 0:
             seconds = time.perf_counter() - start
-            told = f"compiled a step of {self._name} in stage {self._stage} with {self.backend.name} in {seconds:.1f} s"
-            print(f"fzero: {told}", file=sys.stderr, flush=True)
+            message = (
+                f"compiled a step of {self._name} in stage {self._stage} with {self.backend.name} in {seconds:.1f} s"
+            )
+            print(f"fzero: {message}", file=sys.stderr, flush=True)
         if len(self.backend.graphs) > num_graphs:
             self._graph_of[function] = self.backend.graphs[-1]
             self._sent_by.pop(function, None)
         if self._is_captured:
-            self._tell(function)
+            self._report_sent(function)
         return result
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
-        # Numbers are constants of the graph; taken for inputs at first, they would make Dynamo capture everything twice.
-        quiet = torch._dynamo.config.ignore_logging_functions | _logging()
+        # Floats are constants of the graph: Dynamo would first make them inputs, then capture everything a second time.
+        quiet = torch._dynamo.config.ignore_logging_functions | logging_methods()
         with (
-            _one_graph(self._name, is_new=not self.backend.num_captured),
+            one_graph(self._name, is_new=not self.backend.num_captured),
             torch._dynamo.config.patch(
                 trace_autograd_ops=True, specialize_float=True, allow_rnn=True, ignore_logging_functions=quiet
             ),
@@ -496,27 +242,27 @@ class CompiledStep:
     def forward(self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> None:
         """The forward alone, as it runs in a step; writes the `buffers`."""
 
-        def of_a_rank(tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Tensor:
+        def on_one_rank(tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Tensor:
             return self._forward(tensors, buffers, batch)[0]
 
         with self._ranks.drawing(), self._unchanged(self._ranks.each(self._cut)(params)) as tensors:
-            self._ranks.each(of_a_rank)(tensors, buffers, batch)
+            self._ranks.each(on_one_rank)(tensors, buffers, batch)
 
     @contextmanager
     def _unchanged(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Raises ParameterError where parameters are changed inside, in a step that is not captured."""
+        """Raises ParameterError if the body changes parameters, in a step that is not captured."""
         versions = {name: tensor._version for name, tensor in tensors.items()}
         yield tensors
         if any(tensor._version != versions[name] for name, tensor in tensors.items()):
             raise was_changed(None)
 
     def trace(self, state: TrainState[Tensor], micro_batches: Sequence[Any]) -> list[Captured]:
-        """The graphs that a step would run, one after the other, captured on tensors of a `FakeTensorMode`. Runs nothing.
+        """The graphs that a step would run, in order, captured on tensors of a `FakeTensorMode`. Runs nothing.
 
-        What the model changes in Python when it runs stays as it is.
+        The model's Python attributes keep their values.
         """
-        flat = (state.params, state.master, state.grads, _shielded(state.optimizer))
-        buffers = _shielded(dict(state.buffers))
+        flat = (state.params, state.master, state.grads, shielded(state.optimizer))
+        buffers = shielded(dict(state.buffers))
         numbers = torch.empty((2,), dtype=torch.float64, device=self._device)
         if len(micro_batches) == 1:
             whole = self._compile(self._whole_step, self.backend.graph_only)
@@ -542,21 +288,21 @@ class CompiledStep:
             )
             for batch in micro_batches
         ]
-        told = numbers.new_empty(len(micro_batches), self._graph.num_ranks, 4)
-        return [*graphs, self._captured(update, *flat, buffers, state.hook_states, state.loss_scale, told, sums[-1])]
+        rows_A = numbers.new_empty(len(micro_batches), self._graph.num_ranks, 4)
+        return [*graphs, self._captured(update, *flat, buffers, state.hook_states, state.loss_scale, rows_A, sums[-1])]
 
     def _captured(self, function: Callable[..., Any], *arguments: Any) -> Captured:
         try:
             with self._capturing():
                 function(*arguments)
         except GraphOnly as captured:
-            found = {name: self.backend.unit_of(source) for name, source in captured.sources.items()}
-            units = {name: unit for name, unit in found.items() if unit is not None}
+            named = {name: self.backend.unit_of(source) for name, source in captured.sources.items()}
+            units = {name: unit for name, unit in named.items() if unit is not None}
             name_units(captured.graph, units)
             return Captured(captured.graph, units, self.backend.options, self.backend.checkpoint, self.axes)
-        raise AssertionError(f"{self._name}: a backend that runs nothing gave a result")
+        raise AssertionError(f"{self._name}: a backend that runs nothing returned a result")
 
-    # --- what is captured ----------------------------------------------------------------------------------------
+    # --- the captured functions ----------------------------------------------------------------------------------
 
     def _whole_step(
         self,
@@ -570,7 +316,7 @@ class CompiledStep:
         batch: Any,
         numbers: Tensor,
     ) -> tuple[Outcome, bool]:
-        optimizer, buffers = _bare(optimizer), _bare(buffers)
+        optimizer, buffers = bare(optimizer), bare(buffers)
         row, gradients, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, numbers)
 
         def finish(
@@ -584,8 +330,8 @@ class CompiledStep:
             row: Tensor,
             gradients: dict[str, Tensor],
         ) -> Outcome:
-            told, reduced = self._told(row)[None], self._reduced(gradients, grads, hook_states, is_sum=is_sum)
-            return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
+            rows, reduced = self._stack_rows(row)[None], self._reduced(gradients, grads, hook_states, is_sum=is_sum)
+            return self._updated(params, master, grads, optimizer, buffers, loss_scale, rows, reduced, is_sum=is_sum)
 
         finished = self._ranks.each(finish)
         return finished(params, master, grads, optimizer, buffers, hook_states, loss_scale, row, gradients), is_sum
@@ -600,18 +346,18 @@ class CompiledStep:
         batch: Any,
         numbers: Tensor,
     ) -> tuple[Tensor, bool]:
-        """The whole step without the update; what every rank told (W, 4), and whether losses are sums."""
-        buffers = _bare(buffers)
+        """The step without the update; returns the rows of all ranks (W, 4), and whether losses are sums."""
+        buffers = bare(buffers)
         row, gradients, is_sum = self._value_and_grad(params, buffers, loss_scale, batch, numbers)
-        told = self._told(row)
+        rows = self._stack_rows(row)
         self._reduced(gradients, grads, hook_states, is_sum=is_sum)
         self._agree(buffers)
-        return told, is_sum
+        return rows, is_sum
 
     def _sums(self, grads: dict[str, Tensor], hook_states: HookStates, buffers: dict[str, Tensor]) -> None:
-        """What is left to be added up over ranks, when all micro-steps are made without an update."""
+        """The sums over ranks that remain after the last micro-step, in a step without the update."""
         self._summed_up(grads, hook_states)
-        self._agree(_bare(buffers))
+        self._agree(bare(buffers))
 
     def _micro_step(
         self,
@@ -623,19 +369,19 @@ class CompiledStep:
         batch: Any,
         numbers: Tensor,
     ) -> tuple[Tensor, bool]:
-        """Adds the gradients of one micro-batch to `grads`; reduces what a rank does not keep whole."""
-        row, gradients, is_sum = self._value_and_grad(params, _bare(buffers), loss_scale, batch, numbers)
+        """Adds the gradients of one micro-batch to `grads`; reduces first those that a rank does not collect in full."""
+        row, gradients, is_sum = self._value_and_grad(params, bare(buffers), loss_scale, batch, numbers)
 
         def add(grads: dict[str, Tensor], hook_states: HookStates, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
-            share = self._share(is_sum)
+            scale = self._grad_scale(is_sum)
             for flat, grad in self._flattened(gradients):
                 kept = grads[flat.key]
-                if flat.collects_whole:
+                if flat.collects_full:
                     wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
-                    kept.copy_(kept.to(wide).add(grad.to(wide), alpha=share))
+                    kept.copy_(kept.to(wide).add(grad.to(wide), alpha=scale))
                 else:
-                    kept.add_(self._reduce(_times(grad, share, flat.reduce_dtype), flat, hook_states))
-            return self._told(row)
+                    kept.add_(self._reduce(_scaled(grad, scale, flat.reduce_dtype), flat, hook_states))
+            return self._stack_rows(row)
 
         return self._ranks.each(add)(grads, hook_states, row, gradients), is_sum
 
@@ -648,39 +394,39 @@ class CompiledStep:
         buffers: dict[str, Tensor],
         hook_states: HookStates,
         loss_scale: LossScale[Tensor],
-        told: Tensor,
+        rows: Tensor,
         is_sum: bool,
     ) -> Outcome:
-        """Measures and updates, when all micro-steps are made."""
+        """The metrics and the update, after the last micro-step; `rows` are those of all micro-steps (A, W, 4)."""
 
         def finish(grads: dict[str, Tensor], hook_states: HookStates, *state: Any) -> Outcome:
-            params, master, optimizer, buffers, loss_scale, told = state
+            params, master, optimizer, buffers, loss_scale, rows = state
             reduced = self._summed_up(grads, hook_states)
-            return self._updated(params, master, grads, optimizer, buffers, loss_scale, told, reduced, is_sum=is_sum)
+            return self._updated(params, master, grads, optimizer, buffers, loss_scale, rows, reduced, is_sum=is_sum)
 
         return self._ranks.each(finish)(
-            grads, hook_states, params, master, _bare(optimizer), _bare(buffers), loss_scale, told
+            grads, hook_states, params, master, bare(optimizer), bare(buffers), loss_scale, rows
         )
 
-    # --- its parts: on one rank --------------------------------------------------------------------------------------
+    # --- parts of these, on one rank -----------------------------------------------------------------------------------
 
     def _reduced(
         self, gradients: dict[str, Tensor], grads: dict[str, Tensor], hook_states: HookStates, *, is_sum: bool
     ) -> dict[str, Tensor]:
-        """The sums over ranks of the gradients of the only micro-step, written to `grads` as well."""
+        """The sums over ranks of the only micro-step's gradients; also written to `grads`."""
         reduced = {}
         for flat, grad_P in self._flattened(gradients):
-            grad = self._reduce(_times(grad_P, self._share(is_sum), flat.reduce_dtype), flat, hook_states)
+            grad = self._reduce(_scaled(grad_P, self._grad_scale(is_sum), flat.reduce_dtype), flat, hook_states)
             grad = self._sum_late(grad, flat, hook_states) if flat.sums_late else grad
             reduced[flat.key] = self._keep(grads, flat, grad)
         return reduced
 
     def _summed_up(self, grads: dict[str, Tensor], hook_states: HookStates) -> dict[str, Tensor]:
-        """The sums over ranks of what micro-steps have collected in `grads`, written there as well."""
+        """The sums over ranks of the gradients that micro-steps collected in `grads`; also written there."""
         reduced = {}
         for flat in self._trained:
             grad = grads[flat.key]
-            if flat.collects_whole:
+            if flat.collects_full:
                 grad = self._keep(grads, flat, self._reduce(grad, flat, hook_states))
             elif flat.sums_late:
                 grad = self._keep(grads, flat, self._sum_late(grad, flat, hook_states))
@@ -695,13 +441,13 @@ class CompiledStep:
         optimizer: dict[str, Any],
         buffers: dict[str, Tensor],
         loss_scale: LossScale[Tensor],
-        told: Tensor,
+        rows_A: Tensor,
         reduced: dict[str, Tensor],
         *,
         is_sum: bool,
     ) -> Outcome:
-        """Measures and updates by the sums over ranks."""
-        rules, rows = self._rules, told.flatten(0, 1)
+        """The metrics and the update, from the sums over ranks `reduced` and the rows (A, W, 4)."""
+        rules, rows = self._rules, rows_A.flatten(0, 1)
         mean_loss, weight = mean_of(rows[:, :2], is_sum=is_sum)
         multiple = rules.measures.multiple(weight, loss_scale.scale)
         norm = self._norm(reduced) / multiple
@@ -721,7 +467,7 @@ class CompiledStep:
             self._update_flat(flat, params, master, reduced[flat.key], optimizer, skip, factor)
         self._agree(buffers)
         new_scale = LossScale(*(x.clone() for x in new_scale))
-        return Outcome(told, mean_loss.float(), norm.float(), overflow, ok, new_scale)
+        return Outcome(rows_A, mean_loss.float(), norm.float(), overflow, ok, new_scale)
 
     def _value_and_grad(
         self,
@@ -731,18 +477,18 @@ class CompiledStep:
         batch: Any,
         numbers: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor], bool]:
-        """What a rank tells (4,), its gradients by name, and whether losses are sums. Not differentiated are collectives."""
+        """One rank's row (4,): loss, weight or -1, `numbers`; its gradients by name; whether losses are sums."""
         tensors = {name: tensor.detach() for name, tensor in self._ranks.each(self._cut)(params).items()}
         leaves = {name: tensors[name].requires_grad_() for flat in self._trained for name in flat.names}
-        found: list[bool] = []
+        are_sums: list[bool] = []
 
         def forward(
             tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, numbers: Tensor, scale: Tensor
         ) -> tuple[Tensor, Tensor]:
             loss, weight = self._forward(tensors, buffers, batch)
-            found.append(weight is not None)
-            of_loss = [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double()]
-            row = torch.cat([torch.stack(of_loss), numbers]).detach()
+            are_sums.append(weight is not None)
+            loss_and_weight = [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double()]
+            row = torch.cat([torch.stack(loss_and_weight), numbers]).detach()
             if self._rules.measures.scales_loss:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
             return loss, row
@@ -752,21 +498,21 @@ class CompiledStep:
         if any(leaf.grad is not None for leaf in leaves.values()):
             raise RuntimeError(INSIDE)
         with torch.fx.traceback.annotate(BACKWARD):
-            # Of simulated ranks there is a loss each, and no gradient of one rank's in another's parameters.
+            # Each simulated rank has a loss of its own, and that loss has no gradient in another rank's parameters.
             grads = torch.autograd.grad(
                 loss, list(leaves.values()), torch.ones_like(loss) if loss.dim() else None, allow_unused=True
             )
         if all(grad is None for grad in grads):
             raise ValueError(UNRELATED)
-        # Zeros by shape alone: zeros like a parameter would gather its unit once more.
-        found_grads = {
+        # Not zeros_like: it would read the parameter, and so gather its unit once more.
+        grads_by_name = {
             name: torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if grad is None else grad
             for (name, leaf), grad in zip(leaves.items(), grads)
         }
-        return row, found_grads, found[0]
+        return row, grads_by_name, are_sums[0]
 
     def _cut(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters by name, of what is gathered."""
+        """The parameters by name, cut from gathered flat buffers."""
         tensors: dict[str, Tensor] = {}
         for flat in self._flats:
             hooks = self._comm_hooks.gather if flat.trainable else self._comm_hooks.frozen
@@ -779,21 +525,23 @@ class CompiledStep:
     def _forward(
         self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The loss, and its weight if it is a sum; writes the `buffers` that change."""
+        """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
         tensors = {**{name: as_parameter(tensor, name) for name, tensor in tensors.items()}, **buffers}
         for alias, owner in self._aliases.items():
             tensors[alias] = tensors[owner]
         given = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        with nullcontext() if self._is_captured else self._standing_in(tensors):
+        with nullcontext() if self._is_captured else self._reads_from(tensors):
             loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
         if not self._is_captured:
             for name, tensor in tensors.items():
                 if given[f"model.{name}"] is not tensor and name not in buffers:
                     raise late("parameter", name)
-        for module in self._recurrent:  # they keep a list of their weights, which would let those of the graph out
+        for module in self._recurrent:  # an RNN's list of weights would keep the graph's tensors alive
             module._init_flat_weights()
         for name, buffer_ in buffers.items():
-            now = given[f"model.{name}"]  # functional_call tells what the model put in a buffer's place
+            now = given[
+                f"model.{name}"
+            ]  # functional_call returns here the tensor that the model assigned to the buffer
             if now is not buffer_:
                 if (now.shape, now.dtype) != (buffer_.shape, buffer_.dtype):
                     raise wrong_kind(name, buffer_, now)
@@ -801,8 +549,8 @@ class CompiledStep:
         return loss, weight
 
     @contextmanager
-    def _standing_in(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, the module's own parameters stand for `tensors`, where nothing is captured."""
+    def _reads_from(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """In an eager run, the body reads `tensors` through the module's own parameters."""
         own = {id(param): param for param in self._module.parameters()}
         names = {id(param): name for param, name in self.backend.own.items()}
         leave = enter(own, names, tensors.__getitem__)
@@ -811,32 +559,32 @@ class CompiledStep:
         finally:
             leave()
 
-    def _told(self, row: Tensor) -> Tensor:
-        """What every rank tells, in rank order (W, 4)."""
+    def _stack_rows(self, row: Tensor) -> Tensor:
+        """The rows of all ranks, in rank order (W, 4)."""
         with labelled("loss_stats"):
             return self._graph.stack(row)
 
-    def _share(self, is_sum: bool) -> float:
-        """By what a micro-step's gradients are multiplied."""
+    def _grad_scale(self, is_sum: bool) -> float:
+        """The factor on a micro-step's gradients."""
         return 1 / (self._rules.measures.predivide * (1 if is_sum else self._num_micro_steps))
 
     def _flattened(self, grads: dict[str, Tensor]) -> Iterator[tuple[Flat, Tensor]]:
         """The flat gradients (P)."""
         for flat in self._trained:
-            pieces = [grads[name].reshape(-1) for name in flat.names]
-            yield flat, torch.cat([*pieces, pieces[0].new_zeros(flat.numels[-1])])
+            grads_N = [grads[name].reshape(-1) for name in flat.names]
+            yield flat, torch.cat([*grads_N, grads_N[0].new_zeros(flat.numels[-1])])
 
     def _reduce(self, grad_P: Tensor, flat: Flat, hook_states: HookStates) -> Tensor:
-        """The sum over ranks: whole (P) in stage 0, this rank's shard (S) otherwise, of ranks along `axes` if it `sums_late`."""
+        """The sum over ranks: (P) in stage 0, else this rank's shard (S). If it `sums_late`, over the shard axes only."""
         grad_P, through = grad_P.to(flat.reduce_dtype), self._through(flat, hook_states)
         with labelled("reduce", flat.key):
-            if flat.sums_whole:
+            if flat.sums_full:
                 return self._graph.all_reduce(grad_P, through)
             grad_S = self._graph.reduce_scatter(grad_P, through)
             return grad_S if flat.sums_late else self._graph.sum_replicas(grad_S, through)
 
     def _sum_late(self, grad_S: Tensor, flat: Flat, hook_states: HookStates) -> Tensor:
-        """The sum along the replicate axes of what micro-steps have added up."""
+        """The sum over the replicate axes of the shards that micro-steps have added up."""
         with labelled("reduce", flat.key):
             return self._graph.sum_replicas(grad_S.to(flat.reduce_dtype), self._through(flat, hook_states))
 
@@ -844,9 +592,9 @@ class CompiledStep:
         return Through(self._comm_hooks.reduce, hook_states.get(flat.key, {}))
 
     def _keep(self, grads: dict[str, Tensor], flat: Flat, reduced: Tensor) -> Tensor:
-        """Writes a reduced gradient to `grads`; returns it in the dtype in which it is kept."""
+        """Writes a reduced gradient to `grads`; returns it in `grad_dtype`."""
         reduced, kept = reduced.to(flat.grad_dtype), grads[flat.key]
-        if flat.sums_whole or kept.numel() == flat.shard_numel:
+        if flat.sums_full or kept.numel() == flat.shard_numel:
             kept.copy_(reduced)
         else:
             self._ranks.write_own(kept, reduced)
@@ -863,25 +611,25 @@ class CompiledStep:
         factor: Tensor | None,
     ) -> None:
         param, rules = params[flat.key], self._rules
-        share = self._ranks.own(param, flat.shard_numel).clone() if flat.joins else param
-        place = 0
+        updated = self._ranks.own(param, flat.shard_numel).clone() if flat.joins else param
+        start = 0
         if rules.places is not None:
-            place = rules.places[flat.key] + (self._ranks.place(flat.shard_numel) if flat.updates_shard else 0)
+            start = rules.places[flat.key] + (self._ranks.place(flat.shard_numel) if flat.updates_shard else 0)
 
         def update(
-            skip: Tensor, grad: Tensor, kept: Tensor, state: Any, factor: Tensor | None, out: Tensor | None, place: int
+            skip: Tensor, grad: Tensor, kept: Tensor, state: Any, factor: Tensor | None, out: Tensor | None, start: int
         ) -> None:
-            rounding = to_nearest if rules.places is None else stochastic(rules.salts, place)
+            rounding = to_nearest if rules.places is None else stochastic(rules.salts, start)
             transform = skip_if(skip, rules.transforms[flat.key])
             update_in_graph(
                 transform, self._is_cast[flat.key], grad, kept, state, factor=factor, rounding=rounding, out=out
             )
 
-        kept, out = (master[flat.key], share) if flat.has_master else (share, None)
-        self._ranks.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, place)
+        kept, out = (master[flat.key], updated) if flat.has_master else (updated, None)
+        self._ranks.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, start)
         if flat.joins:
             with labelled("all_gather_params", flat.key):
-                joined = self._graph.all_gather(share, self._graph.axes[flat.num_param_axes :])
+                joined = self._graph.all_gather(updated, self._graph.axes[flat.num_param_axes :])
             param.copy_(joined)
 
     def _norm(self, reduced: dict[str, Tensor]) -> Tensor:
@@ -890,7 +638,7 @@ class CompiledStep:
         for shard in range(graph.num_shards if self._stage == 0 else 1):
             shards = []
             for flat in self._trained:
-                if flat.shard_numel:  # all shards are there in stage 0, and elsewhere this rank's
+                if flat.shard_numel:  # stage 0 has all shards, the other stages this rank's
                     start = shard * flat.shard_numel
                     shards.append(reduced[flat.key][start : start + flat.shard_numel])
             parts.append(measures.norm_part(shards, self._device))
@@ -901,7 +649,7 @@ class CompiledStep:
         return measures.norm(rows)
 
     def _agree(self, buffers: dict[str, Tensor]) -> None:
-        """Makes module buffers equal on all ranks, as the eager step does; here all of them, changed or not."""
+        """Makes module buffers equal on all ranks as in the eager step, but also those that did not change."""
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in buffers.items():
             if self._graph.num_ranks > 1 and tensor.numel():
@@ -913,132 +661,24 @@ class CompiledStep:
             for name, value in zip(names, values):
                 buffers[name].copy_(value.view(buffers[name].shape))
 
-    # --- what it sent --------------------------------------------------------------------------------------------
+    # --- records of what was sent --------------------------------------------------------------------------------
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same captured functions; `observe` is told, too, what they send."""
+        """The same captured functions; `observe`, too, receives a record of each collective."""
         twin = copy.copy(self)
         twin._observers = (*self._observers, observe)
         return twin
 
-    def _tell(self, function: Callable[..., Any]) -> None:
-        """Tells the observers what a call sent, by the graph that ran."""
+    def _report_sent(self, function: Callable[..., Any]) -> None:
+        """Reports the collectives of a call to the observers, as read from the graph that ran."""
         if self._observers and function not in self._sent_by:
             self._sent_by[function] = sent_in(self._graph_of[function], self.axes)
         for observe in self._observers:
-            for sent in self._sent_by[function]:
-                observe(sent)
+            for record in self._sent_by[function]:
+                observe(record)
 
 
-def _times(grad: Tensor, share: float, dtype: torch.dtype) -> Tensor:
-    """A share of the gradient, in the dtype in which it is sent, rounded once."""
+def _scaled(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """The scaled gradient in the dtype in which it is sent, rounded once."""
     grad = grad.to(torch.promote_types(dtype, grad.dtype))
-    return (grad if share == 1 else grad * share).to(dtype)
-
-
-class _Shielded(NamedTuple):
-    """A 0-d float64 tensor on the CPU, as (1,). As 0-d torch takes it for a number, and forgets what is written to it."""
-
-    value: Tensor
-
-
-def _shielded(tree: Any) -> Any:
-    return optree.tree_map(
-        lambda x: _Shielded(x.view(1)) if not x.ndim and x.dtype == torch.float64 and x.device.type == "cpu" else x,
-        tree,
-    )
-
-
-def _bare(tree: Any) -> Any:
-    """The tensors as they were shielded, in a graph; each a view."""
-    return optree.tree_map(
-        lambda x: x.value.view(()) if isinstance(x, _Shielded) else x, tree, is_leaf=lambda x: isinstance(x, _Shielded)
-    )
-
-
-@contextmanager
-def _one_graph(model: str, *, is_new: bool) -> Iterator[None]:
-    """Makes of what torch raises an error of a few lines, in whose place torch tells nothing.
-
-    Args:
-        model: its name.
-        is_new: whether nothing is captured yet. Later warnings are left alone: to hush some shows others anew.
-    """
-    for logger in _TALKATIVE:
-        logger.addFilter(_is_quiet)
-    try:
-        with warnings.catch_warnings() if is_new else nullcontext():
-            if is_new:
-                warnings.filterwarnings("ignore", module=r"torch\._dynamo")
-            yield
-    except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-        if isinstance(inner := getattr(error, "inner_exception", None), RematError | VmapError | ParameterError):
-            raise inner from None
-        raise CompileError(_what_stopped(error, model)) from None
-    except RuntimeError as error:
-        collective = collective_that_raised(error)
-        if collective is None:
-            raise
-        raise failed(f"{collective} in the compiled step of {model}", error) from error
-    finally:
-        for logger in _TALKATIVE:
-            logger.removeFilter(_is_quiet)
-
-
-_TALKATIVE = [logging.getLogger(name) for name in ("torch._dynamo.convert_frame", "torch._subclasses.fake_tensor")]
-
-
-def _is_quiet(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.WARNING
-
-
-def _logging() -> set[Callable[..., Any]]:
-    """The methods of loggers that tell something, those that packages have added, too: in a graph they tell nothing."""
-    prefixes = ("debug", "info", "warn", "error", "exception", "critical", "log")
-    return {method for name, method in vars(logging.Logger).items() if name.startswith(prefixes)}
-
-
-def _what_stopped(error: BaseException, model: str) -> str:
-    """Which line of whose code cannot be captured, and why, in a few words."""
-    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-        return _what_changed(error, model)
-    stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in stack if not frame.filename.startswith(_NOT_THE_MODEL) or _is_package(frame)]
-    where = _told(frames[-1]) if frames else model
-    users = [frame for frame in frames if not _is_package(frame)]
-    if users and users[-1] is not frames[-1]:
-        where += f"\ncalled from {_told(users[-1])}"
-    error = getattr(error, "inner_exception", error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    raised = [line.partition("raised exception ")[2] for line in lines if "raised exception " in line]
-    why = " ".join(raised[:1] or lines[:2])
-    if "returning intermediate with requires_grad_" in why:
-        why = "the forward keeps a tensor that has a gradient, in an attribute say; keep its .detach()"
-    return (
-        f"{where}\ncannot be captured in one graph: {textwrap.shorten(why, 400)}\n"
-        f"Change that line, or pass compile='block', which compiles block by block and runs the rest as it is."
-    )
-
-
-def _what_changed(error: BaseException, model: str) -> str:
-    """What a step is captured anew for, all the time."""
-    found = [frame.f_locals.get("recompile_reason") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    reason = next((text for text in found if text), "").partition("\n")[0].partition("(HINT")[0].partition(": ")[2]
-    reason = textwrap.shorten(reason.replace("self._module._modules['model']", "model"), 300)
-    return (
-        f"{model}: captured {torch._dynamo.config.recompile_limit} times, for something changes from step to step: {reason}\n"
-        f"Keep it the same (pad batches to a few shapes, keep what the model counts in a buffer), raise "
-        f"torch._dynamo.config.recompile_limit, or pass compile='block'."
-    )
-
-
-_NOT_THE_MODEL = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
-
-
-def _is_package(frame: traceback.FrameSummary) -> bool:
-    """Whether that is code of an installed package, other than torch."""
-    return "site-packages" in Path(frame.filename).parts and not frame.filename.startswith(_NOT_THE_MODEL[:2])
-
-
-def _told(frame: traceback.FrameSummary) -> str:
-    return f"{frame.filename}, line {frame.lineno}: {(frame.line or '').strip()!r}"
+    return (grad if scale == 1 else grad * scale).to(dtype)

@@ -1,14 +1,14 @@
-"""What does an exchange send? On gloo gathers and reductions are all-to-alls, in which a rank need not send to itself.
+"""`send_to_others`: all-to-alls that skip the own rank. On gloo, gathers and reductions are captured as all-to-alls.
 
-- A *gather* is captured as the exchange of a shard repeated for all ranks. Each rank has its own shard: it receives those of
-  the others, and joins them with it where they are used.
-- A *sum* over two ranks is captured as an all-reduce. Each rank sends all of its tensor to the other and adds up the two, as
-  many elements in half the time; two summands have one order.
-- A *reduction* is captured as the exchange of all shards of a tensor. Each rank has its own part of that: it receives the
-  parts that the others have of it, and adds them up from where they are.
+- A *gather* is captured as the all-to-all of a shard repeated for all ranks. Each rank receives only the other shards, and
+  concatenates them with its own where they are used.
+- A *sum* over two ranks is captured as an all-reduce. Each rank sends its full tensor to the other and adds the two: as many
+  elements in half the time, and the same bits, because two summands have one order.
+- A *reduction* is captured as the all-to-all of all shards of a tensor. Each rank receives only the other ranks' parts of its
+  shard, and adds them up from the receive buffer.
 
-The numbers, their order and the elements that are sent stay the same; copies do not. This is the last pass, for what is left
-knows the rank. The function changes the graph that it is given.
+The numbers, the order of the sums and the elements sent are the same; copies are saved. This is the last pass, because its
+result depends on the rank. The function changes the graph in place.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fzero.comms.traced import TracedAxis
-from fzero.graph.analysis import ALL_REDUCE, WAIT, aten, c10d
 from fzero.graph.buckets import call
+from fzero.graph.nodes import ALL_REDUCE, WAIT, aten, c10d
 
 _ALL_TO_ALL = c10d.all_to_all_single.default
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def send_to_others(graph: Graph, axes: Iterable[TracedAxis]) -> None:
-    """Takes out of every exchange of equal parts along one of `axes` what this rank would send to itself."""
+    """Removes from every all-to-all of equal parts along `axes` the part that this rank would send to itself."""
     by_group = {axis.group_name: axis for axis in axes}
     for start in list(graph.nodes):
         axis = by_group.get(start.args[-1]) if [user.target for user in start.users] == [WAIT] else None
@@ -52,13 +52,13 @@ def send_to_others(graph: Graph, axes: Iterable[TracedAxis]) -> None:
                 own = source.args[0]
                 others = own if size == 2 else call(graph, aten.repeat.default, own, [size - 1])
             else:
-                own, *rest = [_part(graph, source, place, numel) for place in (rank, *_others(rank, size))]
+                own, *rest = [_part(graph, source, index, numel) for index in (rank, *_others(rank, size))]
                 others = rest[0] if size == 2 else call(graph, aten.cat.default, rest)
             numels = [0 if other == rank else numel for other in range(size)]
             exchange = call(graph, _ALL_TO_ALL, others, numels, numels, group)
         with graph.inserting_before(wait):
-            arrived = call(graph, WAIT, exchange)
-            parts = {other: _part(graph, arrived, place, numel) for place, other in enumerate(_others(rank, size))}
+            received_parts = call(graph, WAIT, exchange)
+            parts = {r: _part(graph, received_parts, index, numel) for index, r in enumerate(_others(rank, size))}
             ordered = [parts.get(other, own) for other in range(size)]
             for split in [user for user in wait.users if user.target in _SPLITS and not is_gather]:
                 for item in list(split.users):
@@ -75,7 +75,7 @@ def send_to_others(graph: Graph, axes: Iterable[TracedAxis]) -> None:
 
 
 def _swap(graph: Graph, start: Node, rank: int) -> None:
-    """A sum over two ranks as an exchange."""
+    """Replaces a sum over two ranks by an all-to-all and an addition."""
     (wait,), (own, *_) = start.users, start.args
     numels = [0 if other == rank else start.meta["val"].numel() for other in range(2)]
     with graph.inserting_before(start):
@@ -90,6 +90,6 @@ def _others(rank: int, size: int) -> list[int]:
     return [other for other in range(size) if other != rank]
 
 
-def _part(graph: Graph, flat: Node, place: int, numel: int) -> Node:
-    whole = place == 0 and flat.meta["val"].numel() == numel
-    return flat if whole else call(graph, aten.slice.Tensor, flat, 0, place * numel, (place + 1) * numel)
+def _part(graph: Graph, flat: Node, index: int, numel: int) -> Node:
+    is_all = index == 0 and flat.meta["val"].numel() == numel
+    return flat if is_all else call(graph, aten.slice.Tensor, flat, 0, index * numel, (index + 1) * numel)

@@ -1,11 +1,12 @@
-"""`explain`: the timeline of a train step, from the graphs that `compile="step"` makes of it."""
+"""`explain`: the timeline of a train step, from the graphs that `compile="step"` captures."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from fzero.common.arguments import check_kind
-from fzero.graph.timeline import MachineModel, Timeline, joined, make_timeline
+from fzero.graph.timeline import Timeline, joined, make_timeline
+from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph
 
-    from fzero.graph.capture import Captured
+    from fzero.graph.captured import Captured
     from fzero.plans.plan import Plan
 
     class Explained(Protocol):
@@ -42,12 +43,12 @@ def explain(step: Explained, batch: Any, *, machine: MachineModel | None) -> Tim
     if batch is None:
         if not step.graphs:
             raise ValueError(
-                "explain: needs a batch where no graph of the whole step has run, got none; pass one, explain(batch), or "
+                "explain: needs a batch where no graph of the full step has run, got none; pass one, explain(batch), or "
                 "make the step with compile='step' and call the step once"
             )
         graph = max(step.graphs, key=lambda graph: len(graph.nodes))
         return make_timeline(graph, machine, axes=step.graph_axes, title=title)
     captured = step.trace(batch)
-    different = {id(c.graph): c for c in captured}  # micro-steps share one
+    different = {id(c.graph): c for c in captured}  # micro-steps share a graph
     timelines = {key: c.scheduled().timeline(machine, title=title) for key, c in different.items()}
     return joined([timelines[id(c.graph)] for c in captured])

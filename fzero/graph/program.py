@@ -16,7 +16,9 @@ from fzero.comms.axes import AbstractAxis, LockstepAxis
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import Stacked
 from fzero.config.config import ConfigError
-from fzero.graph.capture import Captured, CompiledStep, Rules
+from fzero.graph.capture import CompiledStep
+from fzero.graph.captured import Captured
+from fzero.graph.step_inputs import Rules
 from fzero.runtime.batches import without_memory
 from fzero.runtime.finish import finish
 from fzero.runtime.hyper_check import HyperCheck

@@ -1,18 +1,18 @@
-"""Which activations does the backward make again? Checkpointed modules keep their inputs, and their operators run twice.
+"""`rematerialise`: activation checkpointing in a step's graph. Checkpointed modules keep their inputs and run twice.
 
-The graph is that of a training step, with the module of each operator of the forward in `meta["nn_module_stack"]` and
-with its backward traced inside `annotate(BACKWARD)`.
+The graph is a training step's. Each operator of the forward has its module in `meta["nn_module_stack"]`; the backward was
+traced inside `annotate(BACKWARD)`.
 
-1. A *region* is what one call of a checkpointed module runs in the forward. What others read of it in the forward is its
-   output, and stays; so does what it reads, its input.
-2. Whatever else the backward reads of a region, it reads from a copy, that is made from the input just before the first
-   such use. So the region's own tensors are free as soon as the forward is through with them.
-3. Not repeated: random operators (their results stay; of dropout, its mask), collectives, operators of higher order, and
-   what writes. Gathered parameters are nobody's copy: the second run is one more use of them, next to the backward's, for
-   `run_passes` to plan.
+1. A *region* is the nodes of one forward call of a checkpointed module. Its output, which other nodes of the forward read,
+   is kept, and so is its input.
+2. The backward reads any other tensor of a region from a copy, recomputed from the input just before the first such use.
+   So the region's own tensors are freed as soon as the forward no longer needs them.
+3. Not repeated are random operators (their results are kept; for dropout, its mask), collectives, higher-order operators
+   and in-place writes. Gathered parameters are not copied: the second run is one more use of them, close to the
+   backward's, for `run_passes` to plan.
 
-The numbers do not change: every operator gets the bits that it got, or the same operator's of the same bits. The cost is
-linear in the number of nodes.
+The numbers do not change: every operator reads the same bits, or bits recomputed by the same operators. The cost is linear
+in the number of nodes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.analysis import analyse, aten, is_mutation, storages
+from fzero.graph.analysis import analyse
+from fzero.graph.nodes import aten, is_mutation, storages
 from fzero.graph.schedule import copy_of
 
 BACKWARD = {"fzero": "backward"}
-"""What `torch.fx.traceback.annotate` must be given around the backward."""
+"""The argument of `torch.fx.traceback.annotate` around the backward."""
 _AGAIN = {"fzero": "again"}
 
 
@@ -38,12 +39,12 @@ class RematError(ValueError):
 
 
 def is_backward(node: Node) -> bool:
-    """Whether the node is of the backward, and no copy of a node of the forward."""
+    """Whether the node belongs to the backward and is no recomputed node of the forward."""
     return (node.meta.get("custom") or {}).get("fzero") == "backward"
 
 
 def is_again(node: Node) -> bool:
-    """Whether the node is the copy of a node of the forward."""
+    """Whether the node is a recomputed node of the forward."""
     return (node.meta.get("custom") or {}).get("fzero") == "again"
 
 
@@ -51,8 +52,8 @@ def rematerialise(graph: Graph, modules: Mapping[str, str]) -> Graph:
     """A copy of `graph` whose backward runs `modules` again.
 
     Args:
-        graph: a training step's, functional but for `copy_` into placeholders at its end. One without a backward stays as
-            it is.
+        graph: a training step's, whose only in-place writes are `copy_` into placeholders at its end. Without a backward,
+            nothing changes.
         modules: the name of each module to checkpoint, by its key in `nn_module_stack`: its `id` as text, to which the
             second and later calls add `@1`, `@2`.
 
@@ -65,7 +66,7 @@ def rematerialise(graph: Graph, modules: Mapping[str, str]) -> Graph:
 
 
 def rematerialise_in_place(graph: Graph, modules: Mapping[str, str]) -> None:
-    """`rematerialise` on the graph itself, as the hooks of Inductor want it."""
+    """`rematerialise` on the graph itself, for Inductor's hooks."""
     nodes = list(graph.nodes)
     marked = [index for index, node in enumerate(nodes) if is_backward(node)]
     if not marked or not modules:
@@ -84,7 +85,7 @@ def rematerialise_in_place(graph: Graph, modules: Mapping[str, str]) -> None:
 
 
 def _regions(forward: list[Node], modules: Mapping[str, str]) -> dict[Node, str]:
-    """The region of each node that is in one: the key of the outermost module."""
+    """The region of each node in a checkpointed module: the key of the outermost one."""
     regions: dict[Node, str] = {}
     for node in forward:
         keys = [key for key in node.meta.get("nn_module_stack") or {} if key.partition("@")[0] in modules]
@@ -95,16 +96,16 @@ def _regions(forward: list[Node], modules: Mapping[str, str]) -> dict[Node, str]
     if missing:
         raise RematError(
             f"checkpoint: module {missing[0]!r} must run as a module of the captured forward, got no operator of it (it is "
-            f"not called, or what calls it hides it); leave it out, or pass compile='block'"
+            f"not called, or its caller hides it); leave it out, or pass compile='block'"
         )
     return regions
 
 
 def _repeatable(graph: Graph, regions: Mapping[Node, str], others: list[Node]) -> set[Node]:
-    """What the backward may make again; `others` are the nodes outside of it."""
+    """The nodes that the backward may recompute; `others` are the nodes outside the backward."""
     roots = storages(graph)
     gathered = {node for gather in analyse(graph).gathers for node in (*gather.issue, *gather.settle)}
-    stays = {
+    kept = {
         roots[arg]
         for node in others
         for arg in node.all_input_nodes
@@ -112,7 +113,7 @@ def _repeatable(graph: Graph, regions: Mapping[Node, str], others: list[Node]) -
     }
     again: set[Node] = set()
     for node in regions:
-        if roots[node] in stays or roots[node] not in regions or node in gathered:
+        if roots[node] in kept or roots[node] not in regions or node in gathered:
             continue
         if node.target is operator.getitem:
             repeats = node.args[0] in again or _mask_of(node) is not None
@@ -126,7 +127,7 @@ def _repeatable(graph: Graph, regions: Mapping[Node, str], others: list[Node]) -
 
 
 def _is_random(node: Node) -> bool:
-    """Whether another run would give other numbers. Attention is tagged so even where it drops nothing."""
+    """Whether a second run would give other numbers. Attention is tagged as random even with dropout_p=0."""
     operator_ = node.target
     assert isinstance(operator_, torch._ops.OpOverload)
     if torch.Tag.nondeterministic_seeded not in operator_.tags:
@@ -138,7 +139,7 @@ def _is_random(node: Node) -> bool:
 
 
 def _mask_of(node: Node) -> Node | None:
-    """The mask of the dropout whose result the node is."""
+    """The mask of the dropout that made this node; None for other nodes."""
     dropout = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
     if (
         not isinstance(dropout, Node)
@@ -150,7 +151,7 @@ def _mask_of(node: Node) -> Node | None:
 
 
 def _make(graph: Graph, wanted: Node, again: set[Node], copies: dict[Node, Node]) -> None:
-    """Copies `wanted`, and before it what it is made of, at the graph's insertion point."""
+    """Copies `wanted`, after the repeatable nodes that it needs, at the graph's insertion point."""
     stack = [wanted]
     while stack:
         node = stack[-1]
@@ -172,11 +173,11 @@ def _make(graph: Graph, wanted: Node, again: set[Node], copies: dict[Node, Node]
 
 
 def _dropped(graph: Graph, x: Node, mask: Node, p: Any) -> Node:
-    """What dropout made of `x`, by the mask of the first run: the operator's own two products, of the same bits."""
-    kept = graph.call_function(aten.mul.Tensor, (x, mask))
-    kept.meta = {**x.meta, "custom": _AGAIN}
+    """Dropout of `x` by the mask of the first run: the same two products as the operator, so the same bits."""
+    masked = graph.call_function(aten.mul.Tensor, (x, mask))
+    masked.meta = {**x.meta, "custom": _AGAIN}
     scale = 0.0 if p == 1 else 1 / (1 - p)
     val = x.meta["val"]
-    if val.device.type == "cpu":  # whose kernel rounds the factor to the tensor's dtype first
+    if val.device.type == "cpu":  # the CPU kernel rounds the factor to the tensor's dtype first
         scale = torch.tensor(scale, dtype=val.dtype, device="cpu").item()
-    return graph.call_function(aten.mul.Tensor, (kept, scale))
+    return graph.call_function(aten.mul.Tensor, (masked, scale))

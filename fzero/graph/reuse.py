@@ -1,6 +1,6 @@
-"""For which uses is a unit gathered once, and when is it gathered again?
+"""`plan_live_ranges`: the uses for which a unit stays gathered, and the uses before which it is gathered again.
 
-Only integers: positions in a step's graph, units, and their elements.
+The inputs are integers: positions in a step's graph, units, and their elements.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class LiveRange(NamedTuple):
-    """A unit is gathered for the uses from `first` to `last`, positions in the trunk."""
+    """A unit is kept gathered from its use at `first` to its use at `last`, positions in the trunk."""
 
     unit: int
     first: int
@@ -21,24 +21,24 @@ class LiveRange(NamedTuple):
 def plan_live_ranges(
     uses: Sequence[tuple[int, Sequence[int]]], numels: Sequence[int], *, max_live: int, max_reuse_distance: int
 ) -> list[LiveRange]:
-    """How often each unit is gathered, and for which uses.
+    """The live ranges of all units.
 
-    A unit is kept until its next use if that is near enough. Where more would be alive than allowed, the unit whose
-    next use is furthest away goes.
+    A unit is kept until its next use if that is within `max_reuse_distance`. When more than `max_live` would be alive, the
+    unit whose next use is furthest away is released.
 
     Args:
         uses: positions in ascending order, each with the units that are used there.
         numels: the elements of each unit.
-        max_live: the most gathered elements alive, besides what one position uses at once.
-        max_reuse_distance: the most elements of other units that are entered between two uses of one stay; a unit
+        max_live: the most gathered elements alive; the units of one position may exceed it.
+        max_reuse_distance: the most elements of other units that are entered between two uses in one live range; a unit
             that is entered twice counts twice.
 
     Returns:
-        The stays by their first use.
+        The live ranges by their first use.
 
     >>> there_and_back = [(i, (unit,)) for i, unit in enumerate([0, 1, 2, 2, 1, 0])]
-    >>> stays = plan_live_ranges(there_and_back, [4, 4, 4], max_live=100, max_reuse_distance=0)
-    >>> [(stay.unit, stay.first, stay.last) for stay in stays]
+    >>> ranges = plan_live_ranges(there_and_back, [4, 4, 4], max_live=100, max_reuse_distance=0)
+    >>> [tuple(live_range) for live_range in ranges]
     [(0, 0, 0), (1, 1, 1), (2, 2, 3), (1, 4, 4), (0, 5, 5)]
     >>> len(plan_live_ranges(there_and_back, [4, 4, 4], max_live=100, max_reuse_distance=100))
     3
@@ -51,15 +51,15 @@ def plan_live_ranges(
         if index == 0 or accesses[index - 1][1] != unit:
             entered += numels[unit]
         entered_at.append(entered)
-    stays: list[LiveRange] = []
-    open_stays: dict[int, tuple[int, int]] = {}  # unit → first position, index of its last access so far
-    furthest: list[tuple[int, int, int]] = []  # (-next access, unit, access), of which some are outdated
+    ranges: list[LiveRange] = []
+    open_ranges: dict[int, tuple[int, int]] = {}  # unit → first position, index of its last access so far
+    furthest: list[tuple[int, int, int]] = []  # (-next access, unit, access); some entries are outdated
     live = 0
 
     def close(unit: int) -> None:
         nonlocal live
-        first, access = open_stays.pop(unit)
-        stays.append(LiveRange(unit, first, accesses[access][0]))
+        first, access = open_ranges.pop(unit)
+        ranges.append(LiveRange(unit, first, accesses[access][0]))
         live -= numels[unit]
 
     index = 0
@@ -67,12 +67,12 @@ def plan_live_ranges(
         here = list(enumerate(units, index))
         index += len(units)
         for access, unit in here:
-            if unit not in open_stays:
+            if unit not in open_ranges:
                 live += numels[unit]
-            open_stays[unit] = (open_stays.get(unit, (position, 0))[0], access)
-        while live > max_live and furthest:  # which has nothing that is used here, but for outdated entries
+            open_ranges[unit] = (open_ranges.get(unit, (position, 0))[0], access)
+        while live > max_live and furthest:  # only outdated entries are of units used here
             _, unit, access = heapq.heappop(furthest)
-            if open_stays.get(unit, (0, -1))[1] == access:
+            if open_ranges.get(unit, (0, -1))[1] == access:
                 close(unit)
         for access, unit in here:
             after = following[access]
@@ -80,7 +80,7 @@ def plan_live_ranges(
                 close(unit)
             else:
                 heapq.heappush(furthest, (-after, unit, access))
-    return sorted(stays, key=lambda stay: (stay.first, stay.unit))
+    return sorted(ranges, key=lambda live_range: (live_range.first, live_range.unit))
 
 
 def _next_uses(accesses: Sequence[tuple[int, int]]) -> list[int | None]:

@@ -1,16 +1,16 @@
-"""In which order does the graph of a training step run? ZeRO's stage 3 is an order, and so are overlap and release.
+"""`run_passes`: the order of a step's graph. ZeRO stage 3, overlap and release are all orders of the same nodes.
 
 The captured graph has all gathers first, then forward and backward, then all reductions, then the update. `run_passes`
-gives the same nodes another order, in one walk over the *trunk*, the nodes that keep their order:
+reorders it in one walk over the *trunk*, the nodes that keep their order:
 
-1. *Gathers sink* to their first use, and are made again for a later use (`plan_live_ranges`) where keeping the parameters would
-   cost more memory than asked. A gather starts one unit early, so that it runs beside the compute.
-2. *Reductions rise* to where their input is ready. Their waits come as late as the bound on full gradients in flight
-   allows, or their consumers need them.
-3. The *update* of a shard runs as soon as everything that it needs is there, and is written into the state at once.
+1. *Gathers sink* to their first use. They are repeated for a later use (`plan_live_ranges`) where keeping the parameters
+   would exceed the allowed memory. A gather starts one unit early, so that it overlaps compute.
+2. *Reductions rise* to where their input is ready. Their waits sink until the bound on full gradients in flight is
+   reached, or a consumer needs them.
+3. The *update* of a shard runs as soon as its inputs are ready, and is written into the state at once.
 
-The numbers do not change: every node has the inputs that it had. Nothing here depends on a rank, so that all ranks
-issue the same collectives in the same order. The cost is n log n in the number of nodes.
+The numbers do not change: every node keeps its inputs. Nothing depends on the rank, so that all ranks issue the same
+collectives in the same order. The cost is n log n in the number of nodes.
 """
 
 from __future__ import annotations
@@ -27,23 +27,20 @@ from typing import Literal, NamedTuple
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.analysis import (
+from fzero.graph.analysis import Analysis, Gather, analyse, name_units
+from fzero.graph.buckets import bucket_gathers, bucket_reductions, bucket_updates
+from fzero.graph.nodes import (
     ALL_REDUCE,
     WAIT,
-    Analysis,
-    Gather,
-    analyse,
     arrange,
     flops_of,
     is_cheap,
     is_coding,
     is_write,
-    name_units,
     overwrites,
     storages,
     waits_of,
 )
-from fzero.graph.buckets import bucket_gathers, bucket_reductions, bucket_updates
 from fzero.graph.reuse import plan_live_ranges
 from fzero.graph.weight_grads import join_products
 
@@ -54,23 +51,23 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
-    """What the schedule may cost; all in elements, as in DeepSpeed's configuration.
+    """The limits of the schedule, in elements as in DeepSpeed's configuration.
 
     Args:
-        prefetch: `stage3_prefetch_bucket_size`. 0 starts no gather early; otherwise the next unit's starts one unit
-            early, and up to `ahead` units together while they stay within this.
-        ahead: the most units that are gathered before their use; None sets no bound.
-        max_live: `stage3_max_live_parameters`, the most gathered elements alive. What a node uses at once is alive in
-            any case.
+        prefetch: `stage3_prefetch_bucket_size`. 0 starts no gather early. Otherwise the next unit's gather starts one unit
+            early, and up to `ahead` units together within this limit.
+        ahead: the most units that are prefetched at once; None sets no bound.
+        max_live: `stage3_max_live_parameters`, the most gathered elements alive. The parameters that one node uses may
+            exceed it.
         max_reuse_distance: `stage3_max_reuse_distance`. A unit is kept until its next use if the units entered meanwhile
             have at most this many elements.
-        max_reducing: the most elements that reductions under way keep alive, besides those of one; None is twice the
-            largest.
-        gather_bucket: `allgather_bucket_size`. The gathers of a unit are joined up to this, and those of units used one
-            after the other, never beyond the second largest unit; and so are updated shards. 0 joins none.
-        reduce_bucket: `reduce_bucket_size`. Reductions whose inputs are ready one after the other are joined up to this.
-        writes: when the new state is written, `early` (as soon as it is there) or `last` (after everything else, so that
-            an error on the way leaves the state as it was, at the cost of a second copy of it).
+        max_reducing: the most elements that unfinished reductions keep alive; a single reduction may exceed it. None means
+            twice the largest reduction.
+        gather_bucket: `allgather_bucket_size`, the largest joined gather. Joins the gathers of a unit, and those of
+            consecutive units up to the size of the second largest unit; likewise updated shards. 0 joins none.
+        reduce_bucket: `reduce_bucket_size`, the largest joined reduction; joins those whose inputs are ready consecutively.
+        writes: when the new state is written: `early` (as soon as it is ready) or `last` (after all other nodes, so that an
+            error leaves the state as it was; costs a second copy of the state).
     """
 
     prefetch: int = 50_000_000
@@ -92,12 +89,13 @@ class PassOptions:
 
 
 def run_passes(graph: Graph, options: PassOptions, *, units: Mapping[str, str] | None = None) -> Graph:
-    """A copy of `graph` in the order that `options` asks for.
+    """A copy of `graph`, reordered within the limits of `options`.
 
     Args:
-        graph: a training step's, functional but for `copy_` into placeholders; every node has its tensors in `meta["val"]`.
-        options: what the schedule may cost.
-        units: the unit of each flat buffer, by the name of its placeholder; one that is not named is its own unit.
+        graph: a training step's, whose only in-place writes are `copy_` into placeholders; `meta["val"]` of every node holds
+            its tensors.
+        options: the limits of the schedule.
+        units: the unit of each flat buffer, by the name of its placeholder; every other flat buffer is its own unit.
 
     Raises:
         ValueError: the graph changes the result of a collective in place, or has a collective without a wait.
@@ -109,7 +107,7 @@ def run_passes(graph: Graph, options: PassOptions, *, units: Mapping[str, str] |
 
 
 def copy_of(graph: Graph) -> Graph:
-    """The same nodes once more, with the same `meta`."""
+    """A copy of the nodes, with the same `meta`."""
     copy = Graph(graph.owning_module)
     copies: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -119,7 +117,7 @@ def copy_of(graph: Graph) -> Graph:
 
 
 def run_passes_in_place(graph: Graph, options: PassOptions, *, units: Mapping[str, str] | None = None) -> None:
-    """`run_passes` on the graph itself, as the hooks of Inductor want it."""
+    """`run_passes` on the graph itself, for Inductor's hooks."""
     with _no_collection():
         name_units(graph, units or {})
         join_products(graph)
@@ -134,7 +132,7 @@ def run_passes_in_place(graph: Graph, options: PassOptions, *, units: Mapping[st
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keeps the garbage collector out: it would walk all that the process holds, again and again as nodes are made."""
+    """Disables the garbage collector, which new nodes would start again and again, over all objects of the process."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -149,7 +147,7 @@ def _no_collection() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class _Gathered:
-    """One stay of a unit in the new order, with those of its gathers that are used in it."""
+    """One live range of a unit in the new order, with those of its gathers that are used in it."""
 
     unit: int
     first: int
@@ -157,27 +155,27 @@ class _Gathered:
     gathers: list[Gather]
     numel: int
     is_issued: bool = False
-    made: dict[Node, Node] = field(default_factory=dict)  # a node of the gather → the one that stands for it here
+    made: dict[Node, Node] = field(default_factory=dict)  # a node of the gather → its copy in this live range
 
 
 class _Roles(NamedTuple):
-    """What the walk does with each node besides the trunk, the arguments and the gathers."""
+    """The nodes outside the trunk, besides arguments and gathers, by when the walk emits them."""
 
-    lazy: set[Node]  # cheap, emitted when somebody needs it
-    eager: set[Node]  # cheap, emitted as soon as it can be: what follows a reduction
-    writes: set[Node]  # those that write new state
-    last: set[Node]  # emitted after everything else
-    starts: dict[Node, int]  # of reductions, with the elements under way
-    waits: dict[Node, Node]  # of reductions, with their start
+    lazy: set[Node]  # cheap, emitted when another node needs it
+    eager: set[Node]  # cheap, emitted as soon as its inputs are ready: the consumers of reductions
+    writes: set[Node]  # the nodes that write new state
+    last: set[Node]  # emitted after all other nodes
+    starts: dict[Node, int]  # starts of reductions → elements that they keep alive
+    waits: dict[Node, Node]  # waits of reductions → their start
 
 
 class _Walk:
-    """Emits every node once, the gathers' as often as they are needed, and then puts them into that order.
+    """Emits every node once, and a gather's nodes once per live range, then moves them into that order.
 
     Args:
-        graph: will be changed.
+        graph: changed in place.
         analysis: of this graph.
-        options: what the schedule may cost.
+        options: the limits of the schedule.
     """
 
     def __init__(self, graph: Graph, analysis: Analysis, options: PassOptions) -> None:
@@ -185,7 +183,7 @@ class _Walk:
         self.index = {node: index for index, node in enumerate(graph.nodes)}
         self.gathers = analysis.units
         self.unit_of: dict[Node, int] = {}
-        self.part_of: dict[Node, int] = {}  # which of its unit's gathers
+        self.part_of: dict[Node, int] = {}  # index among its unit's gathers
         for unit, gathers in enumerate(self.gathers):
             for part, gather in enumerate(gathers):
                 self.unit_of |= dict.fromkeys((*gather.issue, *gather.settle), unit)
@@ -201,8 +199,8 @@ class _Walk:
         for node, others in overwrites(graph).items():
             self.after[node] = [other for other in others if other not in self.unit_of]
             readers[node] = {self.unit_of[other] for other in others if other in self.unit_of}
-        self.stays = self._plan_stays()
-        # What each node still waits for, besides what is emitted on demand.
+        self.ranges = self._plan_ranges()
+        # How many nodes must be emitted before each node, not counting gathers, which are emitted on demand.
         self.users: defaultdict[Node, list[Node]] = defaultdict(list)
         self.pending: dict[Node, int] = {}
         for node in graph.nodes:
@@ -211,13 +209,13 @@ class _Walk:
             for arg in before:
                 self.users[arg].append(node)
         # `copy_` into a shard also waits for all gathers that read it.
-        num_stays = [0] * len(self.gathers)
-        for stay in self.stays:
-            num_stays[stay.unit] += 1
+        num_ranges = [0] * len(self.gathers)
+        for live_range in self.ranges:
+            num_ranges[live_range.unit] += 1
         self.overwrites: defaultdict[int, list[Node]] = defaultdict(list)
         for node, units in readers.items():
             for unit in units:
-                self.pending[node] += num_stays[unit]
+                self.pending[node] += num_ranges[unit]
                 self.overwrites[unit].append(node)
         self.order: list[Node] = []
         self.done: set[Node] = set()
@@ -226,15 +224,15 @@ class _Walk:
         self.under_way: dict[Node, int] = {}  # starts of reductions, in order
         self.reducing = 0
         self.gathered: list[_Gathered | None] = [None] * len(self.gathers)
-        self.alive: set[int] = set()  # units that are gathered, or under way
-        self.live = self.in_flight = self.num_ahead = self.next_stay = 0
+        self.alive: set[int] = set()  # units that are gathered, or being gathered
+        self.live = self.in_flight = self.num_ahead = self.next_range = 0
 
     def run(self) -> None:
         entering: defaultdict[int, list[_Gathered]] = defaultdict(list)
         leaving: defaultdict[int, list[_Gathered]] = defaultdict(list)
-        for stay in self.stays:
-            entering[stay.first].append(stay)
-            leaving[stay.last].append(stay)
+        for live_range in self.ranges:
+            entering[live_range.first].append(live_range)
+            leaving[live_range.last].append(live_range)
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._emit(node)
@@ -243,14 +241,14 @@ class _Walk:
                 self._make_available(node)
         self._prefetch()
         for position, node in enumerate(self.trunk):
-            for stay in entering[position]:
-                self._enter(stay)
+            for live_range in entering[position]:
+                self._enter(live_range)
             self._run_node(node)
-            for stay in leaving[position]:
-                self._settle(stay)
-                self.live -= stay.numel
-                self.alive.remove(stay.unit)
-                self.gathered[stay.unit] = None
+            for live_range in leaving[position]:
+                self._settle(live_range)
+                self.live -= live_range.numel
+                self.alive.remove(live_range.unit)
+                self.gathered[live_range.unit] = None
             if leaving[position]:
                 self._prefetch()
             self._cascade()
@@ -259,18 +257,18 @@ class _Walk:
 
     # --- gathers -----------------------------------------------------------------------------------------------
 
-    def _plan_stays(self) -> list[_Gathered]:
+    def _plan_ranges(self) -> list[_Gathered]:
         numels = [sum(gather.numel for gather in gathers) for gathers in self.gathers]
         output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
         uses = []
-        parts: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)  # unit → positions, and what is used there
+        parts: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)  # unit → (position, gather used there)
         for position, node in enumerate([*self.trunk, output]):
             args = [arg for arg in node.all_input_nodes if arg in self.unit_of]
             if args:
                 uses.append((position, tuple(dict.fromkeys(self.unit_of[arg] for arg in args))))
             for arg in args:
                 parts[self.unit_of[arg]].append((position, self.part_of[arg]))
-        stays = []
+        ranges = []
         for unit, first, last in plan_live_ranges(
             uses, numels, max_live=self.options.max_live, max_reuse_distance=self.options.max_reuse_distance
         ):
@@ -278,58 +276,58 @@ class _Walk:
             while parts[unit] and parts[unit][0][0] <= last:
                 used.add(parts[unit].popleft()[1])
             gathers = [self.gathers[unit][part] for part in sorted(used)]
-            stays.append(_Gathered(unit, first, last, gathers, sum(gather.numel for gather in gathers)))
-        return stays
+            ranges.append(_Gathered(unit, first, last, gathers, sum(gather.numel for gather in gathers)))
+        return ranges
 
-    def _issue(self, stay: _Gathered) -> None:
-        stay.is_issued = True
-        self.live += stay.numel
-        self.alive.add(stay.unit)
-        self.next_stay += 1
-        for gather in stay.gathers:
+    def _issue(self, live_range: _Gathered) -> None:
+        live_range.is_issued = True
+        self.live += live_range.numel
+        self.alive.add(live_range.unit)
+        self.next_range += 1
+        for gather in live_range.gathers:
             for node in gather.issue:
-                self._make(stay, node)
-        for node in self.overwrites[stay.unit]:
+                self._make(live_range, node)
+        for node in self.overwrites[live_range.unit]:
             self._count_down(node)
 
-    def _enter(self, stay: _Gathered) -> None:
-        if stay.is_issued:
-            self.in_flight -= stay.numel
+    def _enter(self, live_range: _Gathered) -> None:
+        if live_range.is_issued:
+            self.in_flight -= live_range.numel
             self.num_ahead -= 1
         else:
-            self._issue(stay)
-        self.gathered[stay.unit] = stay
+            self._issue(live_range)
+        self.gathered[live_range.unit] = live_range
 
-    def _settle(self, stay: _Gathered) -> None:
-        """Waits for what was gathered together with something and is not used here."""
-        for gather in stay.gathers:
+    def _settle(self, live_range: _Gathered) -> None:
+        """Emits the waits that no node of the trunk needed: of parameters gathered together with others, and not used."""
+        for gather in live_range.gathers:
             for node in gather.settle:
                 if node.target is WAIT:
-                    self._make(stay, node)
+                    self._make(live_range, node)
 
     def _prefetch(self) -> None:
         """Starts the next gathers, as far as memory allows."""
         options = self.options
-        ahead = len(self.stays) if options.ahead is None else options.ahead
-        while options.prefetch and self.next_stay < len(self.stays) and self.num_ahead < ahead:
-            stay = self.stays[self.next_stay]
-            if self.live + stay.numel > options.max_live or stay.unit in self.alive:  # once is enough
+        ahead = len(self.ranges) if options.ahead is None else options.ahead
+        while options.prefetch and self.next_range < len(self.ranges) and self.num_ahead < ahead:
+            live_range = self.ranges[self.next_range]
+            if self.live + live_range.numel > options.max_live or live_range.unit in self.alive:  # never two copies
                 return
-            if self.num_ahead and self.in_flight + stay.numel > options.prefetch:
+            if self.num_ahead and self.in_flight + live_range.numel > options.prefetch:
                 return
-            self._issue(stay)
-            self.in_flight += stay.numel
+            self._issue(live_range)
+            self.in_flight += live_range.numel
             self.num_ahead += 1
 
-    def _make(self, stay: _Gathered, node: Node) -> Node:
-        """The node of a gather as it stands for this stay, with what it is made of."""
+    def _make(self, live_range: _Gathered, node: Node) -> Node:
+        """Emits a gather's node for this live range, after the nodes that it needs; returns the node or its copy."""
         stack = [node]
         while stack:
             item = stack[-1]
-            if item in stay.made:
+            if item in live_range.made:
                 stack.pop()
                 continue
-            missing = [arg for arg in item.all_input_nodes if arg in self.unit_of and arg not in stay.made]
+            missing = [arg for arg in item.all_input_nodes if arg in self.unit_of and arg not in live_range.made]
             if missing:
                 stack.extend(reversed(missing))
                 continue
@@ -337,12 +335,12 @@ class _Walk:
             for arg in item.all_input_nodes:
                 if arg not in self.unit_of:
                     self._need(arg)
-            stay.made[item] = self._stand_in(item, stay)
-        return stay.made[node]
+            live_range.made[item] = self._emit_in(live_range, item)
+        return live_range.made[node]
 
-    def _stand_in(self, node: Node, stay: _Gathered) -> Node:
+    def _emit_in(self, live_range: _Gathered, node: Node) -> Node:
         def here(arg: Node) -> Node:
-            return stay.made.get(arg, arg)
+            return live_range.made.get(arg, arg)
 
         if node in self.done:
             with self.graph.inserting_before(node):
@@ -356,13 +354,13 @@ class _Walk:
     # --- everything else ---------------------------------------------------------------------------------------
 
     def _run_node(self, node: Node) -> None:
-        """Emits a node of the trunk, after what it needs."""
+        """Emits a node of the trunk, after the nodes that it needs."""
         made: dict[Node, Node] = {}
         for arg in node.all_input_nodes:
             if arg in self.unit_of:
-                stay = self.gathered[self.unit_of[arg]]
-                assert stay is not None
-                made[arg] = self._make(stay, arg)
+                live_range = self.gathered[self.unit_of[arg]]
+                assert live_range is not None
+                made[arg] = self._make(live_range, arg)
         if made:
             self._prefetch()
         if any(made[arg] is not arg for arg in made):
@@ -371,7 +369,7 @@ class _Walk:
         self._need(node)
 
     def _need(self, node: Node) -> None:
-        """Emits the node after everything that it needs and that is not there yet."""
+        """Emits the node, after all nodes that it needs and that are not yet emitted."""
         stack = [node]
         while stack:
             item = stack[-1]
@@ -396,7 +394,7 @@ class _Walk:
         self._make_available(node)
 
     def _make_available(self, node: Node) -> None:
-        """Tells the users of a node that they need not wait for it any more."""
+        """Counts down the users of a node, which no longer wait for it."""
         stack = [node]
         while stack:
             item = stack.pop()
@@ -406,18 +404,18 @@ class _Walk:
             stack.extend(user for user in self.users[item] if self._count_down(user))
 
     def _count_down(self, node: Node) -> bool:
-        """One thing less to wait for; whether `node` may now be emitted whenever somebody needs it."""
+        """Counts down the nodes that `node` waits for; returns whether it is lazy and may now be emitted on demand."""
         self.pending[node] -= 1
         if self.pending[node] or node in self.done:
             return False
         if node in self.roles.eager or node in self.roles.starts:
-            # New state is written at once, before more of it is made.
+            # New state is written before the next is computed, so that only one copy is alive.
             priority = 2 * (node in self.roles.starts) + (node not in self.roles.writes)
             heapq.heappush(self.ready, (priority, self.index[node], node))
         return node in self.roles.lazy
 
     def _cascade(self) -> None:
-        """Emits what is ready: first what follows a reduction, then the reductions that there is room for."""
+        """Emits the ready nodes: first the consumers of reductions, then the reductions that fit into `max_reducing`."""
         while self.ready:
             _, _, node = self.ready[0]
             waits = node in self.roles.starts and self.under_way and node not in self.done
@@ -431,11 +429,11 @@ class _Walk:
         for wait in waits_of(next(iter(self.under_way))):
             self._need(wait)
 
-    def _finish(self, stays: Sequence[_Gathered]) -> None:
-        """Ends what is under way; `stays` are those that the graph returns."""
-        for stay in stays:
-            self._enter(stay)
-            self._settle(stay)
+    def _finish(self, live_ranges: Sequence[_Gathered]) -> None:
+        """Emits the remaining nodes; `live_ranges` are those of gathered parameters that the graph returns."""
+        for live_range in live_ranges:
+            self._enter(live_range)
+            self._settle(live_range)
         self._cascade()
         while self.under_way:
             self._wait_for_oldest()
@@ -447,7 +445,7 @@ class _Walk:
         self._run_node(output)
 
     def _apply(self) -> None:
-        """Moves the nodes into the new order, and forgets gathers that nobody uses."""
+        """Moves the nodes into the new order, and erases unused gathers."""
         arrange(self.order)
         for node in reversed(list(self.unit_of)):
             if node not in self.done:
@@ -460,7 +458,7 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], optio
     cheap = {node for node in graph.nodes if is_cheap(node) and node not in gathered and node not in fixed}
     starts = {r.start: r.numel for r in analysis.reductions if r.start not in fixed}
     waits = {wait: r.start for r in analysis.reductions for wait in r.waits}
-    # A model may have all-reduces of its own (SyncBatchNorm); what follows them keeps its place.
+    # A model may have all-reduces of its own (SyncBatchNorm); their consumers keep their order.
     computes: set[Node] = set()
     for node in reversed(graph.nodes):
         if node in computes or flops_of(node):
@@ -479,7 +477,7 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], optio
             eager.add(node)
         elif node in cheap and all(arg.op in ("placeholder", "get_attr") or arg in lazy for arg in args):
             lazy.add(node)
-    # What a comm hook remembers is written as soon as it is there, like what it sends: both are made of the full gradient.
+    # A comm hook's new state is written as early as its message is sent: both are computed from the full gradient.
     prepares = [*starts, *(w for w in writes if any(is_coding(arg, "reduce") for arg in w.all_input_nodes))]
     while prepares:
         for arg in prepares.pop().all_input_nodes:

@@ -1,12 +1,12 @@
-"""When does each part of a step's graph run, and how much is gathered meanwhile?
+"""`Timeline`: when each node of a step's graph runs, by a simple model of the machine, and the bytes alive meanwhile.
 
-A simple model of the machine: one *lane* computes, one communicates. A node of the graph costs its floating point
-operations at a given rate or the bytes that it reads and writes at a given bandwidth, whichever takes longer; a
-collective costs the bytes that a rank sends. A collective starts when both the compute lane has come to it and the
-collective before it has ended; a `wait_tensor` holds the compute lane until its collective has ended.
+In the model, one *lane* computes and one communicates. A node takes its floating point operations at a given rate or the
+bytes that it reads and writes at a given bandwidth, whichever is longer; a collective takes the bytes that a rank sends. A
+collective starts once the compute lane reaches it and the previous collective has ended; a `wait_tensor` blocks the compute
+lane until its collective has ended.
 
-The times are no measurement. They show what overlaps what, and what waits. A step that is planned and has no graph
-(`fzero.estimation.dry_run`) goes through the same `Lanes`, with two more: copies to and from host memory, and files.
+The times are estimates, not measurements: they show which parts overlap and which wait. A dry run, which has no graph
+(`fzero.estimation.dry_run`), uses the same `Lanes` with more: copies to and from host memory, and files.
 """
 
 from __future__ import annotations
@@ -21,79 +21,18 @@ from rich.console import Group
 from rich.table import Table
 from torch.fx import Graph, Node
 
-from fzero.common.arguments import refuse
 from fzero.common.text_tables import as_text
-from fzero.graph.analysis import (
-    ALL_GATHERS,
-    ALL_REDUCE,
-    WAIT,
-    Liveness,
-    analyse,
-    c10d,
-    flops_of,
-    is_collective,
-    is_view,
-    liveness,
-    nbytes_of,
-    start_of,
-)
+from fzero.graph.analysis import analyse
+from fzero.graph.liveness import Liveness, liveness
+from fzero.graph.nodes import ALL_GATHERS, ALL_REDUCE, WAIT, c10d, flops_of, is_collective, is_view, nbytes_of, start_of
+from fzero.plans.machine_model import MachineModel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, slots=True)
-class MachineModel:
-    """What the model of the machine knows: one rank's rates, per second.
-
-    Args:
-        flops: floating point operations.
-        memory: bytes read and written.
-        network: bytes that a rank sends.
-        latency: seconds that every collective takes besides.
-        host: bytes between host memory and the device; of plans alone, not of a graph.
-        disk: bytes read from files and written to them; of plans alone.
-        processor: bytes read and written by the processor, where it updates what lives in files and host memory; of plans alone.
-            The default is an eighth of what a node's memory gives.
-        flops_fp32: operations on numbers of more than 16 bits; None is `flops`.
-        overlap: whether anything moves while the device computes; on a CPU whose cores all compute, nothing does.
-    """
-
-    flops: float = 1e14
-    memory: float = 1e12
-    network: float = 5e10
-    latency: float = 1e-5
-    host: float = 2e10
-    disk: float = 1e9
-    processor: float = 5e10
-    flops_fp32: float | None = None
-    overlap: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("flops", "memory", "network", "latency", "host", "disk", "processor", "flops_fp32"):
-            if not isinstance(getattr(self, name), int | float | None):
-                refuse(
-                    f"MachineModel: {name}",
-                    "a number",
-                    getattr(self, name),
-                    "pass a rate per second (latency: seconds)",
-                )
-        if self.latency < 0:
-            raise ValueError(f"MachineModel: latency must not be negative, got {self.latency}; it is seconds")
-        for name in ("flops", "memory", "network", "host", "disk", "processor", "flops_fp32"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(
-                    f"MachineModel: {name} must be positive, got {getattr(self, name)}; it is a rate per second"
-                )
-
-    def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False) -> float:
-        """Of an operator, whichever takes longer: its operations, or the bytes that it reads and writes."""
-        rate = (self.flops_fp32 or self.flops) if is_wide else self.flops
-        return max(flops / rate, nbytes / self.memory)
-
-
 class Along(Protocol):
-    """The ranks that take part in a collective, by what a graph does not tell: the mesh axis, and how many there are."""
+    """The mesh axis of a collective and its number of ranks, which a graph does not contain."""
 
     @property
     def name(self) -> str: ...
@@ -106,7 +45,7 @@ Lane = Literal["compute", "wait", "collective", "host", "back", "files"]
 
 
 class Span(NamedTuple):
-    """One node in its lane, in seconds from the beginning of the step; `nbytes` is what a rank sends along an `axis`."""
+    """One node in its lane, in seconds from the start of the step; a rank sends `nbytes` along `axis`."""
 
     lane: Lane
     label: str
@@ -117,7 +56,7 @@ class Span(NamedTuple):
 
 
 class Lanes:
-    """One lane computes; each of the others does what was started, one after the other.
+    """One compute lane; each of the other lanes runs its operations one after the other.
 
     >>> lanes = Lanes()
     >>> lanes.compute("forward", 2.0)
@@ -131,10 +70,10 @@ class Lanes:
     def __init__(self, *, overlap: bool = True) -> None:
         self.now, self._overlap = 0.0, overlap
         self.spans: list[Span] = []
-        self._free: defaultdict[str, float] = defaultdict(float)  # when a lane has nothing left to do
+        self._free: defaultdict[str, float] = defaultdict(float)  # when each lane becomes idle
 
     def compute(self, label: str, seconds: float) -> None:
-        """Holds the compute lane for so long."""
+        """Occupies the compute lane for `seconds`."""
         if seconds:
             self.spans.append(Span("compute", label, self.now, self.now + seconds))
         self.now += seconds
@@ -142,7 +81,7 @@ class Lanes:
     def start(
         self, lane: Lane, label: str, seconds: float, *, after: float = 0.0, nbytes: int = 0, axis: str = ""
     ) -> float:
-        """Begins when the lane is free, and what it comes `after` has ended; the compute lane goes on. Tells the end."""
+        """Starts once the lane is free and time `after` has passed; the compute lane goes on. Returns the end time."""
         begin = max(self.now, self._free[lane], after)
         end = self._free[lane] = begin + seconds
         self.spans.append(Span(lane, label, begin, end, nbytes, axis))
@@ -151,25 +90,25 @@ class Lanes:
         return end
 
     def wait(self, label: str, end: float) -> None:
-        """Holds the compute lane until then."""
+        """Blocks the compute lane until `end`."""
         if end > self.now:
             self.spans.append(Span("wait", label, self.now, end))
             self.now = end
 
     def settle(self) -> None:
-        """Holds it until all lanes have ended."""
+        """Blocks the compute lane until all lanes are idle."""
         self.wait("end", max(self._free.values(), default=0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A step's graph in time. `print(timeline)` shows a table, `timeline.draw()` a picture.
+    """The timeline of a step's graph. `print(timeline)` shows a table, `timeline.draw()` a picture.
 
     Attributes:
         spans: compute, waits of the compute lane, and collectives, each lane in order.
-        times: seconds at which each node of the graph begins on the compute lane.
-        liveness: the bytes alive at each of these.
-        title: what the table and the picture are called.
+        times: seconds at which the compute lane reaches each node of the graph.
+        liveness: the bytes alive at each of these times.
+        title: of the table and the picture.
     """
 
     spans: tuple[Span, ...] = field(repr=False)
@@ -179,7 +118,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """The duration of the step."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
@@ -189,7 +128,7 @@ class Timeline:
 
     @property
     def communicating(self) -> float:
-        """Seconds in which a collective is under way."""
+        """Seconds in which a collective runs."""
         return sum(span.end - span.begin for span in self.spans if span.lane == "collective")
 
     @property
@@ -199,7 +138,7 @@ class Timeline:
 
     @property
     def sent_by_axis(self) -> dict[str, int]:
-        """The same by the axis of the mesh that it crosses; `"world"` is all ranks of a mesh of several axes."""
+        """`sent` per mesh axis; `"world"` is all ranks of a mesh with several axes."""
         sent: Counter[str] = Counter()
         for span in self.spans:
             if span.lane == "collective":
@@ -212,7 +151,7 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """The part of the communication beside which the compute lane computes."""
+        """The fraction of the communication that overlaps compute."""
         return 1 - self.waiting / self.communicating if self.communicating else 1.0
 
     def __rich__(self) -> Group:
@@ -222,9 +161,9 @@ class Timeline:
         return as_text(self)
 
     def draw(self, *others: Timeline) -> Figure:
-        """A picture: one lane for compute, one for collectives, below them the bytes alive. Needs matplotlib (extra `demo`).
+        """A picture: a lane for compute, a lane for collectives, below them the bytes alive. Needs matplotlib (extra `demo`).
 
-        Others are drawn beside it, all on the same scales.
+        The other timelines are drawn on the same scales.
         """
         figure: Figure = _draw([self, *others])
         return figure
@@ -237,14 +176,14 @@ def make_timeline(
     axes: Mapping[str, Along] | None = None,
     title: str = "one step",
 ) -> Timeline:
-    """The timeline of a graph in the order in which it stands.
+    """The timeline of a graph in its present order.
 
     Args:
         graph: a training step's, as `run_passes` returns it.
         machine: the rates.
-        axes: of the groups, by the names by which the graph calls them; of one that is not there the collectives tell
-            themselves, and an all-reduce is taken for one of as many ranks as others have.
-        title: what the table and the picture are called.
+        axes: the axis of each process group, by the group's name in the graph. For a missing group, the collectives' own
+            arguments give the number of ranks; an all-reduce has none, and is assumed to have the largest number of the graph.
+        title: of the table and the picture.
     """
     machine = MachineModel() if machine is None else machine
     analysis = analyse(graph)
@@ -269,7 +208,7 @@ def make_timeline(
 
 
 def kind_of(node: Node) -> str:
-    """The name of a collective, without what it says about tensors."""
+    """The name of a collective without its suffixes, such as `all_gather` or `reduce_scatter`."""
     name = str(node.target).split(".")[1]
     for suffix in ("_coalesced", "_into_tensor", "_tensor", "_single"):
         name = name.removesuffix(suffix)
@@ -277,25 +216,25 @@ def kind_of(node: Node) -> str:
 
 
 def group_of(node: Node) -> str:
-    """The name of the group of ranks that take part in a collective."""
+    """The name of a collective's process group."""
     return next(arg for arg in reversed(node.args) if isinstance(arg, str))
 
 
 def sent_by(node: Node, num_ranks: int | None = None) -> int:
-    """Bytes that one rank sends in the collective that `node` starts, by the fewest that it can be done with.
+    """Bytes that one rank must send at least in the collective that `node` starts.
 
     Args:
-        num_ranks: of a collective that does not tell (an all-reduce); None takes them for very many.
+        num_ranks: of a collective whose arguments do not contain it (an all-reduce); None means very many.
     """
     num_ranks = _num_ranks(node) or num_ranks
-    whole = max(nbytes_of(node), sum(map(nbytes_of, node.all_input_nodes)))
+    nbytes = max(nbytes_of(node), sum(map(nbytes_of, node.all_input_nodes)))
     if node.target is ALL_REDUCE:
-        whole *= 2
-    return whole * (num_ranks - 1) // num_ranks if num_ranks and node.target is not c10d.broadcast.default else whole
+        nbytes *= 2
+    return nbytes * (num_ranks - 1) // num_ranks if num_ranks and node.target is not c10d.broadcast.default else nbytes
 
 
 def _num_ranks(node: Node) -> int | None:
-    """How many ranks take part in a collective, where it says so."""
+    """The number of ranks, if the collective's arguments contain it."""
     if node.target is c10d.all_to_all_single.default:
         return len(node.args[1])  # type: ignore[arg-type]
     if node.target in (c10d.all_gather_into_tensor.default, ALL_GATHERS, c10d.reduce_scatter_tensor.default):
@@ -304,7 +243,7 @@ def _num_ranks(node: Node) -> int | None:
 
 
 def joined(timelines: Sequence[Timeline]) -> Timeline:
-    """One timeline of several graphs that run one after the other."""
+    """The timeline of several graphs that run one after the other."""
     if len(timelines) == 1:
         return timelines[0]
     starts = list(accumulate((timeline.seconds for timeline in timelines), initial=0.0))
@@ -381,7 +320,7 @@ _LANES = {
     "files": "tab:brown",
 }
 _ROWS = {"host": -1, "back": -2, "files": -3}
-"""The lanes below compute and collectives."""
+"""Vertical positions of the lanes below compute and collectives."""
 _MEMORY = {"state and batch": "#b9aec9", "gathered parameters": "#6f9ec9", "activations, gradients, new state": "0.88"}
 
 
@@ -400,8 +339,8 @@ def _draw(timelines: Sequence[Timeline]) -> Any:
     )
     axes = figure.subplots(2 * num_rows, num_columns, sharex=True, squeeze=False, height_ratios=[5, 6] * num_rows)
     used: set[str] = set()
-    for place, timeline in enumerate(timelines):
-        row, column = divmod(place, num_columns)
+    for index, timeline in enumerate(timelines):
+        row, column = divmod(index, num_columns)
         lanes, memory = axes[2 * row : 2 * row + 2, column]
         used |= _draw_lanes(lanes, timeline, scale, end)
         _draw_memory(memory, timeline, scale, one)
@@ -420,7 +359,7 @@ def _draw(timelines: Sequence[Timeline]) -> Any:
 
 
 def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[str]:
-    """The two lanes of a timeline, with the units of gathers where there is room. Gives the names of the colors used."""
+    """Draws the lanes of a timeline, with the units of gathers where they fit. Returns the labels of the colors used."""
     bars: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for span in timeline.spans:
         bar = (span.begin * scale, (span.end - span.begin) * scale)
@@ -435,7 +374,7 @@ def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[
             bars[span.lane, _ROWS[span.lane]].append(bar)
             continue
         column = bars["compute" if span.lane == "compute" else "waits", 1]
-        if column and bar[0] - sum(column[-1]) < 1e-9 * scale:  # one bar for what follows at once
+        if column and bar[0] - sum(column[-1]) < 1e-9 * scale:  # adjacent spans become one bar
             column[-1] = (column[-1][0], sum(bar) - column[-1][0])
         else:
             column.append(bar)
@@ -451,7 +390,7 @@ def _draw_lanes(axes: Any, timeline: Timeline, scale: float, end: float) -> set[
 
 
 def _draw_memory(axes: Any, timeline: Timeline, scale: float, one: float) -> None:
-    """What is alive, from the arguments up; `one` is what a unit of bytes holds."""
+    """Draws the bytes alive, the arguments at the bottom; `one` is the number of bytes per unit of the y axis."""
     live, times = timeline.liveness, [time * scale for time in (*timeline.times, timeline.seconds)]
     base = [live.arguments / one] * len(times)
     gathered = [low + nbytes / one for low, nbytes in zip(base, (*live.gathered, 0))]

@@ -1,9 +1,9 @@
-"""What does a step's graph send? Collective by collective, under the labels that the step gave them when it was captured.
+"""`sent_in`: the collectives of a step's graph as records, under the labels that the captured step gave them.
 
-A captured function names its collectives by `labelled`: every node that is traced inside has the label in its `meta`, and
-keeps it when passes move or copy it. A collective that passes join from several keeps the labels of all, with the
-elements of each; it is told as one `CommRecord` for each flat buffer, so that the records are those of an eager step. An
-all-reduce that is made of two collectives (on gloo) is told as one.
+A captured function labels its collectives with `labelled`: every node that is traced inside has the label in its `meta`, and
+keeps it when passes move or copy it. A collective that passes join from several keeps all labels, with the elements of
+each. It becomes one `CommRecord` per flat buffer, so that the records equal those of an eager step. An all-reduce that
+consists of two collectives (on gloo) becomes one record.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch.fx.traceback
 from torch.fx import Graph, Node
 
 from fzero.comms.records import CommRecord, Label, Phase, Purpose
-from fzero.graph.analysis import GATHERS, contents_of, is_collective
+from fzero.graph.analysis import contents_of
+from fzero.graph.nodes import GATHERS, is_collective
 from fzero.graph.remat import is_again, is_backward
 from fzero.graph.timeline import Along, group_of, kind_of, sent_by
 
@@ -24,17 +25,17 @@ _UPDATE: tuple[Purpose, ...] = ("all_gather_params", "norm", "buffers")
 
 
 def labelled(purpose: Purpose, buffer: str = "") -> AbstractContextManager[None]:
-    """Around collectives of a function that is captured."""
+    """Labels the collectives in the body, in a function that is captured."""
     context: AbstractContextManager[None] = torch.fx.traceback.annotate({"sent": f"{purpose} {buffer}"})
     return context
 
 
 def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[CommRecord]:
-    """What one run of a graph sends, in the order of its collectives.
+    """The records of one run of a graph, in the order of its collectives.
 
     Args:
         graph: a training step's, before or after the passes.
-        axes: the axis of each group, by the name by which the graph calls it; any other group goes by that name.
+        axes: the axis of each process group, by the group's name in the graph; records of other groups use that name.
     """
     found: list[CommRecord] = []
     phase: Phase = "forward" if any(map(is_backward, graph.nodes)) else "update"
@@ -52,9 +53,9 @@ def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[CommRecord]:
 
 
 def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[CommRecord]:
-    """A record for each flat buffer that a collective moves."""
+    """One record per flat buffer of a collective."""
     group = group_of(node)
-    # A group that is none of the step's is a model's own.
+    # A process group that is not the step's is the model's own.
     name, size = (axes[group].name, axes[group].size) if group in axes else (group, None)
     nbytes, itemsize = sent_by(node, size), node.all_input_nodes[0].meta["val"].element_size()
     contents = contents_of(node)
@@ -64,8 +65,8 @@ def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[CommRe
         purpose, _, buffer = text.partition(" ")
         assert purpose in get_args(Purpose), text
         label = Label(purpose, buffer, _phase_of(purpose, phase))  # type: ignore[arg-type]
-        share = nbytes * numel // total
-        records.append(CommRecord(kind_of(node), name, label, share // itemsize // after * before, share, is_joined))
+        sent = nbytes * numel // total
+        records.append(CommRecord(kind_of(node), name, label, sent // itemsize // after * before, sent, is_joined))
     return records
 
 
@@ -76,19 +77,19 @@ def _phase_of(purpose: str, phase: Phase) -> Phase:
 
 
 def _first_half(node: Node, record: CommRecord, found: list[CommRecord]) -> int | None:
-    """Where the reduce-scatter is told whose sums `node` brings to all: together they are an all-reduce, unless that is coded."""
+    """The index of the reduce-scatter whose sums `node` all-gathers, the two being an all-reduce; None if none, or if encoded."""
     if record.label.purpose != "reduce" or not _is_gather(node):
         return None
     halves = [
-        place
-        for place, sent in enumerate(found)
+        index
+        for index, sent in enumerate(found)
         if (sent.axis, sent.label.purpose, sent.label.buffer) == (record.axis, "reduce", record.label.buffer)
     ]
     return halves[-1] if halves and found[halves[-1]].nbytes == record.nbytes else None
 
 
 def _is_gather(node: Node) -> bool:
-    """Whether every rank sends the same to all."""
+    """Whether every rank sends one tensor to all ranks."""
     source = node.all_input_nodes[0]
     return node.target in GATHERS and (kind_of(node) != "all_to_all" or source.target is torch.ops.aten.repeat.default)
 

@@ -1,11 +1,10 @@
-"""Where are the gradients of weights computed? Where they will be sent from, one after the other in a flat buffer.
+"""`join_products`: weight gradients computed directly in the flat buffer from which they are sent.
 
-The captured graph makes a matrix product for the gradient of every weight, and copies them all into a flat buffer:
+The captured graph has a matrix product for the gradient of every weight, and copies them all into a flat buffer:
 
     cat([left₁ @ right₁, bias, left₂ @ right₂, zeros])  →  join_gradients([left₁, right₁, bias, left₂, right₂], [2, 1, 2], numel)
 
-The numbers are the same. The copy, and memory for what is copied, are not needed; the operands live until the last of them
-is there.
+The numbers are the same. The copy and its memory are saved; all operands live until the last of them is ready.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import mm_flop, register_flop_formula
 
-from fzero.graph.analysis import aten, is_view, numel_of
+from fzero.graph.nodes import aten, is_view, numel_of
 
-_TURNS = (aten.t.default, aten.permute.default)
+_TRANSPOSES = (aten.t.default, aten.permute.default)
 _SAME_ORDER = (aten.view.default, aten.reshape.default)
 
 
 @torch.library.custom_op("fzero::join_gradients", mutates_args=())
 def join_gradients(operands: list[Tensor], counts: list[int], numel: int) -> Tensor:
-    """Tensors and products of matrices, flat, one after the other, and zeros up to `numel` elements.
+    """A flat buffer of tensors and matrix products, one after the other, padded with zeros to `numel` elements.
 
     Args:
-        operands: of all parts.
-        counts: of the operands of each part: 1 for a tensor that is copied, 2 for the matrices of a product.
+        operands: of all parts, in order.
+        counts: the number of operands of each part: 1 for a tensor that is copied, 2 for the matrices of a product.
         numel: of the result.
     """
     flat, rest, stop = operands[0].new_empty(numel), iter(operands), 0
@@ -51,16 +50,16 @@ def _(operands: list[Tensor], counts: list[int], numel: int) -> Tensor:
 
 @register_flop_formula(torch.ops.fzero.join_gradients)
 def _(operands: list[tuple[int, ...]], counts: list[int], numel: int, **kwargs: object) -> int:
-    flops, place = 0, 0
+    flops, start = 0, 0
     for count in counts:
-        flops += mm_flop(*operands[place : place + 2]) if count == 2 else 0
-        place += count
+        flops += mm_flop(*operands[start : start + 2]) if count == 2 else 0
+        start += count
     return flops
 
 
 def join_products(graph: Graph) -> None:
-    """Computes products where they are joined. Changes the graph."""
-    index = {node: place for place, node in enumerate(graph.nodes)}
+    """Computes products in the buffer that joins them. Changes the graph."""
+    index = {node: position for position, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.target is not aten.cat.default or node.meta["val"].dim() != 1:
             continue
@@ -71,7 +70,7 @@ def join_products(graph: Graph) -> None:
         if len(parts) == sum(map(len, parts)) or any(p.meta["val"].dtype != node.meta["val"].dtype for p in pieces):
             continue
         operands = [operand for part in parts for operand in part]
-        if any(operand not in index for operand in operands):  # joined themselves
+        if any(operand not in index for operand in operands):  # an operand is itself the result of a join
             continue
         with graph.inserting_after(_last_use(max(operands, key=index.__getitem__), index, before=index[node])):
             joined = graph.call_function(
@@ -84,18 +83,18 @@ def join_products(graph: Graph) -> None:
 
 
 def _source_of(piece: Node) -> Node:
-    """What `piece` is a view of, element by element in the same order."""
-    source, node, is_turned = piece, piece, False
+    """The tensor of which `piece` is a view, if its elements are in the same order."""
+    source, node, is_transposed = piece, piece, False
     while is_view(node) or node.target is aten.reshape.default:
         base = node.all_input_nodes[0]
         if not isinstance(base.meta["val"], Tensor) or numel_of(base) != numel_of(node):
             break
-        if node.target in _TURNS and base.meta["val"].dim() == 2:
-            is_turned = not is_turned
-        elif is_turned or node.target not in _SAME_ORDER:
+        if node.target in _TRANSPOSES and base.meta["val"].dim() == 2:
+            is_transposed = not is_transposed
+        elif is_transposed or node.target not in _SAME_ORDER:
             break
         node = base
-        source = source if is_turned else node
+        source = source if is_transposed else node
     return source
 
 
@@ -108,7 +107,7 @@ def _is_own_product(node: Node) -> bool:
 
 
 def _last_use(operand: Node, index: dict[Node, int], *, before: int) -> Node:
-    """The last product with what `operand` is a view of: so the parameters of a unit leave before its gradients come."""
+    """The last product that reads the memory of `operand`: after it, a unit's parameters are released before its gradients."""
     last, base = operand, operand
     while is_view(base) and isinstance(base.all_input_nodes[0].meta["val"], Tensor):
         base = base.all_input_nodes[0]
@@ -123,7 +122,7 @@ def _last_use(operand: Node, index: dict[Node, int], *, before: int) -> Node:
 
 
 def _forget(node: Node) -> None:
-    """Erases what nobody uses any more, and what was made for it alone."""
+    """Erases an unused node, and the nodes that only it used."""
     unused = {node: None}
     while unused:
         node, _ = unused.popitem()

@@ -26,7 +26,7 @@ from rich.table import Table
 from fzero.comms import collectives
 from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import backends, join, shutdown
-from fzero.graph.timeline import MachineModel
+from fzero.plans.machine_model import MachineModel
 from fzero.profiling.profiler import matrix_rate
 
 PACKAGES = (

@@ -34,7 +34,7 @@ from fzero.config.files import changed
 from fzero.estimation.activation_trace import trace_activations
 from fzero.estimation.compare import Keys, keys_of
 from fzero.estimation.ledger import Device
-from fzero.graph.timeline import MachineModel
+from fzero.plans.machine_model import MachineModel
 from fzero.profiling.machine import MeasuredRates, mean_rates, rates_of_rank
 from fzero.runtime.batches import map_tensors
 from fzero.runtime.loss import LossFn

@@ -24,7 +24,7 @@ from fzero.config.files import changed
 from fzero.estimation.compare import Keys, quietly
 from fzero.estimation.fit_search import Rung, Search, Setting
 from fzero.estimation.ledger import Device
-from fzero.graph.timeline import MachineModel
+from fzero.plans.machine_model import MachineModel
 
 Kind = Literal["device", "host", "nvme"]
 STAGES = (0, 1, 2, 3)

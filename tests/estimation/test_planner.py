@@ -33,7 +33,8 @@ from fzero.estimation.fitting import Limits
 from fzero.estimation.models import VOCABULARY, Block, ModelError, PlainGPT, filled, named, shape_of
 from fzero.estimation.unit_events import order_of, parts_of
 from fzero.estimation.zero_formulas import zero_nbytes
-from fzero.graph.timeline import Lanes, MachineModel
+from fzero.graph.timeline import Lanes
+from fzero.plans.machine_model import MachineModel
 from fzero.runtime import offload
 from fzero.runtime.activation_checkpointing import Moves
 from fzero.simulation import LockstepRanks, stacked

@@ -21,8 +21,10 @@ from torch.fx import Graph
 from training import ADAMW, Block, Odd, Plain, config, make, part, tokens, train, vectors
 
 import fzero
-from fzero.graph.analysis import WAIT, analyse, flops_of, is_collective, liveness, numel_of
+from fzero.graph.analysis import analyse
 from fzero.graph.backends import InductorPass
+from fzero.graph.liveness import liveness
+from fzero.graph.nodes import WAIT, flops_of, is_collective, numel_of
 from fzero.graph.remat import is_again
 from fzero.graph.schedule import PassOptions
 from fzero.runtime.activation_checkpointing import Moves

@@ -459,7 +459,7 @@ class Keeps(Fits):
 
 def test_an_obstacle_without_a_line_names_the_model(recwarn: Any, capfd: Any) -> None:
     message = _told(Keeps, recwarn, capfd)
-    assert message.startswith("Keeps\n") and "keep its .detach()" in message
+    assert message.startswith("Keeps\n") and "store its .detach()" in message
 
 
 # --- what is captured anew ---------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from torch.fx.node import map_arg
 
 import fzero
 from fzero.comms.traced import TracedAxis
-from fzero.graph.analysis import WAIT, flops_of, numel_of
 from fzero.graph.backends import realize_numbers
 from fzero.graph.exchange import send_to_others
+from fzero.graph.nodes import WAIT, flops_of, numel_of
 from fzero.graph.schedule import PassOptions, copy_of, run_passes
 from fzero.graph.weight_grads import join_products
 

@@ -24,10 +24,13 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fzero.graph.analysis import WAIT, Reduction, analyse, flops_of, is_collective, is_mutation, liveness, storages
+from fzero.graph.analysis import Reduction, analyse
+from fzero.graph.liveness import liveness
+from fzero.graph.nodes import WAIT, flops_of, is_collective, is_mutation, storages
 from fzero.graph.reuse import plan_live_ranges
 from fzero.graph.schedule import PassOptions, run_passes
-from fzero.graph.timeline import MachineModel, joined, make_timeline
+from fzero.graph.timeline import joined, make_timeline
+from fzero.plans.machine_model import MachineModel
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MANY = 10**9
@@ -544,7 +547,7 @@ def test_a_change_of_a_gathered_parameter_is_refused_by_name() -> None:
 
     graph = trace(step, torch.ones(4)).graph
     with pytest.raises(
-        ValueError, match="add_: a step's graph must not change what a collective returns in place, and this"
+        ValueError, match="add_: a step's graph must not change the result of a collective in place, got"
     ):
         run_passes(graph, PassOptions())
 

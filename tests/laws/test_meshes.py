@@ -19,7 +19,8 @@ from test_simulate import CASES, assert_same, for_ranks
 from training import ADAMW, Odd, Plain, adamw, config, make, part, tokens, train_plainly, vectors
 
 import fzero
-from fzero.graph.analysis import is_collective, liveness
+from fzero.graph.liveness import liveness
+from fzero.graph.nodes import is_collective
 from fzero.simulation import LockstepRanks, VmapRanks, stacked
 from fzero.storage.shard_io import own_shard
 from sharding import Mesh, Partial, Replicated, Sharded

@@ -28,7 +28,8 @@ from fzero import comms
 from fzero.comms.codecs import Codec
 from fzero.comms.comm_hooks import CommHook
 from fzero.config.config import ConfigError
-from fzero.graph.analysis import analyse, liveness
+from fzero.graph.analysis import analyse
+from fzero.graph.liveness import liveness
 from fzero.graph.traffic import sent_in
 from fzero.simulation import LockstepRanks, stacked
 from fzero.storage.shard_io import own_shard

@@ -1,0 +1,57 @@
+"""`MachineModel`: the rates of one rank's hardware, by which timelines, dry runs and the autotuner estimate seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fzero.common.arguments import refuse
+
+
+@dataclass(frozen=True, slots=True)
+class MachineModel:
+    """A simple model of one rank's hardware, as rates per second.
+
+    Args:
+        flops: floating point operations.
+        memory: bytes read and written.
+        network: bytes that a rank sends.
+        latency: fixed seconds per collective.
+        host: bytes between host memory and the device; used by dry runs only, not for graphs.
+        disk: bytes read from files and written to them; used by dry runs only.
+        processor: bytes that the CPU reads and writes when it updates offloaded state; used by dry runs only. The default is
+            an eighth of a node's memory bandwidth.
+        flops_fp32: operations on numbers of more than 16 bits; None means `flops`.
+        overlap: whether transfers overlap compute; on a CPU whose cores all compute, they do not.
+    """
+
+    flops: float = 1e14
+    memory: float = 1e12
+    network: float = 5e10
+    latency: float = 1e-5
+    host: float = 2e10
+    disk: float = 1e9
+    processor: float = 5e10
+    flops_fp32: float | None = None
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "memory", "network", "latency", "host", "disk", "processor", "flops_fp32"):
+            if not isinstance(getattr(self, name), int | float | None):
+                refuse(
+                    f"MachineModel: {name}",
+                    "a number",
+                    getattr(self, name),
+                    "pass a rate per second (latency: seconds)",
+                )
+        if self.latency < 0:
+            raise ValueError(f"MachineModel: latency must not be negative, got {self.latency}; it is seconds")
+        for name in ("flops", "memory", "network", "host", "disk", "processor", "flops_fp32"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(
+                    f"MachineModel: {name} must be positive, got {getattr(self, name)}; it is a rate per second"
+                )
+
+    def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False) -> float:
+        """The time of an operator: the larger of its compute time and its memory time."""
+        rate = (self.flops_fp32 or self.flops) if is_wide else self.flops
+        return max(flops / rate, nbytes / self.memory)
