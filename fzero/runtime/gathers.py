@@ -81,9 +81,9 @@ class Gathers:
         axes, label = self._mesh.axes_of(buffer.row.params), Label("gather", buffer.key, phase)
         home = self._params[buffer.key]
         if math.prod(axis.size for axis in axes) == 1:
-            self._transfer.ahead(buffer.key, home)
-            return _Gather(buffer, Pending(label, (), lambda: self._transfer.bring(buffer.key, home)))
-        shard = self._transfer.bring(buffer.key, home)
+            self._transfer.prefetch(buffer.key, home)
+            return _Gather(buffer, Pending(label, (), lambda: self._transfer.load(buffer.key, home)))
+        shard = self._transfer.load(buffer.key, home)
         full = self._transfer.scratch.take(buffer.padded_numel, shard.dtype, self._transfer.device)
         comm_hooks = self._plan.comm_hooks
         hooks = comm_hooks.gather if buffer.trainable else comm_hooks.frozen
@@ -105,7 +105,7 @@ class Gathers:
         """Starts to load the shards of a unit that is gathered later."""
         for buffer in unit.buffers:
             if isinstance(buffer.row.params, Sharded):
-                self._transfer.ahead(buffer.key, self._params[buffer.key])
+                self._transfer.prefetch(buffer.key, self._params[buffer.key])
 
     def drop(self) -> None:
         """Waits for the gathers under way and drops their results."""

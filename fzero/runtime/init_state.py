@@ -21,7 +21,8 @@ from fzero.comms.axes import Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.offload import Offload, agree
+from fzero.runtime.file_agreement import agree
+from fzero.runtime.offload import Offload
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Updater
 from fzero.state import TrainState

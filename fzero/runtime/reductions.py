@@ -146,7 +146,7 @@ class Reductions:
             is_kept &= home.dtype == reduce_dtype or not (self._is_first and self._is_last)
             is_held = is_kept and buffer.key in self._held
             if is_held or (is_kept and self._is_here(buffer)):
-                filling.flats[buffer.key] = self._transfer.bring(f"{buffer.key}/grads", home)
+                filling.flats[buffer.key] = self._transfer.load(f"{buffer.key}/grads", home)
             else:
                 dtype = home.dtype if is_kept else reduce_dtype
                 scratch, device = self._transfer.scratch, self._transfer.device
@@ -196,7 +196,7 @@ class Reductions:
         is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype or not self._is_here(buffer)
         held: Any = own_S
         if is_held and not self._is_here(buffer):
-            held = self._transfer.bring(f"{buffer.key}/grads", own_S)
+            held = self._transfer.load(f"{buffer.key}/grads", own_S)
         return self._mesh.start_reduce_scatter(
             flat_P, out_S=None if is_new else held, sum_replicas="now" if self._is_last else "later",
             held_S=held if is_held else None, hooks=hooks, states=states, label=label,

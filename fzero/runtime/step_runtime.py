@@ -19,10 +19,11 @@ from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.plans.plan import Plan
 from fzero.runtime.activation_checkpointing import Checkpointing
 from fzero.runtime.batches import Batches
+from fzero.runtime.file_agreement import agree
 from fzero.runtime.init_state import StateBuilder
 from fzero.runtime.loss import LossRules
 from fzero.runtime.metrics import StepMetrics
-from fzero.runtime.offload import Offload, agree
+from fzero.runtime.offload import Offload
 from fzero.runtime.step_spec import StepSpec, check_same
 from fzero.runtime.update import Updater
 from fzero.state import TrainState, is_donated

@@ -32,7 +32,8 @@ from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochast
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.offload import Offload, Update
+from fzero.runtime.offload import Offload
+from fzero.runtime.offload_leaves import Update
 from fzero.state import Metrics, TrainState
 from fzero.storage.shard_io import BufferPool, own_shard
 from sharding import Sharded

@@ -229,7 +229,7 @@ def _started(path: str, monkeypatch: pytest.MonkeyPatch, world_size: int, **zero
     state, _ = train(ranks, ranks.init(), 0, 1)
     spy(StateFiles, "start_read", "r")
     spy(StateFiles, "start_write", "w")
-    spy(StateFiles, "ahead", "a")
+    spy(StateFiles, "prefetch", "a")
     spy(FileStore, "read", "f")
     train(ranks, state, 1, 1)
     return logs
