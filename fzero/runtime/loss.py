@@ -104,10 +104,10 @@ class LossRules:
 
     Args:
         world_size: ranks W.
-        predivide: what gradients are divided by before they are added up over the ranks.
+        predivide: the divisor of gradients before they are summed over the ranks.
         is_mean: whether the gradient is the mean over the ranks, not the sum.
         clip: the largest gradient norm; 0 does not clip.
-        is_inf: whether that is the norm of the largest element.
+        is_inf: whether the norm is the largest absolute value, not the 2-norm.
         scales_loss: whether the loss is multiplied by a scale.
     """
 
@@ -119,7 +119,7 @@ class LossRules:
     scales_loss: bool
 
     def multiple(self, weight: Tensor | None, scale: Tensor) -> Tensor:
-        """How many times as large as the gradient meant the collected one is (0-d float64)."""
+        """The ratio of the collected gradient to the true one (0-d float64)."""
         multiple = torch.full((), self._over(weight) / self.predivide, dtype=torch.float64, device=scale.device)
         multiple = multiple if weight is None else multiple * weight
         return multiple * scale if self.scales_loss else multiple
