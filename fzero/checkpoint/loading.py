@@ -39,7 +39,7 @@ from fzero.plans.plan import Plan
 from fzero.resharding.new_state import begin_anew, blank, by_name, chosen_numbers, narrow, rescale
 from fzero.resharding.place import place
 from fzero.resharding.reshard import AnyStep
-from fzero.runtime.offload import agree
+from fzero.runtime.file_agreement import agree
 from fzero.runtime.trainability import listed
 from fzero.simulation import LockstepRanks, stacked
 from fzero.state import TrainState

@@ -15,7 +15,8 @@ import optree
 from torch import Tensor
 
 from fzero.common.arguments import check_kind, check_no_inference
-from fzero.runtime.offload import QUANTITIES, agree, files_of
+from fzero.runtime.file_agreement import agree, files_of
+from fzero.runtime.offload import QUANTITIES
 from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep

@@ -38,7 +38,7 @@ from fzero.resharding.new_state import (
 )
 from fzero.resharding.place import place as put
 from fzero.resharding.plan import JobRank, ReshardPlan, ReshardRound, kept_hook_states, plan_reshard
-from fzero.runtime.offload import agree, files_of
+from fzero.runtime.file_agreement import agree, files_of
 from fzero.runtime.step_spec import MismatchError
 from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState

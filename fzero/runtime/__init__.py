@@ -1,4 +1,4 @@
-"""The eager step: a module bound to the state, forward and backward unit by unit, metrics, the update, offload, first
+"""The eager step: binding a module to the state, forward and backward unit by unit, metrics, update, offload, initial
 states.
 
 May import: state, verbs, storage and below. Begin with `fzero.runtime.eager`.

@@ -1,13 +1,13 @@
-"""Activation checkpointing: which modules keep only their inputs for the backward, and run again in it?
+"""Activation checkpointing: modules that save only their inputs for the backward, and run their forward again in it.
 
 1. `Checkpointing` names the modules: every n-th block of the model, or those that a function picks.
-2. While the model is bound, the `forward` of each goes through `torch.utils.checkpoint` (the kind that is not
-   reentrant). So its graph is the one that it has without, and so are its numbers.
-3. A `_Call` is one call of such a module. It runs as it was called the first time, and on what it kept of the arguments
-   afterwards: the same containers, the same random state, the module buffers as they were.
+2. While the model is bound, the `forward` of each goes through the non-reentrant `torch.utils.checkpoint`. Graph and
+   numbers are the same as without checkpointing.
+3. A `_Call` is one call of such a module. The first run uses the arguments as they were passed. Later runs use the saved
+   arguments in the same containers, with the same random state and the module buffers of the first run.
 
-The second run asks for parameters in the backward as the first did in the forward, so that it enters the unit there:
-its gather is the one that the saved tensors would have asked for.
+The second run fetches its parameters in the backward, as the first did in the forward, and thereby enters the unit. That
+gather replaces the one that the saved tensors would have needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Choice = int | Callable[[str, nn.Module], bool]
 
 
 class Moves(NamedTuple):
-    """How an input is put away until the module runs again, and how it is brought back."""
+    """Functions that move an input to other memory until the module runs again, and back."""
 
     away: Callable[[Tensor], Tensor]
     back: Callable[[Tensor], Tensor]
@@ -55,13 +55,13 @@ def choose_modules(
 
     Args:
         model: any module.
-        choice: see `Choice`; a function sees the modules inside `model` that have a forward, and the outermost ones
-            that it is true of count. None is none.
+        choice: see `Choice`. A function is called for the modules inside `model` that have a forward; of those for which
+            it is true, the outermost are chosen. None chooses no module.
         blocks: names of the units that are one module.
-        field: who chose, for the messages.
+        field: the argument or configuration field that `choice` comes from, for messages.
 
     Raises:
-        ValueError: a choice that is neither, or that finds no module.
+        ValueError: the choice is neither, or matches no module.
 
     >>> stack = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     >>> choose_modules(stack, 2, blocks=["0", "1", "2"])
@@ -74,7 +74,7 @@ def choose_modules(
     modules = {name: module for name, module in model.named_modules() if name and _has_forward(module)}
     if callable(choice):
         chosen: list[str] = []
-        for name, module in modules.items():  # named_modules tells a parent before its children
+        for name, module in modules.items():  # named_modules yields a parent before its children
             if not any(name.startswith(f"{outer}.") for outer in chosen) and choice(name, module):
                 chosen.append(name)
         if not chosen:
@@ -108,8 +108,8 @@ class Checkpointing:
 
     Attributes:
         names: of the modules.
-        moves: where inputs that need a gradient wait; None keeps them where they are. The others (a mask, a table of
-            positions) are mostly the same for all blocks, and stay.
+        moves: move inputs that need a gradient to other memory; None keeps them where they are. Other inputs (a mask, a
+            table of positions) are never moved, because most are the same for all blocks.
     """
 
     names: tuple[str, ...] = ()
@@ -125,13 +125,13 @@ class Checkpointing:
         aliases: Mapping[str, str],
         moving: frozenset[str] | None,
     ) -> Iterator[None]:
-        """Inside, the modules are checkpointed where a gradient is recorded; afterwards `model` is as it was found.
+        """Inside, the modules are checkpointed where a gradient is recorded; afterwards `model` is unchanged.
 
         Args:
             model: bound already, so that its buffers are the state's.
             device: whose random state is kept for the second run, beside the CPU's.
-            recomputing: around each second run.
-            aliases: the further names of tied buffers.
+            recomputing: a context for each second run.
+            aliases: the other names of tied buffers.
             moving: names of the buffers that a forward changes; None while that is not known.
         """
         anchor = torch.empty(0, device=device)
@@ -159,7 +159,7 @@ class _Slot(NamedTuple):
 
     @property
     def buffers(self) -> dict[str, Any]:
-        """The mapping of now: a module that is bound again for the backward has another one."""
+        """The module's present mapping: binding it again for the backward replaces the mapping."""
         return self.module._buffers
 
 
@@ -176,18 +176,18 @@ class Site(NamedTuple):
 
 
 def checkpointed(site: Site) -> Callable[..., Any]:
-    """The forward of a module that keeps only its inputs for the backward, and runs again in it."""
+    """The forward of a module that saves only its inputs for the backward, and runs again in it."""
 
     @functools.wraps(site.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # A transform of torch.func ends before the backward, and what it wraps is not there any more to run again.
+        # A transform of torch.func ends before the backward, and its wrapped tensors cannot be used in a second run.
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return site.forward(*args, **kwargs)
         args = tuple(_without_cache(arg, site.name) for arg in args)
         kwargs = {key: _without_cache(arg, site.name) for key, arg in kwargs.items()}
         call = _Call(site, args, kwargs)
-        # The anchor tells torch the device whose random state matters, also when no argument is there. Tensors are
-        # handed over one by one: torch saves them as autograd does, and sees when they are changed in place.
+        # torch reads the device of the random state from the anchor, also when no argument is a tensor. Tensors are
+        # separate arguments: torch saves them as autograd does, and detects changes in place.
         return run_checkpointed(call, site.anchor, *call.tensors, use_reentrant=False)
 
     return forward
@@ -199,16 +199,16 @@ def _without_cache(arg: Any, module: str) -> Any:
         return arg
     if arg.get_seq_length():
         raise ValueError(
-            f"checkpoint: module {module!r} must be given no {type(arg).__name__} that holds something, for running again "
-            f"would append to it again, got {arg.get_seq_length()} positions; pass use_cache=False"
+            f"checkpoint: module {module!r} must be given an empty {type(arg).__name__} or none, because its second run would "
+            f"append to it again, got {arg.get_seq_length()} positions; pass use_cache=False"
         )
     return None
 
 
 class _Call:
-    """One call of a checkpointed module: the first run takes the arguments as they are, later ones what was kept of them.
+    """One call of a checkpointed module: the first run uses the arguments themselves, later runs the saved ones.
 
-    Containers are rebuilt for each later run, so that a module may change those it is given.
+    Containers are rebuilt for each later run, so a module may change those it is given.
     """
 
     __slots__ = ("_away", "_buffers", "_first", "_leaves", "_places", "_site", "_treespec", "tensors")
@@ -241,7 +241,7 @@ class _Call:
             leaves[place] = tensor
         for place, tensor in self._away.items():
             assert self._site.moves is not None
-            # The move is recorded, so that what comes back is no leaf: a leaf could not be changed in place.
+            # Autograd records the move, so the result is no leaf: a leaf could not be changed in place.
             leaves[place] = self._site.moves.back(tensor)
         args, kwargs = optree.tree_unflatten(self._treespec, leaves)
         with self._site.recomputing(), _buffers_as_found(self._buffers):
@@ -263,20 +263,20 @@ class _Found(NamedTuple):
         return cls(slot, value, None if value is None else value._version)
 
     def again(self) -> Tensor:
-        """For a further run, which may change it."""
+        """The value for another run, which may change it."""
         if self.version is None:
             return self.value if self.value is None else self.value.clone()
         if self.value._version != self.version:
             raise ValueError(
-                f"buffer {self.slot.name!r}: changed for the first time after the first step, so that its module, which is "
-                f"checkpointed, cannot run again from the value it had; change it once in the first forward"
+                f"buffer {self.slot.name!r}: must change in the first forward or never where its module is checkpointed, "
+                f"changed first in a later step, and its old value is lost; change it once in the first forward"
             )
         return self.value
 
 
 @contextmanager
 def _buffers_as_found(found: Sequence[_Found]) -> Iterator[None]:
-    """Inside, the buffers are what they were, and what becomes of them is forgotten: the first run has changed them."""
+    """Inside, the buffers have their values of the first run; changes to them are dropped, because that run has made them."""
     now = [slot.buffers[slot.key] for slot, _, _ in found]
     try:
         for buffer in found:

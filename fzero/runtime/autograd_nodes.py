@@ -1,6 +1,6 @@
-"""The nodes that a forward leaves in autograd's graph, which call its `ForwardBackward` in the backward.
+"""Autograd nodes that call a `ForwardBackward` in the backward.
 
-Each parameter is the output of a `ParamLeaf`; all leaves of one visit of a unit hang on one `UnitRoot`.
+Each parameter is the output of a `ParamLeaf`; the input of all leaves of one visit of a unit is one `UnitRoot`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class UnitRoot(torch.autograd.Function):
-    """One visit of a unit; its backward runs when every gradient of that visit has been written."""
+    """One visit of a unit; its backward runs once every gradient of that visit has been written."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, work: Any, unit: str) -> Tensor:
@@ -27,9 +27,9 @@ class UnitRoot(torch.autograd.Function):
 
 
 class ParamLeaf(torch.autograd.Function):
-    """A parameter for the model: a view of a flat buffer, whose gradient goes straight into a flat gradient.
+    """A parameter for the model: a view of a flat buffer, whose gradient is written straight into a flat gradient.
 
-    Without a name the gradient is dropped; the leaf only marks the graph as one of `work`.
+    Without a name the gradient is dropped; the leaf only marks the graph as belonging to `work`.
     """
 
     @staticmethod
@@ -44,14 +44,14 @@ class ParamLeaf(torch.autograd.Function):
         return ctx.work.anchor.detach(), None, None, None
 
 
-# To the model a parameter is a leaf: `module.tied = parameter` asks whether its grad_fn is true.
+# To the model a parameter must look like a leaf: `module.tied = parameter` tests the truth of its grad_fn.
 ParamLeaf._backward_cls.__bool__ = lambda node: False  # type: ignore[attr-defined]
 root_of: Callable[..., Tensor] = UnitRoot.apply  # type: ignore[assignment]
 leaf_of: Callable[..., Tensor] = ParamLeaf.apply  # type: ignore[assignment]
 
 
 def works_of(loss: Tensor) -> list[Any]:
-    """Every `ForwardBackward` that a loss comes from, in the order of its graph, which is the same on all ranks."""
+    """Every `ForwardBackward` in the graph of a loss, in graph order, which is the same on all ranks."""
     return list({id(node.work): node.work for node in roots_in(loss)}.values())
 
 

@@ -1,4 +1,4 @@
-"""Which micro-batches does a step take, and in which dtype?"""
+"""`Batches`: checks a rank's batch, cuts it into micro-batches and casts them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """What a step expects of a rank's batch.
+    """The batch that a step expects on each rank.
 
     Args:
         world_size: number of ranks, for messages.
-        num_micro_steps: in which a batch is taken.
-        micro_batch: samples on each rank in each of them; None where nothing is configured.
-        dtype: that floating tensors are cast to.
+        num_micro_steps: micro-batches in a batch.
+        micro_batch: samples of a micro-batch on each rank; None where nothing is configured.
+        dtype: floating tensors are cast to it.
     """
 
     world_size: int
@@ -72,18 +72,18 @@ class Batches:
         return x.chunk(self.num_micro_steps)
 
     def _check(self, batch: Any, expected: int | None) -> None:
-        """The leading dimension of every tensor, where they agree, must be what was configured."""
+        """Raises ValueError where all tensors have the same leading dimension, and it is not the configured one."""
         sizes = {x.shape[0] for x in optree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim > 0}
         if expected is not None and len(sizes) == 1 and sizes != {expected}:
             raise ValueError(
                 f"batch: must hold {expected} samples on each rank (from train_batch_size, "
                 f"train_micro_batch_size_per_gpu, gradient_accumulation_steps and {self.world_size} ranks), got "
-                f"{sizes.pop()}; mend the loader or the configuration"
+                f"{sizes.pop()}; change the loader or the configuration"
             )
 
 
 def map_tensors(function: Any, batch: Any) -> Any:
-    """The batch with `function` of each tensor; what is no tensor stays."""
+    """The batch with `function(x)` for each tensor x; other leaves are unchanged."""
     return optree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, _plain(batch), none_is_leaf=True)
 
 
@@ -93,5 +93,5 @@ def without_memory(batch: Any, device: torch.device) -> Any:
 
 
 def _plain(batch: Any) -> Any:
-    """A mapping as a dict, whose leaves a tree walk finds."""
+    """A mapping as a dict, because optree does not look into other mappings."""
     return dict(batch) if isinstance(batch, Mapping) else batch

@@ -4,14 +4,14 @@ No graph is captured. The model runs as it is, bound to the tensors that `Forwar
 
 1. The first access to a parameter of a unit *enters* the unit: its flat buffers are gathered (stage 3, `Gathers`) and cut
    into parameters by one split. Entering another unit releases them; by then the gather of the next unit has started.
-2. Autograd must not keep a gathered buffer alive until the backward, so it saves views of one as a recipe. Unpacking the
-   recipe gathers the unit again.
+2. Autograd must not keep a gathered buffer alive until the backward, so a view of one is saved as a `SavedView`. Unpacking
+   it gathers the unit again.
 3. Each parameter is the output of a `ParamLeaf`, whose backward writes the gradient into the unit's flat gradient at once
-   (`Reductions`). All leaves of a visit hang on one `UnitRoot`, whose backward runs when the last gradient of the visit has
-   come. The unit is then complete, and its reduce-scatter starts.
+   (`Reductions`). The input of all leaves of a visit is one `UnitRoot`, whose backward runs after the last gradient of the
+   visit. The unit is then complete, and its reduce-scatter starts.
 
-`Sequencer` decides when each collective starts. All stages run this same code: the specs decide whether a gather moves
-anything and whether a full gradient is dropped, so that all stages do the same arithmetic.
+`Sequencer` decides when each collective starts. All stages run this same code and do the same arithmetic: the specs decide
+whether a gather moves anything and whether a full gradient is dropped.
 
 Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards (on one axis as many as ranks).
 """
@@ -69,23 +69,23 @@ class ForwardBackward:
     """Forwards and backwards between two updates on one rank.
 
     The two halves: run the model, bound to `fetch`, inside `forward(...)`; then call `backward(loss, row)`, with the model
-    bound again. Any number of forwards may come before a backward, and any number of backwards after them. Between the
-    halves no collective is under way and one unit stays gathered; a forward that no backward follows leaves nothing behind.
-    An error in a half ends it for good, and so does `close`: from then on a graph that it made is refused.
+    bound again. Any number of backwards may follow any number of forwards. Between the halves no collective is under way
+    and one unit is still gathered; a forward without a backward leaves nothing behind. After an error in a half, or after
+    `close`, the object cannot be used again, and a backward through its graphs raises.
 
     Args:
         plan: the units and their specs.
         mesh: the ranks.
         params: this rank's flat buffers by key, wherever they live.
-        grads: where the mean gradients go, by key: full (P) in stages 0 and 1, this rank's shards (S) otherwise. None
-            is forwards only.
+        grads: receive the mean gradients, by key: full (P) in stages 0 and 1, this rank's shards (S) otherwise. None
+            allows forwards only.
         orders: the events to follow, by run; a run without any is negotiated, and learned. None negotiates all.
-        transfer: loads shards from other memory, and writes those of gradients there.
+        transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
 
     Attributes:
         forwards: the forwards so far.
-        anchor: a tensor on which every `UnitRoot` hangs. It is on the device of the parameters, so that autograd runs every
+        anchor: the input of every `UnitRoot`. It is on the device of the parameters, so that autograd runs every
             `UnitRoot` and `ParamLeaf` on one thread.
     """
 
@@ -110,16 +110,13 @@ class ForwardBackward:
         self._units = {unit.name: unit for unit in plan.units}
         self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
         self._status: Literal["idle", "running", "passed", "over"] = "idle"
-        self._num_modes = 0  # dispatch modes around what runs, which are the caller's
+        self._num_modes = 0  # dispatch modes of the caller, active around a half
         self._runs_again = False
         self._present: _Present | None = None
-        self._open_visits: Counter[str] = (
-            Counter()
-        )  # of each unit, those whose gradients this backward has not completed
+        # By unit, the visits whose gradients this backward has not completed.
+        self._open_visits: Counter[str] = Counter()
         self._loss_stats: Pending | None = None
-        self._range: AbstractContextManager[object] | None = (
-            None  # that of the unit which the forward visits, in a trace
-        )
+        self._range: AbstractContextManager[object] | None = None  # in a trace, the range of the unit being visited
 
     @property
     def is_over(self) -> bool:
@@ -141,20 +138,20 @@ class ForwardBackward:
     def forward(
         self, run: str, *, saves: bool = True, still: frozenset[str] = frozenset(), compares: bool = False
     ) -> Iterator[None]:
-        """Inside, the model runs, bound to `fetch`. *Collective* in stage 3: takes part in what only other ranks need.
+        """Inside, the model runs, bound to `fetch`. *Collective* in stage 3, also for units that only other ranks use.
 
         Args:
-            run: names its order of collectives.
-            saves: whether autograd saves recipes of gathered buffers. False keeps alive what it saves (for transforms of
-                torch.func, which allow no hooks).
+            run: the key of its order of collectives.
+            saves: whether views of gathered buffers are saved as `SavedView`s. False saves them as tensors, which keeps the
+                buffers alive (for transforms of torch.func, which allow no hooks).
             still: trained parameters that require no gradients in this forward.
-            compares: whether parameters are compared with what they were given as, which finds changes that PyTorch does
-                not count (through `.data`).
+            compares: whether the values of parameters are compared before and after, to find changes that PyTorch does not
+                count (through `.data`).
 
         Raises:
             ValueError: the forward has changed a parameter.
         """
-        with self._running(("forward", run)):  # which gathers the same, whatever requires gradients
+        with self._running(("forward", run)):  # without `still`: a forward gathers the same with and without gradients
             self._release_all_but("")
             self._events.begin_forward(is_first=self.forwards.begin(run, still))
             self._given.begin(compares=compares)
@@ -162,7 +159,7 @@ class ForwardBackward:
                 try:
                     yield
                 except RuntimeError as error:
-                    if f" of {ParamLeaf.__name__}" in str(error):  # what autograd says of a change in place
+                    if f" of {ParamLeaf.__name__}" in str(error):  # autograd's message about a change in place
                         raise self._given.was_changed("of the model") from error
                     if CHANGES_FLAG in str(error):
                         raise flag_changed(None) from error
@@ -187,16 +184,16 @@ class ForwardBackward:
         keeps: bool = False,
         check: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Adds the gradients of a loss to what `grads` holds. *Collective:* every rank; in stage 3 gathers again.
+        """Adds the gradients of a loss to `grads`. *Collective:* every rank; in stage 3 gathers again.
 
         Args:
-            loss: of one or more of the forwards, a scalar.
+            loss: a scalar, computed from one or more of the forwards.
             row: a few numbers that ranks exchange while the backward runs.
             grad_scale: factor of the gradients.
             is_first: whether `grads` holds nothing yet.
-            is_last: before the last one, gradients that stay full are not reduced.
-            keeps: whether the graph stays, to be gone through again.
-            check: looks at the rows before anything else is sent, where the order of the rest may differ between ranks.
+            is_last: whether this is the last backward before the update; only then are full gradients reduced.
+            keeps: whether the graph is retained for another backward.
+            check: checks the rows before any other collective, where the order of these may differ between ranks.
 
         Returns:
             Every rank's row, in rank order.
@@ -215,7 +212,7 @@ class ForwardBackward:
                 rows, self._loss_stats = self._loss_stats.wait(), None
                 check(rows)
             torch.autograd.backward(loss, retain_graph=keeps)
-            if not self._reductions.has_come:  # an update would decay what it has nothing to say about
+            if not self._reductions.has_come:  # an update without gradients would still apply weight decay
                 raise ValueError(UNRELATED)
             self._finish()
             if self._loss_stats is not None:
@@ -225,7 +222,7 @@ class ForwardBackward:
 
     @contextmanager
     def passing(self, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
-        """Inside, a backward of another step goes through forwards of this one; the gradients collected here do not change.
+        """Inside, the backward of another step runs through forwards of this one; the gradients collected here do not change.
 
         *Collective* in stage 3: gathers again.
         """
@@ -242,7 +239,7 @@ class ForwardBackward:
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[None]:
-        """Follows the order of a run, or learns it; after an error everything is over."""
+        """Follows the order of a run, or learns it; after an error this object cannot be used again."""
         if self.is_over:
             raise RuntimeError(OVER)
         settle()
@@ -257,20 +254,20 @@ class ForwardBackward:
             self._status = "idle"
 
     def _abandon(self) -> None:
-        """Forgets what is gathered, what is collected and which collectives are under way."""
+        """Drops gathered buffers, collected gradients and the collectives under way."""
         self._end_range()
         pending = [*self._gathers.abandon(), *self._reductions.abandon()]
         abandon(pending + ([self._loss_stats] if self._loss_stats else []))
         self.close()
 
     def close(self) -> None:
-        """Releases what is gathered; a graph that was made here is refused from now on."""
+        """Releases the gathered buffers; from now on a backward through a graph made here raises."""
         self._status = "over"
         self._release_all_but("")
         self.transfer.abandon()
 
     def _finish(self) -> None:
-        """Ends the backward: reduces what is left, and takes part in what only other ranks needed."""
+        """Ends the backward: reduces the remaining units, and takes part in collectives that only other ranks needed."""
         self._forget_leaves()
         self._gathers.check_full()
         trained = [unit.name for unit in reversed(self.plan.units) if unit.trainable]
@@ -280,7 +277,7 @@ class ForwardBackward:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Releases all that a backward gathered."""
+        """Releases the buffers that a backward gathered."""
         self._gathers.drop()
         self._release_all_but("")
         self.transfer.abandon()
@@ -293,7 +290,7 @@ class ForwardBackward:
         return self.forwards.run_of("backward", found)
 
     def _reached(self, loss: Tensor) -> dict[int, Counter[str]]:
-        """The visits of each forward that the loss comes from."""
+        """The visits of each forward in the graph of the loss."""
         found: defaultdict[int, Counter[str]] = defaultdict(Counter)
         for node in roots_in(loss):
             if node.work is self:
@@ -302,18 +299,18 @@ class ForwardBackward:
 
     @property
     def still(self) -> frozenset[str]:
-        """The parameters that got no gradient in any forward, because they required none."""
+        """The parameters without gradients, because they required none in any forward."""
         return self.forwards.still
 
     @property
     def still_buffers(self) -> frozenset[str]:
-        """The keys of the trained flat buffers that hold nothing else, so that an update leaves them as they are."""
+        """The keys of the trained flat buffers whose parameters are all `still`; an update leaves them as they are."""
         still = self.still
         buffers = self.plan.flat_buffers if still else ()
         return frozenset(b.key for b in buffers if b.trainable and still.issuperset(b.layout.names))
 
     def _check_runs(self) -> None:
-        """Raises where autograd comes at a moment of its own, when other ranks do not take part."""
+        """Raises outside the two halves, where other ranks do not take part in what autograd needs."""
         if self._status not in ("running", "passed"):
             raise RuntimeError(OVER if self.is_over else BETWEEN)
 
@@ -329,7 +326,7 @@ class ForwardBackward:
             present = self._enter(unit)
         elif not self.in_forward:
             with beneath_modes(self._num_modes):
-                self._gathered(unit)  # as `_unpack` does: the next gather may start now
+                self._gathered(unit)  # the next gather may start now, as in `_unpack`
         if self.in_forward and not self._runs_again and not present.is_recorded and torch.is_grad_enabled():
             present.is_recorded = True
             self.forwards.last.visits[unit.name] += 1
@@ -337,7 +334,7 @@ class ForwardBackward:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Inside, a part of the model runs again for its backward: the parameters that it gets here get no gradient."""
+        """Inside, a part of the model runs again for its backward; parameters fetched here get no gradient and count no visit."""
         before, self._runs_again = self._runs_again, True
         try:
             yield
@@ -353,8 +350,8 @@ class ForwardBackward:
             self._range = profiler_range("unit", unit.name)
             self._range.__enter__()
         self._events.entered.add(unit.name)
-        # Also inside the model's own no_grad, inference mode, torch.func transform or dispatch mode (selective activation
-        # checkpointing): what is entered there may be used outside it later.
+        # The model's own no_grad, inference mode, torch.func transform or dispatch mode (selective activation
+        # checkpointing) must not affect the leaves: they may be used outside it later.
         with (
             torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack(),
             beneath_modes(self._num_modes),
@@ -369,7 +366,7 @@ class ForwardBackward:
         trains = self.grads is not None
         root = root_of(self.anchor, self, unit.name) if trains else None
         still = self.forwards.last.still if trains else frozenset[str]()
-        # A backward through a gathered unit has to gather it again, so its graph must tell whose it is.
+        # A backward through a gathered unit gathers it again, so its graph needs a node of this object.
         is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(_trained_in(unit))
         leaves: dict[str, Tensor] = {}
         for buffer in unit.buffers:
@@ -392,7 +389,7 @@ class ForwardBackward:
         return leaves
 
     def _end_range(self) -> None:
-        """Ends the trace's range of the unit that the forward visited."""
+        """Ends the range of the unit that the forward visited, in a trace."""
         ended, self._range = self._range, None
         if ended is not None:
             ended.__exit__(None, None, None)
@@ -408,7 +405,7 @@ class ForwardBackward:
         self._gathers.release_all_but(unit)
 
     def _gathered(self, unit: UnitPlan) -> dict[str, Tensor]:
-        """The unit's gathered buffers, alive; the others are released, and the next gather is started."""
+        """The unit's gathered buffers. Releases those of other units and starts the next gather."""
         self._release_all_but(unit.name)
         flats = self._gathers.live(unit, lambda: self._events.advance_to(Event("gather", unit.name)))
         if not self._gathers.is_under_way:
@@ -419,7 +416,7 @@ class ForwardBackward:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Saves views of gathered buffers as recipes, inside this context."""
+        """Inside, views of gathered buffers are saved as `SavedView`s."""
         if not any(unit.gathered_numel for unit in self.plan.units):
             yield
             return
@@ -436,7 +433,7 @@ class ForwardBackward:
                 flat = self._gathered(packed.unit)[packed.key]
             return flat.as_strided(packed.size, packed.stride, packed.offset)
         tensor, version = packed
-        if tensor._version != version:  # autograd leaves this check to whoever hooks its saved tensors
+        if tensor._version != version:  # autograd does not check this itself where saved tensors have hooks
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after it was saved "
                 f"(version {version}, now {tensor._version}); make the change out of place, or on a clone"
@@ -453,7 +450,7 @@ class ForwardBackward:
             self._reductions.add(name, grad, unit.name, buffer)
 
     def end_visit(self, unit: str) -> None:
-        """Autograd has written all gradients of one visit of a unit."""
+        """Called when autograd has written all gradients of one visit of a unit."""
         if self._status != "passed":
             self._open_visits[unit] -= 1
             if self._open_visits[unit] <= 0:

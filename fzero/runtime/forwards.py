@@ -1,4 +1,4 @@
-"""The forwards of an accumulation window, by which a backward knows which gradients will come and which order they follow."""
+"""`Forwards`: the forwards of an accumulation window. They tell a backward which gradients to expect, and in which order."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ class Forwards:
         return len(self._all) - 1
 
     def begin(self, run: str, still: frozenset[str]) -> bool:
-        """A forward begins; returns whether it is the first since the last backward."""
+        """Records the start of a forward; returns whether it is the first since the last backward."""
         self._all.append(Forward(run, still))
         self._num_new, self._num_backwards = self._num_new + 1, 0
         return self._num_new == 1
 
     def go_back(self, *, keeps: bool) -> None:
-        """A backward of these forwards begins; `keeps` says whether its graph may be gone through again."""
+        """Records the start of a backward of these forwards; `keeps`: whether its graph is retained for another one."""
         self._is_kept |= keeps
         self._num_new, self._num_backwards = 0, self._num_backwards + 1
 
     def pass_through(self, *, keeps: bool) -> None:
-        """A backward of other forwards goes through some of these."""
+        """Records that a backward of another step runs through some of these forwards."""
         self._is_kept |= keeps
-        self._num_backwards += 1  # a unit that the forward left gathered is not there the next time
+        self._num_backwards += 1  # a unit that the forward left gathered is no longer gathered next time
 
     @property
     def last_alone(self) -> dict[int, Counter[str]] | None:
-        """The visits of the last forward, if a backward can only be of that one: the usual case. Else the graph decides."""
+        """The visits of the last forward, if a backward can only be of that one (the usual case). None: read the graph."""
         return {self.last_index: self.last.visits} if self._num_new == 1 and not self._is_kept else None
 
     def run_of(self, kind: str, forwards: Iterable[int]) -> Run:
-        """The key of the order in which a run of `kind` goes back through some forwards."""
+        """The key of the order of collectives in a run of `kind` back through these forwards."""
         of_each: Iterable[tuple[str | int, ...]] = (
             (self._all[index].run, self.last_index - index) for index in sorted(forwards)
         )
@@ -78,5 +78,5 @@ class Forwards:
 
 
 def sum_of(visits: Mapping[int, Counter[str]]) -> Counter[str]:
-    """How often some forwards visited each unit, together."""
+    """The total number of visits of each unit in these forwards."""
     return sum(visits.values(), Counter())

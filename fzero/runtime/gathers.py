@@ -1,7 +1,7 @@
-"""The gathered flat buffers of a forward and backward: gathers under way, buffers that are alive, and views that autograd saved.
+"""`Gathers`: the gathered flat buffers of a forward-backward, which are under way, live, or recorded as saved views.
 
 Autograd must not keep a gathered buffer alive until the backward. So a saved tensor that is a view of one is replaced by a
-`SavedView` (buffer, offset, size, stride), from which the backward makes the view again once it has gathered the buffer.
+`SavedView` (buffer, offset, size, stride). The backward gathers the buffer again and makes the view from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sharding import Replicated, Sharded
 
 
 class SavedView(NamedTuple):
-    """How to make a saved tensor again from its gathered flat buffer."""
+    """A saved tensor as a view of a gathered flat buffer, from which it is made again."""
 
     unit: UnitPlan
     key: str
@@ -33,7 +33,7 @@ class SavedView(NamedTuple):
 
 
 class _Gather(NamedTuple):
-    """The gather of one flat buffer under way, with the shard that it reads, where it reads one."""
+    """The gather of one flat buffer under way, with the shard that it reads; None where a single rank holds all of it."""
 
     buffer: FlatParamPlan
     pending: Pending
@@ -72,7 +72,7 @@ class Gathers:
 
     def start(self, unit: UnitPlan, phase: Phase) -> None:
         """Starts the gathers of a unit. *Collective* in stage 3."""
-        self.drop()  # a gather that nobody here waited for served other ranks only
+        self.drop()  # a gather that was not awaited on this rank served other ranks only
         self._under_way[unit.name] = [
             self._start(buffer, phase) for buffer in unit.buffers if isinstance(buffer.row.params, Sharded)
         ]
@@ -81,19 +81,19 @@ class Gathers:
         axes, label = self._mesh.axes_of(buffer.row.params), Label("gather", buffer.key, phase)
         home = self._params[buffer.key]
         if math.prod(axis.size for axis in axes) == 1:
-            self._transfer.ahead(buffer.key, home)
-            return _Gather(buffer, Pending(label, (), lambda: self._transfer.bring(buffer.key, home)))
-        shard = self._transfer.bring(buffer.key, home)
+            self._transfer.prefetch(buffer.key, home)
+            return _Gather(buffer, Pending(label, (), lambda: self._transfer.load(buffer.key, home)))
+        shard = self._transfer.load(buffer.key, home)
         full = self._transfer.scratch.take(buffer.padded_numel, shard.dtype, self._transfer.device)
         comm_hooks = self._plan.comm_hooks
         hooks = comm_hooks.gather if buffer.trainable else comm_hooks.frozen
         return _Gather(buffer, self._mesh.start_all_gather(shard, full, axes, hooks=hooks, label=label), shard)
 
     def _end(self, unit: str) -> dict[str, Tensor]:
-        """Waits for the gathers of a unit, and gives back the shards that were copies."""
+        """Waits for the gathers of a unit, and returns the memory of shards that were copies."""
         flats: dict[str, Tensor] = {}
         gathers = self._under_way.pop(unit)
-        while gathers:  # emptied, so that nothing here holds the shard that is given back
+        while gathers:  # emptied, so that no reference here keeps the shard's memory
             buffer, pending, shard = gathers.pop(0)
             flats[buffer.key] = pending.wait()
             del pending
@@ -105,7 +105,7 @@ class Gathers:
         """Starts to load the shards of a unit that is gathered later."""
         for buffer in unit.buffers:
             if isinstance(buffer.row.params, Sharded):
-                self._transfer.ahead(buffer.key, self._params[buffer.key])
+                self._transfer.prefetch(buffer.key, self._params[buffer.key])
 
     def drop(self) -> None:
         """Waits for the gathers under way and drops their results."""
@@ -129,10 +129,10 @@ class Gathers:
         """Where the model runs."""
         return self._transfer.device
 
-    # --- buffers that are alive ----------------------------------------------------------------------------------
+    # --- live buffers --------------------------------------------------------------------------------------------
 
     def live(self, unit: UnitPlan, gather: Callable[[], None]) -> dict[str, Tensor]:
-        """The gathered buffers (P) of a unit by key, alive; those of stages that gather nothing are not among them.
+        """The gathered buffers (P) of a unit by key; buffers that are never gathered (stages 0 to 2) are not included.
 
         Args:
             gather: starts the gathers of the unit where these are not under way.

@@ -1,7 +1,7 @@
-"""Checks of what a forward does to the parameters that it is given: it must not change them, nor differentiate by a part.
+"""`GivenParams`: checks that a forward neither changes its parameters nor differentiates by one visit's part of them.
 
-PyTorch counts a change in place. A change through `.data` is found by comparing values before and after, which reads all
-parameters twice; so a step does it in the first forward of each kind, or as `check_params` says.
+PyTorch counts changes in place. A change through `.data` is found by comparing values before and after. That reads all
+parameters twice, so a step does it only in the first forward of each kind, or as `check_params` says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fzero.runtime.own_params import bits_of, flag_changed, has_hook, partial_gr
 
 
 class _Given(NamedTuple):
-    """A parameter as the model was given it."""
+    """A parameter as it was passed to the model."""
 
     unit: str
     name: str
@@ -31,26 +31,26 @@ class _Given(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        """Whether it has other values, or the model has given it other memory."""
+        """Whether its values have changed, or the model has replaced its memory."""
         same = self.leaf.data_ptr() == self.address and torch.equal(bits_of(self.view), self.bits)
         return not same
 
 
 @dataclass(frozen=True, slots=True)
 class _RefusesParts:
-    """A hook on a parameter of one of several visits of its unit: the forward must not differentiate by it."""
+    """A gradient hook on a parameter in one of several visits of its unit; the forward must not differentiate by it."""
 
     given: GivenParams
     name: str
 
     def __call__(self, grad: Tensor) -> None:
-        """Raises ValueError inside the forward, where the gradient is one that the model has asked for."""
+        """Raises ValueError inside the forward, where the model itself has asked for the gradient."""
         if self.given.is_open:
             raise partial_grad(self.name)
 
 
 class GivenParams:
-    """The parameters as one forward was given them.
+    """The parameters as they were passed to one forward.
 
     Attributes:
         is_open: whether the forward runs.
@@ -62,7 +62,7 @@ class GivenParams:
         self._first: dict[str, list[tuple[str, ref[Tensor]]]] = {}  # the leaves of each unit's first visit
 
     def begin(self, *, compares: bool) -> None:
-        """A forward begins, whose parameters are compared with what they were given as, or not."""
+        """Called when a forward begins; `compares`: whether the values of its parameters are compared before and after."""
         self.is_open, self._given = True, [] if compares else None
         self._first.clear()
 
@@ -72,7 +72,7 @@ class GivenParams:
         self.is_open = False
 
     def add(self, unit: str, views: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
-        """Remembers the parameters of a unit: views of its flat buffer, and the tensors that the model gets for them."""
+        """Records the parameters of a unit: views of its flat buffer, and the tensors that the model gets for them."""
         if self._given is not None and self.is_open:
             self._given += [
                 _Given(unit, n, leaves[n], view, view.data_ptr(), bits_of(view), leaves[n].requires_grad)
@@ -80,12 +80,12 @@ class GivenParams:
             ]
 
     def refuse_parts(self, unit: str, leaves: Mapping[str, Tensor], *, is_first: bool) -> None:
-        """From the second visit of a unit on, refuses gradients by one of its parameters inside the forward.
+        """From the second visit of a unit on, makes a gradient by one of its parameters raise inside the forward.
 
-        Such a gradient would be that of one visit alone.
+        Such a gradient would belong to one visit only.
 
         Args:
-            leaves: those of this visit that require gradients.
+            leaves: the parameters in this visit that require gradients.
             is_first: whether this is the first visit in this forward.
         """
         if is_first:
@@ -97,7 +97,7 @@ class GivenParams:
             leaf.register_hook(_RefusesParts(self, name))  # type: ignore[no-untyped-call]
 
     def check(self, unit: UnitPlan | None) -> None:
-        """Compares the parameters of a unit that the forward leaves; None is all of them, at the end of the forward.
+        """Checks the parameters of a unit that the forward leaves; None checks those of all units, at the forward's end.
 
         Raises:
             ValueError: a parameter has other values, another flag or a hook.
@@ -116,7 +116,7 @@ class GivenParams:
             self._given = None if unit is None else [given for given in self._given if given.unit != name]
 
     def was_changed(self, where: str) -> ValueError:
-        """The error for a parameter that a forward has changed, with its name where that is known."""
+        """The error for a parameter that a forward has changed, with its name where it is known."""
         names = [given.name for given in self._given or () if given.is_changed]
         self._given = None
         return was_changed(names[0] if names else None, where)

@@ -1,7 +1,7 @@
-"""Observers of steps, of which a step knows no more than this file says.
+"""`Observer`: the protocol through which a step reports its batches and updates; a step knows no more of its observers.
 
-Who wants to see the batches of a step and its updates adds a maker of observers before the step is made, as
-`fzero.tuning.probe` does in a job that the autotuner started.
+To observe steps, register a maker of observers before the step is made, as `fzero.tuning.probe` does in a job that the
+autotuner started.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Sees a step at work. Each method may end the process."""
+    """Is called while a step runs. Each method may end the process."""
 
     def sees(self, batch: Any, *, is_call: bool = False) -> None:
-        """A batch has come; `is_call` where it is the arguments of the model (positional, by name)."""
+        """A batch has arrived; `is_call`: it is the arguments of the model (positional, by name)."""
 
     def begins(self) -> None:
         """The work of a step begins."""
@@ -37,13 +37,13 @@ _MAKERS: list[Maker] = []
 
 
 def observe_steps(maker: Maker) -> None:
-    """Has every step that is made from now on observed."""
+    """Registers a maker of observers for every step made from now on."""
     _MAKERS.append(maker)
 
 
 def observer_of(
     axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, device: torch.device
 ) -> Observer | None:
-    """The first observer that somebody makes for a step; None where nobody observes it."""
+    """The observer of a step: the first that a registered maker returns; None where none does."""
     made = (maker(axis, model, cfg, loss_fn, device) for maker in _MAKERS)
     return next((observer for observer in made if observer is not None), None)

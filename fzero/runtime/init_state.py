@@ -1,8 +1,8 @@
-"""What does a new state hold, and where do its first values come from? A model's weights, a state dict, or nothing but a seed.
+"""`StateBuilder`: makes a step's initial state from a model's weights, a state dict, or a seed alone.
 
-Values arrive unit by unit, so that a model built on `meta`, larger than a rank's memory, is never whole anywhere. A
-module on `meta` is filled by its own `reset_parameters` (or a function of the user's) under a seed made of the run's
-seed and the module's name: the numbers depend neither on the world size nor on the order of units.
+Values are made unit by unit, so that a model on `meta` that exceeds a rank's memory is never in memory as a whole. A module
+on `meta` is filled by its own `reset_parameters` (or the user's `init_fn`) under a seed derived from the run's seed and the
+module's name: its values depend neither on the world size nor on the order of units.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from fzero.comms.axes import Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.offload import Offload, agree
+from fzero.runtime.file_agreement import agree
+from fzero.runtime.offload import Offload
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
@@ -34,7 +35,7 @@ InitFn = Callable[[nn.Module], object]
 
 @dataclass(frozen=True, slots=True)
 class StateBuilder:
-    """The state that a step begins with, on one rank."""
+    """Makes the initial state of a step on one rank."""
 
     recipe: StepSpec
     plan: Plan
@@ -60,7 +61,7 @@ class StateBuilder:
             for buffer in unit.buffers:
                 for part, tensors in self._buffer(buffer, values, files, world).items():
                     state[part][buffer.key] = tensors
-            del values  # before the next unit's are made
+            del values  # frees them before the next unit's are made
         found = self.values(list(self.plan.buffers), params, init_fn)
         buffers = {
             name: _from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), world, name)
@@ -78,7 +79,7 @@ class StateBuilder:
     def _buffer(
         self, buffer: FlatParamPlan, values: Mapping[str, Tensor], files: StateFiles | None, world: Bound
     ) -> dict[str, Any]:
-        """What this rank holds of one flat buffer, from the whole values of its parameters."""
+        """This rank's part of one flat buffer, from the full values of its parameters."""
         dtype = torch_dtype(buffer.dtypes.master)
         flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
         flat_P = _from_rank_0(flat_P, world, buffer.key)
@@ -88,7 +89,7 @@ class StateBuilder:
         return self.offload.init(buffer, files, param, updated, make)
 
     def cut(self, flat_P: Tensor, spec: TensorSpec) -> Tensor:
-        """What this rank holds of a flat buffer."""
+        """This rank's part of a flat buffer (P): its shard (S), or all of it where the spec is replicated."""
         if isinstance(spec.spec, Sharded):
             mesh = self.plan.mesh
             return take_shard(flat_P, spec.partition(mesh), mesh.shard_of(self.rank, spec.spec)).clone()
@@ -97,12 +98,12 @@ class StateBuilder:
     def values(
         self, names: Iterable[str], given: Mapping[str, Tensor] | None, init_fn: InitFn | None
     ) -> dict[str, Tensor]:
-        """The first values of the parameters and buffers `names`, whole, on the device, in the dtype in which they are given.
+        """The initial full values of the parameters and buffers `names`, on the device, in their given dtype.
 
         Args:
-            given: a state dict that has them all, under a first or a further name; None takes the model's present values,
-                and initialises those on `meta`.
-            init_fn: called with a module whose own tensors are to be filled, instead of its `reset_parameters`.
+            given: a state dict with all of them, under any of their names; None takes the model's present values, and
+                initialises those on `meta`.
+            init_fn: called with a module to fill that module's own tensors, instead of its `reset_parameters`.
 
         Raises:
             ValueError: a tensor is missing, has another shape, or cannot be initialised; the message names it.
@@ -133,7 +134,7 @@ class StateBuilder:
         return values
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
-        """What the comm hooks of reductions remember."""
+        """The initial states of the comm hooks of reductions, by flat buffer and axis."""
         found: dict[str, dict[str, Any]] = {}
         planned = self.plan.hook_states
         for buffer in self.plan.flat_buffers:
@@ -174,7 +175,7 @@ def _lookup(given: Mapping[str, Tensor], name: str, aliases: Mapping[str, str]) 
 def _initialise(
     module: nn.Module, prefix: str, init_fn: InitFn | None, seed: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """The module's own tensors, made real, filled under their own seed, and given back; the module stays on `meta`."""
+    """The values of a module's own tensors, filled under the module's seed; the module itself is left on `meta`."""
     where = f"module {prefix or '(root)'!r} ({type(module).__name__})"
     fill = getattr(module, "reset_parameters", None) if init_fn is None else functools.partial(init_fn, module)
     if fill is None:
@@ -204,6 +205,6 @@ def _initialise(
 
 
 def _blank(meta: Tensor, device: torch.device) -> Tensor:
-    """Memory of the same shape, full of NaN where it can be, so that what nobody fills is found."""
+    """Memory of the same shape; floating memory holds NaN, so that unfilled elements are found."""
     real = torch.empty_like(meta, device=device, requires_grad=False)
     return real.fill_(float("nan")) if real.is_floating_point() else real.zero_()

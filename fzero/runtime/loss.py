@@ -1,7 +1,7 @@
-"""What does a step measure? The loss of a batch, the mean of what all ranks tell, and what the gradients still need.
+"""The loss of a batch, the mean over ranks, the gradient norm, and the factor that the gradients still need.
 
-Pure functions of tensors, shared by the eager and the compiled step, so that both do the same arithmetic. What `check_*`
-reads makes the host wait and raises; nothing else does.
+Pure functions of tensors, shared by the eager and the compiled step, so that both do the same arithmetic. Only the `check_*`
+functions make the host wait for the device, or raise for a value.
 
 Shape letters: W ranks, F shards, M rows (of ranks and micro-steps), N elements.
 """
@@ -33,14 +33,14 @@ def loss_of(
     """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight.
 
     Args:
-        model: what computes it.
+        model: called with the batch, or passed to `loss_fn`.
         loss_fn: see `make_train_step`; None takes the model's output.
-        batch: what the model is called with.
-        reduces_by_sum: whether gradients are to be added up over ranks, which goes with no weight.
+        batch: the arguments of the model: a mapping by name, a tuple or list by position, else one argument.
+        reduces_by_sum: whether gradients are summed over ranks, which excludes a weight.
         autocast: the dtype of `torch.autocast` on `device`, None for none.
 
     Raises:
-        ValueError: the loss is no scalar that depends on a trainable parameter, or the weight is no number from 0 on.
+        ValueError: the loss is no scalar that depends on a trainable parameter, or the weight is no number of at least 0.
     """
     if autocast is not None:
         with torch.autocast(device, dtype=autocast):
@@ -55,9 +55,9 @@ def loss_of(
                     f"gradient_allreduce_op: must be 'mean' when {source} gives a sum and its weight, got 'sum'; the "
                     f"gradient of a weighted mean is divided by all weights"
                 )
-            loss, told = loss
-            make: Any = partial(torch.full, ()) if isinstance(told, int | float) else torch.as_tensor
-            weight = make(told, device=loss.device if isinstance(loss, Tensor) else None).detach()
+            loss, given = loss
+            make: Any = partial(torch.full, ()) if isinstance(given, int | float) else torch.as_tensor
+            weight = make(given, device=loss.device if isinstance(loss, Tensor) else None).detach()
             check_weight(weight, source)
     else:
         source = f"{type(model).__name__}'s output"
@@ -80,7 +80,7 @@ def loss_of(
             f"loss: {source} must be a scalar tensor, or have a scalar as .loss or first item, got {got}; "
             f"pass loss_fn=lambda model, batch: ... that returns a scalar"
         )
-    # Under torch.vmap a tensor does not tell.
+    # Under torch.vmap, requires_grad is not reliable.
     if torch.is_grad_enabled() and not (loss.requires_grad or torch._C._are_functorch_transforms_active()):
         raise ValueError(
             f"loss: {source} must depend on a trainable parameter and does not; unfreeze one, or drop no_grad"
@@ -89,12 +89,12 @@ def loss_of(
 
 
 def check_weight(weight: Tensor, source: str) -> None:
-    """Raises ValueError unless the weight is one number, not negative. Reads it on the CPU, outside of a graph."""
+    """Raises ValueError unless the weight is one number of at least 0. The value is read on the CPU only, outside a graph."""
     is_known = weight.device.type == "cpu" and not is_traced()
     if weight.numel() != 1 or (is_known and not weight >= 0):
         raise ValueError(
             f"loss: {source} must give a weight that is one number, not negative, beside the sum, got "
-            f"{weight.tolist() if is_known else tuple(weight.shape)}; give the number of what was summed, tokens say"
+            f"{weight.tolist() if is_known else tuple(weight.shape)}; give the number of summed items, such as tokens"
         )
 
 
@@ -104,10 +104,10 @@ class LossRules:
 
     Args:
         world_size: ranks W.
-        predivide: what gradients are divided by before they are added up over the ranks.
+        predivide: the divisor of gradients before they are summed over the ranks.
         is_mean: whether the gradient is the mean over the ranks, not the sum.
         clip: the largest gradient norm; 0 does not clip.
-        is_inf: whether that is the norm of the largest element.
+        is_inf: whether the norm is the largest absolute value, not the 2-norm.
         scales_loss: whether the loss is multiplied by a scale.
     """
 
@@ -119,46 +119,46 @@ class LossRules:
     scales_loss: bool
 
     def multiple(self, weight: Tensor | None, scale: Tensor) -> Tensor:
-        """How many times as large as the gradient meant the collected one is (0-d float64)."""
+        """The ratio of the collected gradient to the true one (0-d float64)."""
         multiple = torch.full((), self._over(weight) / self.predivide, dtype=torch.float64, device=scale.device)
         multiple = multiple if weight is None else multiple * weight
         return multiple * scale if self.scales_loss else multiple
 
     def factor(self, norm: Tensor, multiple: Tensor, overflow: Tensor, weight: Tensor | None) -> Tensor | None:
-        """What the collected gradients are still to be multiplied by; None is 1."""
+        """The factor that the collected gradients still need; None is 1."""
         if not self.clip and weight is None and not self.scales_loss and self._over(weight) == self.predivide:
             return None
         factor = (self.clip / (norm + 1e-6)).clamp(max=1.0) / multiple if self.clip else 1 / multiple
-        return torch.where(overflow, torch.ones_like(factor), factor)  # the gradients stay for `first_overflow`
+        return torch.where(overflow, torch.ones_like(factor), factor)  # `first_overflow` reads the unscaled gradients
 
     def _over(self, weight: Tensor | None) -> int:
         return self.world_size if self.is_mean and weight is None else 1
 
     def norm_part(self, shards: Iterable[Tensor], device: torch.device) -> Tensor:
-        """One shard's part of the norm (0-d float64): from the same numbers in the same order in all stages."""
+        """One shard's part of the norm (0-d float64), from the same numbers in the same order in all stages."""
         return self.joined(map(self.of_shard, shards), device)
 
     def of_shard(self, grad_S: Tensor) -> Tensor:
-        """What one flat shard of gradients adds to a part of the norm (0-d float64)."""
+        """One flat shard's contribution to a part of the norm (0-d float64)."""
         if self.is_inf:
             return grad_S.abs().max().double()
         norm: Tensor = torch.linalg.vector_norm(grad_S, dtype=torch.promote_types(grad_S.dtype, torch.float32))
         return norm.double().square()
 
     def joined(self, measured: Iterable[Tensor], device: torch.device) -> Tensor:
-        """A part of the norm, of what its shards add to it."""
+        """A part of the norm, from the contributions of its flat shards."""
         part = torch.zeros((), dtype=torch.float64, device=device)
         for number in measured:
             part = torch.maximum(part, number) if self.is_inf else part + number
         return part
 
     def norm(self, parts_F: Tensor) -> Tensor:
-        """The global norm of what was collected, from the parts of all shards."""
+        """The global norm of the collected gradients, from the parts of all shards."""
         return parts_F.max() if self.is_inf else (mean_in_rank_order(parts_F) * len(parts_F)).sqrt()
 
 
 def loss_row(loss: Tensor, weight: Tensor | None, *numbers: float) -> Tensor:
-    """What a rank tells the others of a loss (0-d float64 each): itself, its weight or -1, and the numbers."""
+    """The row that a rank sends the others for one loss (float64): the loss, its weight or -1, and the numbers."""
     # A fill does not wait for the device, as a copy of a number does.
     fill = partial(torch.full, (), dtype=torch.float64, device=loss.device)
     rest = [fill(-1.0) if weight is None else weight.to(loss.device), *map(fill, numbers)]
@@ -172,12 +172,12 @@ def mean_of(rows_M2: Tensor, *, is_sum: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def is_agreed(rows_M2: Tensor, *, is_sum: bool) -> Tensor:
-    """Whether all losses are sums with weights, or none is (0-d bool)."""
+    """Whether all losses are sums with weights, or all are means, as `is_sum` says (0-d bool)."""
     return ((rows_M2[:, 1] >= 0) == is_sum).all()
 
 
 def check_rows(rows_M2: Tensor, *, is_sum: bool) -> None:
-    """Raises ValueError when some losses are sums and others means, or no loss weighs anything."""
+    """Raises ValueError when some losses are sums and others means, or all weights are 0."""
     agreed = is_agreed(rows_M2, is_sum=is_sum)
     message = "loss_fn: must give a mean always or a (sum, weight) always, got both; give the same on all ranks"
     if rows_M2.device.type != "cpu":
@@ -186,20 +186,20 @@ def check_rows(rows_M2: Tensor, *, is_sum: bool) -> None:
         raise ValueError(message)
     elif is_sum and (rows_M2[:, 1] == 0).all():
         raise ValueError(
-            "loss_fn: its weights must not all be 0 in a step, and were, on every rank; leave out such a batch"
+            "loss_fn: its weights must not all be 0 in a step, and were on every rank; leave out such a batch"
         )
 
 
 def agreed_buffers(rows_WN: Tensor) -> Tensor:
-    """The module buffers of all ranks become one (N,): the mean of floating ones, else rank 0's."""
+    """One value (N,) for the module buffers of all ranks: the mean of floating ones, else rank 0's."""
     if not rows_WN.dtype.is_floating_point:
         return rows_WN[0]
-    # What is equal stays so to the last bit.
+    # Values that are equal on all ranks must not change, not even in the last bit.
     return torch.where((rows_WN == rows_WN[0]).all(dim=0), rows_WN[0], mean_in_rank_order(rows_WN))
 
 
 def mean_in_rank_order(rows: Tensor) -> Tensor:
-    """The mean of the rows, added up one after the other."""
+    """The mean of the rows, which are added in order."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row

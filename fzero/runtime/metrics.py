@@ -1,8 +1,8 @@
-"""What did a step come to on all ranks: which loss and gradient norm, and may it update with them?
+"""`StepMetrics`: loss and gradient norm of a step over all ranks, and the checks before an update.
 
-`fzero.runtime.loss` has the rules; here they meet the ranks. What is not finite is told by the parameter's name where the
-host may wait for that, on the CPU; elsewhere a device-side assertion ends the process. Shape letters: A micro-steps, W
-ranks.
+`fzero.runtime.loss` holds the rules; this module exchanges their inputs between ranks. On the CPU, an error names the first
+parameter whose gradient is not finite. On a device the host does not wait; a device-side assertion ends the process.
+Shape letters: A micro-steps, W ranks.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ Named = Callable[[], dict[str, dict[str, str]]]
 
 
 class Outcome(NamedTuple):
-    """What one compiled step tells the host."""
+    """The results of one compiled step that the host reads."""
 
     told: Tensor
-    """Of every micro-step and rank its loss, its weight or -1, the number of its pass, and the checksum of its
-    hyper-parameters (A, W, 4)."""
+    """Per micro-step and rank: loss, weight or -1, number of the forward-backward, checksum of the hyper-parameters (A, W, 4)."""
     loss: Tensor
     norm: Tensor
     overflow: Tensor
     ok: Tensor
-    """Whether the step was made, or skipped as an overflow may be; if not, nothing but `state.grads` was written."""
+    """Whether the step updated, or skipped an overflow that may be skipped; if not, only `state.grads` was written."""
     loss_scale: LossScale[Tensor]
 
 
@@ -52,7 +51,7 @@ class StepMetrics:
 
     Attributes:
         skips_overflow: whether a step with an overflow is skipped; if not, it raises.
-        model: whose parameters are named.
+        model: the source of parameter names for errors.
     """
 
     plan: Plan
@@ -67,14 +66,14 @@ class StepMetrics:
     def metrics(
         self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool, rate: float, stage: ShardTransfer
     ) -> tuple[Metrics, Tensor | None]:
-        """The metrics, and the factor that the gradients still need, None for 1. *Collective* where they are sharded.
+        """The metrics, and the factor that the gradients still need (None for 1). *Collective* where they are sharded.
 
         Args:
-            losses: of every micro-step and rank, with their weights (A, W, 2).
+            losses: per micro-step and rank, (loss, weight), shape (A, W, 2).
             state: holds the gradients.
             is_sum: whether each loss is a sum, to be divided by the sum of the weights.
             rate: the learning rate.
-            stage: that of the backward, which may know what a gradient adds to the norm.
+            stage: the backward's transfer, which may have measured a gradient's contribution to the norm.
         """
         check_rows(losses.flatten(0, 1), is_sum=is_sum)
         mean_loss, weight = mean_of(losses.flatten(0, 1), is_sum=is_sum)
@@ -93,7 +92,7 @@ class StepMetrics:
         return Metrics(mean_loss.float(), norm.float(), lr, overflow, scale), factor
 
     def _norm(self, state: TrainState[Any], stage: ShardTransfer) -> Tensor:
-        """The global norm of what was collected (0-d float64): from the same numbers in the same order in all stages."""
+        """The global norm of the collected gradients (0-d float64), from the same numbers in the same order in all stages."""
         mesh = self.mesh
         held = [shard for shard in range(mesh.num_shards) if self.plan.stage == 0 or shard == mesh.shard]
         cut = [b for b in self.plan.flat_buffers if b.trainable and b.shard_numel]
@@ -124,7 +123,7 @@ class StepMetrics:
         return dict(zip(order.values(), order, strict=True)).get(found)
 
     def check_outcome(self, outcome: Outcome, state: TrainState[Tensor], hyper: Named, *, is_sum: bool) -> None:
-        """Raises on every rank what a graph found; `hyper` as in `check_alike`."""
+        """Raises on every rank for an error that a graph detected; `hyper` as in `check_alike`."""
         if outcome.ok.device.type != "cpu":
             torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
         elif not outcome.ok:
@@ -160,13 +159,13 @@ class StepMetrics:
 
 
 def check_alike(numbers_M2: Tensor, world: Bound, hyper: Named) -> None:
-    """Raises on every rank when the ranks' passes, by number, are not the same, or the hyper-parameters, by checksum.
+    """Raises on every rank when the number of the forward-backward or the hyper-parameters differ between ranks.
 
-    On the CPU alone, where reading is free: elsewhere `assert_alike` and a graph do it.
+    Only on the CPU, where reading is free; on a device `assert_alike` and the graph check.
 
     Args:
-        numbers_M2: the number of the pass and the checksum, of every rank at least once.
-        everyone: the ranks.
+        numbers_M2: number of the forward-backward and checksum of the hyper-parameters, from every rank at least once.
+        world: the ranks.
         hyper: this rank's hyper-parameters as text, by subject and name.
 
     Raises:
@@ -186,7 +185,7 @@ def check_alike(numbers_M2: Tensor, world: Bound, hyper: Named) -> None:
 
 
 def assert_alike(told_AWN: Tensor) -> None:
-    """`check_alike` where the host must not wait for the device, of all backwards of a step."""
+    """`check_alike` for all backwards of a step, where the host must not wait for the device."""
     numbers = told_AWN[..., 3:]
     torch._assert_async(
         (numbers == numbers[:, :1]).all(), "fzero: the ranks are in different steps, or have other learning rates"
@@ -195,12 +194,12 @@ def assert_alike(told_AWN: Tensor) -> None:
 
 @lru_cache(maxsize=16)
 def mark_of(names: frozenset[str]) -> float:
-    """A number in [0, 1) that tells sets of parameters apart, to be added to the number of a pass; 0 for none."""
+    """A checksum in [0, 1) of a set of parameter names, to be added to the number of a forward-backward; 0 for no names."""
     return zlib.crc32(" ".join(sorted(names)).encode()) / 2**32 if names else 0.0
 
 
 def check_passes(numbers_W: Tensor) -> None:
-    """Raises on every rank when the ranks' passes, by number, are not the same; elsewhere than on the CPU it does not look."""
+    """Raises on every rank when the numbers of the ranks' forward-backwards differ. On a device it does nothing."""
     if numbers_W.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
         if (numbers_W.floor() == numbers_W[0].floor()).all():
             raise CollectiveError(
@@ -208,7 +207,7 @@ def check_passes(numbers_W: Tensor) -> None:
                 "rank, before the same forward"
             )
         raise CollectiveError(
-            f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes, since an error was "
-            f"raised at different places on different ranks, or some alone called what all must call (trace_comm, "
-            f"evaluate); end the job, and start it again from what was saved"
+            f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes. Either an error was raised "
+            f"at different places on different ranks, or only some ranks called a collective method (trace_comm, evaluate); "
+            f"end the job, and start it again from a checkpoint"
         )

@@ -1,8 +1,8 @@
-"""How does a module compute with tensors that it does not own? It is bound to them while it runs.
+"""`bound`: a module computes with tensors that it does not own; it is bound to them while it runs.
 
-Inside `bound(...)` every access to a parameter, in any module and from anywhere in its code, asks a function for the
-tensor by the parameter's full name. That is the moment in which a unit is gathered: no hook has to guess which
-parameters a forward will touch. Afterwards the module is as it was. So it is with random numbers (`random_state`).
+Inside `bound(...)` every access to a parameter, in any module and anywhere in its code, calls a function that returns the
+tensor by the parameter's full name. A unit is gathered at that moment: no hook has to guess which parameters a forward will
+use. Afterwards the module is unchanged. `random_state` does the same for random numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, takewhile
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +24,21 @@ from fzero.runtime.own_params import Fetch, check_no_hooks, late, wrong_kind
 
 
 class _Parameters(dict[str, Any]):
-    """A module's `_parameters` whose values come from `fetch`, unless the model puts another value in their place."""
+    """A module's `_parameters` whose values come from `fetch`, unless the model assigns another value."""
 
     def __init__(self, own: dict[str, Any], names: dict[str, str], fetch: Fetch) -> None:
         super().__init__(own)
         self.names, self.fetch = names, fetch
         self.put: set[str] = set()
-        """The keys under which the model has put something of its own."""
+        """The keys to which the model has assigned a value of its own."""
 
     def __getitem__(self, key: str) -> Any:
         name = self.names.get(key)
         return super().__getitem__(key) if name is None else self.fetch(name)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        # `torch.func.functional_call` inside the model's own code swaps parameters like this, and puts back what it found:
-        # a tensor of `fetch`, which is not to be used any more when its unit is gathered anew.
+        # `torch.func.functional_call` inside the model's own code swaps parameters like this, then restores a tensor of
+        # `fetch`. That tensor must not be used again after its unit is gathered anew, so only its name is kept.
         name = getattr(value, "fzero_name", None)
         if name is not None:
             self.names[key] = name
@@ -54,7 +54,7 @@ class _Parameters(dict[str, Any]):
         super().__delitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401 - it would call itself
+        return self[key] if key in self else default  # noqa: SIM401 - `get` would call itself
 
     def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
         return ((key, self[key]) for key in self)
@@ -64,7 +64,7 @@ class _Parameters(dict[str, Any]):
 
 
 def is_bound(model: nn.Module) -> bool:
-    """Whether the model runs on other tensors than its own, inside `bound`."""
+    """Whether the model is inside `bound`."""
     return isinstance(model._parameters, _Parameters)
 
 
@@ -74,7 +74,7 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
 
     Args:
         model: the module; the tensors that it owns are neither read nor written.
-        aliases: the further names of tied parameters and buffers, with the name that `fetch` and `buffers` know.
+        aliases: the other names of tied parameters and buffers, with the name that `fetch` and `buffers` know.
         fetch: the tensor of a parameter, by its full name.
         buffers: the module's buffers by full name. In-place changes reach these tensors; a buffer that the model
             assigns anew takes the old one's place in the mapping.
@@ -84,9 +84,8 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
     recurrent = [module for _, module in modules if isinstance(module, nn.RNNBase)]
     flat_weights = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
     hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module in recurrent]
-    homes: list[tuple[dict[str, Tensor | None], str, str, Tensor]] = []
-    empty: list[tuple[dict[str, Tensor | None], str, str]] = []
     children = [dict(module._modules.items()) for _, module in modules]
+    slots: list[_BufferSlot] = []
     names_of: dict[int, str] = {}  # by the identity of the module's own parameter
     own_by_id: dict[int, nn.Parameter] = {}
     listers: list[nn.Module] = []
@@ -94,47 +93,27 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
     leave = None
     try:
         for prefix, module in modules:
-            dot = f"{prefix}." if prefix else ""
-            names = {}
-            for key, own in module._parameters.items():
-                if own is not None:
-                    name = names_of[id(own)] = names[key] = aliases.get(dot + key, dot + key)
-                    own_by_id[id(own)] = own
-                    if type(own) is nn.Parameter:  # else another rank in lockstep has it bound
-                        check_no_hooks(name, own)
+            names = _own_names(module, prefix, aliases, names_of, own_by_id)
             module.__dict__["_parameters"] = _Parameters(module._parameters, names, fetch)
             if prefix in parents and type(module).named_parameters is nn.Module.named_parameters:
                 module.__dict__["named_parameters"] = MethodType(lister, module)
                 listers.append(module)
             module.__dict__["_buffers"] = dict(module._buffers)
-            for key, buffer in module._buffers.items():
-                name, is_cache = aliases.get(dot + key, dot + key), key in module._non_persistent_buffers_set
-                if is_cache and name not in buffers:
-                    continue  # the module's own affair, as an attribute is
-                if buffer is None:
-                    empty.append((module._buffers, key, dot + key))
-                    continue
-                if name not in buffers:
-                    raise late("buffer", name)
-                module._buffers[key] = buffers[name]
-                homes.append((module._buffers, key, name, buffers[name]))
+            slots += _bind_buffers(module, prefix, aliases, buffers)
         leave = own_params.enter(own_by_id, names_of, fetch)
         yield
         for (prefix, module), (_, _, own_buffers) in zip(modules, found, strict=True):
             _check_slots(module, prefix, own_buffers)
         if any(module._modules != own for (_, module), own in zip(modules, children, strict=True)):
             _check_places(model, modules)
-        for slots, key, name, before in homes:
-            _check_same_kind(name, before, slots.get(key))
-        for slots, key, name in empty:
-            _check_same_kind(name, None, slots.get(key))
+        for slot in slots:
+            _check_same_kind(slot.name, slot.before, slot.now)
     finally:
         if leave is not None:
             leave()
-        for slots, key, name, before in homes:
-            now = slots.get(key)
-            if now is not None and now is not before:
-                buffers[name] = now.detach().clone()  # it may be part of the batch, or hold a graph
+        for slot in slots:
+            if slot.before is not None and slot.now is not None and slot.now is not slot.before:
+                buffers[slot.name] = slot.now.detach().clone()  # it may be part of the batch, or hold a graph
         for module in listers:
             del module.__dict__["named_parameters"]
         for module, own_parameters, own_buffers in found:
@@ -146,8 +125,57 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
             module._flat_weights, module._flat_weight_refs = own_weights, own_refs
 
 
+class _BufferSlot(NamedTuple):
+    """The entry of a bound module's `_buffers` for one buffer of the state, or for one that is None."""
+
+    of_module: dict[str, Tensor | None]
+    key: str
+    name: str
+    before: Tensor | None
+
+    @property
+    def now(self) -> Tensor | None:
+        return self.of_module.get(self.key)
+
+
+def _own_names(
+    module: nn.Module,
+    prefix: str,
+    aliases: Mapping[str, str],
+    names_of: dict[int, str],
+    own_by_id: dict[int, nn.Parameter],
+) -> dict[str, str]:
+    """The names of a module's own parameters for `fetch`, by key; adds them by identity to `names_of` and `own_by_id`."""
+    dot, names = f"{prefix}." if prefix else "", {}
+    for key, own in module._parameters.items():
+        if own is not None:
+            names_of[id(own)] = names[key] = aliases.get(dot + key, dot + key)
+            own_by_id[id(own)] = own
+            if type(own) is nn.Parameter:  # else another rank in lockstep has it bound
+                check_no_hooks(names[key], own)
+    return names
+
+
+def _bind_buffers(
+    module: nn.Module, prefix: str, aliases: Mapping[str, str], buffers: Mapping[str, Tensor]
+) -> Iterator[_BufferSlot]:
+    """Replaces a module's buffers by those of the state."""
+    dot = f"{prefix}." if prefix else ""
+    for key, buffer in module._buffers.items():
+        name, is_cache = aliases.get(dot + key, dot + key), key in module._non_persistent_buffers_set
+        if is_cache and name not in buffers:
+            continue  # the module's own affair, as an attribute is
+        if buffer is None:
+            yield _BufferSlot(module._buffers, key, dot + key, None)
+            continue
+        if name not in buffers:
+            raise late("buffer", name)
+        module._buffers[key] = buffers[name]
+        yield _BufferSlot(module._buffers, key, name, buffers[name])
+
+
 def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any]) -> None:
-    """Raises ValueError where a forward has left a parameter or a buffer that the state does not have: it would be lost."""
+    """Raises ValueError where a forward has registered a parameter or buffer that the state lacks: it would be lost."""
     dot, parameters = f"{prefix}." if prefix else "", module._parameters
     assert isinstance(parameters, _Parameters)
     for key in parameters.put:
@@ -160,9 +188,9 @@ def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any])
 
 
 def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None]) -> None:
-    """Leaves on the module what a forward has made and registered with `persistent=False`: a table, say, made once.
+    """Keeps buffers that a forward has registered with `persistent=False`, such as a table that is made once.
 
-    Not what a trace has made of it, which has no values.
+    Tensors made in a trace are not kept, because they have no values.
     """
     for key in module._non_persistent_buffers_set:
         made = module._buffers.get(key)
@@ -171,7 +199,7 @@ def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None]) -> No
 
 
 def _check_places(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raises ValueError where a forward has put a module in another's place: the next one would bind it to other weights."""
+    """Raises ValueError where a forward has replaced one module by another: the next binding would give it other weights."""
     places = {id(module): prefix for prefix, module in modules}
     for prefix, module in model.named_modules():
         if places.get(id(module)) != prefix:
@@ -182,17 +210,17 @@ def _check_places(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) ->
 
 
 def _check_same_kind(name: str, before: Tensor | None, now: Tensor | None) -> None:
-    """Raises ValueError where a forward has put something of another shape or dtype in a buffer's place, or emptied it."""
+    """Raises ValueError where a forward has assigned None, or another shape or dtype, to a buffer."""
     if now is not before and (now is None or before is None or (now.shape, now.dtype) != (before.shape, before.dtype)):
         raise wrong_kind(name, before, now)
 
 
 @contextmanager
 def random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Runs on the random state `rng`, and leaves the process' own as it was; the mapping given is the state after."""
+    """Inside, the random state is `rng`; then the process' own is restored. Yields a dict that receives the new state."""
     after: dict[str, Tensor] = {}
     own = {"cpu": torch.get_rng_state()}
-    torch.set_rng_state(rng["cpu"].clone())  # torch reads a view of other memory wrongly
+    torch.set_rng_state(rng["cpu"].clone())  # torch misreads a view into other memory
     if "cuda" in rng:
         own["cuda"] = torch.cuda.get_rng_state(device)
         torch.cuda.set_rng_state(rng["cuda"], device)
@@ -209,9 +237,9 @@ def random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards modules have the attributes that they had, also in lists, sets and dicts of their own.
+    """Restores the attributes of all modules on exit, including the contents of their lists, sets and dicts.
 
-    For a run on tensors without memory: a table that the model makes once would be one of them.
+    For a run on tensors without memory: otherwise a table that the model makes once would keep such a tensor.
     """
     owned = [(vars(module), dict(vars(module))) for module in model.modules()]
     held = [(value, value.copy()) for _, own in owned for value in own.values() if type(value) in _CONTAINERS]
@@ -228,10 +256,10 @@ _CONTAINERS = (list, set, dict, OrderedDict, defaultdict)
 
 @contextmanager
 def beneath_modes(num_modes: int) -> Iterator[None]:
-    """Inside, of the active modes of `torch.utils._python_dispatch` the first `num_modes` only are.
+    """Inside, only the first `num_modes` of the active modes of `torch.utils._python_dispatch` are active.
 
-    A mode that a model enters sees the model's operations. The gather of its parameters is none of them, nor is it there
-    again when the region of the mode is run again.
+    A mode that a model enters must see the model's operations only. The gather of its parameters is none of them, and does
+    not recur when the mode's region runs again.
     """
     modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - num_modes)]
     try:
@@ -245,9 +273,9 @@ def beneath_modes(num_modes: int) -> Iterator[None]:
 def replaced_forwards(
     model: nn.Module, names: Sequence[str], replace: Callable[[str, nn.Module], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Inside, the `forward` of each named module is what `replace` makes of it; afterwards `model` is as it was found.
+    """Inside, the `forward` of each named module is the result of `replace(name, module)`; afterwards `model` is unchanged.
 
-    A module that has several of the names is asked for once.
+    `replace` is called once for a module with several of the names.
     """
     found: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
@@ -265,12 +293,12 @@ def replaced_forwards(
 
 
 def own_forward(module: nn.Module) -> dict[str, Any]:
-    """The module's `forward` where it has one besides its class'."""
+    """The module's own `forward`, by key, where it overrides that of its class."""
     return {key: module.__dict__[key] for key in ("forward",) if key in module.__dict__}
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy for `torch.compile`, whose cache belongs to the code: that of a method is shared by all objects of its class."""
+    """A copy with its own code object: `torch.compile` caches by code, and all objects of a class share a method's code."""
     if isinstance(function, MethodType):
         return MethodType(with_own_code(function.__func__), function.__self__)
     assert isinstance(function, FunctionType)
@@ -290,10 +318,10 @@ def _parents_of_ties(aliases: dict[str, str]) -> set[str]:
 
 
 def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[..., Any]:
-    """The method `named_parameters` of a bound module, which tells parameters apart by what the module owns.
+    """The method `named_parameters` of a bound module, which identifies parameters by the module's own, not by fetched tensors.
 
-    Not by what is fetched: a tied parameter whose unit is entered anew is another tensor, and would be listed twice.
-    Nor does a list of what came before keep all that was gathered alive.
+    A tied parameter whose unit is entered again is a new tensor, and would be listed twice. A set of the tensors yielded so
+    far would also keep all gathered buffers alive.
     """
 
     def named_parameters(
@@ -305,7 +333,7 @@ def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[
             lambda member: dict.items(member._parameters), prefix, recurse, remove_duplicate
         ):
             name = names_of.get(id(own))
-            if name is None:  # the model put it there
+            if name is None:  # the model has assigned it
                 yield key, own
                 continue
             if remove_duplicate and name in seen:  # `model.to("meta")` gives the ends of a tie parameters of their own

@@ -1,7 +1,7 @@
-"""Which of the module's buffers does a step change, and how do they become the same on all ranks?
+"""`make_equal`: makes the module buffers that steps change equal on all ranks.
 
-A forward writes into a buffer, or puts another tensor in its place. The ranks agree once on which ones steps change. These are
-averaged in every step, so that BatchNorm's running statistics see the global batch.
+A forward writes into a buffer, or replaces it by another tensor. The ranks agree once on which buffers steps change. These
+are averaged in every step, so that BatchNorm's running statistics cover the global batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fzero.runtime.loss import agreed_buffers
 
 
 def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]]) -> set[str]:
-    """The names of buffers that are another tensor than before, or another version of it."""
+    """The names of buffers that were replaced by another tensor, or changed in place."""
     return {n for n, (tensor, version) in before.items() if buffers[n] is not tensor or tensor._version != version}
 
 
@@ -30,13 +30,13 @@ def make_equal(
     *Collective:* every rank.
 
     Args:
-        buffers: all of them, as they are after the forwards of this step.
-        moved: the names of those that changed on this rank.
-        moving: of those that steps change, as far as the ranks have agreed on it; None is not yet.
-        has_news: whether any rank saw another one change, so that they agree anew.
+        buffers: all buffers, after the forwards of this step.
+        moved: the names of the buffers that changed on this rank.
+        moving: the names that the ranks have agreed on so far; None before the first agreement.
+        has_news: whether any rank saw a buffer change that is not in `moving`, so that they agree again.
 
     Returns:
-        The names of those that steps change.
+        The names of the buffers that steps change.
 
     Raises:
         ValueError: a buffer changed too late to be agreed on.
@@ -44,13 +44,13 @@ def make_equal(
     if world.size == 1 or not buffers:
         return (moving or frozenset()) | moved
     if moving is None or has_news:
-        told = collectives.exchange(moved, world, label=Label("agree", phase="update"))
-        moving = (moving or frozenset()).union(*told)
+        moved_on = collectives.exchange(moved, world, label=Label("agree", phase="update"))
+        moving = (moving or frozenset()).union(*moved_on)
     unexpected = moved - moving
     if unexpected:
         raise ValueError(
-            f"buffer {min(unexpected)!r}: changed for the first time after the first step (on the CPU: in the backward), so "
-            f"that the ranks did not agree to average it; change it once in the first forward"
+            f"buffer {min(unexpected)!r}: changed for the first time after the first step (on the CPU: in the backward), too "
+            f"late for the ranks to agree to average it; change it once in the first forward"
         )
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for name, buffer in buffers.items():

@@ -1,37 +1,35 @@
-"""What does a step do about tensors of its state that live off the device?
+"""`Offload`: the tensors of a rank's state that live off the device, in host memory or in files.
 
-`Offload` is what a plan's placements come to on one rank's device. It makes the tensors of a flat buffer where they shall live,
-updates them there, and moves them elsewhere; each as one stream over sub-groups (`fzero.storage.stream`), whose tensors
-come from where they are: files, host memory, or where the update runs. Parameters, which a pass asks for as whole shards,
-and gradients, which it gives, come and go through a `ShardTransfer` (`fzero.storage.shard_io`). Where the model is on the
-CPU, host memory is the device's, and nothing moves. A buffer whose master and optimizer state live elsewhere is updated on
-the CPU (`stream_buffers.updates_on_host`).
+It allocates the tensors of a flat buffer in the memory that the plan places them in, updates them, and moves them to another
+memory. Each of these is one stream of sub-groups (`fzero.storage.stream`), which reads every tensor where it lives: a file,
+host memory, or the device of the update. A forward or backward loads shards of parameters, and writes those of gradients,
+through a `ShardTransfer` (`fzero.storage.shard_io`). On a model on the CPU, host memory is device memory, and nothing moves.
+A buffer whose master and optimizer state live elsewhere is updated on the CPU (`buffer_sizes.updates_on_host`).
 
-If one rank's files fail, no rank may go on: before updated parameters are joined, every rank tells whether its files are whole
-(`agree`), and where one's are not, all of them raise, and none of their states can be used any more.
+If one rank's files fail, no rank may go on: before updated parameters are all-gathered, every rank reports whether its files
+are good (`agree`). Where one rank's are not, all ranks raise, and none of their states can be used any more.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import optree
 import torch
 from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
-from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.mesh import RankMesh
-from fzero.comms.pending import Pending
-from fzero.comms.records import Label
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
+from fzero.runtime.file_agreement import agree
+from fzero.runtime.offload_leaves import Leaves, Parts, Update, is_long, leaves_of, long_tensors, to_host, with_long
 from fzero.state import TrainState
 from fzero.storage.buffer_sizes import updates_on_host
-from fzero.storage.file_store import FileSpec, StoreError
+from fzero.storage.file_store import FileSpec
 from fzero.storage.file_tensor import FilePlan, FileTensor, StateFiles, handles_of, renewed
 from fzero.storage.movers import ByName, DeviceMover, Resident
 from fzero.storage.shard_io import MOST_LEAVING, BufferPool, Leaf, ShardTransfer, own_shard
@@ -40,72 +38,20 @@ from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
 
 Place = Literal["here", "host", "nvme"]
-"""As the device sees it: its own memory, the host's, where that is another, or a file."""
+"""Memory as the device sees it: its own, the host's where that is another one, or a file."""
 
 QUANTITIES = ("params", "grads", "master", "optimizer")
 """The parts of a state that are kept by flat buffer."""
 
 _OF_BUFFERS = tuple(f"state.{quantity}" for quantity in QUANTITIES)
 
-Parts = dict[str, Any]
-"""What a state holds of one flat buffer: `params`, `grads`, `master` and `optimizer`, as far as there is any."""
-
-
-class Home(NamedTuple):
-    """Where a flat tensor of one rank's state lives, and as what."""
-
-    placement: Placement
-    dtype: str
-    numel: int
-
-
-class Leaves(NamedTuple):
-    """The flat tensors that a rank holds of a buffer, by name."""
-
-    updated: str
-    """The master, or the rank's share of the parameters where there is none."""
-    longs: tuple[str, ...]
-    """Of the optimizer's state."""
-    param: str
-    """The same as `updated` where there is no master."""
-    grad: str
-    """Empty where nothing is trained."""
-    numel: int
-    """Elements that the rank updates."""
-    homes: Mapping[str, Home]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What an update reads and writes."""
-        return (self.updated, *self.longs)
-
-
-Join = Callable[[Tensor, Tensor], Pending]
-"""Starts to fill the second tensor with what the ranks have updated of it, of which this one's is the first."""
-
-
-class Update(NamedTuple):
-    """One flat buffer to be updated."""
-
-    buffer: FlatParamPlan
-    grad: Leaf
-    """This rank's (S)."""
-    master: Leaf
-    """What is updated: a shard of the parameters if there is no master."""
-    state: Any
-    transform_at: Callable[..., Transform]
-    """Of elements [start, stop), and as the third what takes the new parameters, where these live elsewhere."""
-    param: Leaf
-    """This rank's share of what the model computes with; where it is joined elsewhere (`joins`), all that it holds."""
-    join: Join
-
 
 class Offload:
-    """What the placements of a plan come to where the model is on `device`."""
+    """Creates, updates and moves the flat buffers of a plan whose model is on `device`."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.device, self._streaming = device, plan.streaming
-        self._leaves = {b.key: _leaves_of(plan, b) for b in plan.flat_buffers}
+        self._leaves = {b.key: leaves_of(plan, b) for b in plan.flat_buffers}
         self._shapes = {(b.padded_numel,) for b in plan.flat_buffers}
         self._files: FilePlan = {
             name: (home.placement.path, FileSpec(home.numel, home.dtype))
@@ -121,10 +67,10 @@ class Offload:
         self._on_host = {b.key for b in trained if updates_on_host(b, plan)}
         cut_ = [self._leaves[b.key] for b in trained if b.key not in self._wholes]
         self._most = max((sum(n in self._files for n in (*of.names, of.grad)) for of in cut_), default=0)
-        self._replicate_axes = max((of.param != of.updated and of.param in self._files for of in cut_), default=False)
+        self._extra = max((of.param != of.updated and of.param in self._files for of in cut_), default=False)
         self._ahead = plan.streaming.ahead(self._most)
-        alive, spare = 1 + sum(self._ahead.values()), plan.streaming.num_pooled(self._most, self._replicate_axes)
-        spare -= alive * (self._most + self._replicate_axes)
+        alive, spare = 1 + sum(self._ahead.values()), plan.streaming.num_pooled(self._most, self._extra)
+        spare -= alive * (self._most + self._extra)
         early = max((sum(name in self._files for name in of.names) for of in cut_), default=0)
         self._num_early = alive + spare // max(early, 1) if plan.streaming.read_ahead else 0
         longest = max((of.numel for of in self._leaves.values()), default=0)
@@ -132,7 +78,7 @@ class Offload:
         self._staged_nbytes = self._staged(plan)
 
     def _staged(self, plan: Plan) -> int:
-        """About the bytes of whole shards that are on their way between files and a pass at once."""
+        """About the bytes of full shards in transfer between files and a forward-backward at once."""
         params = [sum(self._nbytes(self._leaves[b.key].param) for b in unit.buffers) for unit in plan.units]
         grads = [self._nbytes(leaves.grad) for leaves in self._leaves.values()]
         wholes = [sum(map(self._nbytes, self._leaves[key].homes)) for key in self._wholes]
@@ -146,7 +92,7 @@ class Offload:
 
     @property
     def has_files(self) -> bool:
-        """Whether something lives in files."""
+        """Whether any tensor lives in a file."""
         return bool(self._files)
 
     @property
@@ -157,30 +103,30 @@ class Offload:
     def stage(
         self, scratch: BufferPool, measure: Callable[[Tensor], Tensor] | None = None, *, in_memory: bool = False
     ) -> ShardTransfer:
-        """What brings shards to one pass, and takes gradients from it, of which it may `measure` each."""
+        """The transfer of one forward-backward: loads its shards of parameters, writes its gradients and may `measure` each."""
         return ShardTransfer(self.device, scratch, self._streaming.num_staged, measure=measure, in_memory=in_memory)
 
     def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
-        """Starts to read what the next update asks for first, but for gradients: as many sub-groups as have room.
+        """Starts to read the first sub-groups of the next update except gradients, as many as have room, during the backward.
 
-        For a backward, beside which it comes. Errors are kept for `agree`.
+        Errors are kept for `agree`.
 
         Args:
             still: the keys of flat buffers that the update leaves as they are.
         """
         files, rest = next((handle.files for handle in handles_of(state)), None), self._num_early
-        if files is None or files.cause is not None:  # which this rank alone may know
+        if files is None or files.cause is not None:  # this rank alone may know of the failure
             return
         for key, leaves in self._leaves.items():
             is_cut = leaves.grad and key not in self._wholes and key not in still
             names = [name for name in leaves.names if name in self._files and is_cut]
             for group in cut(names, leaves.numel, self.sub_group_numel)[:rest] if names else ():
                 for name in names:
-                    files.ahead(name, group.start, group.stop)
+                    files.prefetch(name, group.start, group.stop)
                 rest -= 1
 
     def kind(self, placement: Placement) -> Place:
-        """Where a tensor is."""
+        """The memory of a tensor with this placement."""
         if placement.kind == "device":
             return "here"
         return "here" if placement.kind == "host" and self.device.type == "cpu" else placement.kind
@@ -192,16 +138,16 @@ class Offload:
         return self.kind(leaves.homes[name].placement) == place
 
     def is_away(self, buffer: FlatParamPlan) -> bool:
-        """Whether a part of what an update of this buffer reads or writes lives elsewhere."""
+        """Whether a tensor that an update of this buffer reads or writes lives off the device."""
         return buffer.key in self._away
 
     def joins(self, buffer: FlatParamPlan) -> bool:
-        """Whether updated parameters are joined in a shard that lives elsewhere."""
+        """Whether updated parameters are all-gathered into a shard that lives off the device."""
         leaves = self._leaves[buffer.key]
         return buffer.joins_shards and not self._is_here(leaves, leaves.param)
 
     def runs_on(self, buffer: FlatParamPlan) -> torch.device:
-        """Where the buffer is updated."""
+        """The device on which the buffer is updated."""
         return self._device_of(self._runs_at(buffer))
 
     def _runs_at(self, buffer: FlatParamPlan) -> Place:
@@ -218,7 +164,7 @@ class Offload:
         *Collective* where something does: every rank.
 
         Raises:
-            StoreError, MemoryError: told on every rank, when those of one cannot be made.
+            StoreError, MemoryError: on every rank, when the files of one cannot be made.
         """
         if not self._files:
             return None
@@ -226,7 +172,7 @@ class Offload:
         try:
             files = StateFiles(
                 self._files, self._streaming, sub_group_numel=self.sub_group_numel, most=self._most,
-                further=self._replicate_axes, staged_nbytes=self._staged_nbytes, rank=world.rank,
+                extra=self._extra, staged_nbytes=self._staged_nbytes, rank=world.rank,
             )  # fmt: skip
         except Exception as raised:
             error = raised
@@ -239,15 +185,13 @@ class Offload:
         return files
 
     def is_served_by(self, files: StateFiles | None) -> bool:
-        """Whether a state with these files (None: without any) has in files just what this plan wants there, and room to move."""
+        """Whether these files (None: no files) hold exactly the tensors that this plan places in files, with enough buffers."""
         if files is None:
             return not self._files
         return self._files == files.plan and self._has_room(files)
 
     def _has_room(self, files: StateFiles) -> bool:
-        return files.has_room(
-            self._streaming, sub_group_numel=self.sub_group_numel, most=self._most, further=self._replicate_axes
-        )
+        return files.has_room(self._streaming, sub_group_numel=self.sub_group_numel, most=self._most, extra=self._extra)
 
     def init(
         self,
@@ -257,12 +201,12 @@ class Offload:
         values_S: Tensor,
         make: Callable[[], Transform],
     ) -> Parts:
-        """A new state's part of one flat buffer, each tensor where it shall live; gradients are zeros.
+        """A new state's part of one flat buffer, each tensor in the memory of its placement; gradients are zeros.
 
         Args:
-            param: what the model computes with, on the device.
-            values_S: what this rank updates of it, or the master (of a frozen one, too), on the device.
-            make: the transform, of a buffer that is trained.
+            param: the parameters that the model computes with, on the device.
+            values_S: this rank's shard of them to update, or the master (also of a frozen buffer), on the device.
+            make: makes the transform of a trained buffer.
         """
         leaves = self._leaves[buffer.key]
         if not buffer.trainable:
@@ -280,7 +224,7 @@ class Offload:
             found = {leaves.updated: values_S, **made}
             state = make().init(values_S.new_empty(0, device=self.runs_on(buffer)))
             self._init_streamed(buffer, files, found, values_S, state, make())
-            state = _with_long(state, leaves, found)
+            state = with_long(state, leaves, found)
         grads_S = made.get(leaves.grad)
         if grads_S is None:
             home = leaves.homes[leaves.grad]
@@ -292,7 +236,7 @@ class Offload:
         self, buffer: FlatParamPlan, files: StateFiles | None, found: Mapping[str, Leaf], values_S: Tensor, state: Any,
         transform: Transform,
     ) -> None:  # fmt: skip
-        """Writes first values to where they live. Errors are kept for `agree` where there are files."""
+        """Writes the first values to their homes. Errors are kept for `agree` where there are files."""
         if files is not None and files.cause is not None:
             return
         streamed = self._streamed(buffer, lambda *_: transform, found, state)
@@ -312,20 +256,20 @@ class Offload:
         return Streamed(leaves.names, leaves.numel, transform_at, None, state, out=out, grad=leaves.grad)
 
     def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
-        """Raises unless each tensor of a state lives where its spec says, and those in files are good.
+        """Raises unless each tensor of a state lives where its spec says, and its files are good.
 
         Raises:
-            ValueError: one is not, or their buffers do not fit this step's streams.
+            ValueError: a tensor lives elsewhere, or the files' buffers do not fit this step's streams.
             StoreError: the state is stale, or its files are broken.
         """
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             in_file = isinstance(leaf, FileTensor)
             if in_file != (spec.placement.kind == "nvme"):
                 raise ValueError(
-                    f"{name}: must live on {spec.placement.kind!r} in this step, got {leaf!r}; bring the state there with "
+                    f"{name}: must live on {spec.placement.kind!r} in this step, got {leaf!r}; move the state there with "
                     f"fzero.place(state, step)"
                     if in_file
-                    else f"{name}: must live in a file in this step, got a tensor in memory; bring the state there with "
+                    else f"{name}: must live in a file in this step, got a tensor in memory; move the state there with "
                     f"fzero.place(state, step)"
                 )
             if in_file:
@@ -334,14 +278,14 @@ class Offload:
                 expected = self._device_of("host" if self.kind(spec.placement) == "host" else "here")
                 if leaf.device.type != expected.type:
                     raise ValueError(
-                        f"{name}: must be on {expected} in this step, got a tensor on {leaf.device}; bring the state there with "
+                        f"{name}: must be on {expected} in this step, got a tensor on {leaf.device}; move the state there with "
                         f"fzero.place(state, step)"
                     )
         files = next((leaf.files for leaf in leaves if isinstance(leaf, FileTensor)), None)
         if files is not None and not self._has_room(files):
             raise ValueError(
-                "state: its files must have the checksums of this step, and no smaller or fewer buffers than it needs, and are "
-                "of a step with other streaming (sub_group_size, buffer_count, checksums, pipeline_read, pipeline_write); bring "
+                "state: its files must have this step's checksums and at least the buffers that it needs, but were made by a "
+                "step with other streaming (sub_group_size, buffer_count, checksums, pipeline_read, pipeline_write); move "
                 "the state there with fzero.place(state, step)"
             )
 
@@ -356,8 +300,8 @@ class Offload:
     ) -> TrainState[Any]:
         """The state after these updates; where files are updated, with handles of the next generation.
 
-        What is elementwise is one stream. The other buffers come before it, one after the other: those of an optimizer that looks
-        at whole parameters, and those whose updated shards are joined elsewhere.
+        All elementwise updates are one stream. Two kinds of buffers are updated before it, one at a time: those of an optimizer
+        that needs full parameters, and those whose updated shards are all-gathered off the device.
 
         *Collective* where there are files, or such buffers: every rank. An overflow (`skip`) writes no file.
 
@@ -369,7 +313,7 @@ class Offload:
             handle.check_age()
         files = handles[0].files if handles else None  # a failure that this rank alone knows is for `agree`
         if files is not None and skip is not None and bool(skip):
-            files.rest()  # of what was read ahead
+            files.rest()  # waits for the sub-groups that were read ahead
             agree(files, mesh.world)
             return state
         try:
@@ -378,7 +322,7 @@ class Offload:
             )
         except BaseException as error:
             if files is not None:
-                files.tell(error)
+                files.fail_by_message(error)
             raise
         self._update([update for update in updates if update.buffer.key not in self._wholes], files)
         if files is None:
@@ -388,48 +332,48 @@ class Offload:
         return state._replace(**{name: renewed(getattr(state, name)) for name in QUANTITIES})
 
     def _update_wholes(self, updates: Sequence[Update], shard: int, scratch: BufferPool) -> None:
-        """Updates buffers one after the other, while the next one's tensors are on their way and the last one's are put back.
+        """Updates buffers one after the other, while the next one's tensors are loaded and the last one's are written back.
 
-        What fails of files raises nothing here. A rank goes on with zeros, for others wait for its part of the sums.
+        A file error raises nothing here: the rank goes on with zeros, since the others wait for its part of the sums.
         """
-        stage, rest = ShardTransfer(self.device, scratch), deque(updates)
+        transfer, rest = ShardTransfer(self.device, scratch), deque(updates)
         while rest:
             update = rest.popleft()
             buffer, leaves, homes = update.buffer, self._leaves[update.buffer.key], self._tensors(update)
             here = {
-                name: stage.fresh(x) if self._is_made(buffer, name) else stage.bring(name, x)
+                name: transfer.fresh(x) if self._is_made(buffer, name) else transfer.load(name, x)
                 for name, x in homes.items()
             }
             for name, x in self._tensors(rest[0]).items() if rest else ():
                 if not self._is_made(rest[0].buffer, name):
-                    stage.ahead(name, x)
+                    transfer.prefetch(name, x)
             param, grad = here[leaves.param], here[leaves.grad]
-            share = own_shard(param, buffer, shard) if self.joins(buffer) else param
-            transform = update.transform_at(0, leaves.numel, share if buffer.has_master else None)
-            updated = here[leaves.updated] if buffer.has_master else share
+            own = own_shard(param, buffer, shard) if self.joins(buffer) else param
+            transform = update.transform_at(0, leaves.numel, own if buffer.has_master else None)
+            updated = here[leaves.updated] if buffer.has_master else own
             with profiler_range("update", buffer.key):
-                transform.update(grad, updated, _with_long(update.state, leaves, here))
+                transform.update(grad, updated, with_long(update.state, leaves, here))
             if self.joins(buffer):
-                update.join(share, param).wait()
-            del param, grad, share, updated, transform  # so that memory for files is taken back
+                update.join(own, param).wait()
+            del param, grad, own, updated, transform  # so that `scratch` can reuse the memory
             for name in [name for name in here if here[name] is not homes[name]]:
                 if name != leaves.grad:
-                    stage.put(name, homes[name], here[name], adds=False)
+                    transfer.put(name, homes[name], here[name], adds=False)
                 scratch.give(here.pop(name))
-        stage.settle()
+        transfer.settle()
 
     def _is_made(self, buffer: FlatParamPlan, name: str) -> bool:
-        """Whether nobody asks for the old numbers of a tensor of this buffer: of parameters that are made of a master."""
+        """Whether the update overwrites this tensor without reading it: the parameters, where they are cast from a master."""
         return buffer.has_master and name == self._leaves[buffer.key].param
 
     def _tensors(self, update: Update) -> dict[str, Leaf]:
-        """What the update of a buffer reads and writes, where it lives."""
+        """The tensors that the update of a buffer reads and writes, by name, each in its home."""
         leaves = self._leaves[update.buffer.key]
-        found = dict(zip(leaves.names, (update.master, *_long(update.state, leaves)), strict=True))
+        found = dict(zip(leaves.names, (update.master, *long_tensors(update.state, leaves)), strict=True))
         return {leaves.param: update.param, leaves.grad: update.grad} | found
 
     def _update(self, updates: Sequence[Update], files: StateFiles | None) -> None:
-        """Updates buffers where their tensors live. Errors are kept for `agree` where there are files."""
+        """Updates elementwise buffers in one stream. Errors are kept for `agree` where there are files."""
         if files is not None and files.cause is not None:
             return
         streamed, tensors = [], []
@@ -443,7 +387,7 @@ class Offload:
         )
 
     def move(self, buffer: FlatParamPlan, files: StateFiles | None, parts: Parts) -> Parts:
-        """A state's part of one flat buffer, brought to where this plan says; what is there stays itself."""
+        """A state's part of one flat buffer, moved to this plan's placements; tensors already there are returned themselves."""
         leaves = self._leaves[buffer.key]
         moved = {"params": self._moved(parts["params"], leaves.param, leaves, files)}
         if buffer.has_master:
@@ -452,13 +396,13 @@ class Offload:
             return moved
         moved["grads"] = self._moved(parts["grads"], leaves.grad, leaves, files)
         state = parts["optimizer"]
-        longs = dict(zip(leaves.longs, _long(state, leaves), strict=True))
+        longs = dict(zip(leaves.longs, long_tensors(state, leaves), strict=True))
         made = {name: self._moved(x, name, leaves, files) for name, x in longs.items()}
         accessors, tensors, treespec = optree.tree_flatten_with_accessor(state)
         short = [
-            x if _is_long(a, leaves) else x.to(self.runs_on(buffer)) for a, x in zip(accessors, tensors, strict=True)
+            x if is_long(a, leaves) else x.to(self.runs_on(buffer)) for a, x in zip(accessors, tensors, strict=True)
         ]
-        return moved | {"optimizer": _with_long(treespec.unflatten(short), leaves, made)}
+        return moved | {"optimizer": with_long(treespec.unflatten(short), leaves, made)}
 
     def _moved(self, x: Leaf, name: str, leaves: Leaves, files: StateFiles | None) -> Leaf:
         if isinstance(x, FileTensor) and x.files is files:
@@ -469,8 +413,8 @@ class Offload:
             if kind == "here":
                 return value.to(self.device)
             pinned = self._is_pinned(leaves, name)
-            stays = x is value and value.device.type == "cpu" and value.is_pinned() == pinned
-            return x if stays else _host(value, pinned=pinned)
+            is_there = x is value and value.device.type == "cpu" and value.is_pinned() == pinned
+            return x if is_there else to_host(value, pinned=pinned)
         assert files is not None
 
         def copy(group: SubGroup, tensors: list[Tensor]) -> None:
@@ -482,7 +426,7 @@ class Offload:
         return files.handle(name)
 
     def _stream(self, files: StateFiles | None, run: Callable[[], None]) -> None:
-        """Runs a stream. Where files are part of it, an error breaks them and waits for `agree`; else it is raised."""
+        """Runs a stream. An error is raised here, or where the stream uses files, marks them as failed for `agree`."""
         try:
             run()
         except Exception as error:
@@ -491,8 +435,7 @@ class Offload:
             files.fail(error)
 
     def _empty(self, leaves: Leaves, files: StateFiles | None) -> dict[str, Leaf]:
-        """Of a buffer with a tensor elsewhere: the tensors that live there, and those of the optimizer's state and the gradient
-        that do not."""
+        """New tensors of a buffer that has a tensor off the device: all those off it, and on it optimizer state and gradient."""
         tensors: dict[str, Leaf] = {}
         if all(self._is_here(leaves, name) for name in leaves.homes):
             return tensors
@@ -504,16 +447,16 @@ class Offload:
             elif kind == "host" or name in (*leaves.longs, leaves.grad):
                 device = self.device if kind == "here" else torch.device("cpu")
                 like = torch.empty(home.numel, dtype=torch_dtype(home.dtype), device=device)
-                tensors[name] = _host(like, pinned=self._is_pinned(leaves, name)) if kind == "host" else like
+                tensors[name] = to_host(like, pinned=self._is_pinned(leaves, name)) if kind == "host" else like
         return tensors
 
     def _is_pinned(self, leaves: Leaves, name: str) -> bool:
-        """Whether a tensor's pages are locked: PyTorch takes up to twice the bytes for that, so only if it crosses in a step."""
+        """Whether to pin a tensor: only one that a step copies, because PyTorch takes up to twice the bytes for pinned memory."""
         crosses = name in (leaves.param, leaves.grad) or leaves.updated not in self._on_host
         return leaves.homes[name].placement.pinned and crosses
 
     def _mover(self, tensors: Sequence[tuple[FlatParamPlan, Mapping[str, Leaf]]]) -> Mover:
-        """What brings each tensor to where its buffer is updated."""
+        """The mover of each tensor to the device on which its buffer is updated."""
         mover_of: dict[str, Mover] = {}
         there: dict[str, Tensor] = {}
         to: dict[Place, dict[str, Tensor]] = {"here": {}, "host": {}}
@@ -529,86 +472,3 @@ class Offload:
             if moved:
                 mover_of |= dict.fromkeys(moved, DeviceMover(moved, self._device_of(place)))
         return ByName(mover_of)
-
-
-def agree(files: StateFiles | None, world: Bound, *, error: BaseException | None = None) -> None:
-    """Raises on every rank, when the files of one have failed; nobody's can be used then.
-
-    *Collective:* every rank of a job with state in files; sends a few bytes.
-
-    Args:
-        error: what failed here besides these files.
-
-    Raises:
-        StoreError, MemoryError: what failed on this rank, or that something did on another.
-    """
-    cause = error or (files.cause if files is not None else None)
-    told = collectives.exchange(None if cause is None else str(cause) or repr(cause), world, label=Label("files"))
-    failed = [rank for rank, message in enumerate(told) if message is not None]
-    if not failed:
-        return
-    if cause is None:
-        cause = StoreError(
-            f"rank {failed[0]}: its state in files cannot be used any more, and so no rank's can: {told[failed[0]]}"
-        )
-    if files is not None:
-        files.tell(cause)
-    try:
-        raise cause
-    finally:
-        del cause, error  # of which this frame is a part
-
-
-def files_of(tree: Any) -> StateFiles | None:
-    """The files of a state, after a look whether they are good; None if there are none."""
-    handles = handles_of(tree)
-    for handle in handles:
-        handle.check()
-    return handles[0].files if handles else None
-
-
-# --- helpers -----------------------------------------------------------------------------------------------------
-
-
-def _leaves_of(plan: Plan, buffer: FlatParamPlan) -> Leaves:
-    updated = param = buffer.key
-    params = buffer.params
-    shard_of_params = Home(params.placement, params.dtype, params.local_shape(plan.mesh)[0])
-    numel = buffer.master.local_shape(plan.mesh)[0]
-    homes = {updated: shard_of_params}
-    if buffer.has_master:
-        param = f"{buffer.key}/params"
-        homes = {updated: Home(buffer.placement, buffer.dtypes.master, numel), param: shard_of_params}
-    if not buffer.trainable:
-        return Leaves(updated, (), param, "", 0, homes)
-    accessors, specs, _ = optree.tree_flatten_with_accessor(plan.optimizer[buffer.key])
-    longs = []
-    for accessor, spec in zip(accessors, specs, strict=True):
-        if buffer.is_long(spec):
-            longs.append(f"{buffer.key}/{accessor.codify('state')}")
-            homes[longs[-1]] = Home(spec.placement, spec.dtype, numel)
-    grads, grad = buffer.grads, f"{buffer.key}/grads"
-    homes[grad] = Home(grads.placement, grads.dtype, grads.local_shape(plan.mesh)[0])
-    return Leaves(updated, tuple(longs), param, grad, numel, homes)
-
-
-def _is_long(accessor: Any, leaves: Leaves) -> bool:
-    return f"{leaves.updated}/{accessor.codify('state')}" in leaves.longs
-
-
-def _long(state: Any, leaves: Leaves) -> list[Leaf]:
-    """The tensors of a state that are as long as the parameter."""
-    accessors, tensors, _ = optree.tree_flatten_with_accessor(state)
-    return [x for accessor, x in zip(accessors, tensors, strict=True) if _is_long(accessor, leaves)]
-
-
-def _with_long(state: Any, leaves: Leaves, tensors: Mapping[str, Leaf]) -> Any:
-    """The state with these in place of its long tensors."""
-    accessors, found, treespec = optree.tree_flatten_with_accessor(state)
-    names = [f"{leaves.updated}/{accessor.codify('state')}" for accessor in accessors]
-    return treespec.unflatten([tensors.get(name, x) for name, x in zip(names, found, strict=True)])
-
-
-def _host(x: Tensor, *, pinned: bool) -> Tensor:
-    """A copy in host memory."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned and torch.cuda.is_available()).copy_(x)

@@ -1,10 +1,10 @@
-"""A module's own parameters and buffers, while a step computes with the tensors of a state in their place.
+"""A module's own parameters and buffers, while a step computes with the tensors of a state instead of them.
 
-Code may hold a parameter besides `module._parameters`: in a list, a closure, a `functools.partial`. While the module is bound
-(`fzero.runtime.module_binding`), each own parameter is a `StandIn`: an operator that gets one gets the state's tensor
-instead, so that it is gathered and trained like any other. What no operator of Python's shows is found when the step is
-made (`check_tensors`: modules of TorchScript, memory that two tensors share), or after the first backward (`OwnGrads`).
-What the state was made from must not change until it is first used (`Origin`).
+Code may hold a parameter outside `module._parameters`: in a list, a closure, a `functools.partial`. While the module is bound
+(`fzero.runtime.module_binding`), each own parameter is a `StandIn`: an operator receives the state's tensor instead of it,
+which is gathered and trained like any other. Uses that Python operators cannot intercept raise when the step is made
+(`check_tensors`: TorchScript modules, memory that two tensors share) or after the first backward (`OwnGrads`).
+The module must not change between the making of a state from it and the state's first use (`Origin`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ParameterError(ValueError):
 
 
 class _Bound(NamedTuple):
-    """A module that is bound now, by a thread: the names of its own parameters by identity, and who has their values."""
+    """One binding of a module by a thread: the names of its own parameters by identity, and the function for their values."""
 
     thread: int
     names: Mapping[int, str]
@@ -35,7 +35,7 @@ class _Bound(NamedTuple):
 
 
 _BOUND: list[_Bound] = []
-"""The innermost last. Ranks in lockstep are threads that share parameters, and each has its own values."""
+"""Innermost last. Ranks in lockstep are threads that share parameters, and each has its own values."""
 
 
 class StandIn(nn.Parameter):
@@ -52,8 +52,8 @@ class StandIn(nn.Parameter):
 
 
 def with_present(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`func` of the state's tensors, where it is given parameters of a bound module."""
-    # What torch.compile looks at while it traces is no computation of the model's.
+    """Calls `func` with the state's tensors in place of the parameters of a bound module."""
+    # While torch.compile traces, it inspects parameters; that is no computation of the model.
     is_traced = torch._guards.TracingContext.try_get() is not None
     if not is_traced and getattr(func, "__name__", "") != "__hash__":
         args, kwargs = optree.tree_map(_present, (tuple(args), kwargs))
@@ -62,7 +62,7 @@ def with_present(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def is_bound(tensor: Any) -> bool:
-    """Whether that is a parameter of a module that is bound here."""
+    """Whether the tensor is a parameter of a module that this thread has bound."""
     return _bound_with(tensor) is not None
 
 
@@ -72,7 +72,7 @@ def _present(x: Any) -> Any:
 
 
 def _bound_with(x: Any) -> _Bound | None:
-    """The innermost binding that has a parameter: of this thread, or of any in a thread of autograd's (on CUDA)."""
+    """The innermost binding that has a parameter: of this thread, or of any thread if this is autograd's own (on CUDA)."""
     found = [bound for bound in _BOUND if id(x) in bound.names]
     if not found:
         return None
@@ -92,7 +92,7 @@ def enter(own: Mapping[int, nn.Parameter], names: Mapping[int, str], fetch: Fetc
     mine = _Bound(threading.get_ident(), names, fetch)
     _BOUND.append(mine)
     for param in own.values():
-        if type(param) is nn.Parameter:  # a class of somebody else's has its own rules
+        if type(param) is nn.Parameter:  # a subclass has rules of its own
             param.__class__ = StandIn
 
     def leave() -> None:
@@ -116,13 +116,13 @@ def as_plain(param: Any) -> Any:
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Raises ValueError for a model whose parameters a step would not reach, or not train as a plain loop does."""
+    """Raises ValueError for a model whose parameters a step would not train, or train otherwise than a plain loop does."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in _tensors(module)):
             raise ValueError(
-                f"model: must have no modules of TorchScript with parameters or buffers, for these compute with their own and "
-                f"would not be trained, got {type(module).__name__} {name or '(root)'!r}; put the module there that it was made "
-                f"from, and script what comes out of training"
+                f"model: must have no modules of TorchScript with parameters or buffers, because they compute with their own "
+                f"tensors and would not be trained, got {type(module).__name__} {name or '(root)'!r}; use the module that it was "
+                f"made from, and script the trained model"
             )
     for name, param in model.named_parameters():
         check_no_hooks(name, param)
@@ -130,14 +130,14 @@ def check_tensors(model: nn.Module) -> None:
         if tensor.layout != torch.strided:
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ValueError(
-                f"{kind} {name!r}: must be dense, for the state holds it in flat memory, got layout {tensor.layout}; keep it in "
-                f"a plain attribute if it never changes, or register its indices and values and build it in the forward"
+                f"{kind} {name!r}: must be dense, because the state holds it in flat memory, got layout {tensor.layout}; keep it "
+                f"in a plain attribute if it never changes, or register its indices and values and build it in the forward"
             )
     _check_memory(model)
 
 
 def check_no_hooks(name: str, param: Tensor) -> None:
-    """Hooks of modules run as they are; those of a parameter would not, for the module's parameters are not used."""
+    """Raises ValueError for a gradient hook: it would never run, because the module's own parameters are not used."""
     if param._backward_hooks or param._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
         raise ValueError(
             f"parameter {name!r}: has a gradient hook, which would never be called; remove it, and change the gradient "
@@ -146,7 +146,7 @@ def check_no_hooks(name: str, param: Tensor) -> None:
 
 
 class _Span(NamedTuple):
-    """The bytes of a tensor, from its first to its last."""
+    """The byte range of a tensor in memory, half open."""
 
     start: int
     stop: int
@@ -172,13 +172,13 @@ def _check_memory(model: nn.Module) -> None:
             if any(trained) and _share_elements(one, other):
                 raise ValueError(
                     f"parameter {(one if trained[0] else other).name!r}: must have memory of its own, and shares it with "
-                    f"{(other if trained[0] else one).name!r}, so that a state would hold and train both apart; tie them "
-                    f"(assign the Parameter itself, a.weight = b.weight), or .clone() what one is made from"
+                    f"{(other if trained[0] else one).name!r}; a state would hold and train both separately; tie them "
+                    f"(assign the Parameter itself, a.weight = b.weight), or .clone() the tensor that one is made from"
                 )
 
 
 def _share_elements(one: _Span, other: _Span) -> bool:
-    """Whether two tensors whose bytes lie between each other (columns of one matrix, say) have an element in common."""
+    """Whether two tensors with overlapping byte ranges have an element in common (columns of one matrix have none)."""
 
     def places(span: _Span) -> Tensor:
         numel = (span.stop - span.start) // span.tensor.element_size()
@@ -186,13 +186,13 @@ def _share_elements(one: _Span, other: _Span) -> bool:
         return offsets.reshape(-1) * span.tensor.element_size() + span.start
 
     if one.tensor.is_contiguous() or other.tensor.is_contiguous():
-        whole, part = (one, other) if one.tensor.is_contiguous() else (other, one)
-        return bool(((places(part) >= whole.start) & (places(part) < whole.stop)).any())
+        dense, strided = (one, other) if one.tensor.is_contiguous() else (other, one)
+        return bool(((places(strided) >= dense.start) & (places(strided) < dense.stop)).any())
     return bool(torch.isin(places(one), places(other)).any())
 
 
 def address(tensor: Tensor) -> int:
-    """Where the tensor's storage begins; -1 for a wrapper (of torch.func, of a subclass) or a lazy one, which have none."""
+    """The address of the tensor's storage; -1 for a wrapper (torch.func, a subclass) or a lazy tensor, which have none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):
@@ -203,58 +203,58 @@ def address(tensor: Tensor) -> int:
 
 
 def was_changed(name: str | None, where: str = "of the model") -> ParameterError:
-    """What is raised where a forward has changed a parameter: of a gathered one the change would be lost."""
+    """The error for a parameter that a forward has changed: the change to a gathered one would be lost."""
     return ParameterError(
         f"{f'parameter {name!r}' if name else f'parameters {where}'}: must not be changed in place by the forward (under "
-        f"no_grad, through .data, by embedding(max_norm=...)), and {'was' if name else 'were'}; what a gathered unit is given is "
-        f"dropped with it, so compute with a changed value (linear(x, normalize(weight))), change the state between two "
-        f"steps, or register what the forward changes as a buffer"
+        f"no_grad, through .data, by embedding(max_norm=...)), and {'was' if name else 'were'}; the change is lost when the "
+        f"unit is released, so compute with a changed value (linear(x, normalize(weight))), change the state between two "
+        f"steps, or make it a buffer"
     )
 
 
 def late(kind: str, name: str) -> ParameterError:
-    """What is raised where the model has a parameter or buffer that the state does not have."""
+    """The error for a parameter or buffer of the model that the state does not have."""
     return ParameterError(
         f"{kind} {name!r}: must be there when the step is made, and was registered later; register it before (in __init__, or "
-        f"with a forward before make_train_step), and leave the module that has it in its place"
+        f"with a forward before make_train_step), and do not replace its module"
     )
 
 
 def wrong_kind(name: str, before: Tensor | None, now: Tensor | None) -> ParameterError:
-    """What is raised where a buffer of the state would grow, come or go."""
+    """The error for a buffer that a forward creates, removes, or gives another shape or dtype."""
     then, there = ("None" if x is None else f"{x.dtype} of shape {tuple(x.shape)}" for x in (before, now))
     return ParameterError(
-        f"buffer {name!r}: must keep its shape and dtype, or stay None, for the state holds what is there when the step is "
-        f"made, and the forward made {there} of {then}; register it at its largest size (or run a forward before "
-        f"make_train_step, in which it comes), or keep what grows, comes or goes in a plain attribute"
+        f"buffer {name!r}: must keep its shape and dtype, or stay None, because the state is laid out when the step is "
+        f"made, and the forward changed it from {then} to {there}; register it at its largest size (or run a forward that "
+        f"creates it before make_train_step), or keep it in a plain attribute"
     )
 
 
 def has_hook(name: str) -> ParameterError:
-    """What is raised where the forward sets a hook on what it is given as a parameter."""
+    """The error for a gradient hook that the forward registers on a parameter."""
     return ParameterError(
-        f"parameter {name!r}: must get no gradient hook in the forward, which would last until the parameter's unit is left "
-        f"and not until the hook is removed, and got one; change the gradient in the forward (a torch.autograd.Function around "
+        f"parameter {name!r}: must get no gradient hook in the forward, because the hook would be lost when the parameter's unit "
+        f"is released, and got one; change the gradient in the forward (a torch.autograd.Function around "
         f"the parameter, or a hook on weight * 1), or the parameter after the step"
     )
 
 
 def flag_changed(name: str | None) -> ParameterError:
-    """What is raised where the forward freezes or unfreezes a parameter."""
+    """The error for a parameter that the forward freezes or unfreezes."""
     return ParameterError(
-        f"{f'parameter {name!r}' if name else 'parameters of the model'}: must keep requires_grad in the forward, for PyTorch "
-        f"lets nobody change it of a tensor that belongs to a graph, and it was changed; compute with weight.detach() "
+        f"{f'parameter {name!r}' if name else 'parameters of the model'}: must keep requires_grad in the forward, because "
+        f"PyTorch fixes it for a tensor that belongs to a graph, and it was changed; compute with weight.detach() "
         f"where no gradient is wanted (torch.func.functional_call with detached parameters), or change the flag between "
         f"two steps"
     )
 
 
 def partial_grad(name: str) -> ParameterError:
-    """What is raised where autograd is asked, inside the forward, for the gradient of one of several tensors of a parameter."""
+    """The error for differentiating, inside the forward, by one of several tensors of a parameter."""
     return ParameterError(
-        f"parameter {name!r}: must not be differentiated by inside the forward (torch.autograd.grad, backward) where this "
-        f"uses its unit a second time, for each time it is another tensor, so that the gradient may be a part of what a plain "
-        f"loop gets; differentiate by a copy that the uses share (weight = 1 * module.weight, passed on with "
+        f"parameter {name!r}: must not be differentiated by inside the forward (torch.autograd.grad, backward) where the "
+        f"forward uses its unit more than once, because each use has its own tensor and the gradient would cover one use only; "
+        f"differentiate by a copy that the uses share (weight = 1 * module.weight, passed on with "
         f"torch.func.functional_call), or name a module in units= that holds all that runs between the uses"
     )
 
@@ -276,10 +276,10 @@ class OwnGrads:
 
 
 def not_trained(name: str) -> ValueError:
-    """What is raised where a parameter of the module itself has a gradient."""
+    """The error for a gradient in the module's own parameter."""
     return ValueError(
-        f"parameter {name!r}: must be used inside the forward (loss_fn included), and a loss was computed with the module's own, "
-        f"whose gradient is in its .grad, where nothing trains it; move that computation (a penalty, say) into the forward, or "
+        f"parameter {name!r}: must be used inside the forward (loss_fn included), and a loss used it outside; that gradient is "
+        f"in its .grad and trains nothing; move that computation (such as a penalty) into the forward, or "
         f"give compiled code the parameter as an argument; module.zero_grad() drops that gradient"
     )
 
@@ -289,18 +289,18 @@ def _version(grad: Tensor | None) -> tuple[int, int] | None:
 
 
 class _Seen(NamedTuple):
-    """A tensor of the module when a state took its values."""
+    """A tensor of the module at the time when a state copied its values."""
 
     tensor: ref[Tensor]
-    """Weak, so that a module that moves to `meta` frees its own."""
+    """Weak, so that moving the module to `meta` frees its tensors."""
     identity: tuple[int, int, int]
     bits: Tensor
 
 
 class Origin:
-    """What a module is when a step is made, and what its tensors hold when a state is made from them.
+    """A module's tensors when a step is made (shape, dtype) and when a state is made from them (values).
 
-    Until that state is used nothing looks at the module again, so that a change would be lost.
+    The state has copied the values, so a change to the module before the state's first use would be lost; `leave` raises.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -310,7 +310,7 @@ class Origin:
         self._is_open = True
 
     def look(self, *, given: bool) -> None:
-        """Notes what the tensors hold where a state is made from them; with values `given`, only what they are."""
+        """Records the values of the tensors when a state is made from them; with values `given`, only checks their kinds."""
         self._check_kinds()
         self._is_open, self._seen = True, {}
         for name, x in () if given else _tensors(self._model):
@@ -318,14 +318,14 @@ class Origin:
                 self._seen[name] = _Seen(ref(x), _identity(x), bits_of(x))
 
     def close(self) -> None:
-        """Looks no more."""
+        """Ends the check."""
         self._is_open, self._seen = False, {}
 
     def leave(self) -> None:
-        """What the state was made from has been used. Costs nothing after the first time.
+        """Checks the module at the state's first use. Costs nothing after the first time.
 
         Raises:
-            ValueError: the module is another one, or its tensors hold something else than was noted.
+            ValueError: the module has other tensors, or their values have changed since `look`.
         """
         if not self._is_open:
             return
@@ -335,7 +335,7 @@ class Origin:
             is_same = tensor is seen.tensor() and _identity(tensor) == seen.identity
             if not (is_same or tensor.is_meta or torch.equal(bits_of(tensor), seen.bits)):
                 raise ValueError(
-                    f"model: must hold what it held in init until the first step, and {name!r} was changed since "
+                    f"model: must keep its values from init to the first step, and {name!r} was changed since "
                     f"(load_state_dict, a reset), which the state does not see; call init after the change, or "
                     f"init(params=state_dict)"
                 )
@@ -346,15 +346,15 @@ class Origin:
         found = {name: (tensor.shape, tensor.dtype) for name, tensor in now.items()}
         differing = [name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name)]
         if differing:
-            then, there = (_told(kinds.get(differing[0])) for kinds in (self._kinds, found))
+            then, there = (_kind_text(kinds.get(differing[0])) for kinds in (self._kinds, found))
             raise ValueError(
-                f"model: must stay as it was when the step was made, and {differing[0]!r} was {then} and is {there}; change the "
+                f"model: must not change after the step is made, and {differing[0]!r} was {then} and is {there}; change the "
                 f"model (a new head, .half()) before make_train_step"
             )
         return now
 
 
-def _told(kind: tuple[torch.Size, torch.dtype] | None) -> str:
+def _kind_text(kind: tuple[torch.Size, torch.dtype] | None) -> str:
     return "not there" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
 
 
@@ -364,7 +364,7 @@ def _identity(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Under every name, for tied ones are no longer one when a module moves to `meta`; without what a module may make anew."""
+    """Parameters and persistent buffers under every name: moving a module to `meta` unties tied ones."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
@@ -373,7 +373,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """A number that changes when the tensor's values do: the sum of its bits as integers, 0-d int64 on the CPU."""
+    """A checksum of the tensor's values: the sum of its bits as integers, 0-d int64 on the CPU."""
     flat = tensor.detach().reshape(-1)
     size = flat.element_size()
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64)).sum().cpu()

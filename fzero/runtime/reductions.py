@@ -1,7 +1,7 @@
-"""The gradients of a backward: each is written into its unit's flat gradient, which is reduced when it is complete.
+"""`Reductions`: writes gradients of a backward into their unit's flat gradient, and reduces it when it is complete.
 
-A unit's flat gradient (P) is collected where it will stay, if this rank keeps all of it, and in scratch memory otherwise. The
-reductions under way are bounded (`Plan.max_reducing`), so that stage 2 never holds all full gradients.
+A unit's flat gradient (P) is collected in the state's own memory if this rank keeps all of it, and in scratch memory
+otherwise. The reductions under way are bounded (`Plan.max_reducing`), so that stage 2 never holds all full gradients.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Reductions:
     Args:
         plan: the units.
         mesh: the ranks.
-        grads: where the mean gradients go, by key: full (P) in stages 0 and 1, this rank's shards (S) otherwise.
+        grads: receive the mean gradients, by key: full (P) in stages 0 and 1, this rank's shards (S) otherwise.
         transfer: loads and writes gradients that live in other memory.
         hook_states: the states of the comm hooks, by flat buffer and axis.
 
     Attributes:
         hook_states: those states after the reductions so far.
-        has_come: whether the present backward has brought a gradient.
+        has_come: whether the present backward has produced a gradient.
     """
 
     def __init__(
@@ -66,21 +66,21 @@ class Reductions:
     ) -> None:
         self._plan, self._mesh, self._grads, self._transfer = plan, mesh, grads, transfer
         self.hook_states, self.has_come = dict(hook_states), False
-        self._grad_scale = 1.0  # by which gradients are multiplied before they are added up
+        self._grad_scale = 1.0  # factor of gradients before they are summed
         self._is_first, self._is_last = True, True
         self._is_done = False  # whether a backward was the last one
         self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # by unit
         self._in_flight: deque[_Reduction] = deque()
-        self._held: set[str] = set()  # keys of full gradients that hold something, to which the next is added
-        self._reduced: set[str] = set()  # keys of gradients that have been reduced in this backward, or for good
+        self._held: set[str] = set()  # keys of full gradients that already hold a sum, to which the next is added
+        self._reduced: set[str] = set()  # keys of gradients reduced in this backward, or in the last one of the step
 
     def begin(self, *, grad_scale: float, is_first: bool, is_last: bool) -> None:
-        """A backward begins.
+        """Called when a backward begins.
 
         Args:
             grad_scale: factor of the gradients.
             is_first: whether `grads` holds nothing yet.
-            is_last: before the last backward, gradients that stay full on every rank are not reduced.
+            is_last: whether this is the last backward before the update; only then are full gradients reduced.
         """
         self.has_come, self._grad_scale, self._is_first = False, grad_scale, is_first
         self._is_last = is_last or (self._is_done and not is_first)
@@ -124,20 +124,20 @@ class Reductions:
         start, stop = buffer.layout.bounds(name)
         target = self._flat_grad(filling, buffer)[start:stop].view(grad.shape)
         grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
-        if name in filling.written:  # in fp32, for the kernel rounds its factor to the tensors' dtype
+        if name in filling.written:  # in fp32, because the kernel rounds its factor to the tensors' dtype
             wide = torch.promote_types(target.dtype, torch.float32)
             torch.add(target.to(wide), grad.to(wide), alpha=self._grad_scale, out=target)
         elif self._grad_scale == 1:
             target.copy_(grad)
-        else:  # scaling here costs no further read of the memory
+        else:  # scaling during the copy costs no extra read of the memory
             torch.mul(grad, self._grad_scale, out=target)
         filling.written.add(name)
 
     def _flat_grad(self, filling: _Filling, buffer: FlatParamPlan) -> Tensor:
         """The buffer in which the unreduced gradient is collected (P).
 
-        That is its home, if all of it stays on this rank and either it is sent in the dtype of its home or waits for more
-        micro-steps; a home in other memory is loaded first.
+        It is the gradient's home if this rank keeps all of it, and either it is sent in its home's dtype or more micro-steps
+        are added first. A home in other memory is loaded first. Otherwise it is scratch memory.
         """
         if buffer.key not in filling.flats:
             home = self._grads[buffer.key]
@@ -146,7 +146,7 @@ class Reductions:
             is_kept &= home.dtype == reduce_dtype or not (self._is_first and self._is_last)
             is_held = is_kept and buffer.key in self._held
             if is_held or (is_kept and self._is_here(buffer)):
-                filling.flats[buffer.key] = self._transfer.bring(f"{buffer.key}/grads", home)
+                filling.flats[buffer.key] = self._transfer.load(f"{buffer.key}/grads", home)
             else:
                 dtype = home.dtype if is_kept else reduce_dtype
                 scratch, device = self._transfer.scratch, self._transfer.device
@@ -158,7 +158,7 @@ class Reductions:
     # --- reducing ------------------------------------------------------------------------------------------------
 
     def start(self, unit: UnitPlan, phase: Phase) -> None:
-        """Starts the reductions of a unit, with zeros for what was not written. *Collective:* every rank."""
+        """Starts the reductions of a unit, with zeros for gradients that were not written. *Collective:* every rank."""
         numel = sum(buffer.padded_numel for buffer in unit.buffers if buffer.trainable)
         while self._in_flight and sum(r.numel for r in self._in_flight) + numel > self._plan.max_reducing:
             self._end_oldest()
@@ -186,7 +186,7 @@ class Reductions:
                 self._end_oldest()
 
     def _reduce(self, flat_P: Tensor, buffer: FlatParamPlan, phase: Phase) -> Sending:
-        """Starts to add up the gradients of all ranks: the full one (P) in stage 0, this rank's shard (S) otherwise."""
+        """Starts the reduction of a gradient over all ranks: all of it (P) in stage 0, this rank's shard (S) otherwise."""
         hooks, states = self._plan.comm_hooks.reduce, self.hook_states.get(buffer.key, {})
         label = Label("reduce", buffer.key, phase)
         flat_P = flat_P.to(self._reduce_dtype(buffer))
@@ -196,16 +196,16 @@ class Reductions:
         is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype or not self._is_here(buffer)
         held: Any = own_S
         if is_held and not self._is_here(buffer):
-            held = self._transfer.bring(f"{buffer.key}/grads", own_S)
+            held = self._transfer.load(f"{buffer.key}/grads", own_S)
         return self._mesh.start_reduce_scatter(
             flat_P, out_S=None if is_new else held, sum_replicas="now" if self._is_last else "later",
             held_S=held if is_held else None, hooks=hooks, states=states, label=label,
         )  # fmt: skip
 
     def _end_oldest(self) -> None:
-        """Waits for the oldest reduction, and writes what it gave."""
+        """Waits for the oldest reduction, and writes its result to the gradient's home."""
         _, reads, started = self._in_flight.popleft()
-        while started:  # emptied, so that nothing here holds the gradients that are given back
+        while started:  # emptied, so that no reference here keeps the full gradients' memory
             buffer, sending, is_late = started.pop(0)
             mean, states = sending.wait()
             if buffer.key in self.hook_states:
@@ -220,17 +220,17 @@ class Reductions:
     # --- rules of a flat buffer's gradient -----------------------------------------------------------------------
 
     def _reduce_dtype(self, buffer: FlatParamPlan) -> torch.dtype:
-        """The dtype in which gradients are sent; on a single rank, that in which they are kept."""
+        """The dtype in which gradients are sent; on a single rank, the dtype in which they are kept."""
         return torch_dtype(buffer.dtypes.reduce if self._mesh.world.size > 1 else buffer.dtypes.grad)
 
     def _adds(self, buffer: FlatParamPlan) -> bool:
-        """Whether a reduction is added to an earlier one, of this micro-step or another."""
+        """Whether a reduction is added to an earlier one, of this micro-step or of an earlier one."""
         if buffer.key in self._reduced:
             return True
         return not (self._is_first or self._is_full(buffer) or self._is_held(buffer))
 
     def _is_held(self, buffer: FlatParamPlan) -> bool:
-        """Whether the shard of earlier micro-steps joins this reduction, before it crosses the replicate axes once for all."""
+        """Whether earlier micro-steps' shard is added to this reduction, before the only sum over the replicate axes."""
         is_kept = bool(self._mesh.replicate_axes) and not (self._is_first or self._is_full(buffer))
         return is_kept and self._is_last and buffer.key not in self._reduced
 
@@ -253,7 +253,7 @@ class Reductions:
 
 
 def zero_gaps(flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:
-    """Zeros the padding and the gradients of parameters that got none."""
+    """Zeros the padding and the gradients of parameters that were not written."""
     for name in buffer.layout.names:
         if name not in written:
             start, stop = buffer.layout.bounds(name)

@@ -1,7 +1,7 @@
-"""The order in which one rank issues the collectives of its units: a learned schedule, or one that ranks negotiate.
+"""`Sequencer`: issues the collectives of one rank's units in a learned order, or in one that ranks negotiate.
 
 `fzero.plans.unit_scheduler` holds the rules of such an order as pure functions; a `Sequencer` follows them, and starts each
-collective. A rank that has no use for an event of the others takes part in it all the same.
+collective. A rank also takes part in events that only other ranks need.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fzero.runtime.reductions import Reductions
 from sharding import Replicated
 
 PATIENCE = 20.0
-"""Seconds that a rank whose order departs from the schedule waits for the others to do so, too."""
+"""Seconds that a rank whose order departs from the schedule waits for all others to depart from it too."""
 
 KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")
-"""The kinds of events by the number that ranks exchange."""
+"""The kinds of events, indexed by the number that ranks exchange; `turn` is the forward-backward boundary."""
 
 
 class Sequencer:
@@ -67,7 +67,7 @@ class Sequencer:
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
-        """Follows the order of a run inside, or negotiates it and learns it at the end."""
+        """Inside, follows the order of a run, or negotiates it; a negotiated order is learned on exit."""
         known = None if self._orders is None else self._orders.learned.get(run)
         self._run, self._begun = run, len(self.executed)
         self.schedule = None if known is None else (*self.executed, *known)
@@ -82,7 +82,7 @@ class Sequencer:
                 self._warn()
 
     def begin_forward(self, *, is_first: bool) -> None:
-        """A forward begins; `is_first` since the last backward."""
+        """Called when a forward begins; `is_first`: it is the first since the last backward."""
         self.in_forward = True
         if is_first:
             self._since = self._begun
@@ -92,7 +92,7 @@ class Sequencer:
         self.advance_to(TURN)
 
     def complete(self, unit: str) -> None:
-        """The gradients of a unit are complete: issues its reduction, or as much as the schedule allows now."""
+        """Called when the gradients of a unit are complete. Issues the reductions that the schedule allows now."""
         self.ready.add(unit)
         if self.schedule is None:
             self.advance_to(Event("reduce", unit))
@@ -104,10 +104,10 @@ class Sequencer:
             self._issue(event)
 
     def end_backward(self, units: Sequence[str], has_grads: Callable[[str], bool]) -> None:
-        """Reduces the units that are left, and takes part in what only other ranks need.
+        """Reduces the remaining units, and takes part in events that only other ranks need.
 
         Args:
-            units: the trained ones, in the order in which they are reduced.
+            units: the trained units, in the order of their reductions.
             has_grads: whether a unit has gradients that were not reduced.
         """
         executed = self.executed[self._begun :]
@@ -138,7 +138,7 @@ class Sequencer:
         """Issues the events that come before `wanted`, and `wanted` itself.
 
         Raises:
-            ScheduleError: the schedule has no place for it, and not all ranks depart from it.
+            ScheduleError: the schedule has no such event left, and not all ranks depart from it.
         """
         if self.schedule is None:
             self._negotiate(wanted)
@@ -154,7 +154,7 @@ class Sequencer:
         issued = self._depart()
         if issued is None:
             raise ScheduleError(
-                f"rank {self._mesh.world.rank} needs to {wanted} where the schedule of collectives has no place for it: the "
+                f"rank {self._mesh.world.rank} needs to {wanted} where the schedule of collectives has no such event: the "
                 f"model runs its units in another order than in the first step (a branch on data, a router, layer drop); pass "
                 f"schedule='negotiated', or name a module that holds the whole branch in units="
             )
@@ -162,10 +162,10 @@ class Sequencer:
             self._negotiate(wanted)
 
     def _depart(self) -> list[Event] | None:
-        """Gives the schedule up if every rank needs a unit that it has no place for; the run is negotiated from here on.
+        """Abandons the schedule if every rank needs an event that it lacks; the run is negotiated from here on.
 
-        The ranks have come to different places of it, for a rank stops before the reduction of a unit that it uses. So all
-        first issue the events up to the last of these places, which are returned. None is that some rank goes on.
+        The ranks have reached different positions in it, because a rank stops before the reduction of a unit that it uses. So
+        all first issue the events up to the last of these positions. Returns those; None if some rank follows the schedule.
         """
         places = collectives.aside(len(self.executed), self._mesh.world, seconds=PATIENCE) if self._orders else None
         if places is None or self.schedule is None or self._orders is None:
@@ -179,7 +179,7 @@ class Sequencer:
         return issued
 
     def _warn(self) -> None:
-        """Warns on rank 0, once for each run, that its order is negotiated."""
+        """Warns on rank 0, once per run, that its order is negotiated."""
         if self._mesh.world.rank == 0 and self._mesh.world.size > 1:
             warnings.warn(
                 f"the {self._run[0]} runs its units in an order that differs from step to step (layer drop, a branch), so all "
@@ -189,7 +189,7 @@ class Sequencer:
             )
 
     def _negotiate(self, wanted: Event | None) -> None:
-        """Agrees with all ranks on each next event until `wanted` has been served; None takes part to the end."""
+        """Agrees with all ranks on each next event until `wanted` has been served; None takes part until no rank has a wish."""
         if self._mesh.world.size == 1:
             if wanted is not None:
                 self._issue(wanted)
@@ -209,7 +209,7 @@ class Sequencer:
             if self.in_forward and self._orders is not None:
                 self._orders.differ |= any(row != served for row in rows)
             event = Event(KINDS[served[0]], names[served[1]] if served[1] >= 0 else "")
-            self._issue(event)  # a gradient that this rank has not finished is sent as it is, and the rest later
+            self._issue(event)  # an incomplete gradient is sent as it is, and its rest in a later event
             if event == wanted:
                 return
 
@@ -229,26 +229,26 @@ class Sequencer:
                 self._gathers.prefetch_shards(self._units[following])
 
     def _next_gather(self) -> str | None:
-        """The unit that the schedule gathers next."""
+        """The next unit that the schedule gathers."""
         rest = () if self.schedule is None else self.schedule[len(self.executed) :]
         return next((event.unit for event in rest if event.kind == "gather"), None)
 
 
 def _verb(event: Event, unit: UnitPlan) -> str:
-    """What a trace calls it."""
+    """The event's name in a trace."""
     if event.kind == "gather":
         return "gather"
     return "all_reduce" if isinstance(unit.buffers[0].row.grads, Replicated) else "reduce_scatter"
 
 
 def serve(rows: list[list[int]], *, in_forward: bool) -> list[int] | None:
-    """The wish that ranks serve next: that of the unit declared first, in the backward last; None when no rank has one.
+    """The wish that ranks serve next: that of the first declared unit, in a backward the last; None when no rank has a wish.
 
-    When the ranks run different units, the order is then most often one in which a rank could run them all. A unit's gather
-    comes before its reduction, and the turn when all want it.
+    When ranks run different units, this is usually an order in which one rank could run them all. A unit's gather precedes
+    its reduction. The forward-backward boundary is served when all ranks want it.
 
     Args:
-        rows: of each rank the kind and the unit of its wish, by number; -1 is none.
+        rows: each rank's wish as (kind, unit), by number; -1 is none.
         in_forward: whether the model runs forward.
     """
     wishes = [row for row in rows if row[0] >= 0]

@@ -1,4 +1,4 @@
-"""`StepRuntime`: the parts of a train step on one rank, made once, for the step and for all that works on its states."""
+"""`StepRuntime`: the parts of a train step on one rank, made once; shared by the step and by all functions of its states."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.plans.plan import Plan
 from fzero.runtime.activation_checkpointing import Checkpointing
 from fzero.runtime.batches import Batches
+from fzero.runtime.file_agreement import agree
 from fzero.runtime.init_state import StateBuilder
 from fzero.runtime.loss import LossRules
 from fzero.runtime.metrics import StepMetrics
-from fzero.runtime.offload import Offload, agree
+from fzero.runtime.offload import Offload
 from fzero.runtime.step_spec import StepSpec, check_same
 from fzero.runtime.update import Updater
 from fzero.state import TrainState, is_donated
@@ -39,7 +40,7 @@ class StepRuntime:
     Attributes:
         recipe: the arguments of `make_train_step`.
         plan: units, flat buffers and their specs.
-        ranks: the axis of all ranks; an `AbstractAxis` describes ranks that are not there.
+        ranks: the axis of all ranks; an `AbstractAxis` describes ranks that do not run.
         scratch: memory for gathered parameters and unreduced gradients.
         offload: moves state that lives off the device.
         updater: updates flat buffers.
@@ -80,7 +81,7 @@ class StepRuntime:
             skips_overflow=cfg.skips_overflow, scales_loss=cfg.scales_loss,
             places=dict(zip(keys, starts, strict=False)) if cfg.precision.stochastic_rounding else None,
         )  # fmt: skip
-        # These read the model, which must not be done while it computes with the tensors of a state.
+        # Read from the model now: it must not be read while it is bound to the tensors of a state.
         return cls(
             recipe, plan, ranks, bound, scratch, offload, updater,
             checkpointing=recipe.checkpointing, stored_names=recipe.stored_names,
@@ -106,11 +107,11 @@ class StepRuntime:
         """The ranks.
 
         Raises:
-            ValueError: there are none, for the step is on an `AbstractAxis`.
+            ValueError: the step is on an `AbstractAxis`, whose ranks do not run.
         """
         if self.bound is None:
             raise ValueError(
-                f"mesh: must be of ranks that are there to run a step, got {self.ranks}; a step on an AbstractAxis has "
+                f"mesh: must consist of running ranks to run a step, got {self.ranks}; a step on an AbstractAxis has only "
                 f"plan, specs, trace and explain, so leave mesh out under torchrun"
             )
         return self.bound
@@ -148,14 +149,14 @@ class StepRuntime:
 
     @cached_property
     def builder(self) -> StateBuilder:
-        """Makes first states."""
+        """Makes initial states."""
         return StateBuilder(
             self.recipe, self.plan, offload=self.offload, updater=self.updater, rank=self.ranks.rank, device=self.device
         )
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """The other names of parameters and module buffers: of tied ones, and those that `state_dict` gives them."""
+        """The other names of tied parameters and module buffers, and of tensors that `state_dict` names otherwise."""
         return self.plan.aliases | {key: name for key, name in self.stored_names.items() if key != name}
 
     # --- states ----------------------------------------------------------------------------------------------------
@@ -178,14 +179,14 @@ class StepRuntime:
 
     @cached_property
     def _expected(self) -> tuple[Any, list[str], list[tuple[tuple[int, ...], torch.dtype]], list[TensorSpec]]:
-        """The structure of a state, and of each tensor the path, the shape and dtype, and the spec."""
+        """The structure of a state, and per tensor its path, its (shape, dtype), and its spec."""
         accessors, specs, treespec = optree.tree_flatten_with_accessor(self.specs)
         shapes = [(s.local_shape(self.plan.mesh), torch_dtype(s.dtype)) for s in specs]
         return treespec, [accessor.codify("state") for accessor in accessors], shapes, specs
 
     def check_state(self, state: TrainState[Tensor]) -> None:
         """Raises ValueError unless every tensor has this step's shape and dtype, and is in memory or a file as planned."""
-        _ = self.mesh  # which raises where no ranks are there
+        _ = self.mesh  # raises on an AbstractAxis
         self.check_shapes(state)
         _, names, _, specs = self._expected
         self.offload.check(names, optree.tree_leaves(state), specs)
@@ -196,7 +197,7 @@ class StepRuntime:
         *,
         fix: str = "make it with this step's init(), or give its weights to init(params)",
     ) -> None:
-        """Raises ValueError unless every tensor has this step's shape and dtype: another step's may be divided differently."""
+        """Raises ValueError unless every tensor has this step's shape and dtype: another step may shard it differently."""
         treespec, names, shapes, _ = self._expected
         leaves, found = optree.tree_flatten(state)
         if found != treespec:
@@ -237,12 +238,12 @@ class StepRuntime:
 
 
 def check_not_donated(state: TrainState[Tensor]) -> None:
-    """Raises if a step took the state: the error of its files, if these failed, and otherwise one that says how to go on."""
+    """Raises if a step took the state: the StoreError of its files if these failed, else a ValueError with the fix."""
     if is_donated(state):
         for handle in handles_of(state):
             handle.check()
         raise ValueError(
-            "state: must not be used again once a step took it (donate=True), for that step wrote the next state into its "
+            "state: must not be used again once a step took it (donate=True), because that step wrote the next state into its "
             "memory; go on with the state that the step returned (from a checkpoint, if its update raised), or make the step "
             "with donate=False"
         )

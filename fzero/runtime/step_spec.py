@@ -1,7 +1,7 @@
-"""What is a train step made from, whoever its ranks are?
+"""`StepSpec`: the arguments of `make_train_step` except the mesh, checked.
 
-A `StepSpec` holds what `make_train_step` is given, but for the ranks. `TrainStep(recipe, axis)` binds it to one rank of an
-axis: of a job, of a simulation or of none. What depends on the model and the configuration alone is worked out here.
+`TrainStep(recipe, axis)` binds it to one rank of an axis: of a job, of a simulation, or of ranks that do not run. This module
+derives everything that depends on the model and the configuration alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MismatchError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpec:
-    """The arguments of `make_train_step`, which says what they mean, checked; and where a model on `meta` goes."""
+    """The checked arguments of `make_train_step`, which documents them, and the device of a model on `meta`."""
 
     model: nn.Module
     cfg: Config
@@ -65,9 +65,9 @@ class StepSpec:
     check_params: Literal["first", "always"] = "first"
     seed: int = 0
     home: torch.device | None = None
-    """Of a model on `meta`; None is the accelerator, if there is one."""
+    """The device for a model on `meta`; None is the accelerator, if there is one."""
     trained: frozenset[str] | None = None
-    """The names of the parameters that are trained; None is those that require gradients, which then must stay so."""
+    """The names of the trained parameters; None takes those that require gradients, whose flags then must not change."""
     starts: Mapping[str, int] = field(default_factory=dict)
     """When the optimizer state of each parameter began (`fzero.plans.plan.starts_of`)."""
 
@@ -85,7 +85,7 @@ class StepSpec:
         _check_schedule(self.lr_schedule)
 
     def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
-        """How so many ranks share the model state; `mesh` is how they stand, None as the configuration says."""
+        """The plan for `world_size` ranks that are arranged as `mesh`; None takes the mesh of the configuration."""
         return plan(
             self.model, self.cfg, world_size=world_size, mesh=mesh, units=self.units, param_groups=self.param_groups,
             transform=self.transform, gather_hook=self.gather_hook, reduce_hook=self.reduce_hook,
@@ -93,7 +93,7 @@ class StepSpec:
         )  # fmt: skip
 
     def check_placements(self, the_plan: Plan) -> None:
-        """Raises a ConfigError where a step cannot do what the placements of its plan ask for."""
+        """Raises a ConfigError where a step does not support the placements of its plan."""
         kinds = {"nvme"} if self.device.type == "cpu" else {"nvme", "host"}  # on the CPU, host memory is the device's
         away = {name: p.kind for name, p in the_plan.placements.items() if p.kind in kinds}
         if not away:
@@ -101,20 +101,20 @@ class StepSpec:
         name = next((name for name in away if name.startswith("params/")), None)
         if self.compile == "step" and name is not None:
             raise ConfigError(
-                f"compile: must be None or 'block' where parameters come from other memory, for a graph reads all of them as it "
-                f"begins, got 'step' with {name} on {away[name]!r}; drop it, or leave parameters on the device (offload_param)"
+                f"compile: must be None or 'block' where parameters live in other memory, because a graph reads all of them at "
+                f"its start, got 'step' with {name} on {away[name]!r}; drop it, or leave parameters on the device (offload_param)"
             )
         name = next(iter(away))
         if not self.donate and "nvme" in away.values():
             raise ConfigError(
-                f"donate: must be True where state is in files, of which there is one generation, got False with {name} on "
+                f"donate: must be True where state is in files, because they hold one generation only, got False with {name} on "
                 f"'nvme'; drop it, or leave the state in memory"
             )
 
     def check_compiled(self, the_plan: Plan) -> None:
-        """Raises where a module that torch.compile was given has parameters of several units that a step gathers.
+        """Raises where a module compiled by torch.compile has parameters of several units that a step gathers.
 
-        Its graph begins when all of them are there; a gather inside it would be traced, and dropped.
+        Its graph needs all of them at its start; a gather inside it would be traced, and dropped.
         """
         if the_plan.num_shards == 1 or self.compile == "step":
             return
@@ -131,17 +131,17 @@ class StepSpec:
                 homes = (units.get(the_plan.aliases.get(key, key)) for key in own)
                 spanned = {unit.name: None for unit in homes if unit is not None}
                 if len(spanned) > 1:
-                    told = repr(name) if name else "the model"
+                    subject = repr(name) if name else "the model"
                     raise ValueError(
                         f"model: must have no module compiled by torch.compile with parameters of several units that stage "
-                        f"{the_plan.stage} gathers, got {told} compiled, with those of {', '.join(map(repr, spanned))}; "
-                        f"compile what it was made from (_orig_mod) with compile='block' or 'step', compile each block by "
-                        f"itself, or name it in units= where it fits on a rank"
+                        f"{the_plan.stage} gathers, got {subject} compiled, with units {', '.join(map(repr, spanned))}; "
+                        f"compile the original module (_orig_mod) with compile='block' or 'step', compile each block "
+                        f"separately, or name it in units= where it fits on a rank"
                     )
 
     @property
     def device(self) -> torch.device:
-        """Where the model is; for a model on `meta`, the accelerator if there is one."""
+        """The model's device; for a model on `meta`, `home`, or else the accelerator if there is one."""
         tensors = (*self.model.parameters(), *self.model.buffers())
         devices = {tensor.device for tensor in tensors} - {torch.device("meta")}
         if len(devices) > 1:
@@ -158,7 +158,7 @@ class StepSpec:
 
     @property
     def optimizers(self) -> Sequence[Optimizer | UserTransform]:
-        """Of each parameter group."""
+        """The optimizer of each parameter group."""
         return optimizers_of(self.cfg, self.param_groups, self.transform)
 
     @property
@@ -168,22 +168,22 @@ class StepSpec:
         rate = self.lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else None)
         if rate is not None and any(isinstance(group, UserTransform) and group.is_fixed for group in optimizers):
             raise ConfigError(
-                "transform: must be a function of the learning rate where a schedule moves that, got a Transform; pass "
+                "transform: must be a function of the learning rate where a schedule changes that, got a Transform; pass "
                 "lambda lr: ..."
             )
         return [_rate_of(group.lr, cfg.optimizer.lr, rate) for group in optimizers]
 
     @property
     def group_names(self) -> list[str]:
-        """What each parameter group is called in messages, in the order of `rates`."""
+        """The name of each parameter group in messages, in the order of `rates`."""
         rest = "all that no other group takes" if self.param_groups else "all parameters"
         patterns = [group["params"] for group in self.param_groups]
-        told = [repr(match) if isinstance(match, str) else "chosen by a function" for match in patterns]
-        return [f"group {index} ({name})" for index, name in enumerate([rest, *told])]
+        names = [repr(match) if isinstance(match, str) else "chosen by a function" for match in patterns]
+        return [f"group {index} ({name})" for index, name in enumerate([rest, *names])]
 
     @property
     def momentum(self) -> Schedule | None:
-        """The first beta as a function of the number of updates so far, where the scheduler moves it."""
+        """The first beta as a function of the number of updates so far, where the scheduler changes it."""
         cfg = self.cfg
         momentum = cfg.scheduler.momentum() if cfg.scheduler and not self.lr_schedule else None
         has_betas = hasattr(cfg.optimizer.params, "betas") and not any(
@@ -192,7 +192,7 @@ class StepSpec:
         if momentum is not None and not has_betas:
             warnings.warn(
                 f"scheduler.params.cycle_momentum: {'a transform' if self.transform else cfg.optimizer.type} has no betas, so "
-                f"that only the learning rate cycles (as in DeepSpeed); set it to false",
+                f"only the learning rate cycles (as in DeepSpeed); set it to false",
                 stacklevel=5,
             )
             return None
@@ -219,7 +219,7 @@ class StepSpec:
         return names
 
     def measures(self, world_size: int) -> LossRules:
-        """How losses and gradients of so many ranks become numbers."""
+        """The rules of loss, norm and clipping for `world_size` ranks."""
         cfg, is_mean = self.cfg, self.cfg.gradient_allreduce_op == "mean"
         predivide = None if cfg.prescale_gradients else cfg.gradient_predivide_factor
         return LossRules(
@@ -233,9 +233,9 @@ class StepSpec:
 
     @property
     def statistics(self) -> set[str]:
-        """The names of buffers that are statistics of what came.
+        """The names of buffers with running statistics.
 
-        They may rest in the first step (a module in evaluation mode) and move later, which no version tells.
+        Tensor versions of the first step do not find them all: a module in evaluation mode changes its own only later.
         """
         return {
             f"{name}.{buffer}".removeprefix(".")
@@ -248,14 +248,14 @@ class StepSpec:
     def stored_names(self) -> dict[str, str]:
         """The keys of the model's state dict, each with the name under which its tensor is stored.
 
-        They differ for tied tensors, and where a module's hook writes keys of its own (a checkpoint wrapper hides itself).
+        The two differ for tied tensors, and where a module's hook renames keys (a checkpoint wrapper removes its own prefix).
         """
         names = {id(tensor): name for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())}
         tensors = self.model.state_dict(keep_vars=True)
         return {key: names[id(tensor)] for key, tensor in tensors.items() if id(tensor) in names}
 
     def fingerprint(self, the_plan: Plan) -> dict[str, dict[str, str]]:
-        """What must be the same on all ranks, by subject and name."""
+        """The values that must be the same on all ranks, by subject and name."""
         return {
             "configuration": _dotted(self.cfg.model_dump()),
             "parameters": {
@@ -279,7 +279,7 @@ class StepSpec:
 
 
 def bind(mesh: Mesh | None, device: torch.device) -> ProcessAxis:
-    """The ranks of this job, which stand in a mesh. *Collective:* every rank; joins them where nobody did."""
+    """The ranks of this job, arranged in a mesh. *Collective:* every rank; initialises the process group if necessary."""
     axis = join(device)
     meet("fzero.make_train_step", axis)
     check_backend(device)
@@ -297,7 +297,7 @@ def check_same(
     *,
     fix: str = "start every rank with the same model and configuration",
 ) -> None:
-    """Raises on every rank when values, by subject and name, differ between ranks: their models and configurations, say.
+    """Raises on every rank when values (such as models and configurations), by subject and name, differ between ranks.
 
     *Collective:* every rank.
     """
@@ -321,7 +321,7 @@ def _check_choice(field: str, value: Any, known: tuple[Any, ...]) -> None:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile was given the module, or its forward."""
+    """Whether torch.compile was applied to the module or its forward."""
     forwards = (vars(module).get("forward"), type(module).forward)
     is_decorated = any(hasattr(forward, "_torchdynamo_orig_callable") for forward in forwards)
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None or is_decorated
@@ -336,15 +336,15 @@ def _check_schedule(schedule: Schedule | None) -> None:
 
 
 def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
-    """The learning rate of a parameter group, whose own is `lr` where the configuration's is `base`."""
+    """The learning rate of a parameter group: `schedule` scaled by `lr` / `base`, the group's lr over the configuration's."""
     if schedule is None:
         return lr_schedules.constant(lr)
     if lr == base:
         return schedule
     if base == 0:
         raise ConfigError(
-            f"optimizer.params.lr: must not be 0 when a parameter group has another lr ({lr}) and a schedule moves both, "
-            f"got 0; the group's is scaled by the ratio, so give the lr that the schedule starts from"
+            f"optimizer.params.lr: must not be 0 when a parameter group has another lr ({lr}) and a schedule changes both, "
+            f"got 0; the group's lr is scaled by the ratio, so give the lr that the schedule starts from"
         )
     return lambda n: schedule(n) * (lr / base)
 

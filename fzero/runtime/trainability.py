@@ -1,6 +1,6 @@
-"""Which parameters does a step train: those that require gradients when it is made. This file reads the flags of a module.
+"""`Flags`, `FixedFlags`: read `requires_grad` of a module's parameters; a step trains those that had it when it was made.
 
-Whether a flag has changed is asked before every step, so the reading is one loop over the parameters, 0.2 µs for each.
+The flags are read before every step, so the reading is one loop over the parameters, 0.2 µs for each.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from torch import nn
 
 
 class Flags:
-    """`requires_grad` of all parameters of a module, as they stand when they are read."""
+    """Reads `requires_grad` of all parameters of a module."""
 
     def __init__(self, model: nn.Module) -> None:
-        # The dicts and not the parameters: `model.to("meta")` puts others in their place.
+        # The dicts and not the parameters: `model.to("meta")` replaces the parameters.
         self._slots = [module._parameters for module in model.modules() if module._parameters]
 
     def read(self) -> list[bool]:
         """The flags in the order of the modules."""
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # parameters may be of a class that looks at what is asked of them
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter's class may intercept attribute access, at a cost
             return [param.requires_grad for slots in self._slots for param in slots.values() if param is not None]
 
 
@@ -30,8 +28,8 @@ class FixedFlags:
     """Raises where a parameter was frozen or unfrozen since this was made.
 
     Args:
-        model: whose flags are read.
-        trained: the names of all parameters, and whether each is trained.
+        model: its flags are read.
+        trained: whether each parameter is trained, by name.
     """
 
     def __init__(self, model: nn.Module, trained: Mapping[str, bool]) -> None:
@@ -47,14 +45,14 @@ class FixedFlags:
         frozen = [name for name, flag in now.items() if self._trained[name] and not flag]
         unfrozen = [name for name, flag in now.items() if flag and not self._trained[name]]
         if frozen or unfrozen:
-            told = [
+            changes = [
                 f"{listed(names)} {word}"
                 for names, word in ((frozen, "was frozen"), (unfrozen, "was unfrozen"))
                 if names
             ]
             raise ValueError(
-                f"requires_grad: must be for each parameter what it was when the step was made, and {' and '.join(told)}; make a "
-                f"step under the new flags and move the state to it: new = make_train_step(model, cfg, after=step); "
+                f"requires_grad: must be for each parameter what it was when the step was made, and {' and '.join(changes)}; "
+                f"make a step under the new flags and move the state to it: new = make_train_step(model, cfg, after=step); "
                 f"state = fzero.reshard(state, step, new)"
             )
 

@@ -1,9 +1,9 @@
-"""What does an update do to a state? It changes this rank's share of each flat buffer, and joins what every rank holds whole.
+"""`Updater`: updates this rank's shard of each flat buffer, and all-gathers the parameters that every rank holds in full.
 
-The transform of a flat buffer is that of its parameter group, for the learning rate and momentum of this update, and in the
-buffer's dtypes (`fzero.optim.precision`). Neighbours that are alike are updated in one call. What lives
-elsewhere streams through its update (`fzero.runtime.offload`). A captured step has the update in its graph, and reads what
-changes about it from `TracedHyperparams`.
+The transform of a flat buffer is that of its parameter group, with the learning rate and momentum of this update and the
+buffer's dtypes (`fzero.optim.precision`). Adjacent buffers with equal transforms are updated in one call. Buffers that live
+off the device are streamed through their update (`fzero.runtime.offload`). A captured step has the update in its graph, and
+reads the hyper-parameters from `TracedHyperparams`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochast
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.offload import Offload, Update
+from fzero.runtime.offload import Offload
+from fzero.runtime.offload_leaves import Update
 from fzero.state import Metrics, TrainState
 from fzero.storage.shard_io import BufferPool, own_shard
 from sharding import Sharded
@@ -41,29 +42,29 @@ from sharding.views import torch_dtype
 T = TypeVar("T")
 
 MOST_TOGETHER = 1 << 24
-"""Elements that one call updates of several flat buffers; those of the next call are updated while these are joined."""
+"""Elements of several flat buffers that one call updates; the next call runs during the all-gather of these."""
 
 
 class TracedHyperparams(NamedTuple):
-    """What changes about the update of a captured step: tensors, to be written before each."""
+    """The hyper-parameters of a captured step that change between updates: tensors, to be written before each."""
 
     lr: list[Tensor]
-    """Of each parameter group."""
+    """The learning rate of each parameter group."""
     beta: Tensor | None
     salts: Tensor
 
 
 class Hyper(NamedTuple):
-    """The numbers of one update that every rank works out by itself, and that must be the same on all."""
+    """The numbers of one update that every rank computes by itself, and that must be the same on all."""
 
     num_updates: int
-    """Made before this one."""
+    """The number of updates before this one."""
     rates: tuple[float, ...]
     """The learning rate of each parameter group."""
     momentum: float | None
-    """The first beta, where a schedule moves it."""
+    """The first beta, where a schedule changes it."""
     optimizers: tuple[str, ...]
-    """Of each parameter group, where they are others than those that the step was made with."""
+    """The optimizer of each parameter group, where the step's have been replaced."""
 
     def named(self, groups: Sequence[str]) -> dict[str, dict[str, str]]:
         """The numbers as text, by subject and name, to be compared with those of other ranks."""
@@ -80,13 +81,13 @@ class Updater:
     """The updates of a step, on one rank.
 
     Attributes:
-        mesh: the ranks; None where none are there, so that nothing is updated.
-        shard: which of the finest shards this rank holds.
+        mesh: the ranks; None for an `AbstractAxis`, which updates nothing.
+        shard: the index of this rank's shard in the finest division.
         optimizers, rates: of each parameter group; a rate is a function of the number of updates so far.
-        momentum: the first beta likewise, where a schedule moves it.
-        skips_overflow: whether an overflow leaves everything as it was.
+        momentum: the first beta likewise, where a schedule changes it.
+        skips_overflow: whether an overflow leaves the state unchanged.
         scales_loss: whether the loss is multiplied by a scale.
-        places: where each flat buffer begins among all elements, if they are rounded stochastically.
+        places: the first element of each flat buffer among all elements, where rounding is stochastic.
     """
 
     plan: Plan
@@ -101,19 +102,19 @@ class Updater:
     scales_loss: bool
     places: dict[str, int] | None
     _changed: tuple[str, ...] = ()
-    """The optimizers, where they are others than those that the step was made with."""
+    """The optimizers, where the step's have been replaced."""
     _made: dict[tuple[int, str], tuple[Any, Transform]] = field(default_factory=dict)
-    """The transforms made last, with their rate and momentum."""
+    """The last transforms, with their learning rate and momentum."""
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None) -> Self:
-        """The same with other learning rates, and other optimizers unless these are None."""
+        """The same updater with other learning rates, and other optimizers unless these are None."""
         twin = replace(self, rates=list(map(constant, rates)), momentum=None)
         if optimizers is None:
             return twin
         return replace(twin, optimizers=list(optimizers), _made={}, _changed=tuple(map(repr, optimizers)))
 
     def hyper(self, num_updates: int) -> Hyper:
-        """The numbers of the update that comes after so many others.
+        """The numbers of the update after `num_updates` others.
 
         Raises:
             ValueError: a learning rate is no finite number.
@@ -122,7 +123,7 @@ class Updater:
         if not all(isinstance(rate, SupportsFloat) and math.isfinite(rate) for rate in rates):
             raise ValueError(
                 f"learning rate: must be a finite number for every parameter group and update, got {rates} after {num_updates} "
-                f"updates; mend the schedule (lr_schedule), or what is written into param_groups"
+                f"updates; change the schedule (lr_schedule), or the values written into param_groups"
             )
         momentum = None if self.momentum is None else float(self.momentum(num_updates))
         return Hyper(num_updates, tuple(map(float, rates)), momentum, self._changed)
@@ -136,14 +137,14 @@ class Updater:
         hyper: Hyper,
         still: Collection[str] = (),
     ) -> TrainState[Tensor]:
-        """Updates this rank's share of each flat buffer and, where every rank holds all of it, joins the shares.
+        """Updates this rank's shard of each flat buffer and, where every rank holds all of it, all-gathers the shards.
 
         Args:
-            still: the keys of flat buffers that stay as they are, with their masters and optimizer state.
+            still: the keys of flat buffers that do not change, nor their masters and optimizer state.
         """
         skip, mesh = overflow if self.skips_overflow else None, self._ranks
 
-        @cache  # the host waits for a copy from the device, and needs one
+        @cache  # one copy per device: the host waits for each
         def numbers_on(device: torch.device) -> tuple[Tensor | None, Tensor | None]:
             return None if skip is None else skip.to(device), None if factor is None else factor.to(device)
 
@@ -152,19 +153,19 @@ class Updater:
         for buffer in self.plan.flat_buffers:
             if not buffer.trainable or buffer.key in still:
                 continue
-            share, grad = state.params[buffer.key], state.grads[buffer.key]
+            param, grad = state.params[buffer.key], state.grads[buffer.key]
             if isinstance(buffer.row.optimizer, Sharded):
-                share = share if self.offload.joins(buffer) else own_shard(share, buffer, mesh.shard)
+                param = param if self.offload.joins(buffer) else own_shard(param, buffer, mesh.shard)
                 grad = own_shard(grad, buffer, mesh.shard)
-            master = state.master.get(buffer.key, share)
+            master = state.master.get(buffer.key, param)
             numbers = numbers_on(self.offload.runs_on(buffer))
-            at = self._transforms_of(buffer, hyper, *numbers, share if buffer.has_master else None)
+            at = self._transforms_of(buffer, hyper, *numbers, param if buffer.has_master else None)
             axes, label = (
                 mesh.axes[len(mesh.axes_of(buffer.row.params)) :],
                 Label("all_gather_params", buffer.key, "update"),
             )
             join = partial(mesh.start_all_gather, axes=axes, label=label)
-            update = Update(buffer, grad, master, state.optimizer[buffer.key], at, share, join)
+            update = Update(buffer, grad, master, state.optimizer[buffer.key], at, param, join)
             (away if self.offload.is_away(buffer) else here).append(update)
         params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
         for alike in self._alike(here):
@@ -185,15 +186,15 @@ class Updater:
         self, state: TrainState[Tensor], metrics: Metrics, loss_scale: LossScale[Tensor], buffers: dict[str, Tensor],
         rng: dict[str, Tensor], hook_states: dict[str, dict[str, Any]],
     ) -> TrainState[Tensor]:  # fmt: skip
-        """The state after an update, which an overflow skipped."""
-        num_updates = state.step.add_(1)  # of a state that is taken
+        """The state after an update; an overflow keeps step, module buffers and random state where it skips the update."""
+        num_updates = state.step.add_(1)  # in place, because the step has taken the state
         if self.skips_overflow:
             num_updates.sub_(metrics.overflow.to(num_updates.dtype))
             buffers = _chosen(metrics.overflow, state.buffers, buffers)
             if self.offload.device.type == "cpu":  # elsewhere the host would have to wait for the overflow
                 rng = _chosen(metrics.overflow, state.rng, rng)
             hook_states = _chosen(metrics.overflow, state.hook_states, hook_states)
-        if self.scales_loss:  # what was lost is of a scaled loss
+        if self.scales_loss:  # errors that comm hooks feed back are multiples of the loss scale
             ratio = loss_scale.scale / state.loss_scale.scale
             hook_states = optree.tree_map(lambda x: _times_each(x, ratio) if x.is_floating_point() else x, hook_states)
         return state._replace(
@@ -201,8 +202,8 @@ class Updater:
         )
 
     def _alike(self, updates: Sequence[Update]) -> Iterator[list[Update]]:
-        """Neighbours whose updates may be one call, up to `MOST_TOGETHER` elements: elementwise, by the same transform, of
-        parameters that are their own master."""
+        """Adjacent buffers that one call may update, up to `MOST_TOGETHER` elements: elementwise, with equal transforms, and
+        without a master."""
 
         def kind_of(update: Update) -> object:
             buffer = update.buffer
@@ -222,8 +223,10 @@ class Updater:
     def _transforms_of(
         self, buffer: FlatParamPlan, hyper: Hyper, skip: Tensor | None, factor: Tensor | None, out: Any
     ) -> Callable[..., Transform]:
-        """The transform of elements [start, stop) of what this rank updates of a flat buffer; as the third
-        what takes the new parameters, if not that part of `out`."""
+        """A function that makes the transform of elements [start, stop) of this rank's part of a flat buffer.
+
+        Its third argument: where the new parameters are written, default `out[start:stop]`.
+        """
 
         def at(start: int, stop: int, part: Tensor | None = None) -> Transform:
             if part is None and isinstance(out, Tensor):
@@ -241,8 +244,10 @@ class Updater:
         skip: Tensor | None = None,
         **how: Any,
     ) -> Transform:
-        """The transform of a flat buffer, from element `start` of what this rank updates on, with the numbers of an update,
-        None for the first; `how` is for `mixed_precision`."""
+        """The transform of this rank's part of a flat buffer from element `start` on.
+
+        `hyper` holds the numbers of an update, None of the first; `how` is passed to `mixed_precision`.
+        """
         optimizer, rule = self.optimizers[buffer.group], (buffer.group, buffer.rule)
         hyper = self.hyper(0) if hyper is None else hyper
         lr, momentum = hyper.rates[buffer.group], hyper.momentum
@@ -267,7 +272,7 @@ class Updater:
 
     @property
     def _ranks(self) -> RankMesh:
-        assert self.mesh is not None, "a step on a Fake axis updates nothing"
+        assert self.mesh is not None, "a step on an AbstractAxis updates nothing"
         return self.mesh
 
     def _stack(self, partial: Tensor) -> Tensor:
@@ -279,7 +284,7 @@ class Updater:
     # --- in a graph ----------------------------------------------------------------------------------------------
 
     def hyperparams(self, device: torch.device) -> TracedHyperparams:
-        """What a graph of this step reads, not yet turned."""
+        """The tensors from which a graph of this step reads its hyper-parameters, not yet written."""
         masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
         dtype = torch.float64 if torch.float64 in masters else torch.float32
         return TracedHyperparams(
@@ -289,7 +294,7 @@ class Updater:
         )
 
     def turn(self, hyperparams: TracedHyperparams, hyper: Hyper) -> None:
-        """Writes what the graph reads about an update."""
+        """Writes the hyper-parameters that the graph reads."""
         for lr, rate in zip(hyperparams.lr, hyper.rates, strict=True):
             lr.fill_(rate)
         if hyperparams.beta is not None and hyper.momentum is not None:
@@ -298,7 +303,7 @@ class Updater:
             hyperparams.salts.copy_(torch.tensor(salts_of(hyper.num_updates, NUM_SALTS)))
 
     def transforms_by(self, hyperparams: TracedHyperparams) -> dict[str, Transform]:
-        """The transforms of all flat buffers that are trained, in a graph that reads the knobs.
+        """The transforms of all trained flat buffers, in a graph that reads `hyperparams`.
 
         Raises:
             ConfigError: an optimizer cannot be captured.
@@ -311,7 +316,7 @@ class Updater:
             ):
                 raise ConfigError(
                     f"optimizer.type: must be elementwise and of fzero's own (AdamW, Adam, SGD, Adagrad, Lion) where the "
-                    f"whole step is one graph, got {getattr(optimizer, 'type', optimizer)!r}; pass compile='block'"
+                    f"full step is one graph, got {getattr(optimizer, 'type', optimizer)!r}; pass compile='block'"
                 )
             if buffer.trainable:
                 transforms[buffer.key] = optimizer.transform(
@@ -321,22 +326,22 @@ class Updater:
 
 
 def _times_each(x: Tensor, factor: Tensor) -> Tensor:
-    """A tensor times a number; of simulated ranks each with its own."""
+    """A tensor times a number; for simulated ranks, each rank's row times its own number."""
     return x * factor.to(x.dtype).reshape(factor.shape + (1,) * (x.dim() - factor.dim()))
 
 
 def _chosen(skip: Tensor, before: dict[str, T], after: dict[str, T]) -> dict[str, T]:
-    """The tensors of one of two trees."""
+    """The tree `before` where `skip` is true, else `after`."""
     chosen: dict[str, T] = optree.tree_map(lambda old, new: torch.where(skip, old, new), before, after)
     return chosen
 
 
 def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:
-    """Of the buffers that every rank holds whole, and has updated a share of."""
+    """Starts the all-gathers of the parameters that every rank holds in full and has updated one shard of."""
     started = []
     for update in updates:
-        key, share = update.buffer.key, cast(Tensor, update.param)  # a file's is no share
-        if share is not params[key]:
+        key, shard_S = update.buffer.key, cast(Tensor, update.param)  # parameters in files are not gathered here
+        if shard_S is not params[key]:
             with profiler_range("join", key):
-                started.append(update.join(share, params[key]))
+                started.append(update.join(shard_S, params[key]))
     return started

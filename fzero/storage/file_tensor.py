@@ -55,14 +55,14 @@ class StateFiles:
         *,
         sub_group_numel: int,
         most: int,
-        further: int = 0,
+        extra: int = 0,
         staged_nbytes: int = 0,
         rank: int,
     ) -> None:
         self.plan, self.generation = files, 0
         self._cause: BaseException | None = None
         self._movers: dict[str, FileMover] = {}
-        self._room = _room(streaming, sub_group_numel, most, further)
+        self._room = _room(streaming, sub_group_numel, most, extra)
         by_path: dict[str, dict[str, FileSpec]] = {}
         for name, (path, spec) in files.items():
             by_path.setdefault(path, {})[name] = spec
@@ -83,9 +83,9 @@ class StateFiles:
                 store.close()
             raise
 
-    def has_room(self, streaming: Streaming, *, sub_group_numel: int, most: int, further: int) -> bool:
+    def has_room(self, streaming: Streaming, *, sub_group_numel: int, most: int, extra: int) -> bool:
         """Whether what another step streams, with arguments like those of this, may move through the buffers of these files."""
-        asked = _room(streaming, sub_group_numel, most, further)
+        asked = _room(streaming, sub_group_numel, most, extra)
         is_large = all(have >= need for have, need in zip(self._room, asked, strict=True))
         return is_large and self._room.checksums == asked.checksums
 
@@ -126,16 +126,16 @@ class StateFiles:
         for mover in self._movers.values():
             mover.fail(cause)
 
-    def tell(self, cause: BaseException) -> None:
+    def fail_by_message(self, cause: BaseException) -> None:
         """As `fail`, of what is raised now: from now on it is only what the cause says."""
         self._cause = bare(self._cause or cause)
         self.fail(cause)
 
-    def ahead(self, name: str, start: int, stop: int) -> None:
+    def prefetch(self, name: str, start: int, stop: int) -> None:
         """Starts to read what a sub-group has of a tensor, where there is room for it; an error breaks the files."""
         mover = self.mover(name)
         try:
-            mover.ahead(TensorRange(name, start, stop))
+            mover.prefetch(TensorRange(name, start, stop))
         except StoreError as error:
             self.fail(error)
 
@@ -357,9 +357,9 @@ class _Room(NamedTuple):
     checksums: bool
 
 
-def _room(streaming: Streaming, sub_group_numel: int, most: int, further: int) -> _Room:
+def _room(streaming: Streaming, sub_group_numel: int, most: int, extra: int) -> _Room:
     alone = 1 + sum(streaming.ahead(most).values())  # of one tensor that moves by itself
-    return _Room(max(streaming.num_pooled(most, further), alone), sub_group_numel, streaming.checksums)
+    return _Room(max(streaming.num_pooled(most, extra), alone), sub_group_numel, streaming.checksums)
 
 
 def _free(path: str, rank: int) -> int:

@@ -73,7 +73,7 @@ class FileMover:
                     f"{self.pool.nbytes}; pass buffer_nbytes={nbytes}, or a smaller sub_group_numel"
                 )
 
-    def ahead(self, part: TensorRange) -> None:
+    def prefetch(self, part: TensorRange) -> None:
         """Starts to read what a sub-group has of one tensor before that is fetched, if there is a buffer for it."""
         if part not in self._coming and self.pool.num_free:
             buffer = self.pool.take()

@@ -92,13 +92,13 @@ class ShardTransfer:
 
     # --- what comes ----------------------------------------------------------------------------------------------
 
-    def ahead(self, name: str, x: Leaf) -> None:
+    def prefetch(self, name: str, x: Leaf) -> None:
         """Starts to bring a shard, if there is room; `bring` gives it."""
         is_here = isinstance(x, Tensor) and x.device == self.device
         if not is_here and name not in self._coming and (self.most is None or len(self._coming) < self.most):
             self._coming[name] = self._start(name, x)
 
-    def bring(self, name: str, x: Leaf) -> Tensor:
+    def load(self, name: str, x: Leaf) -> Tensor:
         """The shard on the device: itself where it lives there, else a copy, to be given back with `scratch.give`."""
         wait = self._coming.pop(name, None) or self._start(name, x)
         return wait()
@@ -116,9 +116,9 @@ class ShardTransfer:
         rest = deque(shards)
         while rest:
             name, x = rest.popleft()
-            here = self.bring(name, x)
+            here = self.load(name, x)
             if rest:
-                self.ahead(*rest[0])
+                self.prefetch(*rest[0])
             yield here
             if here is not x:
                 self.scratch.give(here)

@@ -35,7 +35,7 @@ from fzero.estimation.unit_events import order_of, parts_of
 from fzero.estimation.zero_formulas import zero_nbytes
 from fzero.graph.timeline import Lanes
 from fzero.plans.machine_model import MachineModel
-from fzero.runtime import offload
+from fzero.runtime import file_agreement
 from fzero.runtime.activation_checkpointing import Moves
 from fzero.simulation import LockstepRanks, stacked
 from fzero.storage import shard_io as staging
@@ -261,7 +261,7 @@ def test_planned_pools_of_host_memory_are_those_that_a_step_with_files_makes(tmp
             {"offload_optimizer": block, "offload_param": block | {"max_in_cpu": 0}},
         ):
             step = fzero.make_train_step(make(Uneven), config(3, **zero) | how)
-            files = offload.files_of(step.init())
+            files = file_agreement.files_of(step.init())
             pools = sum(mover.pool.num * mover.pool.nbytes for mover in files._movers.values())
             planned = stream_buffers(step.plan).host_pool - step.runtime.offload._staged_nbytes
             if how.get(

@@ -413,9 +413,9 @@ def pass_over_shards(*, pinned: bool = True, asks_ahead: bool = True) -> None:
             shards, grads = ({name: x.pin_memory() for name, x in of.items()} for of in (shards, grads))
         stage, names = ShardTransfer(torch.device("cuda", 0), BufferPool(), measure=lambda x: x.sum()), list(shards)
         for name, following in zip(names, [*names[1:], None]):
-            here = stage.bring(name, shards[name])
+            here = stage.load(name, shards[name])
             if following is not None and asks_ahead:
-                stage.ahead(following, shards[following])
+                stage.prefetch(following, shards[following])
             values = here * 2
             stage.put(name, grads[name], values, adds=False)
             if name == "h.1":
@@ -429,7 +429,7 @@ def pass_over_shards(*, pinned: bool = True, asks_ahead: bool = True) -> None:
         assert [norm.item() for norm in norms] == [grads[name].sum().item() for name in names]
         nbytes = sum(4 * len(x) for x in shards.values())
         assert card.crossed == Crossed(2 * nbytes, nbytes + 4 * 65 + 4 * 4)
-        stage.ahead("h.0", shards["h.0"])
+        stage.prefetch("h.0", shards["h.0"])
         stage.abandon()
 
 

@@ -357,7 +357,7 @@ def test_a_trace_on_one_rank_alone_ends_all_ranks_and_is_named(ranks: RankPool) 
         ranks(2, _traced_on_rank_0_alone)
     for error in caught.value.errors:
         assert isinstance(error, fzero.CollectiveError)
-        assert "[4, 6] passes" in str(error) and "some alone called what all must call (trace_comm" in str(error)
+        assert "[4, 6] passes" in str(error) and "only some ranks called a collective method (trace_comm" in str(error)
 
 
 def _named_otherwise() -> CommTrace:

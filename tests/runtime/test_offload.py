@@ -328,9 +328,9 @@ def test_the_parts_of_a_step_and_a_look_at_the_model_tell_a_stale_or_broken_stat
 
 def test_a_state_in_memory_is_not_taken_for_one_in_files_nor_the_other_way(tmp_path: Path) -> None:
     here, there = on(1, step_of(2)), on(1, step_of(2, **nvme(tmp_path)))
-    with pytest.raises(ValueError, match=r"state.grads.*must live in a file .*, got a tensor in memory; bring .*place"):
+    with pytest.raises(ValueError, match=r"state.grads.*must live in a file .*, got a tensor in memory; move .*place"):
         train(there, here.init(), 0, 1)
-    with pytest.raises(ValueError, match=r"must live on 'device' in this step, got FileTensor.*; bring .* fzero.place"):
+    with pytest.raises(ValueError, match=r"must live on 'device' in this step, got FileTensor.*; move .* fzero.place"):
         train(here, there.init(), 0, 1)
     with pytest.raises(
         fzero.ConfigError, match=r"by: must be 'lockstep' where state is in files, got 'vmap' with grads/"

@@ -184,7 +184,7 @@ def test_the_specs_say_where_every_shard_lives(tmp_path: Path) -> None:
     ("zero", "options", "message"),
     [
         ({"buffer_size": 100}, {}, r"offload_param.buffer_size: must hold the longest shard .* 6496 elements, got 100"),
-        ({}, {"compile": "step"}, r"compile: must be None or 'block' where parameters come .* params/.* on 'nvme'; drop it"),
+        ({}, {"compile": "step"}, r"compile: must be None or 'block' where parameters live .* params/.* on 'nvme'; drop it"),
         ({}, {"donate": False}, r"donate: must be True where state is in files"),
     ],
 )  # fmt: skip
@@ -229,7 +229,7 @@ def _started(path: str, monkeypatch: pytest.MonkeyPatch, world_size: int, **zero
     state, _ = train(ranks, ranks.init(), 0, 1)
     spy(StateFiles, "start_read", "r")
     spy(StateFiles, "start_write", "w")
-    spy(StateFiles, "ahead", "a")
+    spy(StateFiles, "prefetch", "a")
     spy(FileStore, "read", "f")
     train(ranks, state, 1, 1)
     return logs

@@ -419,12 +419,12 @@ class Unfreezes(Model):
 
 def test_what_a_forward_makes_that_the_state_cannot_hold_is_refused_by_its_name() -> None:
     messages: Mapping[type[Model], str] = {
-        Grows: r"buffer 'seen': must keep its shape and dtype, .* made torch.float32 of shape \(2, 4\)",
+        Grows: r"buffer 'seen': must keep its shape and dtype, .* to torch.float32 of shape \(2, 4\)",
         MakesAParameter: r"parameter 'w': must be there when the step is made",
         MakesABuffer: r"buffer 'w': must be there when the step is made",
         Replaces: r"parameter 'a.weight': must be there when the step is made",
-        Fills: r"buffer 'scale': must keep its shape and dtype, or stay None, .* of shape \(4,\) of None",
-        Empties: r"buffer 'scale': must keep its shape and dtype, or stay None, .* made None of torch.float32",
+        Fills: r"buffer 'scale': must keep its shape and dtype, or stay None, .* from None to .* of shape \(4,\)",
+        Empties: r"buffer 'scale': must keep its shape and dtype, or stay None, .* from torch.float32 .* to None",
         NewHead: r"parameter 'b.weight': must be there when the step is made",
         Swaps: r"parameter '(a|b).weight': must be there when the step is made",
         Hooks: r"parameter 'a.weight': must get no gradient hook in the forward",
@@ -574,7 +574,7 @@ def test_a_module_that_changes_between_init_and_the_first_step_is_refused() -> N
         model.c = nn.Linear(4, 3)
 
     for what, message in (
-        (load, r"must hold what it held in init until the first step, and 'a.weight' was changed since"),
+        (load, r"must keep its values from init to the first step, and 'a.weight' was changed since"),
         (lambda model: model.half(), r"'a.weight' was torch.float32 of shape \(4, 4\) and is torch.float16"),
         (new_head, r"'b.weight' was torch.float32 of shape \(4, 4\) and is torch.float32 of shape \(3, 4\)"),
         (one_more, r"'c.weight' was not there and is torch.float32"),

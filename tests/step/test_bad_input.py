@@ -360,7 +360,7 @@ def test_a_loss_that_has_nothing_to_do_with_the_model_and_one_that_went_backward
         for name, told in found[:4]:
             assert re.match(UNRELATED if name == "_elsewhere" else INSIDE, told), told
         (_, unrelated), (_, outside) = found[4:]
-        assert re.match(UNRELATED, unrelated) and "call engine.backward(loss) in place of loss.backward()" in outside
+        assert re.match(UNRELATED, unrelated) and "call engine.backward(loss) instead of loss.backward()" in outside
 
 
 def test_a_graph_of_a_step_refuses_such_losses_too() -> None:

@@ -286,10 +286,10 @@ def test_a_write_that_fails_in_mid_stream_ends_the_update_and_all_later_ones(ahe
 def test_what_was_read_ahead_is_what_the_file_holds_when_it_is_fetched(numel: int, tmp_path: Path) -> None:
     with FileStore(tmp_path, {"x": FileSpec(4096, "float32"), "y": FileSpec(4096, "float32")}) as store:
         mover, seen = FileMover(store, num_buffers=3, buffer_nbytes=16384), []
-        mover.ahead(TensorRange("x", 0, 4096))  # which is then written, also a part at a time
+        mover.prefetch(TensorRange("x", 0, 4096))  # which is then written, also a part at a time
         stream_update(lambda g, x: x[0].fill_(g.start + numel), mover, cut(("x",), 4096, numel), read_ahead=0)
         for part in (TensorRange("x", 0, 4096), TensorRange("y", 0, 2048), TensorRange("y", 2048, 4096)):
-            mover.ahead(part)
+            mover.prefetch(part)
         (all_of_it,) = cut(("x",), 4096, 4096, kept=("x",))
         stream_update(lambda _, x: seen.append(x[0].tolist()), mover, [all_of_it], read_ahead=0, write_behind=0)
         assert seen == [[float(i // numel * numel + numel) for i in range(4096)]]
@@ -301,7 +301,7 @@ def test_a_read_ahead_that_is_refused_takes_no_buffer(tmp_path: Path) -> None:
     with FileStore(tmp_path, {"x": FileSpec(4096, "float32")}) as store:
         mover = FileMover(store, num_buffers=1, buffer_nbytes=4096)
         with pytest.raises(ValueError, match="x: the buffer must be 16384 bytes"):
-            mover.ahead(TensorRange("x", 0, 4096))
+            mover.prefetch(TensorRange("x", 0, 4096))
         assert mover.pool.num_free == 1
 
 

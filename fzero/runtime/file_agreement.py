@@ -1,0 +1,47 @@
+"""`agree`: all ranks raise together when the state files of one rank have failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fzero.comms import collectives
+from fzero.comms.axes import Bound
+from fzero.comms.records import Label
+from fzero.storage.file_store import StoreError
+from fzero.storage.file_tensor import StateFiles, handles_of
+
+
+def agree(files: StateFiles | None, world: Bound, *, error: BaseException | None = None) -> None:
+    """Raises on every rank when the files of one have failed; no rank's files can be used then.
+
+    *Collective:* every rank of a job with state in files; sends a few bytes.
+
+    Args:
+        error: an error on this rank that is not one of its files.
+
+    Raises:
+        StoreError, MemoryError: this rank's own error, or a StoreError that names the rank which failed.
+    """
+    cause = error or (files.cause if files is not None else None)
+    messages = collectives.exchange(None if cause is None else str(cause) or repr(cause), world, label=Label("files"))
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if not failed:
+        return
+    if cause is None:
+        cause = StoreError(
+            f"rank {failed[0]}: its state in files cannot be used any more, and so no rank's can: {messages[failed[0]]}"
+        )
+    if files is not None:
+        files.fail_by_message(cause)
+    try:
+        raise cause
+    finally:
+        del cause, error  # their tracebacks refer to this frame
+
+
+def files_of(tree: Any) -> StateFiles | None:
+    """The files of a state, or None; raises a StoreError if they have failed."""
+    handles = handles_of(tree)
+    for handle in handles:
+        handle.check()
+    return handles[0].files if handles else None
