@@ -150,12 +150,7 @@ def adafactor(
             state.col_var.lerp_(column_sums, weight)
             _divide_matrices(grad, state.row_var, state.col_var, contents, grids, smallest)
         if state.variance is not None:
-            for part in contents.parts:
-                if part.index not in grids:
-                    vector = part.of(grad)
-                    variance = part.of(state.variance).lerp_(vector.square(), weight)
-                    vector.mul_(variance.clamp(min=smallest**2).rsqrt_())
-
+            _divide_vectors(grad, state.variance, contents, grids, weight, smallest)
         if weight_decay:
             param.mul_(1 - lr * weight_decay)
         largest = contents.add_up(contents.squares(grad)).div_(numels).sqrt_().div_(d).clamp_(min=1)
@@ -170,6 +165,17 @@ def adafactor(
         )
 
     return Transform(init, update, specs)
+
+
+def _divide_vectors(
+    grad: Tensor, variance: Tensor, contents: ShardContents, grids: dict[int, Grid], weight: Tensor, smallest: float
+) -> None:
+    """Divides the gradients of parameters that are no matrices by the roots of their second moments, after updating these."""
+    for part in contents.parts:
+        if part.index not in grids:
+            vector = part.of(grad)
+            moments = part.of(variance).lerp_(vector.square(), weight)
+            vector.mul_(moments.clamp(min=smallest**2).rsqrt_())
 
 
 def _row_and_column_sums(
