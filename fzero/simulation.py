@@ -1,11 +1,11 @@
-"""All ranks of a job in one process: what would so many ranks compute and send?
+"""`simulate`: all ranks of a job in one process.
 
-A simulated state has the structure of a rank's, and every tensor a leading dimension of ranks; so has a batch.
+A simulated state has the structure of one rank's state, and every tensor has a leading dimension of ranks; so has a batch.
 
-- *As a dimension* (`fzero.simulation.stacked`): the functions of a compiled step, run once by `torch.vmap` over the ranks,
-  captured or not. The numbers are those of as many processes, to rounding: a batched product rounds otherwise.
-- *In lockstep* every rank is a step of its own with a copy of the model (its tensors shared), and they run in turn. Any
-  model works, and the bits are those of as many processes.
+- *As a dimension* (`VmapRanks`): `torch.vmap` runs the functions of a compiled step once for all ranks, captured or not.
+  The numbers are those of as many processes, to rounding: batched matrix products round differently.
+- *In lockstep* (`LockstepRanks`) every rank is a step of its own, with a copy of the model that shares its tensors, and they
+  take turns. Any model works, and the bits are those of as many processes.
 
 Shape letters: W ranks (the leading dimension), P padded elements of a flat buffer = W·S, S elements of a shard.
 """
@@ -63,8 +63,8 @@ def stacked(trees: Sequence[Any]) -> Any:
 
 
 def unstacked(tree: Any, world_size: int) -> list[Any]:
-    """The ranks' trees from a tree of stacked tensors. They share its memory; what is no tensor is every rank's."""
-    mark = tree.step if isinstance(tree, TrainState) and is_donated(tree) else None  # which each rank's step finds
+    """The ranks' trees from a tree of stacked tensors. They share its memory; all ranks share leaves that are no tensors."""
+    mark = tree.step if isinstance(tree, TrainState) and is_donated(tree) else None  # each rank's step raises for it
     for x in optree.tree_leaves(tree):
         if x is not mark and isinstance(x, Tensor | FileTensors) and (not x.ndim or x.shape[0] != world_size):
             raise ValueError(
@@ -79,12 +79,12 @@ def unstacked(tree: Any, world_size: int) -> list[Any]:
             return x[rank]
         return x[rank].data if isinstance(x, Tensor) else x
 
-    tree = dict(tree) if isinstance(tree, Mapping) else tree  # whose leaves a tree walk finds
+    tree = dict(tree) if isinstance(tree, Mapping) else tree  # optree looks into dicts only
     return [optree.tree_map(partial(of_rank, rank=rank), tree, none_is_leaf=True) for rank in range(world_size)]
 
 
 class LockstepRanks:
-    """A train step whose ranks run in turn in this process; made by `simulate`.
+    """A train step whose ranks take turns in this process; made by `simulate`.
 
     Attributes:
         steps: of each rank.
@@ -154,7 +154,7 @@ class LockstepRanks:
     def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
         """The weights by flat buffer, stacked, as `TrainStep.weights`."""
         states = unstacked(state, self.world_size)
-        self.on_each(lambda rank: self.steps[rank].weights(states[rank]))  # which checks them
+        self.on_each(lambda rank: self.steps[rank].weights(states[rank]))  # checks the states
         return {b.key: state.master.get(b.key, state.params[b.key]) for b in self.plan.flat_buffers}
 
     def with_weights(self, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
@@ -168,7 +168,7 @@ class LockstepRanks:
         return self.on_each(lambda rank: self.steps[rank].first_overflow(states[rank]))[0]
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same ranks, of which rank 0 tells `observe`, too, what it sends."""
+        """The same ranks; rank 0 also reports its collectives to `observe`."""
         twin = copy.copy(self)
         twin.steps = [
             step.observed(observe if rank == 0 else lambda sent: None) for rank, step in enumerate(self.steps)
@@ -188,7 +188,7 @@ class LockstepRanks:
         return [iter(of_rank) for of_rank in zip(*by_step)] or [iter(()) for _ in self.steps]
 
     def on_each(self, function: Callable[[int], T]) -> list[T]:
-        """What `function(rank)` returns for every rank, each on its own thread; they may call collectives."""
+        """The results of `function(rank)` for every rank, each on its own thread; it may call collectives."""
         try:
             return self._hub.run(function)
         except StuckError as error:
@@ -198,11 +198,11 @@ class LockstepRanks:
 class VmapRanks(LockstepRanks):
     """A train step whose ranks are a dimension; made by `simulate`.
 
-    What is done once (`init`, `gather`) or seldom (`evaluate`, the name of what overflowed) is done in lockstep.
+    Rare calls (`init`, `gather`, `evaluate`, `first_overflow`) run in lockstep.
 
     Args:
         compile: the backend that captures the step; None captures nothing.
-        way: `"vmap"`, or `"either"`: the ranks run in lockstep from the step on that `torch.vmap` cannot make.
+        way: `"vmap"`, or `"either"`: the ranks run in lockstep from the first step that `torch.vmap` cannot run.
     """
 
     def __init__(
@@ -227,12 +227,12 @@ class VmapRanks(LockstepRanks):
 
     @property
     def is_in_lockstep(self) -> bool:
-        """Whether the ranks run in lockstep by now."""
+        """Whether the ranks run in lockstep now."""
         return self._way == "lockstep"
 
     def check_state(self, state: TrainState[Tensor]) -> None:
-        """Raises unless that is a state of all ranks."""
-        self.steps[0].runtime.check_state(unstacked(state, self.world_size)[0])  # the other rows have its shapes
+        """Raises unless `state` is a state of all ranks."""
+        self.steps[0].runtime.check_state(unstacked(state, self.world_size)[0])  # other rows have the same shapes
 
     def _make(self, compile: BackendName | None) -> tuple[TrainStep, GraphProgram]:
         from fzero.graph.program import GraphProgram
@@ -242,7 +242,7 @@ class VmapRanks(LockstepRanks):
         return step, GraphProgram.make(step.runtime, compile, self._stacked, until="update")
 
     def _look(self, state: TrainState[Tensor], batch: Any) -> None:
-        """Raises VmapError for a model whose backward a capture would not see, after one forward of a model of its own."""
+        """Raises VmapError for a model with a backward that a capture would ignore, found in a forward of a copy of it."""
         step, program = self._make(None)
         self._stacked.random = RandomByRank(state.rng["cpu"])
         with _functions() as found, torch.no_grad(), _quietly():
@@ -273,13 +273,13 @@ class VmapRanks(LockstepRanks):
             if isinstance(error, CollectiveError) or [x._version for x in kept] != versions:
                 if not is_donated(state):
                     taken(state)
-                raise  # what has begun to be updated must not be updated again
-            told = f"simulate: torch.vmap cannot run this step for all ranks at once: {_first_line(error)}"
+                raise  # an update that has begun must not run again
+            reason = f"simulate: torch.vmap cannot run this step for all ranks at once: {_first_line(error)}"
             if self._way == "vmap":
-                raise VmapError(f"{told}; by='lockstep' runs any model, and tells what else is wrong") from error
-        # An iterator has given its micro-batches already. What fails in lockstep too is not vmap's fault, and is raised as it is.
+                raise VmapError(f"{reason}; by='lockstep' runs any model, and reports other errors") from error
+        # The iterator's micro-batches are taken already. An error in lockstep, too, is not vmap's, and is raised unchanged.
         result = super().__call__(state, iter(micro_batches))
-        warnings.warn(f"{told}; the ranks run in lockstep, which takes longer", stacklevel=2)
+        warnings.warn(f"{reason}; the ranks run in lockstep, which takes longer", stacklevel=2)
         self._way = "lockstep"
         return result
 
@@ -319,18 +319,18 @@ def simulate(
     """The same step on `world_size` ranks, all of them in this process.
 
     Args:
-        step: of `make_train_step`; its own ranks do not matter. Made with `mesh=fzero.comms.AbstractAxis("data", W)` it checks
-            batch sizes for as many. It is not changed.
-        world_size: number of ranks W; None takes those of `mesh`, or the step's own.
-        mesh: how they stand along several axes; None takes the step's own where it has as many ranks.
-        by: `"vmap"` runs all ranks at once: fast, to rounding; raises for what `torch.vmap` cannot do. `"lockstep"` runs them
-            in turn: any model, the bits of as many processes. None takes vmap where that can be and lockstep elsewhere,
-            which a warning tells.
+        step: of `make_train_step`, on any number of ranks; it is not changed. Made with
+            `mesh=fzero.comms.AbstractAxis("data", W)` it checks the batch sizes of W ranks.
+        world_size: number of ranks W; None is the size of `mesh`, or the step's own.
+        mesh: the mesh of the ranks; None is the step's own, if it has that many ranks.
+        by: `"vmap"` runs all ranks at once: fast, to rounding; raises for models that `torch.vmap` cannot run. `"lockstep"`
+            runs one rank after the other: any model, the bits of as many processes. None tries vmap, and warns when it
+            falls back to lockstep.
         compile: captures the step of all ranks with `"inductor"` or `"aot_eager"`; not for models that draw random numbers.
 
     Returns:
-        A step on stacked tensors, with `init`, `gather`, `evaluate`, `plan` and `specs`. Its metrics are those of every
-        rank.
+        A step on stacked tensors, with `init`, `gather`, `evaluate`, `plan` and `specs`. Its metrics are the same on every
+        rank, and are not stacked.
     """
     check_mesh(mesh)
     if not isinstance(step, TrainStep):
@@ -364,7 +364,7 @@ def simulate(
 
 @contextmanager
 def _own_random_state() -> Iterator[None]:
-    """Leaves the process' random state as it was."""
+    """Restores the process' random state afterwards."""
     before = torch.get_rng_state()
     try:
         yield
@@ -374,7 +374,7 @@ def _own_random_state() -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what torch.vmap tells where it loops over the ranks."""
+    """Silences torch.vmap's warning that it loops over the ranks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop")
         yield
@@ -382,7 +382,7 @@ def _quietly() -> Iterator[None]:
 
 @contextmanager
 def _functions() -> Iterator[list[str]]:
-    """The names of the autograd Functions that are applied inside, but for the collectives."""
+    """The names of the autograd Functions that are applied inside, without the collectives."""
     found: list[str] = []
     apply = torch.autograd.Function.__dict__["apply"]
 
@@ -409,13 +409,13 @@ def _twin(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, shared)
     except Exception as error:
         raise ValueError(
-            f"simulate: {type(model).__name__} must be one that can be copied, for every rank has its own, got {error!r}; "
-            f"give it a __deepcopy__, or keep what cannot be copied outside of it"
+            f"simulate: {type(model).__name__} must be a model that deepcopy can copy, one for each rank, got {error!r}; "
+            f"give it a __deepcopy__, or keep attributes that cannot be copied outside of it"
         ) from error
 
 
 def _restacked(state: TrainState[Tensor], states: Sequence[TrainState[Tensor]]) -> TrainState[Tensor]:
-    """The ranks' states stacked, without a copy of what was written in the memory of `state`."""
+    """The ranks' states stacked, without a copy of tensors that were updated in the memory of `state`."""
 
     def one(old_W: Tensor | FileTensors, *new: Any) -> Any:
         if isinstance(old_W, FileTensors):

@@ -554,5 +554,5 @@ def test_what_cannot_be_simulated_is_told() -> None:
         simulated(simulated.init(), vectors(0))
     with pytest.raises(ValueError, match=r"leading dimension of 2 ranks, got shape \(\)"):
         simulated(step.init(), for_ranks(vectors(0), 2))
-    with pytest.raises(ValueError, match=r"Uncopyable must be one that can be copied.*holds a connection"):
+    with pytest.raises(ValueError, match=r"Uncopyable must be a model that deepcopy can copy.*holds a connection"):
         fzero.simulate(fzero.make_train_step(Uncopyable(), config(0)), 2)
