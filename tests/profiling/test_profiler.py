@@ -418,7 +418,7 @@ MISTAKES = {
     ),
     "a branch on data": (
         ["--model", "test_profiler:Branching", "--sample", "test_profiler:make_batch"], 1,
-        "what it does depends on values of tensors, and there are none on paper",
+        "it reads values of tensors, and a dry run has none",
     ),
     "an error of the model": (
         ["--model", "test_profiler:Looking", "--sample", "test_profiler:make_batch"], 1, "and gave KeyError: 'x'; mend the",
