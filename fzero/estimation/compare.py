@@ -386,7 +386,7 @@ def _report(comparison: Comparison) -> Group:
     notes += [f"{one.name}: {one.note}" for one in columns if one.note]
     notes += [f"{name} is not possible: {reason}" for name, reason in comparison.refused.items()]
     if not any("activations" in one.memory["device"] for one in columns):
-        notes.append("Activations are not counted: give a batch (--batch and --sequence).")
+        notes.append("Activations are not counted: pass a batch (--batch and --sequence).")
     return Group(table, *(["", *notes] if notes else []))
 
 
