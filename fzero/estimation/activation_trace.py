@@ -1,14 +1,14 @@
-"""How much memory do the activations of one micro-step need, and how much is computed, and when? On tensors without memory.
+"""`trace_activations`: the memory of activations and the FLOPs of one micro-step over time, measured on fake tensors.
 
-The model runs forward and backward in a `FakeTensorMode`, bound to parameters of the dtypes that the configuration gives them,
-with or without checkpointing. Every storage that an operator makes counts from then on until nobody holds it: activations, what
-a kernel returns besides, and the gradient of a parameter until it would be written into its flat buffer. Parameters do not
-count, and nor does what a kernel needs inside. With `cpu_checkpointing` the inputs of checkpointed modules are copied to host
-memory and back as a step on a GPU copies them (`fzero.runtime.activation_checkpointing.host_moves`), and count there
-meanwhile. Operators are those of the CPU, where attention without a mask is fused as it is on CUDA.
+The model runs forward and backward in a `FakeTensorMode`, with parameters of the configuration's dtypes, with or without
+checkpointing. Every storage that an operator allocates counts until it is freed: activations, other results of kernels, and
+the gradient of a parameter until a step would write it into its flat buffer. Parameters and the temporaries inside a kernel
+do not count. With `cpu_checkpointing` the inputs of checkpointed modules are copied to host memory and back as in a step on
+a GPU (`fzero.runtime.activation_checkpointing.host_moves`), and count as host memory meanwhile. The operators are those of
+the CPU, where attention without a mask is fused as on CUDA.
 
-A trace is cut into `TraceEvent`s wherever a parameter is read, needed again or has its gradient: where a step gathers and
-reduces. `fzero.estimation.dry_run` follows them. They are the same in all stages and placements.
+A trace is cut into `TraceEvent`s where a parameter is read, is needed again or has its gradient: there a step gathers and
+reduces. `fzero.estimation.dry_run` replays them. They are the same in all stages and placements.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 class Work(NamedTuple):
-    """What one operator does: floating point operations, bytes that it reads and writes, and whether its numbers are wide."""
+    """The cost of one operator: floating point operations, bytes read and written, and whether its dtype exceeds 16 bits."""
 
     flops: int
     nbytes: int
@@ -52,15 +52,16 @@ class Work(NamedTuple):
 
 
 class TraceEvent(NamedTuple):
-    """Something happens to a parameter, and then operators run until the next moment.
+    """An event of a parameter, and the operators that run until the next event.
 
     Attributes:
-        kind: the model reads it, or (in the backward) needs it again, or its gradient is there; `turn`: the backward begins.
+        kind: `fetch`: the forward reads the parameter; `unpack`: the backward reads it again; `grad`: its gradient is ready;
+            `turn`: the forward/backward boundary.
         name: of the parameter.
-        most, now: bytes of activations at the most until the next moment, and when it comes.
+        most, now: bytes of activations: the peak until the next event, and those when it starts.
         work: of the operators.
-        waiting: bytes at the most until then of inputs that wait in host memory.
-        leaves, returns: bytes of inputs that are copied there until then, and back.
+        waiting: the peak until the next event of checkpointed inputs in host memory, in bytes.
+        leaves, returns: bytes of such inputs that are copied to host memory until the next event, and back.
     """
 
     kind: Literal["begin", "fetch", "turn", "unpack", "grad"]
@@ -75,29 +76,29 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What one micro-step on one rank needs: the most bytes alive, floating point operations, and when."""
+    """The needs of one micro-step on one rank: peak bytes of activations, floating point operations, and the events."""
 
     nbytes: int
     flops: int
-    moments: tuple[TraceEvent, ...] = ()
+    events: tuple[TraceEvent, ...] = ()
 
     @property
     def host_nbytes(self) -> int:
-        """The most bytes of inputs that wait in host memory."""
-        return max((moment.waiting for moment in self.moments), default=0)
+        """The peak of checkpointed inputs in host memory, in bytes."""
+        return max((event.waiting for event in self.events), default=0)
 
 
 class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages that operators make inside, and their floating point operations.
+    """Counts the bytes of the storages that operators allocate in the body, and their floating point operations.
 
-    `FlopCounterMode` would keep what checkpointed modules make when they run again. `moves` are for inputs that wait in host
-    memory: what goes `away` counts there.
+    (`FlopCounterMode` would keep alive the tensors that checkpointed modules recompute.) `moves` copies checkpointed inputs to
+    host memory and back, and counts them there.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = self.flops = 0
-        self.moments: list[TraceEvent] = []
+        self.events: list[TraceEvent] = []
         self._event: TraceEvent = TraceEvent("begin")
         self._most_since, self._work = 0, list[Work]()
         self.moves = Moves(partial(self._copied, "leaves"), partial(self._copied, "returns"))
@@ -106,13 +107,13 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def ignore(self, tensors: Iterator[Tensor]) -> None:
-        """These were there before."""
+        """Excludes tensors that exist already."""
         for x in tensors:
             self._seen[x.untyped_storage()] = 0
 
     def mark(self, kind: Literal["fetch", "turn", "unpack", "grad"], name: str = "") -> None:
-        """Begins a moment."""
-        self.moments.append(
+        """Ends the current event and begins the next."""
+        self.events.append(
             self._event._replace(
                 most=self._most_since, now=self.now, work=tuple(self._work), waiting=self._waiting_since,
                 leaves=self._copied_since["leaves"], returns=self._copied_since["returns"],
@@ -154,10 +155,10 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _drop_waiting(self, nbytes: int) -> None:
         self.waiting -= nbytes
 
-    def _copied(self, way: Literal["leaves", "returns"], x: Tensor) -> Tensor:
-        """A copy between the device and host memory, which the link makes, and not the device."""
-        self._copying = way
-        self._copied_since[way] += x.nbytes
+    def _copied(self, direction: Literal["leaves", "returns"], x: Tensor) -> Tensor:
+        """A copy between the device and host memory; it occupies the host link, and so adds no `Work`."""
+        self._copying = direction
+        self._copied_since[direction] += x.nbytes
         try:
             return x.clone()
         finally:
@@ -172,7 +173,7 @@ def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> Work:
     if func.is_view or not made or name.startswith(_MOVES_NOTHING) or name in ("new_empty", "new_empty_strided"):
         return Work(flops, 0, False)
     read = _tensors(args)
-    if name == "embedding":  # of which it reads the rows that it gives
+    if name == "embedding":  # reads only the rows of the table that it returns
         read = read[1:] + made
     return Work(
         flops, sum(map(_nbytes, (*read, *made))), any(x.dtype.itemsize > 2 for x in read if x.is_floating_point())
@@ -186,7 +187,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _nbytes(x: Tensor) -> int:
-    """What is there to read, which of an expanded tensor is less than its elements."""
+    """Bytes in memory; an expanded tensor has fewer than its elements would take."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
@@ -197,21 +198,22 @@ def trace_activations(
     """Activations and FLOPs of one forward and backward.
 
     Args:
-        model: any module that runs on fake tensors: no branches on data.
-        cfg: for the dtypes, and for `activation_checkpointing`.
+        model: any module that runs on fake tensors, without branches on data.
+        cfg: gives the dtypes and `activation_checkpointing`.
         batch: one rank's samples of a micro-step; tensors may be on `meta`.
         loss_fn: see `make_train_step`.
-        checkpoint: whether units are checkpointed, as many as the configuration says or else every one; None is as it says.
-        on_host: whether their inputs wait in host memory; None is as `cpu_checkpointing` says.
-        device: where the model is; on the CPU inputs are in host memory already, and stay.
+        checkpoint: whether units are checkpointed: as many as the configuration sets, or every one if it sets none. None
+            follows the configuration.
+        on_host: whether their inputs are kept in host memory; None follows `cpu_checkpointing`.
+        device: where the model is; on the CPU inputs are in host memory already.
 
     Raises:
-        ValueError: the model cannot run on this batch, or not without values; or it gives no loss.
+        ValueError: the model cannot run on this batch, needs the values of tensors, or returns no loss.
     """
     from torch._subclasses import FakeTensorMode
 
     cfg = Config.load(cfg)
-    # Dtypes are the same in every stage, and a number of samples does not matter here.
+    # The dtypes do not depend on the stage, nor the trace on the number of samples that the configuration sets.
     alone = cfg.model_copy(
         update={
             "zero_optimization": cfg.zero_optimization.model_copy(update={"stage": 0, "offload_optimizer": None}),
@@ -233,7 +235,7 @@ def trace_activations(
         alive.ignore(iter([*params.values(), *buffers.values(), *tensors]))
         recorder = _Recorder(alive, layout, params)
         with (
-            _own_errors_told(model),
+            _with_fix(model),
             attributes_kept(model),
             bound(model, layout.aliases, recorder.fetch, buffers),
             _checkpointed(model, chosen, alive.moves if on_host and device == "cuda" else None),
@@ -243,14 +245,14 @@ def trace_activations(
             loss, _ = loss_of(model, loss_fn, fake_batch, reduces_by_sum=False, autocast=autocast, device="cpu")
             recorder.turn()
             loss.backward()  # type: ignore[no-untyped-call]
-    alive.mark("turn")  # ends the last one
-    return Traced(alive.most, alive.flops, tuple(alive.moments))
+    alive.mark("turn")  # ends the last event
+    return Traced(alive.most, alive.flops, tuple(alive.events))
 
 
 class _Gate(torch.autograd.Function):
-    """A parameter as a step hands it out (`fzero.runtime.autograd_nodes.ParamLeaf`).
+    """A parameter as a step passes it to the model (`fzero.runtime.autograd_nodes.ParamLeaf`).
 
-    All gradients of a unit come when it has gone backward.
+    All gradients of a unit are ready once its backward is done.
     """
 
     @staticmethod
@@ -268,7 +270,7 @@ _gate: Callable[..., Tensor] = _Gate.apply  # type: ignore[assignment]
 
 
 class _Recorder:
-    """Hands out parameters unit by unit, and tells when they are read, needed again and have their gradients."""
+    """Passes parameters to the model unit by unit, and marks when they are read, needed again and have gradients."""
 
     def __init__(self, alive: ActivationCounter, layout: Plan, params: Mapping[str, Tensor]) -> None:
         self.alive, self.params = alive, params
@@ -324,40 +326,41 @@ def _cast(batch: Any, dtype: str | None) -> Any:
 
 
 @contextmanager
-def _own_errors_told(model: nn.Module) -> Iterator[None]:
+def _with_fix(model: nn.Module) -> Iterator[None]:
+    """Adds a fix to errors of the model; the body's own ValueErrors pass."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    _TALKATIVE.addFilter(_nothing)
+    _FAKE_TENSOR_LOG.addFilter(_drop)
     try:
         yield
     except ValueError:
-        raise  # which says what to do, if it is that of a loss
+        raise  # an error of the loss names its own fix
     except Exception as error:
         needs_values = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
         fix = (
-            "what it does depends on values of tensors, and there are none on paper: use torch.where and the like"
+            "it reads values of tensors, and a dry run has none: use torch.where and the like"
             if needs_values
-            else "mend the model or the batch"
+            else "correct the model or the batch"
         )
         raise ValueError(
-            f"batch: {type(model).__name__} must run forward and backward on it, and gave {type(error).__name__}: {error}; "
+            f"batch: {type(model).__name__} must run forward and backward on it, got {type(error).__name__}: {error}; "
             f"{fix}, or plan without a batch"
         ) from error
     finally:
-        _TALKATIVE.removeFilter(_nothing)
+        _FAKE_TENSOR_LOG.removeFilter(_drop)
 
 
-_TALKATIVE = logging.getLogger("torch._subclasses.fake_tensor")
-"""Torch logs there, with a traceback, what it then raises."""
+_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+"""Torch logs an error here, with a traceback, before it raises it."""
 
 
-def _nothing(record: logging.LogRecord) -> bool:
+def _drop(record: logging.LogRecord) -> bool:
     return False
 
 
 @contextmanager
 def _checkpointed(model: nn.Module, names: tuple[str, ...], moves: Moves | None) -> Iterator[None]:
-    """As in a step; but module buffers are what they are when a module runs again, for they have no values here."""
+    """Checkpoints as in a step, but restores no module buffers before a recomputation: they have no values here."""
     anchor = torch.empty(0)
 
     def wrapped(name: str, module: nn.Module) -> Callable[..., Any]:
@@ -375,10 +378,10 @@ def _has_units(model: nn.Module) -> bool:
 
 
 class Activations:
-    """Those of one model and batch, with and without checkpointing, each traced once.
+    """The traces of one model and batch, with and without checkpointing, each made once.
 
     Attributes:
-        has_units: whether there is something to checkpoint.
+        has_units: whether the model has units to checkpoint.
     """
 
     def __init__(
@@ -392,6 +395,6 @@ class Activations:
         )
 
     def of(self, *, checkpoints: bool, on_host: bool = False) -> Traced:
-        """With units checkpointed, those of the configuration or else every one; or none. Their inputs wait in host memory, or
-        where they are."""
+        """The trace with (`checkpoints`) or without checkpointed units: those of the configuration, or every one if it sets none.
+        Their inputs are kept in host memory (`on_host`) or on the device."""
         return self._trace(checkpoints, checkpoints and on_host)

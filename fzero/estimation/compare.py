@@ -1,11 +1,11 @@
-"""Which stage and which placement? Everything that a rank would hold and send, for all of them beside each other.
+"""`compare_plans`: what a rank would hold and send, for every stage and placement side by side.
 
     comparison = fzero.estimation.compare_plans(model, "config.json", world_size=64)
     print(comparison)
 
-Each column is a configuration: the given one with another stage, or with state placed elsewhere. Its numbers are those of
-`fzero.plan`, from the layouts and specs that a step would use, padding included, and of a step that is followed on paper
-(`fzero.estimation.dry_run`): what the peak is made of, and how long the step takes.
+Each column is a configuration: the given one with another stage or other placements. Its numbers come from `fzero.plan`,
+that is, from the layouts and specs that a step would use, padding included, and from a dry run
+(`fzero.estimation.dry_run`): the composition of the peak, and the duration of the step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ VARIANTS: dict[str, Keys] = {
         "offload_param": {"device": "nvme", "nvme_path": "nvme"},
     },
 }
-"""What each column sets of `zero_optimization`; None takes a key away."""
+"""The keys of `zero_optimization` that each column sets; None removes a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +77,16 @@ class Candidate:
     """One configuration, and what a rank holds and sends with it.
 
     Attributes:
-        name: what distinguishes it.
+        name: the stage and placements that distinguish it.
         keys: the configuration, as in a file.
-        plan: of `fzero.plan`.
-        step: the same, followed on paper.
-        memory: bytes on a rank by kind of memory (`device`, `host`, `nvme`) and by what they are: those of
-            `Plan.bytes_by_memory`; on the device, at the peak, `gathers`, `reductions`, `arrivals` (sums apart from them),
-            `streams`, `activations`, and on the CPU `kept` buffers; in host memory `sub-groups` on their way, and `activations`
-            that wait there for the backward.
-        note: what was added to the configuration so that it holds, in words.
-        tokens: of all ranks in a step; 0 where no batch says.
+        plan: the result of `fzero.plan`.
+        step: the dry run of this plan.
+        memory: bytes on a rank by kind of memory (`device`, `host`, `nvme`) and by purpose: those of `Plan.bytes_by_memory`; on
+            the device, at the peak, `gathers`, `reductions`, `arrivals` (receive buffers of reductions), `streams`,
+            `activations`, and on the CPU `kept` (pooled) buffers; in host memory `sub-groups` in transfer, and `activations`
+            kept there for the backward.
+        note: the key that was changed so that the plan is possible, in words.
+        tokens: of all ranks in a step; 0 without a batch of tokens.
     """
 
     name: str
@@ -98,17 +98,17 @@ class Candidate:
     tokens: int = 0
 
     def nbytes(self, kind: str) -> int:
-        """The most bytes alive on one kind of memory."""
+        """The peak bytes in one kind of memory."""
         return sum(self.memory.get(kind, {}).values())
 
     @property
     def seconds(self) -> float:
-        """Of a step; without a batch, of what is sent, streamed and updated alone."""
+        """The duration of a step; without a batch, of its communication, streams and updates alone."""
         return self.step.seconds
 
     @property
     def padding_nbytes(self) -> int:
-        """Of the bytes of model state, those of padding, as the mean of all ranks."""
+        """Bytes of padding in the model state, as the mean of all ranks."""
         return round(sum(_padding(spec, b.layout.numel, self.plan.mesh) for b, spec in _flat(self.plan)))
 
     @property
@@ -117,7 +117,7 @@ class Candidate:
         return {axis: sum(sent.values()) for axis, sent in self.plan.sent_nbytes_by_axis.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """The numbers as JSON types."""
         return {
             "name": self.name,
             "stage": self.plan.stage,
@@ -135,13 +135,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Configurations beside each other. `print(comparison)` shows a table.
+    """Configurations side by side. `print(comparison)` shows a table.
 
     Attributes:
-        columns: in the order of `VARIANTS`, after the given configuration if it is none of them.
-        refused: what is not possible, with the reason.
+        columns: in the order of `VARIANTS`; the given configuration is first if it is none of them.
+        refused: the impossible variants, each with the reason.
         num_params: parameters of the model.
-        given: the name of the column that is the given configuration.
+        given: the name of the column of the given configuration.
     """
 
     columns: tuple[Candidate, ...]
@@ -153,7 +153,7 @@ class Comparison:
         return next(column for column in self.columns if column.name == name)
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """The numbers as JSON types."""
         mesh = self.columns[0].plan.mesh
         return {
             "parameters": self.num_params,
@@ -184,25 +184,25 @@ def compare_plans(
 
     Args:
         model: any module; on `meta` it holds no weights.
-        cfg: what `Config.load` takes; None is bf16 beside an fp32 master, and AdamW.
+        cfg: any argument of `Config.load`; None is bf16 with an fp32 master, and AdamW.
         world_size: number of ranks W.
-        mesh: how they stand along several axes; None is as the configuration says, or one axis.
-        batch: one rank's samples of a micro-step, on `meta` too: counts activations (`trace_activations`); None does not.
+        mesh: the mesh of these ranks; None is the configuration's, or one axis.
+        batch: one rank's samples of a micro-step, possibly on `meta`; with it, activations are counted (`trace_activations`).
         loss_fn: see `make_train_step`.
         machine: the rates of one rank, for the seconds of a step.
-        device: where the model is; on the CPU, host memory is the device's, and working buffers stay with the process.
+        device: where the model is; on the CPU, host memory is the device's memory, and working buffers stay in a pool.
 
     Raises:
-        ConfigError: the configuration is wrong in itself, or for the model.
+        ConfigError: the configuration is invalid, in itself or for the model.
         ValueError: the model does not run on that batch.
     """
     keys = keys_of(cfg)
-    given = Config.load(dict(keys))  # tells of keys that are not honoured
+    given = Config.load(dict(keys))  # warns of keys that are not honoured
     trace = None if batch is None else trace_activations(model, given, batch, loss_fn=loss_fn, device=device)
 
     def planned(name: str, keys: Keys) -> Candidate:
-        found = column(model, name, keys, world_size, mesh, trace=trace, machine=machine, device=device)
-        return replace(found, tokens=tokens_of(batch) * world_size * found.plan.num_micro_steps)
+        made = column(model, name, keys, world_size, mesh, trace=trace, machine=machine, device=device)
+        return replace(made, tokens=tokens_of(batch) * world_size * made.plan.num_micro_steps)
 
     columns, refused = [], {}
     for name, zero in VARIANTS.items():
@@ -218,7 +218,7 @@ def compare_plans(
 
 
 def tokens_of(batch: Any) -> int:
-    """Elements of the first tensor of integers, as are the ids of tokens; 0 if there is none."""
+    """Elements of the first integer tensor, such as token ids; 0 if there is none."""
     tensors = (x for x in optree.tree_leaves(batch, none_is_leaf=True) if isinstance(x, Tensor))
     return next((x.numel() for x in tensors if not x.is_floating_point()), 0)
 
@@ -238,34 +238,34 @@ def column(
     machine: MachineModel | None = None,
     device: Device = "cuda",
 ) -> Candidate:
-    """One configuration, planned. Where stage 3 could not hold its largest unit, `stage3_max_live_parameters` is raised.
+    """Plans one configuration. If stage 3 cannot hold its largest unit, `stage3_max_live_parameters` is raised.
 
     Args:
-        trace: of its activations, with the same dtypes and checkpointing, on the same device.
+        trace: of the activations, with the same dtypes, checkpointing and device.
         machine: the rates of one rank.
         device: where the model is.
 
     Raises:
-        ConfigError: it is not possible.
+        ConfigError: the configuration is not possible.
     """
     note = ""
     try:
-        found = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
+        planned = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
     except LiveLimitError:
         zero = quietly(keys).zero_optimization
         if _names_max_live(keys):
             raise
-        whole = plan(model, quietly(changed(keys, {"zero_optimization": {"stage3_max_live_parameters": 1 << 60}})),
+        unlimited = plan(model, quietly(changed(keys, {"zero_optimization": {"stage3_max_live_parameters": 1 << 60}})),
                      world_size=world_size, mesh=mesh)  # fmt: skip
-        numels = sorted(unit.gathered_numel for unit in whole.units)
+        numels = sorted(unit.gathered_numel for unit in unlimited.units)
         keys = changed(keys, {"zero_optimization": {"stage3_max_live_parameters": sum(numels[-2:])}})
         note = (
-            f"stage3_max_live_parameters is {sum(numels[-2:])} here, which holds the two largest units, for "
-            f"{zero.stage3_max_live_parameters} hold none"
+            f"stage3_max_live_parameters is {sum(numels[-2:])} here, which holds the two largest units, because "
+            f"{zero.stage3_max_live_parameters} holds none"
         )
-        found = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
-    step = dry_run(found, trace, machine=machine, device=device, title=name)
-    return Candidate(name, keys, found, step, memory_of(step), note)
+        planned = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
+    step = dry_run(planned, trace, machine=machine, device=device, title=name)
+    return Candidate(name, keys, planned, step, memory_of(step), note)
 
 
 def _names_max_live(keys: Keys) -> bool:
@@ -274,11 +274,13 @@ def _names_max_live(keys: Keys) -> bool:
 
 
 def memory_of(step: DryRun) -> dict[str, dict[str, int]]:
-    """Bytes by kind of memory and by what they are, of which those on the device are at their peak."""
+    """Bytes by kind of memory and by purpose; on the device, those at the peak."""
     held = {kind: dict(parts) for kind, parts in step.memory.items()}
     held["device"] = step.at_peak
-    of_state = {name: n for name, n in held.get("host", {}).items() if step.device == "cuda"}  # else the device has it
-    held["host"] = of_state | {"activations": step.host_inputs, "sub-groups": step.host_pool, "gaps": step.host_gaps}
+    on_host = {
+        name: n for name, n in held.get("host", {}).items() if step.device == "cuda"
+    }  # else counted on the device
+    held["host"] = on_host | {"activations": step.host_inputs, "sub-groups": step.host_pool, "gaps": step.host_gaps}
     return {kind: {name: n for name, n in parts.items() if n} for kind, parts in held.items() if any(parts.values())}
 
 
@@ -286,19 +288,19 @@ def memory_of(step: DryRun) -> dict[str, dict[str, int]]:
 
 
 def keys_of(cfg: Any) -> Keys:
-    """A configuration as in a file, in today's names; None is bf16 beside an fp32 master, and AdamW."""
+    """A configuration as in a file, in current names; None is bf16 with an fp32 master, and AdamW."""
     if cfg is None:
         return {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
     if isinstance(cfg, Config):
-        kept: dict[str, Any] = cfg.model_dump(mode="json", exclude_unset=True)
-        return kept
+        dumped: dict[str, Any] = cfg.model_dump(mode="json", exclude_unset=True)
+        return dumped
     keys = dict(read(cfg)) if isinstance(cfg, str | Path) else dict(cfg)
     zero = keys.get("zero_optimization")
-    return keys | {"zero_optimization": _in_todays_names(zero)} if isinstance(zero, Mapping) else keys
+    return keys | {"zero_optimization": _in_current_names(zero)} if isinstance(zero, Mapping) else keys
 
 
-def _in_todays_names(zero: Keys) -> Keys:
-    """Without older keys, which would stand beside those that a column sets; what `Config` refuses stays for it."""
+def _in_current_names(zero: Keys) -> Keys:
+    """Renames older keys, which would conflict with those that a column sets; keys that `Config` refuses are left to it."""
     spellings = {field.alias: name for name, field in ZeroOptimization.model_fields.items()}
     made = {}
     for key, value in zero.items():
@@ -316,7 +318,7 @@ def _in_todays_names(zero: Keys) -> Keys:
 
 
 def quietly(keys: Keys) -> Config:
-    """The configuration, without warnings that were told once."""
+    """The configuration, without the warnings that were issued before."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConfigWarning)
         return Config.load(dict(keys))
@@ -384,7 +386,7 @@ def _report(comparison: Comparison) -> Group:
     notes += [f"{one.name}: {one.note}" for one in columns if one.note]
     notes += [f"{name} is not possible: {reason}" for name, reason in comparison.refused.items()]
     if not any("activations" in one.memory["device"] for one in columns):
-        notes.append("Activations are not counted: give a batch (--batch and --sequence).")
+        notes.append("Activations are not counted: pass a batch (--batch and --sequence).")
     return Group(table, *(["", *notes] if notes else []))
 
 

@@ -1,6 +1,6 @@
 """The memory and traffic of one micro-step, without tensors: the moves of `fzero.runtime.eager.ForwardBackward`.
 
-Every method here is named after the one of the pass whose moves it makes, in numbers; see there for the reasons.
+The methods follow `eager`, `sequencer`, `gathers` and `reductions` of `fzero.runtime` step by step; the reasons are there.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ Taken = tuple[str, int, int]
 
 @dataclass(slots=True)
 class _Gather:
-    """The gather of a unit under way."""
+    """The gather of a unit in flight."""
 
     full: list[Taken]
     shards: int
-    """Bytes of shards that were copied here for it."""
+    """Bytes of offloaded shards that were copied to the device for it."""
     end: float
 
 
 @dataclass(slots=True)
 class _Reduction:
-    """The reductions of a unit under way."""
+    """The reductions of a unit in flight."""
 
     numel: int
     full: list[Taken]
     arriving: int
-    """Bytes that are received besides."""
+    """Bytes of receive buffers."""
     ends: list[tuple[FlatParamPlan, float, bool]] = field(default_factory=list)
 
 
 class DryPass:
-    """One micro-step after the other."""
+    """Runs micro-steps one after the other on a ledger."""
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self.ledger, self.plan = ledger, ledger.plan
         self._units = {unit.name: unit for unit in self.plan.units}
-        self._held: set[str] = set()  # keys of whole gradients to which the next is added
+        self._held: set[str] = set()  # keys of full gradients to which the next one is added
 
     def run(self, parts: Sequence[Part], order: Sequence[Event], *, is_first: bool, is_last: bool) -> None:
         """One forward and backward.
 
         Args:
             order: of its collectives.
-            is_first, is_last: of the micro-steps of a step.
+            is_first, is_last: whether this micro-step is the first or last of its step.
         """
         self.is_first, self.is_last = is_first, is_last
-        self._schedule, self._place, self._in_forward = order, 0, True
+        self._schedule, self._position, self._in_forward = order, 0, True
         self._present, self._live = "", dict[str, list[Taken]]()
         self._gathering: dict[str, _Gather] = {}
-        self._ahead: dict[str, tuple[int, float]] = {}
+        self._prefetched: dict[str, tuple[int, float]] = {}
         self._filling: dict[str, dict[str, Taken | None]] = {}
         self._in_flight: deque[_Reduction] = deque()
         self._ready, self._reduced, self._leaving = set[str](), set[str](), deque[float]()
@@ -113,7 +113,7 @@ class DryPass:
 
     @property
     def _next(self) -> Event | None:
-        return self._schedule[self._place] if self._place < len(self._schedule) else None
+        return self._schedule[self._position] if self._position < len(self._schedule) else None
 
     def _advance_to(self, kind: str, unit: str) -> None:
         while (event := self._next) is not None:
@@ -124,7 +124,7 @@ class DryPass:
                 return
 
     def _issue(self, event: Event) -> None:
-        self._place += 1
+        self._position += 1
         if event.kind == "gather":
             self._start_gather(self._units[event.unit])
         elif event.kind == "reduce":
@@ -137,35 +137,35 @@ class DryPass:
         for buffer in unit.buffers:
             if not isinstance(buffer.row.params, Sharded):
                 continue
-            brought = self._bring(buffer)
+            fetched = self._fetch(buffer)
             shards += 0 if ledger.is_here(buffer.params) else shard_nbytes(buffer, plan)
             axes = buffer.row.params.axes
             if buffer.params.local_shape(plan.mesh) == (buffer.padded_numel,):
-                end = max(end, brought)
+                end = max(end, fetched)
                 continue
             full.append(ledger.take("gathers", buffer.padded_numel, buffer.dtypes.param))
             hooks = plan.comm_hooks.gather if buffer.trainable else plan.comm_hooks.frozen
-            if ledger.device == "cpu":  # this rank's own shard joins the others
+            if ledger.device == "cpu":  # this rank copies its own shard into the full buffer
                 ledger.touch(2 * shard_nbytes(buffer, plan))
             label = f"gather {unit.name}"
-            sent = ledger.send(label, buffer.padded_numel, axes, buffer.dtypes.param, hooks=hooks, after=brought)
+            sent = ledger.send(label, buffer.padded_numel, axes, buffer.dtypes.param, hooks=hooks, after=fetched)
             end = max(end, sent)
         self._gathering[unit.name] = _Gather(full, shards, end)
-        following = next((e.unit for e in self._schedule[self._place :] if e.kind == "gather"), None)
+        following = next((e.unit for e in self._schedule[self._position :] if e.kind == "gather"), None)
         if full and plan.prefetch != 0 and following is not None:
             for buffer in self._units[following].buffers:
-                if isinstance(buffer.row.params, Sharded) and buffer.key not in self._ahead:
-                    self._ahead[buffer.key] = self._start_bring(buffer)
+                if isinstance(buffer.row.params, Sharded) and buffer.key not in self._prefetched:
+                    self._prefetched[buffer.key] = self._start_fetch(buffer)
         ledger.write()
 
-    def _bring(self, buffer: FlatParamPlan) -> float:
-        return (self._ahead.pop(buffer.key, None) or self._start_bring(buffer))[1]
+    def _fetch(self, buffer: FlatParamPlan) -> float:
+        return (self._prefetched.pop(buffer.key, None) or self._start_fetch(buffer))[1]
 
-    def _start_bring(self, buffer: FlatParamPlan) -> tuple[int, float]:
+    def _start_fetch(self, buffer: FlatParamPlan) -> tuple[int, float]:
         nbytes, spec = shard_nbytes(buffer, self.plan), buffer.params
         if not self.ledger.is_here(spec):
             self.ledger.add("gathers", nbytes)
-        return nbytes, self.ledger.bring(spec, nbytes, f"bring {buffer.key}")
+        return nbytes, self.ledger.fetch(spec, nbytes, f"bring {buffer.key}")
 
     def _end_gather(self, unit: str) -> list[Taken]:
         gather = self._gathering.pop(unit)
@@ -173,7 +173,7 @@ class DryPass:
         if gather.full:
             self.ledger.add("gathers", -gather.shards)
             return gather.full
-        return [("gathers", gather.shards, -1)] if gather.shards else []  # the copy is what the model computes with
+        return [("gathers", gather.shards, -1)] if gather.shards else []  # the model computes with the copy
 
     def _drop_gathers(self) -> None:
         for unit in list(self._gathering):
@@ -194,7 +194,7 @@ class DryPass:
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
-    def _is_whole(self, buffer: FlatParamPlan) -> bool:
+    def _collects_full(self, buffer: FlatParamPlan) -> bool:
         return buffer.grads.local_shape(self.plan.mesh) == (buffer.padded_numel,)
 
     def _reduce_dtype(self, buffer: FlatParamPlan) -> str:
@@ -204,15 +204,15 @@ class DryPass:
         filling = self._filling.setdefault(unit.name, {})
         if buffer.key in filling:
             return
-        stays = self._is_whole(buffer) and buffer.key not in self._reduced
-        stays &= buffer.dtypes.grad == self._reduce_dtype(buffer) or not (self.is_first and self.is_last)
-        if stays and self.ledger.is_here(buffer.grads):
+        is_kept = self._collects_full(buffer) and buffer.key not in self._reduced
+        is_kept &= buffer.dtypes.grad == self._reduce_dtype(buffer) or not (self.is_first and self.is_last)
+        if is_kept and self.ledger.is_here(buffer.grads):
             filling[buffer.key] = None
         else:
-            dtype = buffer.dtypes.grad if stays else self._reduce_dtype(buffer)
+            dtype = buffer.dtypes.grad if is_kept else self._reduce_dtype(buffer)
             filling[buffer.key] = self.ledger.take("reductions", buffer.padded_numel, dtype)
-        if stays and buffer.key in self._held:
-            self.ledger.lanes.wait(buffer.key, self.ledger.bring(buffer.grads, self._grad_nbytes(buffer), buffer.key))
+        if is_kept and buffer.key in self._held:
+            self.ledger.lanes.wait(buffer.key, self.ledger.fetch(buffer.grads, self._grad_nbytes(buffer), buffer.key))
 
     def _reduce_ready(self) -> None:
         while (event := self._next) is not None and event.kind == "reduce":
@@ -231,10 +231,10 @@ class DryPass:
         reduction = _Reduction(numel, [], 0)
         for buffer in trained:
             taken = filling[buffer.key]
-            if not self.is_last and self._is_whole(buffer):
+            if not self.is_last and self._collects_full(buffer):
                 self._held.add(buffer.key)
                 if taken is not None:
-                    self.ledger.carry(buffer.grads, self._grad_nbytes(buffer), buffer.key)
+                    self.ledger.write_back(buffer.grads, self._grad_nbytes(buffer), buffer.key)
                     self.ledger.give(taken)
                 continue
             reduction.full += [] if taken is None else [taken]
@@ -248,13 +248,13 @@ class DryPass:
                 self._end_reduce()
 
     def _reduce(self, buffer: FlatParamPlan, reduction: _Reduction, taken: Taken | None) -> tuple[float, bool]:
-        """Starts to add up; tells when that ends, and whether the result is added to what came before."""
+        """Starts the reduction; returns its end time, and whether its result is added to earlier micro-steps' gradients."""
         plan, ledger, dtype = self.plan, self.ledger, self._reduce_dtype(buffer)
         if taken is None and buffer.dtypes.grad != dtype:
-            reduction.arriving += buffer.padded_numel * itemsize(dtype)  # a copy in the dtype that is sent
+            reduction.arriving += buffer.padded_numel * itemsize(dtype)  # a copy in `reduce_dtype`
         hooks, end = plan.comm_hooks.reduce, 0.0
         numel, shard = buffer.padded_numel, buffer.shard_numel * itemsize(dtype)
-        adds = not (self.is_first or self._is_whole(buffer))
+        adds = not (self.is_first or self._collects_full(buffer))
         if isinstance(buffer.row.grads, Replicated):
             for axis in sum_order(plan.mesh):
                 for through in (hooks, {}):
@@ -270,19 +270,19 @@ class DryPass:
             is_new = adds or buffer.dtypes.grad != dtype or not ledger.is_here(buffer.grads)
             reduction.arriving += shard * (is_new and plan.num_shards > 1)
         if ledger.device == "cpu" and plan.num_shards > 1:
-            # Shards are received one by one, the first in the place of the result unless that is a summand.
-            is_whole = isinstance(buffer.row.grads, Replicated)
-            is_summand = is_whole or self._sums_in_place(buffer)
-            if not (is_whole and plan.world_size == 2):  # which is one collective of gloo
+            # Shards are received one by one, the first into the result buffer unless that holds a summand.
+            is_full = isinstance(buffer.row.grads, Replicated)
+            is_summand = is_full or self._sums_in_place(buffer)
+            if not (is_full and plan.world_size == 2):  # gloo has one collective for two ranks
                 reduction.arriving += shard * (plan.num_shards - 2 + is_summand)
             ledger.touch(shard * (plan.num_shards + 1))
         ledger.add("arrivals", reduction.arriving)
         return end, adds
 
     def _sums_in_place(self, buffer: FlatParamPlan) -> bool:
-        """Whether the sum takes the place of a summand, as in stage 1."""
+        """Whether the sum overwrites a summand, as in stage 1."""
         is_one = buffer.dtypes.grad == self._reduce_dtype(buffer)
-        return self._is_whole(buffer) and not isinstance(buffer.row.grads, Replicated) and is_one
+        return self._collects_full(buffer) and not isinstance(buffer.row.grads, Replicated) and is_one
 
     def _end_reduce(self) -> None:
         reduction = self._in_flight.popleft()
@@ -294,7 +294,7 @@ class DryPass:
                 while len(self._leaving) >= MOST_LEAVING and buffer.grads.placement.kind == "nvme":
                     self.ledger.lanes.wait(buffer.key, self._leaving.popleft())
                 nbytes = self._grad_nbytes(buffer)
-                self._leaving.append(self.ledger.carry(buffer.grads, nbytes, f"put {buffer.key}", adds=adds))
+                self._leaving.append(self.ledger.write_back(buffer.grads, nbytes, f"put {buffer.key}", adds=adds))
         self.ledger.add("arrivals", -reduction.arriving)
         for taken in reduction.full:
             self.ledger.give(taken)

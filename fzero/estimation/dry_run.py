@@ -1,16 +1,16 @@
-"""What does a rank hold at each moment of a step, and how long does the step take? The eager step, followed on paper.
+"""`dry_run`: the bytes that a rank holds over an eager step, and the step's duration, computed without tensors.
 
-    found = dry_run(plan, trace_activations(model, cfg, batch))
-    found.nbytes, found.told          # the most bytes on the device, when that is, and what they are
-    found.draw()                      # the bytes over the step
-    print(found.timeline)             # what computes, gathers, reduces and streams, and what waits for what
+    run = dry_run(plan, trace_activations(model, cfg, batch))
+    run.nbytes, run.told              # the peak bytes on the device; when the peak is, and what it consists of
+    run.draw()                        # the bytes over the step
+    print(run.timeline)               # compute, gathers, reductions and streams, and which waits for which
 
-The walk makes the moves of a running step on a trace of the model, in numbers: units are gathered and released, full gradients
-fill and are reduced, and what lives elsewhere comes and goes. The bytes of working buffers and activations are added up at every
-moment, so that the peak is that of their sum. Meanwhile each move takes its time on a lane of `fzero.graph.timeline.Lanes`.
-Not counted are what a library of collectives allocates for itself, and the temporaries of one kernel.
+A dry run replays the moves of an eager step on a trace of the model: it gathers and releases units, fills and reduces full
+gradients, and transfers offloaded state. At every moment it sums the bytes of working buffers and activations, so that the
+peak is the peak of the sum. Each move occupies a lane of `fzero.graph.timeline.Lanes` for its time. The internal memory of
+collective libraries and the temporaries of single kernels are not counted.
 
-Without a trace there are no activations, and nothing computes but updates; units come in the order of their declaration.
+Without a trace there are no activations, only updates compute, and units run in the order of their declaration.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class DryRun:
 
     Attributes:
         memory: bytes of model state by kind of memory and quantity (`Plan.bytes_by_memory`).
-        rows: what is held besides, from moment to moment.
-        timeline: what runs when, of at most two micro-steps.
-        further_seconds: of the micro-steps in between.
-        host_pool: bytes of host memory through which files are read and written, and what lives on the device is updated by the
-            processor.
-        host_gaps: bytes of host memory that pinned state takes besides its own.
-        host_inputs: the most bytes of inputs of checkpointed modules that wait in host memory.
+        rows: the other bytes in use, sample by sample.
+        timeline: of at most two micro-steps.
+        further_seconds: the time of the micro-steps that the timeline leaves out.
+        host_pool: bytes of host buffers through which files are read and written, and through which the CPU updates state that
+            is on the device.
+        host_gaps: bytes of host memory lost to the rounding of pinned allocations.
+        host_inputs: the peak of checkpointed inputs in host memory, in bytes.
         device: where the model is.
     """
 
@@ -61,22 +61,22 @@ class DryRun:
 
     @property
     def state(self) -> dict[str, int]:
-        """Bytes of model state on the device, by quantity; on the CPU, those in host memory are."""
+        """Bytes of model state on the device, by quantity; on the CPU, those in host memory count too."""
         return _on_device(self.memory, self.device)
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """The duration of the step."""
         return self.timeline.seconds + self.further_seconds
 
     @property
     def peak(self) -> MemorySample:
-        """The first moment at which most is held."""
+        """The first sample with the most bytes in use."""
         return max(self.rows, key=lambda row: sum(row.held.values()))
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """Bytes on the device at the peak, by what they are."""
+        """Bytes on the device at the peak, by purpose."""
         return self.state | self.peak.held
 
     @property
@@ -90,17 +90,17 @@ class DryRun:
         return sum(self.state.values()) + self.rows[-1].held.get("kept", 0)
 
     def most(self, name: str) -> int:
-        """The most bytes of one working buffer."""
+        """The peak bytes of one purpose, such as `gathers`."""
         return max(row.held.get(name, 0) for row in self.rows)
 
     @property
     def told(self) -> str:
-        """When the peak is and what it is made of, in words."""
+        """The peak in words: its size, when it is, and what it consists of."""
         scale, unit = scale_of(self.nbytes)
         parts = sorted(self.at_peak.items(), key=lambda part: -part[1])
-        shares = [f"{nbytes / self.nbytes:.0%} {name}" for name, nbytes in parts if nbytes >= 0.01 * self.nbytes]
+        fractions = [f"{nbytes / self.nbytes:.0%} {name}" for name, nbytes in parts if nbytes >= 0.01 * self.nbytes]
         when = self.peak.label if self.peak.held else "all the time"
-        return f"{self.nbytes / scale:.3g} {unit} at the most, {when}: {', '.join(shares)}"
+        return f"{self.nbytes / scale:.3g} {unit} at the most, {when}: {', '.join(fractions)}"
 
     def draw(self, title: str = "") -> Figure:
         """A picture of the bytes on the device over the step, with the peak. Needs matplotlib (extra `demo`)."""
@@ -116,20 +116,20 @@ def dry_run(
     device: Device = "cuda",
     title: str = "",
 ) -> DryRun:
-    """One step of a plan.
+    """Runs one step of a plan without tensors.
 
     Args:
-        plan: on any number of ranks.
+        plan: for any number of ranks.
         trace: of one micro-step, of the same model on the same device.
         machine: the rates of one rank.
-        device: where the model is; on the CPU collectives are gloo's.
+        device: where the model is; on the CPU the collectives are gloo's.
         title: of the timeline.
     """
     machine = machine or MachineModel()
     parts = parts_of(plan, trace, machine)
     order, num = order_of(plan, parts), min(plan.num_micro_steps, 2)
     ledger = MemoryLedger(plan, machine, device)
-    for _ in range(2 if device == "cpu" else 1):  # the second step begins with what the first one has kept
+    for _ in range(2 if device == "cpu" else 1):  # the second step starts with the pool that the first one filled
         ledger = MemoryLedger(plan, machine, device, ledger.free)
         ledger.write()
         passes, ends = DryPass(ledger), list[float]()
@@ -137,13 +137,13 @@ def dry_run(
             passes.run(parts, order, is_first=index == 0, is_last=index == num - 1)
             ends.append(ledger.lanes.now)
         update(ledger)
-    replicate_axes = ends[0] * (plan.num_micro_steps - num)
+    further_seconds = ends[0] * (plan.num_micro_steps - num)
     memory = plan.bytes_by_memory
     timeline = _timeline(ledger, sum(_on_device(memory, device).values()), title or f"stage {plan.stage}")
     inputs = max(part.waiting for part in parts)
     on_cuda = device == "cuda"
     pool, gaps = ledger.streams.host_pool + ledger.streams.on_host * on_cuda, pinned_gaps(plan) * on_cuda
-    return DryRun(memory, tuple(ledger.rows), timeline, replicate_axes, pool, gaps, inputs, device)
+    return DryRun(memory, tuple(ledger.rows), timeline, further_seconds, pool, gaps, inputs, device)
 
 
 def _on_device(memory: dict[str, dict[str, int]], device: Device) -> dict[str, int]:
@@ -190,11 +190,11 @@ def _draw(step: DryRun, title: str) -> Any:
         high = [a + b for a, b in zip(low, [*numbers, numbers[-1]])]
         axes.fill_between(xs, low, high, step="post", color=COLORS[name], linewidth=0, label=name)
         low = high
-    place = step.rows.index(step.peak)
-    axes.plot([place + 0.5], [step.nbytes / scale], "v", color="black", markersize=6, clip_on=False)
-    side: dict[str, Any] = {"ha": "right"} if place > len(held) / 2 else {}
+    index = step.rows.index(step.peak)
+    axes.plot([index + 0.5], [step.nbytes / scale], "v", color="black", markersize=6, clip_on=False)
+    side: dict[str, Any] = {"ha": "right"} if index > len(held) / 2 else {}
     text = f"{step.nbytes / scale:.3g} {unit}, {step.peak.label} "
-    axes.annotate(text, (place + 0.5, step.nbytes / scale), (0, 8), textcoords="offset points", fontsize=9, **side)
+    axes.annotate(text, (index + 0.5, step.nbytes / scale), (0, 8), textcoords="offset points", fontsize=9, **side)
     ticks = [i for i, row in enumerate(step.rows) if i == 0 or row.label != step.rows[i - 1].label]
     few = ticks[:: -(-len(ticks) // 40)]
     axes.set_xticks(few, [step.rows[i].label for i in few], rotation=60, ha="right", fontsize=7)

@@ -1,10 +1,9 @@
-"""How long does an update take, and what waits for it? On paper, buffer by buffer (`fzero.runtime.update`,
-`fzero.storage.stream`).
+"""`update`: the time of the optimizer update in a dry run, buffer by buffer (`fzero.runtime.update`, `fzero.storage.stream`).
 
-An update reads and writes its tensors once. What is updated where the model is takes their bytes at the rate of memory, and is
-joined while the next one is updated, where every rank holds all of it. What lives elsewhere streams through in sub-groups: one is
-fetched, the last one is updated, and the one before is put back, each on its lane. State in files or in host memory is updated by
-the processor, while the device has nothing to do: gradients and parameters that live on the device cross for it.
+An update reads and writes its tensors once. On the device it takes their bytes at the rate of memory; where every rank holds
+the full parameters, the all-gather overlaps the update of the next buffer. Offloaded state streams through in sub-groups: one
+is fetched while the previous one is updated and the one before that is written back, each on its lane. The CPU updates state
+in files or host memory while the device is idle: gradients and parameters that are on the device cross the host link for it.
 """
 
 from __future__ import annotations
@@ -22,25 +21,27 @@ from sharding import Sharded, TensorSpec
 from sharding.dtypes import itemsize
 
 MOST_SUB_GROUPS = 16
-"""Of one buffer on paper: of more of them, several are taken for one."""
+"""The most sub-groups of one buffer in a dry run; of more, several are simulated as one."""
 
 
 def update(ledger: MemoryLedger) -> None:
-    """The norm of the gradients, the updates, and the joins of what every rank holds whole."""
+    """The norm of the gradients, the updates, and the all-gathers of parameters that every rank holds in full."""
     plan = ledger.plan
     trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
     ledger.label = "update"
     for buffer in trained:
-        ledger.touch(_share_nbytes(ledger, buffer.grads), "norm")  # wherever it lives, measured as it went there
+        ledger.touch(
+            _shard_nbytes(ledger, buffer.grads), "norm"
+        )  # also of offloaded gradients, before they leave the device
     if plan.world_size > 1:
         axis = plan.mesh.names[0] if len(plan.mesh.names) == 1 else WORLD
         ledger.lanes.wait("norm", ledger.lanes.start("collective", "norm", ledger.machine.latency, axis=axis))
     ledger.add("streams", ledger.streams.on_device if ledger.device == "cuda" else 0)
     ledger.write()
     ends = [_here(ledger, buffer) for buffer in trained if _is_here(ledger, buffer)]
-    away = [buffer for buffer in trained if not _is_here(ledger, buffer)]
-    _stream(ledger, away)
-    ends += [_join(ledger, buffer) for buffer in away]
+    offloaded = [buffer for buffer in trained if not _is_here(ledger, buffer)]
+    _stream(ledger, offloaded)
+    ends += [_join(ledger, buffer) for buffer in offloaded]
     for end in ends:
         ledger.lanes.wait("all_gather_params", end)
     ledger.lanes.settle()
@@ -51,12 +52,12 @@ def _is_here(ledger: MemoryLedger, buffer: FlatParamPlan) -> bool:
     return all(ledger.is_here(spec) for spec in (buffer.params, *updated_specs(buffer, ledger.plan)))
 
 
-def _share_nbytes(ledger: MemoryLedger, spec: TensorSpec) -> int:
+def _shard_nbytes(ledger: MemoryLedger, spec: TensorSpec) -> int:
     return spec.local_nbytes(ledger.plan.mesh)
 
 
 def _moved(buffer: FlatParamPlan, specs: list[TensorSpec]) -> int:
-    """Bytes that an update reads and writes of each element: the gradient is read, and new parameters are written besides."""
+    """Bytes read and written per element: all of `specs`, except that the gradient is only read; new parameters are written."""
     both = sum(2 * itemsize(spec.dtype) for spec in specs)
     return both - itemsize(buffer.dtypes.grad) + itemsize(buffer.dtypes.param) * buffer.has_master
 
@@ -79,7 +80,7 @@ def _join(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
 
 
 class _Group(NamedTuple):
-    """A sub-group, or several taken for one: seconds that it takes to be updated, and on each lane to be fetched and put back."""
+    """A sub-group, or several simulated as one: seconds of its update, and on each lane of its fetch and write-back."""
 
     label: str
     fetch: dict[Lane, float]
@@ -94,10 +95,10 @@ def _groups(ledger: MemoryLedger, buffer: FlatParamPlan) -> Iterator[_Group]:
     num = 1 if buffer.updates_whole else max(min(-(-numel // plan.streaming.sub_group_numel), MOST_SUB_GROUPS), 1)
     fetch, put = defaultdict[Lane, float](float), defaultdict[Lane, float](float)
     for index, spec in enumerate((*specs, *([buffer.params] if buffer.has_master else ()))):
-        for lane, rate, comes in _moves(ledger, spec, on_host):
-            if comes and index < len(specs):  # new parameters are made
+        for lane, rate, is_fetch in _moves(ledger, spec, on_host):
+            if is_fetch and index < len(specs):  # new parameters are only written
                 fetch[lane] += numel / num * itemsize(spec.dtype) / rate
-            if not comes and index != 1:  # the gradient stays as it is
+            if not is_fetch and index != 1:  # the gradient does not change
                 put[lane] += numel / num * itemsize(spec.dtype) / rate
     compute = numel / num * _moved(buffer, specs) / (machine.processor if on_host else machine.memory)
     for _ in range(num):
@@ -105,7 +106,7 @@ def _groups(ledger: MemoryLedger, buffer: FlatParamPlan) -> Iterator[_Group]:
 
 
 def _moves(ledger: MemoryLedger, spec: TensorSpec, on_host: bool) -> Iterator[tuple[Lane, float, bool]]:
-    """The lanes on which a tensor comes to its update, and goes: with their rates, and whether it comes."""
+    """The transfers of a tensor for its update: (lane, rate, whether it is the fetch and not the write-back)."""
     machine = ledger.machine
     if spec.placement.kind == "nvme":
         yield from (("files", machine.disk, True), ("files", machine.disk, False))
@@ -114,15 +115,15 @@ def _moves(ledger: MemoryLedger, spec: TensorSpec, on_host: bool) -> Iterator[tu
 
 
 def _stream(ledger: MemoryLedger, buffers: Sequence[FlatParamPlan]) -> None:
-    """Fetches, updates and puts back, one sub-group after the other."""
+    """Fetches, updates and writes back one sub-group after the other."""
     lanes = ledger.lanes
     groups = [group for buffer in buffers for group in _groups(ledger, buffer)]
-    coming = deque[float]()
+    fetched = deque[float]()
     for index, group in enumerate(groups):
-        for following in groups[index + len(coming) : index + 1 + ledger.plan.streaming.read_ahead]:
+        for following in groups[index + len(fetched) : index + 1 + ledger.plan.streaming.read_ahead]:
             ends = [lanes.start(lane, f"fetch {following.label}", time) for lane, time in following.fetch.items()]
-            coming.append(max(ends, default=0.0))
-        lanes.wait("update", coming.popleft())
+            fetched.append(max(ends, default=0.0))
+        lanes.wait("update", fetched.popleft())
         lanes.compute(f"update {group.label}", group.compute)
         for lane, time in group.put.items():
             lanes.start(lane, f"put {group.label}", time)

@@ -1,4 +1,4 @@
-"""Which configurations may fit, what does each need, and in which order are they tried? See `fzero.estimation.fit`."""
+"""`Search`: the configurations that `fzero.estimation.fit` tries, in which order, and the needs of each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fzero.plans.machine_model import MachineModel
 from fzero.runtime.loss import LossFn
 
 SMALL_BUCKET = 1 << 22
-"""Elements of full gradients that wait for their reduction, where memory is short."""
+"""The `reduce_bucket_size` that is tried where memory is short: elements of full gradients that await their reduction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What may differ between the configurations that are tried."""
+    """The choices in which the tried configurations differ."""
 
     stage: int
     optimizer: str = "device"
@@ -31,11 +31,11 @@ class Setting:
     checkpoints: bool = False
     small: bool = False
     inputs: str = "device"
-    """Of what is checkpointed; of no effect elsewhere."""
+    """Where the inputs of checkpointed modules are kept; no effect without checkpointing."""
 
     @classmethod
     def of(cls, cfg: Config) -> Self:
-        """What a configuration has chosen."""
+        """The choices of a configuration."""
         zero = cfg.zero_optimization
         optimizer, params = (
             "device" if block is None else {"cpu": "host"}.get(block.device, block.device)
@@ -47,7 +47,7 @@ class Setting:
         return cls(zero.stage, optimizer, params, block.every is not None, is_small, inputs)
 
     def keys(self, nvme_path: str | None, every: int | None = None) -> Keys:
-        """The keys that say so; what is on the device has none. Checkpointed is every n-th unit, or else every one."""
+        """The configuration keys of these choices; the device is the default. `every` n-th unit is checkpointed, None: all."""
         zero: dict[str, Any] = {"stage": self.stage, "offload_optimizer": _block(self.optimizer, nvme_path)}
         zero["offload_param"] = _block(self.params, nvme_path)
         if self.small:
@@ -66,12 +66,12 @@ def _block(kind: str, nvme_path: str | None) -> Keys | None:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One configuration, and what it needs.
+    """One configuration, and its needs.
 
     Attributes:
-        name: what it changes.
-        choice: the configuration, in short.
-        column: the same, planned.
+        name: its change from the rung before.
+        choice: its choices.
+        column: its plan and dry run.
     """
 
     name: str
@@ -80,22 +80,22 @@ class Rung:
 
     @property
     def seconds(self) -> float:
-        """Of a step; without a batch, of what is sent, streamed and updated alone."""
+        """The duration of a step; without a batch, of its communication, streams and updates alone."""
         return self.column.seconds
 
     @property
     def activations(self) -> int:
-        """Bytes of activations at the peak, 0 where they are not counted."""
+        """Bytes of activations at the peak; 0 if they are not counted."""
         return self.column.memory["device"].get("activations", 0)
 
     @property
     def device_nbytes(self) -> int:
-        """All bytes on the device that are counted, at the peak."""
+        """All counted bytes on the device, at the peak."""
         return self.column.nbytes("device")
 
 
 class Search:
-    """Plans choices, each once."""
+    """Plans settings, each once."""
 
     def __init__(
         self, model: nn.Module, keys: Keys, world_size: int, machine: MachineModel, nvme_path: str | None, batch: Any,
@@ -109,7 +109,7 @@ class Search:
         self.start = Setting.of(cfg)
         self.every = cfg.activation_checkpointing.every
         self.activations = Activations(model, keys, batch, loss_fn, device) if batch is not None else None
-        self._found: dict[Setting, Candidate | None] = {}
+        self._planned_by: dict[Setting, Candidate | None] = {}
         self.refused: dict[str, None] = {}
 
     @property
@@ -118,12 +118,12 @@ class Search:
 
     @property
     def _moves_inputs(self) -> bool:
-        """Whether inputs of what is checkpointed may go to host memory, where they are not."""
+        """Whether moving checkpointed inputs to host memory would be a change."""
         can_checkpoint = self.activations is not None and (self.start.checkpoints or self.activations.has_units)
         return can_checkpoint and self.device == "cuda" and self.start.inputs == "device"
 
     def choices(self) -> Iterator[Setting]:
-        """All that are tried, those with fewer changes first."""
+        """All settings to try, those with fewer changes first."""
         kinds = ["device", "host", *(["nvme"] if self.nvme_path else [])]
         checkpoints = [False, True] if self._adds_checkpoints else [self.start.checkpoints]
         inputs = ["device", "host"] if self._moves_inputs else [self.start.inputs]
@@ -134,7 +134,7 @@ class Search:
                 yield choice
 
     def ladder(self) -> Iterator[Rung]:
-        """One change after the other, without those that change nothing."""
+        """One change after the other, without those that have no effect."""
         steps: list[tuple[str, dict[str, Any]]] = [
             ("as it is", {}),
             ("activation checkpointing", {"checkpoints": True} if self._adds_checkpoints else {}),
@@ -157,17 +157,17 @@ class Search:
                 yield rung
 
     def rung(self, name: str, choice: Setting) -> Rung | None:
-        """The choice, planned; None if it is not possible, or an error if it is the configuration as it is."""
-        if choice not in self._found:
+        """The planned setting; None if it is impossible. An impossible initial configuration raises ConfigError."""
+        if choice not in self._planned_by:
             try:
-                self._found[choice] = self._planned(choice)
+                self._planned_by[choice] = self._planned(choice)
             except ConfigError as error:
                 if choice == self.start:
                     raise
-                self._found[choice] = None
+                self._planned_by[choice] = None
                 self.refused[str(error).splitlines()[0]] = None
-        found = self._found[choice]
-        return None if found is None else Rung(name, choice, found)
+        candidate = self._planned_by[choice]
+        return None if candidate is None else Rung(name, choice, candidate)
 
     def _planned(self, choice: Setting) -> Candidate:
         keys = self.keys if choice == self.start else changed(self.keys, choice.keys(self.nvme_path, self.every))
@@ -177,11 +177,11 @@ class Search:
         return column(self.model, "", keys, self.world_size, trace=trace, machine=self.machine, device=self.device)
 
     def notes(self) -> Iterator[str]:
-        """What was not tried or not counted."""
+        """Notes on what the search did not try or count."""
         if self.activations is None:
-            yield "Activations are not counted: give a batch (--batch and --sequence), or leave room for them."
+            yield "Activations are not counted: pass a batch (--batch and --sequence), or leave room for them."
         elif not self.activations.has_units:
             yield f"Activation checkpointing was not tried: {type(self.model).__name__} has no repeated blocks."
         if self.nvme_path is None:
-            yield "Files were not tried: give a folder (--nvme PATH)."
+            yield "Files were not tried: pass a folder (--nvme PATH)."
         yield from (f"Not possible: {reason}" for reason in self.refused)

@@ -1,15 +1,15 @@
-"""What is the fastest configuration that fits, and what does each step on the way save and cost?
+"""`fit`: the fastest configuration that fits into memory, and the ladder of changes with the savings and cost of each.
 
     found = fzero.estimation.fit(model, "config.json", world_size=8, device_nbytes=80e9)
     print(found)
     found.save("fits.json")
 
-All combinations of stage, placement, checkpointing and bucket size that the configuration allows are planned. Of those that
-fit, the one whose step takes the fewest seconds on paper counts (`fzero.estimation.dry_run`), at the rates of a
-`fzero.graph.MachineModel`; without a batch nothing computes but updates. Of equally fast ones that with the fewest bytes on
-the device counts, but a small bucket, which overlaps less, is the last resort.
+`fit` plans all combinations of stage, placement, checkpointing and bucket size that the configuration allows. It chooses the
+one that fits and is fastest in a dry run (`fzero.estimation.dry_run`) at the rates of a `fzero.graph.MachineModel`; without
+a batch, only updates compute. Between equally fast ones it chooses the one with the fewest bytes on the device; a small
+bucket, which overlaps less, is the last resort.
 
-The *ladder* goes from the configuration as it is to the one that needs the least of the device, one change at a time.
+The *ladder* leads from the given configuration to the one that needs the least device memory, one change at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fzero.runtime.loss import LossFn
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes that a rank may hold on its device, in host memory and in files."""
+    """The bytes that a rank may hold on its device, in host memory and in files."""
 
     device: float
     host: float = math.inf
@@ -54,13 +54,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What fits. `print(found)` shows the ladder and the configuration.
+    """The fastest configuration that fits. `print(found)` shows the ladder and the configuration.
 
     Attributes:
-        limits: what was to hold it.
-        best: the fastest that fits; None if none does.
+        limits: the memory of a rank.
+        best: the fastest configuration that fits; None if none does.
         ladder: one change after the other.
-        notes: what was not tried or not counted.
+        notes: what the search did not try or count.
     """
 
     limits: Limits
@@ -73,12 +73,12 @@ class Fit:
         """The configuration that fits, as in a file.
 
         Raises:
-            ConfigError: none does.
+            ConfigError: none fits.
         """
         if self.best is None:
             least = min(self.ladder, key=lambda rung: rung.device_nbytes)
             raise ConfigError(
-                f"fit: nothing fits into {self.limits.device / 1e9:.3g} GB; {least.name!r} needs the least of the device, "
+                f"fit: nothing fits into {self.limits.device / 1e9:.3g} GB; {least.name!r} needs the least device memory, "
                 f"{least.device_nbytes / 1e9:.3g} GB, {least.column.nbytes('host') / 1e9:.3g} GB of host memory and "
                 f"{least.column.nbytes('nvme') / 1e9:.3g} GB of files; take more ranks, a smaller model or batch, or allow files"
             )
@@ -90,14 +90,14 @@ class Fit:
         Path(path).write_text(text)
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """The numbers as JSON types."""
 
-        def told(rung: Rung) -> dict[str, Any]:
+        def as_json(rung: Rung) -> dict[str, Any]:
             more = {"change": rung.name, "activations": rung.activations, "device": rung.device_nbytes}
             return more | {"seconds": rung.seconds, "fits": self.limits.hold(rung)} | rung.column.as_dict()
 
-        best = None if self.best is None else told(self.best)
-        return {"best": best, "ladder": [told(rung) for rung in self.ladder], "notes": list(self.notes)}
+        best = None if self.best is None else as_json(self.best)
+        return {"best": best, "ladder": [as_json(rung) for rung in self.ladder], "notes": list(self.notes)}
 
     def __rich__(self) -> Group:
         return _report(self)
@@ -120,26 +120,26 @@ def fit(
     loss_fn: LossFn | None = None,
     device: Device = "cuda",
 ) -> Fit:
-    """The fastest configuration with which a rank fits into its memories, and the ladder to the smallest.
+    """The fastest configuration that fits into a rank's memory, and the ladder to the smallest.
 
     Args:
         model: any module; on `meta` it holds no weights.
-        cfg: where to start, what `Config.load` takes; None is bf16 beside an fp32 master, and AdamW. No stage is tried that is
-            below its own.
+        cfg: the initial configuration, any argument of `Config.load`; None is bf16 with an fp32 master, and AdamW. Stages below
+            its own are not tried.
         world_size: number of ranks W.
-        device_nbytes, host_nbytes, disk_nbytes: what one rank may hold; leave room for what is not counted.
-        nvme_path: a folder for files; None tries none, unless the configuration has one.
+        device_nbytes, host_nbytes, disk_nbytes: the memory of one rank; leave room for uncounted allocations.
+        nvme_path: a folder for files; None tries no files, unless the configuration has a folder.
         machine: the rates.
-        batch: one rank's samples of a micro-step, on `meta` too: counts activations, by tracing the step. None counts none.
+        batch: one rank's samples of a micro-step, possibly on `meta`; with it, activations are counted, by tracing the step.
         loss_fn: see `make_train_step`.
         device: where the model is; see `compare_plans`.
 
     Raises:
-        ConfigError: the configuration is wrong in itself, or for the model.
+        ConfigError: the configuration is invalid, in itself or for the model.
         ValueError: the model does not run on that batch.
     """
     search = Search(model, keys_of(cfg), world_size, machine or MachineModel(), nvme_path, batch, device, loss_fn)
-    search.rung("as it is", search.start)  # which must be possible
+    search.rung("as it is", search.start)  # raises if it is not possible
     for name, value in (("device", device_nbytes), ("host", host_nbytes), ("disk", disk_nbytes)):
         check_kind(f"{name}_nbytes", value, int | float, "a number of bytes", "pass 80e9 for 80 GB, say")
     limits = Limits(device_nbytes, host_nbytes, disk_nbytes)
@@ -173,7 +173,7 @@ def _report(found: Fit) -> Group:
         where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
         lines.insert(
             0,
-            f"Fastest that fits: {_told(best.choice)}; {where}, {best.seconds:.3g} s"
+            f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s"
             + (" for a step." if best.activations else " besides what it computes."),
         )
         lines.insert(1, f"{best.column.step.told}.")
@@ -194,7 +194,7 @@ def _rung_rows(table: Table, found: Fit, scale: float) -> None:
         before = rung
     if found.best is not None and all(rung.choice != found.best.choice for rung in found.ladder):
         table.add_row()
-        _rung_row(table, found.best, scale, "→", _told(found.best.choice), "", f"{found.best.seconds:.3g}")
+        _rung_row(table, found.best, scale, "→", _words(found.best.choice), "", f"{found.best.seconds:.3g}")
 
 
 def _rung_row(table: Table, rung: Rung, scale: float, sign: str, name: str, saves: str, costs: str) -> None:
@@ -203,8 +203,8 @@ def _rung_row(table: Table, rung: Rung, scale: float, sign: str, name: str, save
     table.add_row(sign, name, shown(rung.device_nbytes, scale), saves, *numbers, costs)
 
 
-def _told(choice: Setting) -> str:
-    words: Sequence[str] = [
+def _words(choice: Setting) -> str:
+    parts: Sequence[str] = [
         f"stage {choice.stage}",
         f"optimizer state on {choice.optimizer}" * (choice.optimizer != "device"),
         f"parameters on {choice.params}" * (choice.params != "device"),
@@ -212,4 +212,4 @@ def _told(choice: Setting) -> str:
         "checkpointed inputs in host memory" * (choice.checkpoints and choice.inputs == "host"),
         "a small bucket" * choice.small,
     ]
-    return ", ".join(filter(None, words))
+    return ", ".join(filter(None, parts))

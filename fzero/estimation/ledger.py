@@ -1,8 +1,8 @@
-"""What is held, and which lane is busy, while a step is followed on paper? The book that `fzero.estimation.dry_run` keeps.
+"""`MemoryLedger`: the bytes in use, by purpose, and the busy lanes during a dry run (`fzero.estimation.dry_run`).
 
-Bytes are entered by what they are for; whoever takes a flat buffer gives it back. On the CPU a buffer that is given back stays
-with the process for the next taker of its size (`fzero.storage.shard_io.BufferPool`), and is entered as `kept`. Whatever moves
-takes a lane for its bytes at the rate of the `MachineModel`.
+Every flat buffer that is taken is given back. On the CPU a returned buffer stays in a pool for the next use of its size
+(`fzero.storage.shard_io.BufferPool`), and counts as `kept`. A transfer occupies a lane for its bytes at the rate of the
+`MachineModel`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sharding import TensorSpec
 from sharding.dtypes import itemsize
 
 Device = Literal["cuda", "cpu"]
-"""Where the model is. On the CPU host memory is the device's, and buffers that are given back stay with the process."""
+"""Where the model is. On the CPU, host memory is the device's memory, and returned buffers stay in a pool."""
 
 
 class MemorySample(NamedTuple):
-    """What is held besides the model state from a moment on, in bytes by what it is for."""
+    """The bytes in use besides the model state from `seconds` on, by purpose."""
 
     label: str
     seconds: float
@@ -32,7 +32,7 @@ class MemorySample(NamedTuple):
 
 
 class MemoryLedger:
-    """What is held and when. `label` is what runs now; `free` counts buffers that are kept, by elements and their size."""
+    """The bytes in use over time. `label` names the running phase; `free` counts pooled buffers by (numel, itemsize)."""
 
     def __init__(
         self, plan: Plan, machine: MachineModel, device: Device, kept: Counter[tuple[int, int]] | None = None
@@ -49,7 +49,7 @@ class MemoryLedger:
     # --- bytes ---------------------------------------------------------------------------------------------------
 
     def write(self, activations: int | None = None) -> None:
-        """Enters what is held now, with so many bytes of activations (None: those of the last entry)."""
+        """Appends a sample of the bytes in use; `activations` None keeps the last value."""
         self.activations = self.activations if activations is None else activations
         held = {name: nbytes for name, nbytes in self._held.items() if nbytes}
         if self.activations:
@@ -58,7 +58,7 @@ class MemoryLedger:
             self.rows.append(MemorySample(self.label, self.lanes.now, held))
 
     def take(self, purpose: str, numel: int, dtype: str) -> tuple[str, int, int]:
-        """A flat buffer, to be given back as it was taken."""
+        """Allocates a flat buffer; pass the result to `give`."""
         size = itemsize(dtype)
         if self.device == "cpu" and self.free[numel, size]:
             self.free[numel, size] -= 1
@@ -67,7 +67,7 @@ class MemoryLedger:
         return purpose, numel, size
 
     def give(self, taken: tuple[str, int, int]) -> None:
-        """A flat buffer that nobody needs any more."""
+        """Frees a flat buffer."""
         purpose, numel, size = taken
         self._held[purpose] -= numel * size
         if self.device == "cpu":
@@ -75,20 +75,20 @@ class MemoryLedger:
             self._held["kept"] += numel * size
 
     def add(self, purpose: str, nbytes: int) -> None:
-        """Memory that is new and goes back to the system (negative)."""
+        """Allocates memory that is not pooled; frees it if `nbytes` is negative."""
         self._held[purpose] += nbytes
 
     # --- time ----------------------------------------------------------------------------------------------------
 
     def touch(self, nbytes: int, label: str = "") -> None:
-        """The device reads and writes memory."""
+        """The device reads and writes `nbytes` of memory."""
         self.lanes.compute(label or self.label, nbytes / self.machine.memory)
 
     def send(
         self, kind: str, numel: int, axes: Sequence[str], dtype: str, *, times: int = 1, hooks: Mapping[str, CommHook] = {},
         after: float = 0.0, label: str = "",
     ) -> float:  # fmt: skip
-        """A collective along axes, one after the other, as `Plan.sent_nbytes_by_axis` counts it. Tells when it ends."""
+        """A collective along each axis in turn, with the bytes of `Plan.sent_nbytes_by_axis`. Returns its end time."""
         for axis in axes:
             num_ranks = self.plan.mesh.axis_size(axis)
             if num_ranks == 1:
@@ -105,8 +105,8 @@ class MemoryLedger:
         """Whether a tensor lives where the model is."""
         return spec.placement.kind == "device" or (spec.placement.kind == "host" and self.device == "cpu")
 
-    def bring(self, spec: TensorSpec, nbytes: int, label: str) -> float:
-        """Copies to the device what lives in host memory or a file. Tells when it is there."""
+    def fetch(self, spec: TensorSpec, nbytes: int, label: str) -> float:
+        """Copies an offloaded tensor from host memory or a file to the device. Returns the end time."""
         if self.is_here(spec):
             return 0.0
         end = 0.0
@@ -115,14 +115,14 @@ class MemoryLedger:
         return end if self.device == "cpu" else self.lanes.start("host", label, nbytes / self.machine.host, after=end)
 
     def copy_inputs(self, leaves: int, returns: int) -> None:
-        """Copies inputs of checkpointed modules to host memory and back; what is computed waits, for they are on its stream."""
+        """Copies inputs of checkpointed modules to host memory and back, on the compute stream, which waits for them."""
         copies: tuple[tuple[Lane, int], ...] = (("back", leaves), ("host", returns))
         for lane, nbytes in copies:
             if nbytes:
                 self.lanes.wait("inputs", self.lanes.start(lane, "inputs", nbytes / self.machine.host))
 
-    def carry(self, spec: TensorSpec, nbytes: int, label: str, *, adds: bool = False) -> float:
-        """Copies from the device to where something lives, or adds to what is there. Tells when it has arrived."""
+    def write_back(self, spec: TensorSpec, nbytes: int, label: str, *, adds: bool = False) -> float:
+        """Copies from the device to where a tensor is offloaded, or adds to it there. Returns the end time."""
         end = 0.0
         if self.device == "cuda":
             end = self.lanes.start("back", label, nbytes / self.machine.host)

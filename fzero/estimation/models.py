@@ -1,4 +1,4 @@
-"""Which model is meant by a word of the command line? A module on `meta`, which holds no weights, and nothing is downloaded.
+"""`named`: the model that a word of the command line names, as a module on `meta`, without weights or downloads.
 
 7B, 350M, 1.3e9            a plain GPT of so many parameters to 2 %, with a vocabulary of 32,000, or a smaller one below 8.39M
 pkg.mod:fn                 what the function returns, called without arguments; or a module of that name
@@ -27,16 +27,16 @@ COUNT = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMBT]?)", re.IGNORECASE)
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 HEAD, VOCABULARY = 128, 32_000
 ASPECT = 96
-"""Width over depth of the GPTs that are tried first; those of the literature have about as much."""
+"""The preferred width over depth of a GPT, about that of published ones."""
 
 
 class ModelError(ValueError):
-    """No model is meant by what was said."""
+    """A word names no model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A model on `meta`, and in words which one it is."""
+    """A model on `meta`, and its description in words."""
 
     model: nn.Module
     told: str
@@ -48,10 +48,10 @@ class Named:
 
 
 def named(word: str) -> Named:
-    """The model that is meant by a word; see above.
+    """The model that a word names; see above.
 
     Raises:
-        ModelError: none is, or it cannot be made.
+        ModelError: the word names none, or the model cannot be built.
 
     >>> named("350M").told
     'a plain GPT of 17 blocks, width 1152, vocabulary 32000: 344.7M parameters'
@@ -72,20 +72,20 @@ def sample_of(model: nn.Module, batch: int, sequence: int) -> dict[str, Tensor]:
     """A batch of token ids and labels on `meta`, (batch, sequence) each, for a model that takes both.
 
     Raises:
-        ModelError: the model takes something else.
+        ModelError: the model takes other arguments.
     """
     takes = inspect.signature(model.forward).parameters
     if not {"input_ids", "labels"} <= set(takes):
         raise ModelError(
-            f"model: {type(model).__name__} must take input_ids and labels for --batch and --sequence, and takes "
-            f"{', '.join(takes)}; give a function that makes a batch, --sample pkg.mod:fn"
+            f"model: {type(model).__name__} must take input_ids and labels for --batch and --sequence, got "
+            f"{', '.join(takes)}; pass a function that makes a batch, --sample pkg.mod:fn"
         )
     tokens = torch.empty((batch, sequence), dtype=torch.int64, device="meta")
     return {"input_ids": tokens, "labels": tokens}
 
 
 def filled(model: nn.Module, device: str) -> nn.Module:
-    """The model with small random values in place of none; what is not on `meta` keeps its own."""
+    """The model on `device`, with small random values if any tensor is on `meta`, else with its own."""
     if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
         model = model.to_empty(device=device)
         with torch.no_grad():
@@ -97,10 +97,10 @@ def filled(model: nn.Module, device: str) -> nn.Module:
 
 
 def sample_from(word: str) -> Any:
-    """What the function at an import path returns, as a batch; its tensors may be on `meta`.
+    """The batch that the function at an import path returns; its tensors may be on `meta`.
 
     Raises:
-        ModelError: there is none, or it fails.
+        ModelError: there is no such function, or it fails.
     """
     return _called(word, "sample", "a function without arguments that returns a batch")
 
@@ -109,21 +109,21 @@ def sample_from(word: str) -> Any:
 
 
 class Linear(nn.Linear):
-    """Without values: to fill them on `meta` takes torch a second of imports."""
+    """Without initial values: filling them on `meta` costs torch a second of imports."""
 
     def reset_parameters(self) -> None:
         """Does nothing."""
 
 
 class Embedding(nn.Embedding):
-    """The same."""
+    """Without initial values, like `Linear`."""
 
     def reset_parameters(self) -> None:
         """Does nothing."""
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each after a norm and beside the identity."""
+    """Attention and a perceptron, each with a pre-norm and a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """A GPT without positions (they are a rounding error of its size), with a head of its own; gives the loss."""
+    """A GPT with an untied head and without position embeddings (negligible in size); returns the loss."""
 
     def __init__(self, depth: int, width: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class PlainGPT(nn.Module):
 def _gpt(count: float) -> Named:
     if not 1e5 <= count <= 1e14:
         raise ModelError(
-            f"model: a count of parameters must be between 100K and 100T, got {count:.3g}; say what you mean as in 7B or 350M"
+            f"model: a count of parameters must be between 100K and 100T, got {count:.3g}; write it as 7B or 350M"
         )
     depth, width, vocabulary = shape_of(count)
     with torch.device("meta"):
@@ -175,10 +175,10 @@ def _gpt(count: float) -> Named:
 
 
 def shape_of(count: float) -> tuple[int, int, int]:
-    """Depth, width and vocabulary of a GPT with so many parameters to 2 %, from 1e5 to 1e14.
+    """Depth, width and vocabulary of a GPT with `count` parameters to 2 %, from 1e5 to 1e14.
 
-    Of such shapes that whose width over depth is nearest to `ASPECT`. What is too small for the whole vocabulary is a block and
-    as many tokens as there is room for.
+    Among such shapes, the one whose width over depth is nearest to `ASPECT`. A count too small for the full vocabulary gives
+    one block and as many tokens as fit.
 
     >>> shape_of(1e5), shape_of(3.5e8)
     ((1, 64, 390), (17, 1152, 32000))
@@ -211,7 +211,7 @@ def _short(count: float) -> str:
 def _imported(word: str) -> Named:
     made = _called(word, "model", "a function without arguments that returns a module")
     if not isinstance(made, nn.Module):
-        raise ModelError(f"model: {word!r} must give a torch.nn.Module, got {type(made).__name__}; return one")
+        raise ModelError(f"model: {word!r} must be a torch.nn.Module, got {type(made).__name__}; return one")
     return Named(
         made, f"{type(made).__name__} of {word}: {_short(sum(p.numel() for p in made.parameters()))} parameters"
     )
@@ -230,7 +230,7 @@ def _called(word: str, field: str, what: str) -> Any:
                 made = made()
     except Exception as error:
         raise ModelError(
-            f"{field}: {word!r} must name {what}, and gave {type(error).__name__}: {error}; mend it, or name another as in "
+            f"{field}: {word!r} must name {what}, got {type(error).__name__}: {error}; correct it, or name another as in "
             f"pkg.mod:fn"
         ) from error
     return made
@@ -241,20 +241,20 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ModelError(
-            f"model: a model of transformers needs that package, which is not here ({error}); install transformers, or "
-            f"say a count such as 7B, or an import path such as pkg.mod:fn"
+            f"model: a model of transformers needs that package, which is not installed ({error}); install it, or "
+            f"pass a count such as 7B, or an import path such as pkg.mod:fn"
         ) from None
     return transformers
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leaves tensors on `meta` without initial values, which to take there costs torch seconds of imports."""
+    """Skips the initial values of tensors on `meta`, which would cost torch seconds of imports."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.arange:  # torch has it on `meta` in Python alone, with all of sympy
+        if func is torch.arange:  # on `meta` it is implemented in Python, and imports all of sympy
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
-        filled = kwargs.get("tensor", args[0] if args else None)  # torch.nn.init names it
+        filled = kwargs.get("tensor", args[0] if args else None)  # torch.nn.init passes it by keyword
         if getattr(func, "__name__", "") in ("normal_", "uniform_") and isinstance(filled, Tensor) and filled.is_meta:
             return filled
         return func(*args, **kwargs)
@@ -264,10 +264,10 @@ def _of_file(path: Path) -> Named:
     try:
         given = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"model: {str(path)!r} must be a JSON file, and is not: {error}; mend the file") from None
+        raise ModelError(f"model: {str(path)!r} must be a JSON file, got {error}; correct the file") from None
     if not isinstance(given, Mapping) or "model_type" not in given:
         raise ModelError(
-            f"model: {str(path)!r} must be a configuration of transformers with a 'model_type', and has none; give the "
+            f"model: {str(path)!r} must be a configuration of transformers with a 'model_type', got none; pass the "
             f"config.json of a model, and fzero's own configuration as --config"
         )
     transformers = _transformers()
@@ -275,7 +275,7 @@ def _of_file(path: Path) -> Named:
     try:
         config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:
-        raise ModelError(f"model: {str(path)!r}: transformers does not take it: {error}; mend the file") from error
+        raise ModelError(f"model: {str(path)!r}: transformers rejects it: {error}; correct the file") from error
     names = given.get("architectures") or []
     return _built(getattr(transformers, names[0], None) if names else None, config, str(path))
 
@@ -286,22 +286,20 @@ def _of_class(word: str) -> Named:
     if found is None or not isinstance(found, type):
         raise ModelError(
             f"model: {word!r} must be a count of parameters (7B), an import path (pkg.mod:fn), the config.json of a model, or "
-            f"the name of a class of transformers (LlamaForCausalLM), and is none of these; nothing is downloaded, so give "
+            f"the name of a class of transformers (LlamaForCausalLM), got none of these; nothing is downloaded, so pass "
             f"the config.json of a model on a hub"
         )
     if issubclass(found, transformers.PretrainedConfig):
         return _built(None, found(), word)
     config_class: Any = getattr(found, "config_class", None)
     if config_class is None:
-        raise ModelError(
-            f"model: {word!r} must be a model or a configuration of transformers, and is neither; name one"
-        )
+        raise ModelError(f"model: {word!r} must be a model or a configuration of transformers, got neither; name one")
     return _built(found, config_class(), word)
 
 
 def _built(cls: Any, config: Any, source: str) -> Named:
     transformers = _transformers()
-    config.use_cache = False  # of no use in training, and a capture cannot follow it
+    config.use_cache = False  # useless in training, and a capture cannot trace it
     try:
         with torch.device("meta"), _Unfilled():
             if cls is not None:
@@ -311,7 +309,9 @@ def _built(cls: Any, config: Any, source: str) -> Named:
             else:
                 model = transformers.AutoModel.from_config(config)
     except Exception as error:
-        raise ModelError(f"model: {source!r}: transformers cannot build it: {error}; mend the configuration") from error
+        raise ModelError(
+            f"model: {source!r}: transformers cannot build it: {error}; correct the configuration"
+        ) from error
     model.train()
     count = sum(param.numel() for param in model.parameters())
     return Named(model, f"{type(model).__name__} of {source}: {_short(count)} parameters")

@@ -1,7 +1,7 @@
-"""In which order does a step enter, need again and complete its units? From a trace of the model, or as they are declared.
+"""`parts_of`, `order_of`: the events of a micro-step unit by unit, from a trace of the model or from its declaration.
 
-A trace (`fzero.estimation.activation_trace`) tells of single parameters, and is the same for every stage; a plan says which
-of them are gathered and reduced together. A `Part` is what happens to a unit, with what runs until the next.
+A trace (`fzero.estimation.activation_trace`) has events of single parameters, the same for every stage; the plan groups the
+parameters into units. A `Part` is an event of a unit, with the work until the next part.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from sharding import Sharded
 
 
 class Part(NamedTuple):
-    """What happens to a unit, and what runs until the next part.
+    """An event of a unit, and the work until the next part.
 
     Attributes:
-        kind: as of a `TraceEvent`: the unit is entered, its gathered parameters are needed again, or gradients of `key` are
-            there; `use`: it needs parameters that every rank holds.
-        ends: whether that was the unit's last gradient.
+        kind: as in `TraceEvent`: the unit is entered, its gathered parameters are needed again, or gradients of `key` are
+            ready; `use`: it needs parameters that every rank holds in full.
+        ends: whether this is the unit's last gradient.
         numel: elements of these gradients.
-        most, now: bytes of activations until the next part, and when it comes.
-        seconds: of what runs.
-        waiting, leaves, returns: as of a `TraceEvent`.
+        most, now: bytes of activations: the peak until the next part, and those when it starts.
+        seconds: of the work.
+        waiting, leaves, returns: as in `TraceEvent`.
     """
 
     kind: Literal["begin", "fetch", "turn", "unpack", "use", "grad"]
@@ -44,8 +44,8 @@ class Part(NamedTuple):
 
 
 def parts_of(plan: Plan, trace: Traced | None, machine: MachineModel) -> tuple[Part, ...]:
-    """The parts of one micro-step, in order; without a trace nothing runs, and units come as they are declared."""
-    return tuple(_declared(plan) if trace is None else _traced(plan, trace.moments, machine))
+    """The parts of one micro-step, in order; without a trace they have no work, and units run in declaration order."""
+    return tuple(_declared(plan) if trace is None else _traced(plan, trace.events, machine))
 
 
 def _declared(plan: Plan) -> Iterator[Part]:
@@ -58,25 +58,25 @@ def _declared(plan: Plan) -> Iterator[Part]:
             yield Part("grad", unit.name, buffer.key, buffer is trained[-1], buffer.layout.numel)
 
 
-def _traced(plan: Plan, moments: Sequence[TraceEvent], machine: MachineModel) -> Iterator[Part]:
+def _traced(plan: Plan, events: Sequence[TraceEvent], machine: MachineModel) -> Iterator[Part]:
     homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
-    last = {homes[m.name][0].name: index for index, m in enumerate(moments) if m.kind == "grad"}
+    last = {homes[m.name][0].name: index for index, m in enumerate(events) if m.kind == "grad"}
     before = Part("begin")
-    for index, moment in enumerate(moments):
-        unit, buffer = homes.get(moment.name, (None, None))
-        seconds = sum(machine.seconds(flops, nbytes, is_wide=is_wide) for flops, nbytes, is_wide in moment.work)
+    for index, event in enumerate(events):
+        unit, buffer = homes.get(event.name, (None, None))
+        seconds = sum(machine.seconds(flops, nbytes, is_wide=is_wide) for flops, nbytes, is_wide in event.work)
         part = Part(
-            moment.kind, most=moment.most, now=moment.now, seconds=seconds, waiting=moment.waiting,
-            leaves=moment.leaves, returns=moment.returns,
+            event.kind, most=event.most, now=event.now, seconds=seconds, waiting=event.waiting,
+            leaves=event.leaves, returns=event.returns,
         )  # fmt: skip
         if unit is not None and buffer is not None:
             part = part._replace(unit=unit.name)
-            if moment.kind == "unpack" and not isinstance(buffer.row.params, Sharded):
+            if event.kind == "unpack" and not isinstance(buffer.row.params, Sharded):
                 part = part._replace(kind="use")
-            if moment.kind == "grad":
-                numel = math.prod(buffer.layout.shape(moment.name))
+            if event.kind == "grad":
+                numel = math.prod(buffer.layout.shape(event.name))
                 part = part._replace(key=buffer.key, ends=last[unit.name] == index, numel=numel)
-        if before[:3] == part[:3] and not before.ends:  # nothing happens between them
+        if before[:3] == part[:3] and not before.ends:  # repeated events of one unit become one part
             before = part._replace(
                 most=max(before.most, part.most), now=part.now, seconds=before.seconds + part.seconds, ends=part.ends,
                 numel=before.numel + part.numel, waiting=max(before.waiting, part.waiting),
@@ -92,7 +92,7 @@ def _traced(plan: Plan, moments: Sequence[TraceEvent], machine: MachineModel) ->
 
 
 def order_of(plan: Plan, parts: Sequence[Part]) -> tuple[Event, ...]:
-    """The events of a micro-step, as a running step learns them in its first and follows them from then on."""
+    """The collectives of a micro-step, in the order that a running step records in its first and then repeats."""
     units = {unit.name: unit for unit in plan.units}
     forward, backward, live = list[Event](), list[Event](), ""
     events, reduced = forward, set[str]()

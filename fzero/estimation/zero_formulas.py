@@ -1,8 +1,8 @@
-"""What do the formulas of the ZeRO paper and of DeepSpeed's estimators say? For comparison with `fzero.plan`, which counts.
+"""The memory formulas of the ZeRO paper and of DeepSpeed's estimators, to compare with `fzero.plan`, which counts.
 
-A formula knows numbers of parameters and ranks, and nothing of padding, small parameters, buckets or activations. The names and
-arguments `estimate_zero*` are DeepSpeed's, and so are the numbers: its stage-2 formula charged whole gradients to each GPU up
-to 0.8 (`formula="old"`), and since then their shards (`"present"`).
+A formula takes the numbers of parameters and ranks, and ignores padding, small parameters, buckets and activations. The names
+and arguments of `estimate_zero*` are DeepSpeed's, and so are the numbers: up to 0.8 its stage-2 formula charged the full
+gradients to each GPU (`formula="old"`), since then their shards (`"present"`).
 
 Letters: Ψ parameters, N ranks.
 """
@@ -18,21 +18,21 @@ GiB = 2**30
 
 
 def zero_nbytes(psi: float, num_ranks: int, stage: int, *, optimizer: int = 12) -> float:
-    """Bytes of model state on a rank, as ZeRO §3 (figure 1, table 1) counts them.
+    """Bytes of model state on a rank, by ZeRO §3 (figure 1, table 1).
 
     Args:
-        psi: parameters Ψ, of 2 bytes, as their gradients are.
-        optimizer: K, the bytes of master and optimizer state for each; 12 is Adam with an fp32 master.
+        psi: parameters Ψ, of 2 bytes each, like their gradients.
+        optimizer: K, the bytes of master and optimizer state per parameter; 12 is Adam with an fp32 master.
 
     >>> [round(zero_nbytes(7.5e9, 64, stage) / 1e9, 1) for stage in range(4)]
     [120.0, 31.4, 16.6, 1.9]
     """
-    shares = [num_ranks if stage >= divided_from else 1 for divided_from in (3, 2, 1)]
-    return sum(nbytes * psi / share for nbytes, share in zip((2, 2, optimizer), shares, strict=True))
+    num_shards = [num_ranks if stage >= divided_from else 1 for divided_from in (3, 2, 1)]
+    return sum(nbytes * psi / num for nbytes, num in zip((2, 2, optimizer), num_shards, strict=True))
 
 
 class MemNeeds(NamedTuple):
-    """Bytes, of the host memory of a node ("per CPU") and of a GPU."""
+    """Bytes in the host memory of a node ("per CPU") and on a GPU."""
 
     cpu: int
     gpu: int
@@ -51,7 +51,7 @@ def estimate_zero2_model_states_mem_needs(
 
     Args:
         total_params: Ψ.
-        formula: `"old"` is that of 0.8 and before, and still of DeepSpeed's documentation.
+        formula: `"old"` is the formula up to 0.8, which DeepSpeed's documentation still shows.
 
     >>> [estimate_zero2_model_states_mem_needs(1e9, 8, cpu_offload=False, formula=f).gpu for f in ("present", "old")]
     [4250000000, 6000000000]
@@ -59,13 +59,13 @@ def estimate_zero2_model_states_mem_needs(
     num_gpus = num_nodes * num_gpus_per_node
     if cpu_offload:
         return MemNeeds(int(total_params * max(4 * num_gpus, 16) * additional_buffer_factor), int(2 * total_params))
-    whole, divided = {"present": (2, 18), "old": (4, 16)}[formula]
-    gpu = whole * total_params + int(divided * total_params / num_gpus)
+    replicated, divided = {"present": (2, 18), "old": (4, 16)}[formula]
+    gpu = replicated * total_params + int(divided * total_params / num_gpus)
     return MemNeeds(int(total_params * 4 * num_gpus_per_node * additional_buffer_factor), int(gpu))
 
 
 class MemNeeds3(NamedTuple):
-    """`MemNeeds` and the bytes of the largest layer, which are gathered and whose gradients are whole."""
+    """`MemNeeds`, and the bytes of the largest layer: its gathered parameters and full gradients."""
 
     cpu: int
     gpu: int
@@ -93,19 +93,19 @@ def estimate_zero3_model_states_mem_needs(
     MemNeeds3(cpu=480000000, gpu=2290000000, largest_layer_memory=40000000)
     """
     largest = int(4 * largest_layer_params)
-    whole = 4 * num_gpus_per_node
+    full = 4 * num_gpus_per_node
     if not cpu_offload:
-        cpu = (largest_layer_params if zero_init else total_params) * whole
+        cpu = (largest_layer_params if zero_init else total_params) * full
         gpu = largest + int(18 * total_params / (num_nodes * num_gpus_per_node))
         return MemNeeds3(int(cpu * additional_buffer_factor), gpu, largest)
     moved = (18 if cpu_offload_params else 16) / num_nodes
-    cpu = total_params * (moved if zero_init else max(whole, moved))
+    cpu = total_params * (moved if zero_init else max(full, moved))
     gpu = largest + (0 if cpu_offload_params else int(2 * total_params / (num_nodes * num_gpus_per_node)))
     return MemNeeds3(int(cpu * additional_buffer_factor), gpu, largest)
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
-    """Parameters of a model, tied ones once, and those of its largest module, without that one's children."""
+    """(parameters of a model, tied ones once; parameters of its largest module without its children)."""
     total = sum(param.numel() for param in model.parameters())
     return total, max(sum(param.numel() for param in m.parameters(recurse=False)) for m in model.modules())
 
@@ -137,7 +137,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     formula: Literal["present", "old"] = "present",
     show: Callable[[str], object] = print,
 ) -> None:
-    """The same of a model, which may be on `meta`."""
+    """The estimates of a model, which may be on `meta`."""
     total, _ = model_to_params(model)
     estimate_zero2_model_states_mem_needs_all_cold(
         total, num_gpus_per_node, num_nodes, additional_buffer_factor, formula=formula, show=show
@@ -174,7 +174,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     *,
     show: Callable[[str], object] = print,
 ) -> None:
-    """The same of a model, which may be on `meta`."""
+    """The estimates of a model, which may be on `meta`."""
     total, largest = model_to_params(model)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor, show=show

@@ -1,4 +1,4 @@
-"""When does what run in a step, operator by operator? A trace that chrome://tracing and ui.perfetto.dev open."""
+"""`save_trace`: the operators of a step over time, as a trace for chrome://tracing and ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from fzero.step import TrainStep
 
 
 def save_trace(path: str | Path, step: TrainStep, state: TrainState[Tensor], batch: Any) -> None:
-    """Runs a step and writes what ran, in all threads, with the names of fzero's own parts
-    (`fzero.common.profiler_ranges`), as a chrome trace.
+    """Runs a step and writes a chrome trace of all its threads, with the names of fzero's own ranges
+    (`fzero.common.profiler_ranges`).
 
-    State and step stay as they are: the steps (one that does not count, and one that does) run on a copy of the
-    state, which is in files where that is.
+    State and step do not change: two steps, a warm-up and the recorded one, run on a copy of the state, whose offloaded
+    tensors are copied to files, too.
 
     *Collective:* every rank, like two steps; each writes its own file.
 
     Args:
-        path: of this rank's file, which must have another name on each rank of a machine; its folder is made.
+        path: of this rank's file, a different name on each rank of a machine; its folder is created.
         step: of `make_train_step`.
-        state, batch: as for a step; not an iterator, for the batch is used twice.
+        state, batch: as for a step; no iterator, because the batch is used twice.
 
     Raises:
-        ValueError: what a step raises.
-        StoreError, MemoryError: there is no room for the copy of a state in files; the state given is as it was.
-        OSError: the file cannot be written; told before anything runs.
+        ValueError: as a step does.
+        StoreError, MemoryError: there is no room for the copy of a state in files; the given state is unchanged.
+        OSError: the file cannot be written; raised before the first step.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.open("ab").close()
     twin, _ = step(copied(state, step), batch)
-    # Of all threads, for files are read and written by threads of their own.
+    # All threads, because separate threads read and write files.
     with torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as recorded:
         step(twin, batch)
         if step.device.type == "cuda":

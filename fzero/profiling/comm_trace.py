@@ -1,10 +1,10 @@
-"""What does a step send: which collective, how many bytes, along which axis, for which unit, and when?
+"""`CommTrace`: the collectives of a step, each with its bytes, axis, unit and phase.
 
-    print(fzero.profiling.trace_comm(step, state, batch))    # runs a step on a copy of the state, and tells what it sent
-    print(fzero.profiling.plan_comm(step, batch))            # the same from the step's graph, of ranks that need not be there
+    print(fzero.profiling.trace_comm(step, state, batch))    # runs a step on a copy of the state, and records what it sends
+    print(fzero.profiling.plan_comm(step, batch))            # the same from the step's graph, for ranks that need not exist
 
-`trace_comm` listens at the axes of a step: of processes, or of ranks in lockstep. A compiled step tells what its graph
-holds. Both ways give the same rows, but for what `CommTrace` names.
+`trace_comm` observes the axes of a step: of processes, or of ranks in lockstep. A compiled step reports the collectives of
+its graph. Both give the same rows, with the exceptions that `CommTrace` lists.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
 
 class CommRow(NamedTuple):
-    """What one collective of a step sends of one flat buffer.
+    """One flat buffer in one collective of a step.
 
     Attributes:
-        number: its place in the step, from 0.
-        collective: as it was called; an exchange of shards is an `all_to_all` in a graph on gloo.
-        axis: of the mesh; "world" is all ranks of a mesh of several axes.
-        unit: whose flat buffer it moves; "" for what is of no unit.
-        buffer: the key of that.
+        number: its index in the step, from 0.
+        collective: as called; a graph on gloo calls `all_to_all` where shards are exchanged.
+        axis: of the mesh; "world" is all ranks of a mesh with several axes.
+        unit: of the flat buffer; "" if it belongs to no unit.
+        buffer: the key of the flat buffer.
         purpose: see `fzero.comms.Label`.
-        phase: when it starts: in the forward, at the turn, in the backward or in the update.
-        num_elements: that this rank sends to all others together; in a comm hook those before they are coded.
-        nbytes: the same in bytes, as they travel.
-        is_joined: whether it shares its call with neighbouring rows (buckets of a compiled step).
+        phase: when it starts: in the forward, at the forward/backward boundary (`turn`), in the backward or in the update.
+        num_elements: that this rank sends to all others together, before a comm hook encodes them.
+        nbytes: bytes sent, after the encoding.
+        is_joined: whether one call sends this and neighbouring rows (buckets of a compiled step).
     """
 
     number: int
@@ -64,22 +64,22 @@ class CommRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommTrace:
-    """What one rank sends in a step. `print(comm)` shows a table, `comm.save("comm.png")` a picture.
+    """The collectives that one rank takes part in during a step. `print(comm)` shows a table, `comm.save("comm.png")` a picture.
 
-    From real processes, ranks in lockstep, a compiled step and a plan the rows that move flat buffers (`gather`, `reduce`,
-    `all_gather_params`) and the `norm` have the same purpose, axis, unit and bytes. What differs:
+    The rows of flat buffers (`gather`, `reduce`, `all_gather_params`) and of the `norm` have the same purpose, axis, unit and
+    bytes in real processes, ranks in lockstep, a compiled step and a plan. Differences:
 
     - the order, and the collective that a graph calls;
-    - `gather` of a unit of several flat buffers: a graph gathers in the backward those that it reads (and what is joined with
-      them), an eager step all;
-    - `describe`: a rank tells the others four numbers in an eager step, and three in a graph;
-    - `buffers`: a graph makes all module buffers equal over the ranks, an eager step those that move;
-    - `negotiate`: of eager steps with that schedule;
-    - `files`: where state is in files, the ranks of a step tell each other whether theirs are whole; a graph has no files.
+    - `gather` of a unit of several flat buffers: in the backward, a graph gathers the ones that it reads (and those joined
+      with them), an eager step all of them;
+    - `describe`: a rank sends the others four numbers in an eager step, three in a graph;
+    - `buffers`: a graph makes all module buffers equal over the ranks, an eager step the changed ones;
+    - `negotiate`: only in eager steps with that schedule;
+    - `files`: with state in files, the ranks of an eager step report whether theirs are intact; a graph has no files.
 
     Attributes:
         rows: in the order in which the collectives start.
-        title: what the table and the picture are called.
+        title: of the table and the picture.
     """
 
     rows: tuple[CommRow, ...] = field(repr=False)
@@ -87,15 +87,15 @@ class CommTrace:
 
     @classmethod
     def of(cls, sent: Iterable[CommRecord], plan: Plan, title: str) -> CommTrace:
-        """The report of what the collectives told, without those that send nothing."""
+        """The trace of these records, without those that send nothing."""
         units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
-        found = [record for record in sent if record.num_elements]
+        nonempty = [record for record in sent if record.num_elements]
         rows = tuple(
             CommRow(
                 number, record.collective, record.axis, units.get(label.buffer, ""), label.buffer, label.purpose,
                 label.phase, record.num_elements, record.nbytes, record.is_joined,
             )
-            for number, record in enumerate(found)
+            for number, record in enumerate(nonempty)
             for label in [record.label]
         )  # fmt: skip
         return cls(rows, title)
@@ -111,7 +111,7 @@ class CommTrace:
         return sum(row.num_elements for row in self.rows)
 
     def by_unit(self) -> dict[str, int]:
-        """Bytes by unit; "" is of no unit."""
+        """Bytes by unit; "" for buffers of no unit."""
         return self._by(lambda row: row.unit)
 
     def by_axis(self) -> dict[str, int]:
@@ -139,54 +139,54 @@ class CommTrace:
         return as_text(self)
 
     def draw(self) -> Figure:
-        """A picture: one lane for each axis, a bar for each row, in order, as high as its bytes. Needs matplotlib."""
+        """A picture: one lane per axis, one bar per row, in order; its height is its bytes. Needs matplotlib."""
         figure: Figure = _draw(self)
         return figure
 
     def save(self, path: str | Path) -> None:
-        """Writes the picture, in the format that the name ends in; makes the folder."""
+        """Writes the picture, in the format of the file's extension; creates the folder."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self.draw().savefig(path, dpi=120)
 
 
-# --- where it comes from -----------------------------------------------------------------------------------------
+# --- tracing and planning ----------------------------------------------------------------------------------------
 
 
 def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch: Any) -> CommTrace:
-    """What a step on this state and batch sends: runs one, on a copy.
+    """Runs a step on a copy of the state, and returns a trace of what it sends.
 
-    State and step stay as they are. The copy of a state in files is in files as well, beside them, and goes when the step is
-    told. A step that has not run yet runs twice, for the first time the ranks agree on the order of the collectives: the second
-    is told. The model runs like in a step, and what it counts in Python goes on.
+    State and step do not change. A state in files is copied to files beside them, which are removed afterwards. A step that has
+    not run before runs twice, because in the first run the ranks agree on the order of the collectives; the second is traced.
+    The model runs as in a step: its Python attributes (counters, say) change.
 
-    *Collective:* every rank, like a step; each gets its own report. Where some ranks alone call it, all end with a
-    `CollectiveError`: when the next step finds it, or a rank has waited as long as `fzero.join(timeout=…)` allows.
-    Of ranks in lockstep rank 0 is told, and of `simulate(by="vmap")`, where ranks send nothing, what one of as many ranks
-    would send (`plan_comm`).
+    *Collective:* every rank, like a step; each gets its own trace. If only some ranks call it, all raise `CollectiveError`: when
+    the next step detects it, or after the timeout of `fzero.join(timeout=…)`.
+    For ranks in lockstep, the trace is rank 0's. With `simulate(by="vmap")`, whose ranks send nothing, it is that of one of as
+    many real ranks (`plan_comm`).
 
     Args:
         step: of `make_train_step`, compiled or not, or of `simulate`.
-        state, batch: as for a step; an iterator loses its next micro-batches.
+        state, batch: as for a step; an iterator advances by the micro-batches of a step.
 
     Raises:
-        ValueError: the step's axis is a `AbstractAxis` one, which `plan_comm` takes; and what a step raises.
-        StoreError, MemoryError: there is no room for the copy of a state in files; the state given is as it was.
+        ValueError: the step's axis is an `AbstractAxis`, which needs `plan_comm`; and as a step does.
+        StoreError, MemoryError: there is no room for the copy of a state in files; the given state is unchanged.
     """
     if not isinstance(step, TrainStep | LockstepRanks):
         raise ValueError(
-            f"trace_comm: step must be of make_train_step or of simulate, got {type(step).__name__}; pass what these give"
+            f"trace_comm: step must be of make_train_step or of simulate, got {type(step).__name__}; pass the result of one"
         )
     if isinstance(step, VmapRanks) and not step.is_in_lockstep:
         step.check_state(state)
         return plan_comm(step.one_step, step.batches_of(batch)[0])
     if isinstance(step, TrainStep) and isinstance(step.runtime.ranks, AbstractAxis):
         raise ValueError(
-            f"trace_comm: the step must be of ranks that are there, got one on {step.runtime.ranks}; use plan_comm(step, batch), "
+            f"trace_comm: the step must be of ranks that exist, got one on {step.runtime.ranks}; use plan_comm(step, batch), "
             f"or trace_comm(fzero.simulate(step), state, batch)"
         )
     log: list[CommRecord] = []
     twin = step.observed(log.append)
-    # An iterator gives its micro-batches once.
+    # An iterator yields its micro-batches only once, and the step may run twice.
     taken = list(islice(batch, step.plan.num_micro_steps)) if isinstance(batch, Iterator) else None
     for _ in range(1 if step.has_agreed else 2):
         log.clear()
@@ -195,14 +195,14 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
 
 
 def plan_comm(step: TrainStep, batch: Any) -> CommTrace:
-    """What a step on this batch sends with `compile="step"`, from its scheduled graphs; runs and sends nothing.
+    """The trace of a step on this batch with `compile="step"`, from its scheduled graphs; runs and sends nothing.
 
     Args:
-        step: of `make_train_step`, on any axis, a `AbstractAxis` one too.
-        batch: one rank's samples; tensors may be on `meta`. An iterator loses its next micro-batches.
+        step: of `make_train_step`, on any axis, including `AbstractAxis`.
+        batch: one rank's samples; tensors may be on `meta`. An iterator advances by the micro-batches of a step.
 
     Raises:
-        ConfigError, CompileError, ValueError: what `TrainStep.trace` raises.
+        ConfigError, CompileError, ValueError: as `TrainStep.trace` does.
     """
     if not isinstance(step, TrainStep):
         raise ValueError(
@@ -248,7 +248,7 @@ _COLORS: dict[str, str] = {
     "momentum": "tab:olive",
     "buffers": "tab:purple",
 }
-_NUMBERS = "0.45"  # of a few numbers
+_NUMBERS = "0.45"  # the color of collectives of a few numbers
 _PHASES = {"forward": "#f3f6fa", "turn": "#ffffff", "backward": "#fbf3ea", "update": "#eef6ee"}
 
 
@@ -261,9 +261,9 @@ def _draw(comm: CommTrace) -> Any:
     one, unit = _scale(most)
     figure = Figure(figsize=(11, 1.1 + 1.3 * len(lanes)), layout="constrained")
     panels = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)[:, 0]
-    stretches = list(_stretches(comm.rows))
+    phases = list(_phases(comm.rows))
     for panel, axis in zip(panels, lanes):
-        for phase, start, stop in stretches:
+        for phase, start, stop in phases:
             panel.axvspan(start - 0.5, stop - 0.5, color=_PHASES.get(phase, "white"), zorder=0)
         _draw_lane(panel, [row for row in comm.rows if row.axis == axis], most, len(comm.rows))
         panel.set(xlim=(-0.5, max(len(comm.rows), 1) - 0.5), ylim=(0, 1.2 * most / one))
@@ -271,7 +271,7 @@ def _draw(comm: CommTrace) -> Any:
         panel.set_ylabel(axis, fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
     text = {"ha": "center", "va": "top", "fontsize": 8, "color": "0.4"}
-    for phase, start, stop in stretches:
+    for phase, start, stop in phases:
         if stop - start > 0.05 * len(comm.rows):
             panels[0].text((start + stop - 1) / 2, 1.19 * most / one, phase, **text)
     panels[0].set_title(comm.title, loc="left", fontsize=10, fontweight="bold")
@@ -284,12 +284,12 @@ def _draw(comm: CommTrace) -> Any:
 
 
 def _scale(most: int) -> tuple[float, str]:
-    """What a unit of bytes holds, and its name, for numbers up to `most`."""
+    """The bytes per unit, and the unit's name, for numbers up to `most`."""
     return next((one, name) for one, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if most >= one)
 
 
 def _draw_lane(panel: Any, rows: Sequence[CommRow], most: int, num_rows: int) -> None:
-    """The bars of one axis, with their units where there is room."""
+    """The bars of one axis, with their units where they fit."""
     one, _ = _scale(most)
     colors = [_COLORS.get(row.purpose, _NUMBERS) for row in rows]
     panel.bar([row.number for row in rows], [row.nbytes / one for row in rows], width=0.86, color=colors)
@@ -299,10 +299,10 @@ def _draw_lane(panel: Any, rows: Sequence[CommRow], most: int, num_rows: int) ->
             panel.text(row.number, row.nbytes / one / 2, row.unit, **text)
 
 
-def _stretches(rows: Sequence[CommRow]) -> Iterator[tuple[str, int, int]]:
-    """Neighbouring rows of one phase: its name and where it begins and ends."""
+def _phases(rows: Sequence[CommRow]) -> Iterator[tuple[str, int, int]]:
+    """Runs of rows of the same phase: (phase, start, stop)."""
     start = 0
-    for place, row in enumerate(rows):
-        if place + 1 == len(rows) or rows[place + 1].phase != row.phase:
-            yield row.phase, start, place + 1
-            start = place + 1
+    for index, row in enumerate(rows):
+        if index + 1 == len(rows) or rows[index + 1].phase != row.phase:
+            yield row.phase, start, index + 1
+            start = index + 1

@@ -1,7 +1,7 @@
-"""What is this machine, and how fast is it? Versions and devices, and rates measured in a few seconds (`fzero env`).
+"""`MachineReport` (`fzero env`): versions and devices of this machine, and its rates, measured in a few seconds.
 
-Each rate is the best of some repetitions: a ceiling, which other work on the machine only lowers. Gathers are measured
-between two processes of this machine, with the axis that jobs use.
+Each rate is the best of several repetitions: a ceiling, which other load on the machine only lowers. Gathers are measured
+between two processes of this machine, over the axis that jobs use.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ PACKAGES = (
     "deepspeed",
 )
 PROGRAMS = ("ssh", "pdsh", "mpirun", "srun")
-NBYTES, DISK_NBYTES = 1 << 26, 1 << 28  # of a copy and a gather, and of a file
-SECONDS = 0.3  # for each rate
+NBYTES, DISK_NBYTES = 1 << 26, 1 << 28  # of a copy or a gather; of a file
+SECONDS = 0.3  # per rate
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRates:
-    """What was measured, in bytes and floating point operations per second; None where there is nothing to measure."""
+    """Measured rates in bytes and floating point operations per second; None if not measured."""
 
     host_copy: float
     """Bytes of host memory copied, each read and written once, with all threads."""
@@ -57,31 +57,32 @@ class MeasuredRates:
     to_device: float | None
     """From page-locked host memory to the GPU."""
     gather: float | None
-    """Bytes that a rank receives from the other one in an all-gather of two; on gloo, or on NCCL between two GPUs."""
+    """Bytes that a rank receives in an all-gather of two ranks; on gloo, or on NCCL between two GPUs."""
     disk_write: float | None
     """A file written and flushed to the disk."""
     disk_read: float | None
-    """The file read again, past the page cache where the system lets it."""
+    """The file read again, bypassing the page cache where the system allows."""
     flops_fp32: float
-    """A product of matrices in fp32, on the GPU if there is one; likewise in bf16."""
+    """A matrix product in fp32, on the GPU if there is one."""
     flops_bf16: float
+    """A matrix product in bf16."""
     latency: float | None = None
-    """Seconds of a collective of next to nothing, between the two."""
+    """Seconds of a collective of one element between two ranks."""
     overlap: bool = True
-    """Whether something moves while ranks compute: not on a CPU all of whose cores compute."""
+    """Whether transfers overlap compute; not on a CPU whose cores all compute."""
 
     @property
     def machine(self) -> MachineModel:
-        """What the planner computes with; where nothing was measured, its defaults."""
-        usual = MachineModel()
+        """The rates of dry runs; `MachineModel`'s defaults where none was measured."""
+        default = MachineModel()
         copy = self.device_copy or self.host_copy
-        disk = 2 / (1 / self.disk_read + 1 / self.disk_write) if self.disk_read and self.disk_write else usual.disk
+        disk = 2 / (1 / self.disk_read + 1 / self.disk_write) if self.disk_read and self.disk_write else default.disk
         return MachineModel(
             flops=self.flops_bf16,
             flops_fp32=self.flops_fp32,
             memory=2 * copy,
-            network=self.gather or usual.network,
-            latency=usual.latency if self.latency is None else self.latency,
+            network=self.gather or default.network,
+            latency=default.latency if self.latency is None else self.latency,
             host=self.to_device or self.host_copy,
             disk=disk,
             processor=2 * self.host_copy,
@@ -102,24 +103,24 @@ class MachineReport:
 
 
 def best(work: Callable[[], object], *, seconds: float = SECONDS) -> float:
-    """The seconds of the fastest of many calls, after one that does not count."""
+    """The seconds of the fastest of many calls, after one warm-up call."""
     work()
-    found, end = float("inf"), time.perf_counter() + seconds
+    least, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
         began = time.perf_counter()
         work()
-        found = min(found, time.perf_counter() - began)
-    return found
+        least = min(least, time.perf_counter() - began)
+    return least
 
 
 def measure_rates(path: Path | str = ".", *, gather: bool = True, num_ranks: int = 1) -> MeasuredRates:
-    """Measures what this machine can do, in about five seconds.
+    """Measures the rates of this machine, in about five seconds.
 
     Args:
-        path: a folder on the disk that is measured; it must have room for 256 MiB.
-        gather: whether two processes are started to measure the gather.
-        num_ranks: how many processes measure at once, as ranks of a job would share this machine; what one of them gets
-            counts, in the mean. More than one measure the gather between all of them, and the disk before.
+        path: a folder on the measured disk, with room for 256 MiB.
+        gather: whether to start two processes that measure the gather.
+        num_ranks: the number of processes that measure at the same time, like ranks of a job on this machine; the result is
+            the mean rate of one of them. With more than one, the gather is between all of them; the disk is measured first.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -134,12 +135,12 @@ def measure_rates(path: Path | str = ".", *, gather: bool = True, num_ranks: int
 
 
 def _device(num_ranks: int) -> torch.device:
-    """Where so many ranks of this machine work: each on a GPU of its own, if there are as many."""
+    """The device of ranks on this machine: a GPU each if there are enough, else the CPU."""
     return torch.device("cuda" if torch.cuda.device_count() >= num_ranks else "cpu")
 
 
 def _rates_here(device: torch.device) -> MeasuredRates:
-    """Those of one process by itself, without the disk."""
+    """The rates of this process alone, without the disk."""
     has_gpu = device.type == "cuda"
     host = torch.ones(NBYTES // 4)
     target = torch.empty_like(host)
@@ -165,8 +166,8 @@ def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def disk_rates(folder: Path) -> tuple[float, float]:
-    """Bytes per second written and read, of one file that is removed again."""
-    block = os.urandom(1 << 22)  # which no file system packs
+    """Bytes per second written and read; the file is removed afterwards."""
+    block = os.urandom(1 << 22)  # random, so that no file system compresses it
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".fzero-env-") as file:
         began = time.perf_counter()
         for _ in range(DISK_NBYTES // len(block)):
@@ -184,7 +185,7 @@ def disk_rates(folder: Path) -> tuple[float, float]:
 
 
 def gather_rate() -> tuple[float, float] | None:
-    """Bytes per second that each of two ranks on this machine receives, and seconds of next to none; None where they fail."""
+    """(bytes per second that each of two ranks receives, seconds for one element); None if the ranks fail."""
     try:
         (rate, latency), *_ = _run_ranks("gathering", 2)
     except RuntimeError:
@@ -193,35 +194,35 @@ def gather_rate() -> tuple[float, float] | None:
 
 
 def rates_of_ranks(num_ranks: int) -> MeasuredRates:
-    """What one of several processes gets of this machine while the others measure, too; the mean of all.
+    """The mean rates of one of several processes that measure at the same time.
 
     Raises:
-        RuntimeError: they could not be started.
+        RuntimeError: the processes could not be started.
     """
-    return mean_rates([MeasuredRates(**told) for told in _run_ranks("measuring", num_ranks)])
+    return mean_rates([MeasuredRates(**rates) for rates in _run_ranks("measuring", num_ranks)])
 
 
 def rates_of_rank(axis: ProcessAxis, device: torch.device) -> MeasuredRates:
-    """What this rank gets while the others measure, too, without the disk; takes two seconds. *Collective.*"""
+    """The rates of this rank while the others measure, too, without the disk; takes two seconds. *Collective.*"""
     rate, latency = _gather_rate(axis, device)
     busy = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size)) * torch.get_num_threads()
     overlap = device.type == "cuda" or busy < len(os.sched_getaffinity(0))
     return replace(_rates_here(device), gather=rate or None, latency=latency, overlap=overlap)
 
 
-def mean_rates(found: Sequence[MeasuredRates]) -> MeasuredRates:
-    """What one of several ranks gets, which measured at once."""
+def mean_rates(of_ranks: Sequence[MeasuredRates]) -> MeasuredRates:
+    """The mean rates of several ranks that measured at the same time."""
 
     def mean(name: str) -> float | None:
-        numbers = [getattr(rates, name) for rates in found]
+        numbers = [getattr(rates, name) for rates in of_ranks]
         return None if None in numbers else sum(numbers) / len(numbers)
 
     means: dict[str, Any] = {one.name: mean(one.name) for one in fields(MeasuredRates) if one.name != "overlap"}
-    return MeasuredRates(**means, overlap=all(rates.overlap for rates in found))
+    return MeasuredRates(**means, overlap=all(rates.overlap for rates in of_ranks))
 
 
 def _run_ranks(function: str, num_ranks: int) -> list[Any]:
-    """What a function here tells on each of some ranks of this machine, which call it with a folder."""
+    """Starts ranks that call `function` of this module with a folder; returns the JSON that each writes there."""
     with tempfile.TemporaryDirectory(prefix="fzero-env-") as folder:
         code = f"from fzero.profiling import machine; machine.{function}({folder!r})"
         command = [sys.executable, "-m", "fzero", "run", "--num_procs", str(num_ranks), "--no_python", sys.executable]
@@ -229,13 +230,13 @@ def _run_ranks(function: str, num_ranks: int) -> list[Any]:
             subprocess.run([*command, "-c", code], check=True, capture_output=True, timeout=120)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             raise RuntimeError(
-                f"num_ranks: {num_ranks} processes of this machine must be able to join each other, and were not: {error}"
+                f"num_ranks: {num_ranks} processes of this machine must be able to join each other, got {error}"
             ) from error
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
 def gathering(folder: str) -> None:
-    """What the two ranks run. *Collective.*"""
+    """The program of each of two ranks: measures the gather. *Collective.*"""
     device = _device(2)
     axis = join(device)
     (Path(folder) / f"{axis.rank}.json").write_text(json.dumps(_gather_rate(axis, device)))
@@ -243,7 +244,7 @@ def gathering(folder: str) -> None:
 
 
 def measuring(folder: str) -> None:
-    """What each of several ranks runs: all measure the same at once. *Collective.*"""
+    """The program of each of several ranks: all measure the same rate at the same time. *Collective.*"""
     device = _device(int(os.environ["LOCAL_WORLD_SIZE"]))
     axis = join(device)
     (Path(folder) / f"{axis.rank}.json").write_text(json.dumps(asdict(rates_of_rank(axis, device))))
@@ -251,13 +252,13 @@ def measuring(folder: str) -> None:
 
 
 def _gather_rate(axis: ProcessAxis, device: torch.device) -> tuple[float, float]:
-    """Bytes per second that this rank receives, and seconds of a collective of next to nothing. *Collective.*"""
+    """(bytes per second that this rank receives, seconds for one element). *Collective.*"""
     seconds = []
     for numel in (NBYTES // 8, 1):
         shard = torch.ones(numel, device=device)
         times = []
         for _ in range(12):
-            collectives.stack(torch.zeros(1, device=device), axis)  # all begin together
+            collectives.stack(torch.zeros(1, device=device), axis)  # a barrier, so that all ranks start together
             began = time.perf_counter()
             collectives.all_gather(shard, axis)
             if device.type == "cuda":
@@ -271,15 +272,15 @@ def rates_from(path: Path | str) -> MeasuredRates:
     """The rates in a file that `fzero env --json` has written.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the file has no valid rates.
     """
     try:
-        told = json.loads(Path(path).read_text("utf-8"))
-        return _checked(MeasuredRates(**told["rates"]))
+        report = json.loads(Path(path).read_text("utf-8"))
+        return _checked(MeasuredRates(**report["rates"]))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"--rates {path}: must be what `fzero env --json` printed, and is not ({type(error).__name__}: {error}); print it "
-            f"anew"
+            f"--rates {path}: must be the output of `fzero env --json`, got {type(error).__name__}: {error}; print it "
+            f"again"
         ) from None
 
 
@@ -295,7 +296,7 @@ def _checked(rates: MeasuredRates) -> MeasuredRates:
 
 
 def machine_report(path: Path | str = ".", *, num_ranks: int = 1) -> MachineReport:
-    """All that `fzero env` tells of this machine; see `measure_rates`."""
+    """The report of `fzero env`; see `measure_rates`."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -306,10 +307,10 @@ def machine_report(path: Path | str = ".", *, num_ranks: int = 1) -> MachineRepo
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     system = {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, torch takes {torch.get_num_threads()} threads",
+        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
         "memory": f"{memory / 2**30:.1f} GiB",
         "disk": f"{shutil.disk_usage(path).free / 2**30:.1f} GiB free in {Path(path).resolve()}",
-        "CUDA": f"{torch.version.cuda}" if torch.version.cuda else "torch is built without",
+        "CUDA": f"{torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA",
     }
     return MachineReport(
         versions=versions,
@@ -330,14 +331,14 @@ NAMES = {
     "disk_read": ("read from disk", "GB/s"),
     "flops_fp32": ("matrix product, fp32", "Gflop/s"),
     "flops_bf16": ("matrix product, bf16", "Gflop/s"),
-    "latency": ("collective of next to nothing", "μs"),
-    "overlap": ("communication beside compute", ""),
+    "latency": ("collective of one element", "μs"),
+    "overlap": ("communication overlaps compute", ""),
 }
-"""What the table calls each rate, and its unit: of 10^9, but for the latency."""
+"""The name of each rate in the table, and its unit: 10^9, except for the latency."""
 
 
 def table(report: MachineReport) -> Table:
-    """The report for an issue."""
+    """The report as a table, to paste into an issue."""
     made = Table("what", "here", title="fzero env", title_justify="left")
     for name, value in {**report.versions, **report.system}.items():
         made.add_row(name, value)
@@ -346,11 +347,11 @@ def table(report: MachineReport) -> Table:
     made.add_row("launchers", ", ".join(report.launchers) or "none", end_section=True)
     for name, rate in asdict(report.rates).items():
         what, unit = NAMES[name]
-        made.add_row(what, "not measured" if rate is None else _told(rate, unit))
+        made.add_row(what, "not measured" if rate is None else _shown(rate, unit))
     return made
 
 
-def _told(rate: float | bool, unit: str) -> str:
+def _shown(rate: float | bool, unit: str) -> str:
     if isinstance(rate, bool):
         return "yes" if rate else "no"
     return f"{rate * 1e6:.0f} {unit}" if unit == "μs" else f"{rate / 1e9:.2f} {unit}"

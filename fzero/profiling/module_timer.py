@@ -1,11 +1,11 @@
-"""What does each module of a model do in a forward and a backward that run anyway: how long, and how many operations?
+"""`ModuleTimer`: the seconds and FLOPs of each module of a model, in a forward and backward that the caller runs.
 
-1. Hooks on every module tell when it is called and has returned. Its backward begins with the gradient of its output, and
-   ends with that of its input, when all who read that have given theirs; where no input needs a gradient, when the backward
-   of another module begins, or the whole ends.
-2. An operator of the forward belongs to the module that is being called. Autograd numbers the nodes of its graph as they are
-   made, so that in the backward a node's number tells which call made it.
-3. What runs with gradients on inside a backward is a forward that runs again (activation checkpointing).
+1. Hooks on every module record when it is called and when it returns. Its backward starts with the gradient of its output,
+   and ends with the complete gradient of its input. If no input needs a gradient, it ends when the backward of another
+   module starts, or with the backward of the model.
+2. An operator of the forward belongs to the module that is being called. Autograd numbers the nodes of its graph as it
+   creates them; in the backward, a node's number identifies the call that created it.
+3. Operators that run with gradients enabled inside a backward are a recomputed forward (activation checkpointing).
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from fzero.profiling.reports import ModuleProfile
 
 Part = Literal["forward", "backward", "again"]
 _next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-"""Of the node that autograd makes next, on this thread."""
+"""The number of the node that autograd creates next, on this thread."""
 
 
 class _Span(NamedTuple):
-    """The numbers of the nodes that a call made: from `start`, and up to `stop[0]`, which is told at its end."""
+    """The numbers of the nodes that a call created: from `start` to `stop[0]`; `stop` is empty until the call ends."""
 
     start: int
     stop: list[int]
     name: str
     around: int
-    """The place of the call that it is a part of; -1 for none."""
+    """The index of the enclosing call; -1 for none."""
 
 
 class _Backward:
-    """The backward of one call: seconds at which it began and ended."""
+    """The backward of one call: the times of its begin and end, in seconds."""
 
     __slots__ = ("begin", "end", "name")
 
@@ -49,23 +49,23 @@ class _Backward:
 
 
 class ModuleTimer:
-    """Times, and counts, the modules of a model inside `forward()` and `backward()`, any number of each.
+    """Times the modules of a model, or counts their operations, inside any number of `forward()` and `backward()`.
 
     Args:
-        model: whose modules are watched. Nothing of it is read but its modules' names.
-        now: seconds; on a device that computes by itself it waits for that.
-        counts: whether operations are counted, which costs every operator a few microseconds.
+        model: only its modules and their names are used.
+        now: the time in seconds; on an asynchronous device it must synchronize first.
+        counts: whether to count operations, which costs every operator a few microseconds.
     """
 
     def __init__(self, model: nn.Module, now: Callable[[], float], *, counts: bool) -> None:
         self._model, self._now, self._counts = model, now, counts
         self._handles: list[Any] = []
-        self._stack: list[tuple[str, float, int]] = []  # name, begin, place of its span
+        self._stack: list[tuple[str, float, int]] = []  # name, begin, index of its span
         self._spans: list[_Span] = []
         self._starts: list[int] = []
         self._part: Part = "forward"
         self._calls: list[_Backward] = []
-        self._open: list[_Backward] = []  # those that end when another module's begins
+        self._open: list[_Backward] = []  # those that end when another module's backward begins
         self.seconds: dict[str, defaultdict[str, float]] = {
             "forward": defaultdict(float),
             "backward": defaultdict(float),
@@ -74,7 +74,7 @@ class ModuleTimer:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Inside, the model runs, and what makes a loss of its outputs."""
+        """In the body, the model and the loss function run."""
         with self._watching("forward"):
             self._enter("")
             try:
@@ -84,7 +84,7 @@ class ModuleTimer:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Inside, autograd runs."""
+        """In the body, autograd runs."""
         began = self._now()
         with self._watching("backward"):
             yield
@@ -93,10 +93,10 @@ class ModuleTimer:
         for call in self._calls:
             if call.begin < call.end:
                 self.seconds["backward"][call.name] += call.end - call.begin
-            call.begin, call.end = float("inf"), 0.0  # another backward may go through it
+            call.begin, call.end = float("inf"), 0.0  # another backward may run through the same call
 
     def profiles(self) -> tuple[ModuleProfile, ...]:
-        """What was found of every module that was called, parents before children. The watch is over."""
+        """The profile of every module that was called, parents before children. Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -108,9 +108,9 @@ class ModuleTimer:
     def _watching(self, part: Literal["forward", "backward"]) -> Iterator[None]:
         self._part, hooks = part, []
         for name, module in self._model.named_modules():
-            if name:  # the whole model is what runs inside, whoever calls it
+            if name:  # the model itself is timed by `forward`, whoever calls it
                 hooks.append(module.register_forward_pre_hook(self._before(name)))
-                after = self._after(name)  # always: torch's checkpoint raises when it has what the backward needs
+                after = self._after(name)  # always: torch's checkpoint raises to stop a recomputation early
                 hooks.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         try:
             with Counting(self._count) if self._counts else nullcontext():
@@ -143,9 +143,9 @@ class ModuleTimer:
 
     def _leave(self, name: str) -> None:
         while self._stack:  # more than one after an error that the model caught
-            found, began, place = self._stack.pop()
-            self._spans[place].stop.append(_next_number())
-            if found == name:
+            called, began, index = self._stack.pop()
+            self._spans[index].stop.append(_next_number())
+            if called == name:
                 if self._part == "forward":
                     self.seconds["forward"][name] += self._now() - began
                 return
@@ -179,29 +179,29 @@ class ModuleTimer:
 
     def _names_of_call(self) -> set[str]:
         names = {"", *(name for name, _, _ in self._stack)}
-        if self._part == "backward":  # what runs again is not called by the module that it is a part of
+        if self._part == "backward":  # the parents of a recomputed module are not called again
             names |= {
                 ".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts))
             }
         return names
 
     def _names_of_node(self) -> set[str]:
-        """The modules by whose calls the present node of the backward was made."""
+        """The modules whose calls created the current node of the backward."""
         names, node = {""}, torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
-        place = bisect_right(self._starts, number) - 1
-        while place >= 0:
-            span = self._spans[place]
+        index = bisect_right(self._starts, number) - 1
+        while index >= 0:
+            span = self._spans[index]
             if not span.stop or number < span.stop[0]:
                 names.add(span.name)
-            place = span.around
+            index = span.around
         return names
 
     def _profiles(self) -> Iterator[ModuleProfile]:
-        around: list[str] = []  # the names of the modules that the next one may be a part of
+        around: list[str] = []  # the names of the modules that may contain the next one
         for name, module in self._model.named_modules():
             if name not in self.seconds["forward"]:
-                continue  # a list of modules, or one that is not used
+                continue  # a ModuleList, or an unused module
             while around and around[-1] and not name.startswith(f"{around[-1]}."):
                 around.pop()
             yield ModuleProfile(

@@ -1,15 +1,15 @@
-"""Where do the time and the work of a model go? Module by module, forward and backward, and what an update takes.
+"""`profile`: the time and FLOPs of each module in forward and backward, and the time of an update.
 
     found = fzero.profiling.profile(model, batch)
     print(found)                      # a tree
     print(found.report(module_depth=1))
 
-1. One forward and backward counts floating point operations by module, with torch's formulas. (It warms up, too.)
-2. A few more are timed without counting (`fzero.profiling.module_timer`). On CUDA the host waits at each module, so that nothing
-   overlaps: times of modules add up to more than an undisturbed step takes, which is timed for itself.
+1. One forward and backward counts floating point operations by module, with torch's formulas. It is the warm-up, too.
+2. A few more are timed without counting (`fzero.profiling.module_timer`). On CUDA the host waits at each module, so that
+   nothing overlaps: the modules' times add up to more than an undisturbed step takes, which is timed separately.
 3. The optimizer's update runs on flat buffers of the model's size.
 
-The model is left as it was: its gradients, its buffers, and the random state.
+The model's gradients and buffers, and the random state, are as before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sharding.views import torch_dtype
 OF_MANY_RANKS: dict[str, None] = dict.fromkeys(
     ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "elasticity")
 )
-"""Keys of the batch of a whole job, which one process alone may not be able to have."""
+"""Keys of the global batch, whose values may be invalid for a single process."""
 
 
 def profile(
@@ -45,21 +45,21 @@ def profile(
     """Parameters, operations and seconds of every module, forward and backward, and of the update.
 
     Args:
-        model: with values, on the device of the batch. It runs as it is, in its own dtypes.
+        model: with values, on the device of the batch. It runs in its own dtypes.
         batch: one micro-batch.
-        cfg: whose optimizer is timed, what `Config.load` takes; None is AdamW.
+        cfg: gives the optimizer that is timed, any argument of `Config.load`; None is AdamW.
         loss_fn: see `make_train_step`.
-        num_runs: how often the model, and each module of it, is timed; the fastest run counts.
+        num_runs: how often the model, and each of its modules, is timed; the fastest run counts.
 
     Raises:
-        ValueError: the model is on `meta`, has nothing to train, or gives no loss.
+        ValueError: the model is on `meta`, has no trainable parameter, or returns no loss.
     """
     check_model(model)
     check_loss_fn(loss_fn)
     params = [param for param in model.parameters() if param.requires_grad]
     if not params or any(param.is_meta for param in params):
         raise ValueError(
-            "profile: needs a model with values and with parameters that are trained, got one "
+            "profile: needs a model with values and with trainable parameters, got one "
             + ("on 'meta'; use model.to_empty(device=...) and fill it" if params else "without; unfreeze some")
         )
     device = params[0].device
@@ -72,7 +72,7 @@ def profile(
             torch.autograd.grad(loss, params, allow_unused=True)
         clock.mark("backward")
 
-    with _left_as_it_was(model, device):
+    with _restored(model, device):
         counted = _watched(run, device, model, counts=True)
         plain = min((_plain(run, device) for _ in range(num_runs)), key=lambda clock: clock.total)
         runs = [_watched(run, device, model, counts=False) for _ in range(num_runs)]
@@ -101,7 +101,7 @@ def matrix_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.f
 
 
 class _Clock:
-    """Seconds since it was made or marked last, by name; on CUDA the host waits for the device."""
+    """Seconds since the last mark, by name; on CUDA the host waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -140,8 +140,8 @@ def _plain(run: Run, device: torch.device) -> _Clock:
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Module buffers and the random state come back."""
+def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restores module buffers and the random state afterwards."""
     before = {name: x.detach().clone() for name, x in model.named_buffers()}
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -1,4 +1,4 @@
-"""What does a profile tell, and how do it, the seconds of a step's parts, and a log of what is sent read as tables?"""
+"""`Profile`, and its tables; the tables of wall clock, memory, waits and collectives that an engine prints."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fzero.common.text_tables import as_text, print_report
 
 @dataclass(frozen=True, slots=True)
 class ModuleProfile:
-    """One module with all inside it; seconds and operations of one forward and backward, all its calls together.
+    """One module with its submodules; seconds and operations of one forward and backward, summed over its calls.
 
     Attributes:
         name: its full name; "" is the model.
         kind: its class.
-        depth: of how many modules that are called it is a part; 0 is the model.
+        depth: the number of called modules that contain it; 0 is the model.
         num_params: tied ones once.
         forward_flops, backward_flops: floating point operations of matrix products, convolutions and attention.
         forward, backward: seconds.
-        again_flops: of forwards that ran again in the backward (activation checkpointing).
+        again_flops: of forwards recomputed in the backward (activation checkpointing).
     """
 
     name: str
@@ -46,12 +46,12 @@ class ModuleProfile:
 
     @property
     def flops(self) -> int:
-        """Of forward and backward, without what ran again: those of the model, however it is trained."""
+        """Operations of forward and backward without recomputation: a property of the model alone."""
         return self.forward_flops + self.backward_flops
 
     @property
     def rate(self) -> float:
-        """Operations per second, of forward and backward."""
+        """Operations per second in forward and backward."""
         seconds = self.forward + self.backward
         return self.flops / seconds if seconds else 0.0
 
@@ -66,11 +66,11 @@ class Profile:
     """A model, module by module. `print(profile)` shows a tree.
 
     Attributes:
-        modules: that are called, parents before children; the first is the model.
-        forward, backward: seconds of one forward and backward that nothing disturbs.
+        modules: the called modules, parents before children; the first is the model.
+        forward, backward: seconds of one undisturbed forward and backward.
         update: seconds of the optimizer's update.
-        ceiling: floating point operations per second that a matrix product reaches here.
-        waited: seconds of these three in which the host waited for collectives, by what they are for.
+        ceiling: floating point operations per second of a matrix product on this device.
+        waited: seconds of these three in which the host waited for collectives, by purpose.
     """
 
     modules: tuple[ModuleProfile, ...] = field(repr=False)
@@ -85,16 +85,16 @@ class Profile:
 
     @property
     def model(self) -> ModuleProfile:
-        """The whole model."""
+        """The profile of the full model."""
         return self.modules[0]
 
     @property
     def seconds(self) -> float:
-        """Forward, backward and update."""
+        """Seconds of forward, backward and update."""
         return self.forward + self.backward + self.update
 
     def show(self, *, output_file: str | None = None, **how: Any) -> None:
-        """Prints the report, or writes it to a file: what the block `flops_profiler` asks for; `how` is as in `report`."""
+        """Prints the report or writes it to a file, as the block `flops_profiler` requests; `how` as for `report`."""
         shown = self.report(**how)
         if output_file is None:
             print_report(shown)
@@ -104,32 +104,32 @@ class Profile:
 
     @property
     def rate(self) -> float:
-        """Operations of the model per second of the whole step; forwards that run again count as none."""
+        """Operations of the model per second of the step; recomputed forwards do not count."""
         return self.model.flops / self.seconds
 
     @property
     def utilisation(self) -> float:
-        """The share of the ceiling that the step reaches (model FLOP/s utilisation)."""
+        """The fraction of the ceiling that the step reaches (model FLOP/s utilisation)."""
         return self.rate / self.ceiling
 
     def report(self, *, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> Group:
-        """What `print` shows, in parts.
+        """The report that `print` shows.
 
         Args:
-            module_depth: of the deepest modules that are shown; -1 is all.
-            top_modules: how many of each depth are named as the largest.
-            detailed: whether the tree is shown.
+            module_depth: the depth of the deepest modules shown; -1 shows all.
+            top_modules: how many of the largest modules are named per depth.
+            detailed: whether to show the tree.
         """
         return _report(self, module_depth=module_depth, top_modules=top_modules, detailed=detailed)
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """The numbers as JSON types."""
         rows = []
         for m in self.modules:
             row = {name: getattr(m, name) for name in (*m.__slots__, "macs", "rate")}
             rows.append(row)
-        whole = {name: getattr(self, name) for name in ("forward", "backward", "update", "ceiling", "utilisation")}
-        return whole | {"waited": dict(self.waited), "modules": rows}
+        totals = {name: getattr(self, name) for name in ("forward", "backward", "update", "ceiling", "utilisation")}
+        return totals | {"waited": dict(self.waited), "modules": rows}
 
     def __rich__(self) -> Group:
         return self.report()
@@ -142,15 +142,15 @@ class Profile:
 
 
 def _report(profile: Profile, *, module_depth: int, top_modules: int, detailed: bool) -> Group:
-    """The whole, the largest modules of each depth, and the tree; see `Profile.report`."""
+    """The totals, the largest modules of each depth, and the tree; see `Profile.report`."""
     deepest = max(module.depth for module in profile.modules) if module_depth < 0 else module_depth
-    parts: list[Table | str] = [_whole(profile), "", _largest(profile, deepest, top_modules)]
+    parts: list[Table | str] = [_totals(profile), "", _largest(profile, deepest, top_modules)]
     if detailed:
         parts += ["", _tree(profile, deepest)]
     return Group(*parts)
 
 
-def _whole(profile: Profile) -> Table:
+def _totals(profile: Profile) -> Table:
     table = Table(title=f"profile of {profile.model.kind}", title_justify="left", box=None, show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
@@ -181,7 +181,7 @@ def _largest(profile: Profile, deepest: int, count: int) -> Table:
     for name in ("depth", "by parameters", "by MACs", "by forward time", "by backward time"):
         table.add_column(name)
     for depth in range(1, deepest + 1):
-        found = [module for module in profile.modules if module.depth == depth]
+        modules = [module for module in profile.modules if module.depth == depth]
         cells = []
         for name, show in (
             ("num_params", short),
@@ -190,11 +190,11 @@ def _largest(profile: Profile, deepest: int, count: int) -> Table:
             ("backward", milliseconds),
         ):
             by_class: defaultdict[str, float] = defaultdict(float)
-            for module in found:
+            for module in modules:
                 by_class[module.kind] += getattr(module, name)
             largest = sorted(by_class.items(), key=lambda item: -item[1])[:count]
             cells.append(", ".join(f"{kind} {show(value)}" for kind, value in largest))
-        if found:
+        if modules:
             table.add_row(str(depth), *cells)
     return table
 
@@ -205,21 +205,21 @@ def _tree(profile: Profile, deepest: int) -> Table:
     columns = ("parameters", "MACs", "FLOPs fwd", "FLOPs bwd", "fwd", "bwd", "of fwd", "FLOP/s")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    whole, around = profile.model.forward, [""]
+    total, around = profile.model.forward, [""]
     for module in profile.modules:
         around[module.depth + 1 :] = []
         own = module.name.removeprefix(f"{around[-1]}.") or "model"
         around.append(module.name)
         if module.depth <= deepest:
-            table.add_row(f"{'  ' * module.depth}{own} ({module.kind})", *_cells(module, whole))
+            table.add_row(f"{'  ' * module.depth}{own} ({module.kind})", *_cells(module, total))
     return table
 
 
-def _cells(module: ModuleProfile, whole: float) -> list[str]:
+def _cells(module: ModuleProfile, total: float) -> list[str]:
     return [
         short(module.num_params), short(module.macs), short(module.forward_flops), short(module.backward_flops),
         milliseconds(module.forward), milliseconds(module.backward),
-        f"{module.forward / whole:.0%}" if whole else "", short(module.rate),
+        f"{module.forward / total:.0%}" if total else "", short(module.rate),
     ]  # fmt: skip
 
 
@@ -245,11 +245,11 @@ def milliseconds(seconds: float) -> str:
     return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
 
 
-# --- what an engine prints ---------------------------------------------------------------------------------------
+# --- tables that an engine prints --------------------------------------------------------------------------------
 
 
 def wall_clock_table(seconds: Mapping[str, float], *, step: int | None = None) -> Table:
-    """`wall_clock_breakdown`: the seconds of the parts of a step, and their share of the sum.
+    """`wall_clock_breakdown`: the seconds of the parts of a step, and their fractions of the sum.
 
     >>> from fzero.common.text_tables import as_text
     >>> print(as_text(wall_clock_table({"forward": 0.1, "backward": 0.3})))  # doctest: +NORMALIZE_WHITESPACE
@@ -269,13 +269,13 @@ def wall_clock_table(seconds: Mapping[str, float], *, step: int | None = None) -
 
 
 def _add_columns(table: Table, names: Sequence[str]) -> None:
-    """A column of words, and further ones of numbers."""
-    for place, name in enumerate(names):
-        table.add_column(name, justify="right" if place else "left", no_wrap=True)
+    """A column of words, then columns of numbers."""
+    for index, name in enumerate(names):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
 
 
 class MemoryRow(NamedTuple):
-    """Bytes after a part of a step: of the process in host memory; of tensors on a GPU, and the most of them in the part."""
+    """Bytes after a part of a step: of the process in host memory, of tensors on a GPU, and the GPU's peak in the part."""
 
     part: str
     host: int
@@ -284,7 +284,7 @@ class MemoryRow(NamedTuple):
 
 
 def memory_table(rows: Iterable[MemoryRow], *, step: int) -> Table:
-    """`memory_breakdown`: what a rank held after each part of a step."""
+    """`memory_breakdown`: the memory of a rank after each part of a step."""
     table = Table(title=f"memory of step {step}, GB", title_justify="left", box=None)
     _add_columns(table, ("after", "on the device", "the most", "host"))
     for row in rows:
@@ -293,7 +293,7 @@ def memory_table(rows: Iterable[MemoryRow], *, step: int) -> Table:
 
 
 def waits_table(waited: Sequence[Mapping[str, float]]) -> Table:
-    """`comms_logger`: how long hosts waited for collectives, by what these are for; of several ranks the least and the most.
+    """`comms_logger`: the milliseconds that hosts waited for collectives, by purpose; the extremes of several ranks.
 
     >>> from fzero.common.text_tables import as_text
     >>> print(as_text(waits_table([{"gather": 0.1}, {"gather": 0.3, "norm": 0.05}])))  # doctest: +NORMALIZE_WHITESPACE
@@ -305,14 +305,14 @@ def waits_table(waited: Sequence[Mapping[str, float]]) -> Table:
     table = Table(title="waited for, ms", title_justify="left", box=None)
     _add_columns(table, ("what", "rank 0", "least", "most") if len(waited) > 1 else ("what", ""))
     for name in dict.fromkeys(name for of_rank in waited for name in of_rank):
-        found = [1e3 * of_rank.get(name, 0.0) for of_rank in waited]
-        shown = (found[0], min(found), max(found)) if len(found) > 1 else (found[0],)
+        times = [1e3 * of_rank.get(name, 0.0) for of_rank in waited]
+        shown = (times[0], min(times), max(times)) if len(times) > 1 else (times[0],)
         table.add_row(name, *(f"{ms:.4g}" for ms in shown))
     return table
 
 
 class SentRow(Protocol):
-    """What `fzero.Sent` and the rows of `fzero.Comm` tell of one collective."""
+    """The common fields of `fzero.comms.CommRecord` and `fzero.profiling.CommRow`."""
 
     @property
     def collective(self) -> str: ...
@@ -325,12 +325,12 @@ class SentRow(Protocol):
 
 
 def comms_table(sent: Iterable[SentRow] | Mapping[tuple[str, str, int], int], *, only: Iterable[str] = ()) -> Table:
-    """`comms_logger`: what a rank sent, by collective, axis and size of a message.
+    """`comms_logger`: the bytes that a rank sent, by collective, axis and message size.
 
     Args:
-        sent: the rows of `fzero.profiling.trace_comm`, or what the `observe` of an axis was told; or how often each
-            collective sent so many bytes along an axis.
-        only: the collectives that are shown (`prof_ops`); none is all.
+        sent: the rows of `fzero.profiling.trace_comm`, or the records that the `observe` of an axis received; or the number
+            of calls by (collective, axis, bytes).
+        only: the collectives that are shown (`prof_ops`); none shows all.
     """
     wanted = set(only)
     if not isinstance(sent, Mapping):

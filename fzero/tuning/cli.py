@@ -1,8 +1,8 @@
-"""Which configuration of a script is the fastest on this machine? `fzero tune [flags] script.py --config c.json …`.
+"""`fzero tune [flags] script.py --config c.json …`: the fastest configuration of a script on this machine.
 
-The script runs once to plan every candidate (`fzero.tuning.probe`), those that do not fit are left out, and of the others
-some are measured (`fzero.tuning.runs`), in the order of `fzero.tuning.search`. All of that is in `results_dir`: the same
-command goes on.
+The script runs once to plan every candidate (`fzero.tuning.probe`). Candidates that do not fit are dropped, and some of the
+others are measured (`fzero.tuning.runs`), in the order of `fzero.tuning.search`. All results are in `results_dir`, from
+which the same command resumes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fzero.tuning.search import Point, Strategy, next_trial
 from fzero.tuning.space import STAGES, Candidate, Kind
 
 TUNE = """the fastest configuration of a script on this machine. All stages, micro-batch sizes and checkpointing are planned with
-the script's model and batch; those that fit are run for a few steps, the most promising first, until nothing better is to be
-expected. Flags of fzero run may stand before the script. What else may be said stands in the block "autotuning" of the
-configuration."""
+the script's model and batch; those that fit are run for a few steps, the most promising first, until no improvement is
+expected. Flags of fzero run may precede the script. The block "autotuning" of the configuration has further
+settings."""
 
 EXAMPLES = """examples:
   fzero tune --num_procs 2 train.py --config c.json
@@ -44,33 +44,35 @@ EXAMPLES = """examples:
   fzero run --autotuning run --num_procs 2 train.py --config c.json       # tunes, then trains with the best
 
 The script must take its configuration from a file, named after --config, --deepspeed_config or --deepspeed, and run longer than
-the steps that are timed. It is started anew for each run: let it write to a folder of its own."""
+the timed steps. It is started again for each run: let it write to a separate folder."""
 
 
 def flags() -> argparse.ArgumentParser:
-    """The flags of `fzero tune` alone, which stand before the script, among those of the launcher."""
+    """The flags of `fzero tune` itself; they precede the script, mixed with those of the launcher."""
     made = argparse.ArgumentParser(prog="fzero tune", add_help=False, allow_abbrev=False)
-    made.add_argument("--memory", type=bytes_of, metavar="BYTES", help="that a rank may take (default: what there is)")
+    made.add_argument("--memory", type=bytes_of, metavar="BYTES", help="limit of a rank (default: available memory)")
     made.add_argument(
         "--time_limit", type=positive, default=300.0, metavar="S", help="seconds of one run (default 300)"
     )
-    made.add_argument("--stages", type=_stages, default=STAGES, metavar="0,1,…", help="that are tried (default all)")
-    made.add_argument("--offload", choices=("host", "nvme"), help="try this, too; otherwise only where nothing fits")
+    made.add_argument("--stages", type=_stages, default=STAGES, metavar="0,1,…", help="stages to try (default all)")
+    made.add_argument(
+        "--offload", choices=("host", "nvme"), help="also try offload to it; otherwise only if nothing fits"
+    )
     made.add_argument("--nvme", metavar="PATH", help="a folder on a local disk, for --offload nvme")
     made.add_argument("--out", metavar="FILE", help="the best configuration (default: best.json in results_dir)")
-    made.add_argument("--overwrite", action="store_true", help="measure everything again")
-    made.add_argument("--json", action="store_true", help="print JSON, for machines")
+    made.add_argument("--overwrite", action="store_true", help="discard results and measure again")
+    made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
 
 def _stages(word: str) -> tuple[int, ...]:
     if not all(part in ("0", "1", "2", "3") for part in word.split(",")):
-        raise argparse.ArgumentTypeError(f"must be stages from 0 to 3, as 1,2,3, got {word!r}")
+        raise argparse.ArgumentTypeError(f"must be stages from 0 to 3, such as 1,2,3, got {word!r}")
     return tuple(sorted({int(part) for part in word.split(",")}))
 
 
 def tune(arguments: list[str], *, then_run: bool = False) -> int:
-    """`fzero tune`, and `fzero run --autotuning`; with `then_run` the script is started with the best."""
+    """`fzero tune`, and `fzero run --autotuning`; `then_run` starts the script with the best configuration."""
     own, both = flags(), launch.parser()
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help(own))
@@ -81,29 +83,29 @@ def tune(arguments: list[str], *, then_run: bool = False) -> int:
     given = both.parse_args(arguments)
     before = arguments[: len(arguments) - len(given.args) - 1]
     _, launcher = own.parse_known_args([word for word in before if word != "--"])
-    found: list[Tuned] = []
+    outcome: list[Tuned] = []
 
     def made() -> tuple[RenderableType, dict[str, Any]]:
         if given.offload == "nvme" and not given.nvme:
-            raise ConfigError("--offload nvme: needs --nvme PATH, a folder on a local disk; give it")
+            raise ConfigError("--offload nvme: needs --nvme PATH, got none; pass a folder on a local disk")
         tuned = Tuning.of(given, Script.of(launcher, given.script, given.args)).run()
-        found.append(tuned)
+        outcome.append(tuned)
         return tuned, tuned.as_dict()
 
     try:
         code = told(made, given.json)
     except KeyboardInterrupt:
-        print("fzero: stopped; the same command goes on with what was measured", file=sys.stderr)
+        print("fzero: stopped; the same command resumes with the results so far", file=sys.stderr)
         return 130
-    if code or found[0].best is None:
+    if code or outcome[0].best is None:
         return code or 1
     if then_run:
-        return launch.main(shlex.split(found[0].use)[1:])
+        return launch.main(shlex.split(outcome[0].use)[1:])
     return 0
 
 
 def run(arguments: list[str]) -> int:
-    """`fzero run`; with `--autotuning` the configuration is tuned before."""
+    """`fzero run`; `--autotuning` tunes the configuration first."""
     given = launch.parser().parse_args(arguments)
     if given.autotuning is None:
         return launch.main(arguments)
@@ -126,16 +128,16 @@ def _help(own: argparse.ArgumentParser) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was asked for.
+    """One call of `fzero tune`.
 
     Attributes:
-        script: what is tuned.
+        script: the tuned script.
         keys: its configuration, as in the file.
         settings: the block `autotuning`.
-        request: what ranks are asked for, without the mode.
+        request: the request to the ranks; the mode varies.
         time_limit: seconds of one run.
         out: the file of the best configuration.
-        overwrite: whether results are dropped.
+        overwrite: whether to discard earlier results.
     """
 
     script: Script
@@ -160,7 +162,7 @@ class Tuning:
         return cls(script, keys, settings, request, given.time_limit, out, given.overwrite or settings.overwrite)
 
     def run(self) -> Tuned:
-        """Plans, measures, and writes what is best.
+        """Plans, measures, and writes the best configuration.
 
         Raises:
             ConfigError: the script cannot be run with its configuration, or nothing fits.
@@ -175,12 +177,12 @@ class Tuning:
         return self._written(tuned)
 
     def _check_out(self) -> None:
-        """Before the runs, which take long, that the best configuration can be written; leaves no file."""
+        """Checks before the long runs that the best configuration can be written; leaves no file."""
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            was_there = self.out.exists()
+            existed = self.out.exists()
             self.out.open("a").close()
-            if not was_there:
+            if not existed:
                 self.out.unlink()
         except OSError as error:
             is_default = self.out == Path(self.settings.results_dir) / "best.json"
@@ -191,17 +193,19 @@ class Tuning:
         for mode in ("describe", "describe without a batch"):
             request = replace(self.request, mode=mode, keys=dict(self.keys))  # type: ignore[arg-type]
             if (known := results.described(runs.key(self.keys, request))) is not None:
-                with suppress(KeyError, TypeError):  # of a plan that another version wrote
+                with suppress(KeyError, TypeError):  # another version wrote the plan
                     return self._planned(known)
             show("planning all candidates", 0, 1)
-            found, error = runs.describe(self.keys, request)
-            if found is not None:
-                results.add(found)
-                return self._planned(found)
-            if not error.startswith(("out of memory", "no result")):  # it may begin and not get as far as a batch
+            described, error = runs.describe(self.keys, request)
+            if described is not None:
+                results.add(described)
+                return self._planned(described)
+            if not error.startswith(
+                ("out of memory", "no result")
+            ):  # after these, the script may still get as far as its model
                 break
         raise ConfigError(
-            f"{self.script.path}: cannot be planned, for it {error}; run it alone first: "
+            f"{self.script.path}: cannot be planned, because it {error}; run it alone first: "
             f"fzero {shlex.join(self.script.words(self.script.config))} (its output is in {runs.folder})"
         )
 
@@ -218,13 +222,11 @@ class Tuning:
             rows.append(Row(candidate, nbytes, one["seconds"], one["flops"], why))
         notes = [described["note"]] if described["note"] else []
         if rows[0].candidate.micro is None:
-            notes.append(
-                "micro-batches are as they are: the configuration names no batch size, or elasticity chooses it"
-            )
+            notes.append("micro-batches are not tuned: the configuration sets no batch size, or elasticity chooses it")
         elif "train_batch_size" not in self.keys:
-            notes.append("the batch of a step differs with the micro-batch: give train_batch_size to keep it")
+            notes.append("the batch of a step varies with the micro-batch: set train_batch_size to keep it")
         block = self.keys.get("autotuning") or {}
-        notes += [f"autotuning.{name}: has nothing to do here" for name in ABOUT_MODELS if name in block]
+        notes += [f"autotuning.{name}: has no effect here" for name in ABOUT_MODELS if name in block]
         return Tuned(tuple(rows), self.settings.metric, described["world_size"], limit, tuple(notes))
 
     def _search(self, tuned: Tuned, runs: Runs, results: Results, show: _Show) -> Tuned:
@@ -233,7 +235,7 @@ class Tuning:
         if not possible:
             least = min(rows, key=lambda row: (not row.nbytes, row.nbytes))
             raise ConfigError(
-                f"nothing fits: {least.candidate.name}: {least.refused}; give more --memory, ranks, or --nvme PATH"
+                f"nothing fits: {least.candidate.name}: {least.refused}; pass more --memory, ranks, or --nvme PATH"
             )
         points = [self._point(tuned, rows[n]) for n in possible]
         strategy, short = self._strategy(len(possible)), frozenset[int]()
@@ -266,19 +268,19 @@ class Tuning:
         return result
 
     def _written(self, tuned: Tuned) -> Tuned:
-        """Writes the best configuration and the picture; the command that uses it."""
+        """Writes the best configuration and the picture; adds the command that uses it."""
         best = tuned.best
         if best is None:
-            return replace(tuned, notes=(*tuned.notes, "every run failed: nothing is best"))
+            return replace(tuned, notes=(*tuned.notes, "every run failed: there is no best configuration"))
         sizes = sorted({row.candidate.micro or 0 for row in tuned.rows})
         if len(sizes) > 1 and best.candidate.micro == sizes[-1]:
-            told = "the best micro-batch is the largest tried: raise autotuning.num_tuning_micro_batch_sizes for larger ones"
-            tuned = replace(tuned, notes=(*tuned.notes, told))
+            note = "the best micro-batch is the largest tried: raise autotuning.num_tuning_micro_batch_sizes for larger ones"
+            tuned = replace(tuned, notes=(*tuned.notes, note))
         keys = changed(best.candidate.keys, {"autotuning": None})
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(keys, indent=2) + "\n")
         picture = Path(self.settings.results_dir) / "tuning.png"
-        out = self.out.resolve() if Path(self.script.config).is_absolute() else self.out  # as it was given
+        out = self.out.resolve() if Path(self.script.config).is_absolute() else self.out  # as given
         words = self.script.words(str(out), mapped(keys, self.settings.arg_mappings))
         tuned = replace(tuned, use=f"fzero {shlex.join(words)}")
         try:
@@ -297,7 +299,7 @@ class _Show(Protocol):
 
 @contextmanager
 def _shown() -> Any:
-    """Tells on stderr what runs, and how long what is left may take; a line of its own where that is no terminal."""
+    """Shows on stderr the current run and the time left; prints one line per run if stderr is no terminal."""
     console = Console(stderr=True, highlight=False)
     columns = (
         SpinnerColumn(),
@@ -310,7 +312,7 @@ def _shown() -> Any:
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("", total=1, left="")
 
-        num_ended = -1  # runs, of which each is shown when it begins; known results take no time
+        num_ended = -1  # runs; each is shown at its start, and known results take no time
 
         def show(what: str, done: int, most: int) -> None:
             nonlocal num_ended

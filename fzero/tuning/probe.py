@@ -1,9 +1,9 @@
-"""What does a rank do for `fzero tune`? It plans all candidates with the script's own model and batch, or times a few steps.
+"""`Probe`: the part of `fzero tune` inside a rank. It plans all candidates with the script's model and batch, or times steps.
 
-The command starts the script with `FZERO_TUNE` in the environment, a `Request` in JSON. Then a train step has a `Probe`. To
-*describe*, the first batch that is seen ends the job: its ranks measure their rates together, and rank 0 plans and writes the
-result. To *measure*, the job ends when the steps that are timed have been run; ranks wait for each other before the first and
-after the last of them, and only there. Ranks end at once, without what the script would do at its end: nothing is to be saved.
+The command starts the script with a `Request` as JSON in the environment variable `FZERO_TUNE`; a train step then has a
+`Probe`. In the mode *describe*, the first batch ends the job: its ranks measure their rates together, and rank 0 plans and
+writes the result. In the mode *measure*, the job ends after the timed steps; ranks wait for each other only before the first
+and after the last of them. Ranks exit immediately, without the script's own ending, so that it saves nothing.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ VARIABLE = "FZERO_TUNE"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the command wants of the ranks.
+    """The command's request to the ranks.
 
     Attributes:
-        mode: to plan all candidates, to plan them without a batch as soon as there is a model, or to time steps.
+        mode: plan all candidates; plan them without a batch, once the model exists; or time steps.
         out: the file that rank 0 writes.
-        memory: bytes that a rank may take; None is what the machine has, and no limit is set.
-        start, end: the first and the last step that are timed, from 1.
-        keys: the configuration that the script was given, as in the file.
-        stages, offload, nvme_path: what candidates may differ in (`fzero.tuning.space.candidates`); more is offloaded where
-            nothing fits.
+        memory: bytes that a rank may use; None is the machine's memory, without an enforced limit.
+        start, end: the first and the last timed step, from 1.
+        keys: the script's configuration, as in the file.
+        stages, offload, nvme_path: the choices of candidates (`fzero.tuning.space.candidates`); if nothing fits, more offload
+            is tried.
     """
 
     mode: Literal["describe", "describe without a batch", "measure"]
@@ -70,21 +70,21 @@ class Request:
     nvme_path: str | None = None
 
     def as_text(self) -> str:
-        """For the environment."""
+        """The request as the value of the environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Request | None:
-        """The request of an environment; None where there is none."""
+        """The request in an environment; None if there is none."""
         text = environment.get(VARIABLE)
         if not text:
             return None
-        found = json.loads(text)
-        return cls(**found | {name: tuple(found[name]) for name in ("stages", "offload")})
+        fields = json.loads(text)
+        return cls(**fields | {name: tuple(fields[name]) for name in ("stages", "offload")})
 
 
 class Probe:
-    """Watches the steps of one rank, and ends it when it has seen enough."""
+    """Observes the steps of one rank, and ends the process once it has its result."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Probe:
     ) -> None:
         self._request, self._axis, self._cfg, self._loss_fn, self._device = request, axis, cfg, loss_fn, device
         self._num_begun, self._num_samples = 0, cfg.batch_sizes(axis.size).train
-        self._times: list[float] = []  # at which the steps that are timed began
+        self._times: list[float] = []  # the start of each timed step, and the end of the last
         self._before = process_memory("VmRSS") if device.type == "cpu" else 0
         if request.mode == "measure":
             self._limit_memory()
@@ -106,23 +106,23 @@ class Probe:
         if request.mode == "describe without a batch":
             self._describe(None, is_call=False)
 
-    # --- what a step tells -------------------------------------------------------------------------------------------
+    # --- called by a step --------------------------------------------------------------------------------------------
 
     def sees(self, batch: Any, *, is_call: bool = False) -> None:
-        """A batch has come: of a whole step, or the arguments of one call of the model (`is_call`).
+        """Called with each batch: of a full step, or the arguments of one call of the model (`is_call`).
 
         Raises:
-            ValueError: a call's batch has another size than configured, so that what is timed is not the configuration.
+            ValueError: a call's batch has another size than configured, so that the timing would be of another configuration.
         """
         if self._request.mode == "describe":
             self._describe(batch, is_call=is_call)
-        if is_call:  # that of a whole step is checked by the step
+        if is_call:  # the step itself checks its full batch
             self._check_rows(batch)
         if self._num_samples is None:
             self._num_samples = _num_samples(batch) * self._axis.size * (self._num_micro_steps if is_call else 1)
 
     def begins(self) -> None:
-        """A step begins."""
+        """Called at the start of a step."""
         self._num_begun += 1
         if self._num_begun == self._request.start:
             self._meet()
@@ -130,8 +130,8 @@ class Probe:
             self._times.append(time.perf_counter())
 
     def has_updated(self) -> None:
-        """A step is over."""
-        if self._request.mode == "describe":  # no batch came by here
+        """Called at the end of a step."""
+        if self._request.mode == "describe":  # the step did not pass its batch to `sees`
             self._describe(None, is_call=False)
         if self._num_begun == self._request.end:
             if self._device.type == "cuda":
@@ -144,11 +144,11 @@ class Probe:
     # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _check_rows(self, batch: Any) -> None:
-        """Some tensor's leading dimension must be the micro-batch; that of others may be anything, as of positions."""
-        micro, found = self._cfg.batch_sizes(self._axis.size).micro, _leading(batch)
-        if micro is not None and found and micro not in found:
+        """The leading dimension of some tensor must be the micro-batch; others, such as positions, may have any."""
+        micro, rows = self._cfg.batch_sizes(self._axis.size).micro, _leading(batch)
+        if micro is not None and rows and micro not in rows:
             raise ValueError(
-                f"the script's batch has {found[0]} rows, not {micro}: build batches by the configuration, all of one size"
+                f"the script's batch has {rows[0]} rows, not {micro}: build batches by the configuration, all of one size"
             )
 
     @property
@@ -156,19 +156,19 @@ class Probe:
         return self._cfg.batch_sizes(self._axis.size).num_micro_steps
 
     def _seconds(self) -> float:
-        """Of a step: the mean on CUDA, where the host does not see when one ends; else the median, which other work on the
-        machine moves less."""
+        """The time of a step: on CUDA the mean, because the host does not see single steps end; else the median, which is less
+        sensitive to other load."""
         steps = [after - before for before, after in pairwise(self._times)]
         return sum(steps) / len(steps) if self._device.type == "cuda" else median(steps)
 
     def _meet(self) -> None:
         collectives.exchange(None, self._axis)
 
-    def _end(self, found: dict[str, Any]) -> NoReturn:
-        """Writes what was found, and ends this rank when all have come here."""
+    def _end(self, result: dict[str, Any]) -> NoReturn:
+        """Writes the result, waits for all ranks, and ends this process."""
         if self._axis.rank == 0:
             out = Path(self._request.out)
-            out.with_suffix(".part").write_text(json.dumps(found))
+            out.with_suffix(".part").write_text(json.dumps(result))
             out.with_suffix(".part").replace(out)
         self._meet()
         sys.stdout.flush()
@@ -176,7 +176,7 @@ class Probe:
         os._exit(0)
 
     def _limit_memory(self) -> None:
-        """From here on this rank may take so many bytes more."""
+        """Limits this rank to the requested bytes beyond those in use now."""
         if self._request.memory is None:
             return
         if self._device.type == "cuda":
@@ -192,14 +192,14 @@ class Probe:
         return max(0, process_memory("VmHWM") - self._before)
 
     def _describe(self, batch: Any, *, is_call: bool) -> NoReturn:
-        """*Collective:* every rank."""
+        """Plans all candidates on rank 0 and ends the job. *Collective:* every rank."""
         request, world_size = self._request, self._axis.size
         machine = measured_machine(self._axis, self._device)
         described: dict[str, Any] = {}
         if self._axis.rank == 0:
             memory = _memory(self._device)
             limit = request.memory or memory
-            found, note = self._planned(batch, machine, is_call=is_call, limit=limit)
+            plans, note = self._planned(batch, machine, is_call=is_call, limit=limit)
             described = {
                 "world_size": world_size,
                 "device": self._device.type,
@@ -208,24 +208,24 @@ class Probe:
                 "num_params": sum(param.numel() for param in self._model.parameters()),
                 "note": note,
                 "rates": asdict(machine),
-                "candidates": [asdict(one) | {"fits": self._fits(one, limit)} for one in found],
+                "candidates": [asdict(one) | {"fits": self._fits(one, limit)} for one in plans],
             }
         self._end(described)
 
     def _planned(self, batch: Any, machine: MachineModel, *, is_call: bool, limit: float) -> tuple[list[Planned], str]:
-        """The plans of all candidates, and what is not counted in them."""
+        """The plans of all candidates, and a note on what they do not count."""
         request = self._request
         assert request.keys is not None
         keys, settings = request.keys, autotuning(request.keys)
         _, micro, steps = self._cfg.batch_sizes(self._axis.size)
         if "train_micro_batch_size_per_gpu" in settings.arg_mappings:
             keys = changed(keys, batch_keys(keys, micro, steps))
-        found: list[Planned] = []
+        plans: list[Planned] = []
         with _giving_loss(self._model, self._loss_fn, is_call=is_call):
             planner, note = self._planner(keys, machine, batch, is_call=is_call, steps=steps)
             more: tuple[Kind, ...] = ("host", "nvme") if request.nvme_path else ("host",)
             for offload in dict.fromkeys((request.offload, (*dict.fromkeys((*request.offload, *more)),))):
-                if not any(self._fits(one, limit) for one in found):
+                if not any(self._fits(one, limit) for one in plans):
                     space = candidates(
                         keys,
                         settings,
@@ -234,22 +234,22 @@ class Probe:
                         offload=offload,
                         nvme_path=request.nvme_path,
                     )
-                    known = {one.candidate.name for one in found}
-                    found += [planner.planned(one) for one in space if one.name not in known]
-        return found, note
+                    known = {one.candidate.name for one in plans}
+                    plans += [planner.planned(one) for one in space if one.name not in known]
+        return plans, note
 
     def _planner(
         self, keys: Keys, machine: MachineModel, batch: Any, *, is_call: bool, steps: int
     ) -> tuple[Planner, str]:
-        """A planner that counts activations, unless the model cannot be traced; then the reason."""
-        request, note = self._request, "no batch came: activations are not counted"
+        """A planner, and a note if it cannot count activations."""
+        request, note = self._request, "no batch was seen: activations are not counted"
         device: Device = "cpu" if self._device.type == "cpu" else "cuda"
         planned_keys = _plannable(self._cfg, keys)
         if batch is not None:
             seen = _Seen(batch, is_call=is_call, num_micro_steps=1 if is_call else steps)
             try:
                 trace_activations(self._model, planned_keys, seen.sample(None), device=device)
-            except Exception as error:  # the script's own code, on tensors without values
+            except Exception as error:  # the script's own code may fail on fake tensors
                 note = (
                     f"activations are not counted: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
                 )
@@ -263,7 +263,7 @@ class Probe:
         return made, note
 
     def _fits(self, one: Planned, limit: float) -> bool:
-        """On the CPU, host memory is the device's."""
+        """Whether a plan fits into `limit` bytes; on the CPU, host memory is the device's memory."""
         host = one.nbytes.get("host", 0)
         if self._device.type == "cpu":
             return not one.refused and one.nbytes["device"] + host <= limit
@@ -271,7 +271,7 @@ class Probe:
 
 
 def probe_of(axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, device: torch.device) -> Probe | None:
-    """The probe that the environment asks for, of a step whose ranks are there."""
+    """The probe that the environment requests, for a step on real processes."""
     request = Request.of(os.environ)
     if request is None or not isinstance(axis, ProcessAxis):
         return None
@@ -279,15 +279,15 @@ def probe_of(axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, d
 
 
 def measured_machine(axis: ProcessAxis, device: torch.device) -> MachineModel:
-    """The rates of a rank while all work at once; those that are not measured are `MachineModel`'s own. *Collective.*"""
-    collectives.exchange(None, axis)  # all begin together
+    """The mean rates of ranks that measure at the same time; `MachineModel`'s defaults for the rest. *Collective.*"""
+    collectives.exchange(None, axis)  # a barrier, so that all ranks start together
     return mean_rates(
-        [MeasuredRates(**told) for told in collectives.exchange(asdict(rates_of_rank(axis, device)), axis)]
+        [MeasuredRates(**rates) for rates in collectives.exchange(asdict(rates_of_rank(axis, device)), axis)]
     ).machine
 
 
 class _Seen:
-    """A batch that came, from which batches of other sizes are made, without memory."""
+    """The script's batch, from which batches of other sizes are made, on `meta`."""
 
     def __init__(self, batch: Any, *, is_call: bool, num_micro_steps: int) -> None:
         if isinstance(batch, Iterator):
@@ -297,7 +297,7 @@ class _Seen:
         self._own = max(1, self._rows // num_micro_steps)
 
     def sample(self, micro: int | None) -> Any:
-        """As if so many samples had come; what has no leading dimension of samples stays."""
+        """The batch with `micro` samples (None: its own number); tensors without a sample dimension keep their shape."""
         rows = self._own if micro is None else micro
 
         def resized(x: Tensor) -> Tensor:
@@ -308,12 +308,12 @@ class _Seen:
 
 
 def _num_samples(batch: Any) -> int:
-    """The leading dimension of its first tensor; 1 of a batch without one."""
+    """The leading dimension of the first tensor; 1 for a batch without tensors."""
     return next(iter(_leading(batch)), 1)
 
 
 def _leading(batch: Any) -> list[int]:
-    """The leading dimensions of its tensors; none of an iterator, which is left alone."""
+    """The leading dimensions of the tensors of a batch; none for an iterator, which must not advance."""
     if isinstance(batch, Iterator):
         return []
     tensors = optree.tree_leaves(map_tensors(lambda x: x, batch), none_is_leaf=True)
@@ -322,9 +322,9 @@ def _leading(batch: Any) -> list[int]:
 
 @contextmanager
 def _giving_loss(model: nn.Module, loss_fn: LossFn | None, *, is_call: bool) -> Iterator[None]:
-    """Inside, the model is called with a batch, and gives a loss: that of `loss_fn`, or a sum of all that it returns.
+    """In the body, the model takes a batch and returns a loss: that of `loss_fn`, or the sum of its outputs.
 
-    The latter stands for what a script computes between an engine's forward and its backward.
+    The sum replaces the loss that a script computes between an engine's forward and backward.
     """
     is_inside = False
 
@@ -368,7 +368,7 @@ def _summed(outputs: Any) -> Any:
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy without memory, before an engine puts its own parameters into the model."""
+    """A copy on `meta`, made before an engine replaces the model's parameters."""
     params: dict[int, Any] = {
         id(param): nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         for param in model.parameters()
@@ -376,12 +376,12 @@ def _on_meta(model: nn.Module) -> nn.Module:
     buffers: dict[int, Any] = {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
     try:
         return copy.deepcopy(model, params | buffers)
-    except Exception:  # a module may hold anything: a lock, a generator, a process group
+    except Exception:  # a module may hold objects without copies: a lock, a generator, a process group
         return model
 
 
 def _plannable(cfg: Config, keys: Keys) -> Keys:
-    """The configuration that the step has, whose optimizer may be the script's; that of the file where it has no JSON."""
+    """The step's configuration, whose optimizer may be the script's; the file's if the step's cannot be written as JSON."""
     made = keys_of(cfg)
     try:
         Config.load(json.loads(json.dumps(made)))
@@ -394,7 +394,7 @@ def _plannable(cfg: Config, keys: Keys) -> Keys:
 
 
 def _memory(device: torch.device) -> float:
-    """Bytes that this rank may take: what is free on its GPU, or its share of what is available on this host."""
+    """Bytes that this rank may use: free memory of its GPU, or available memory of this host / ranks on it."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return _host_memory()

@@ -1,4 +1,4 @@
-"""What has `fzero tune` found? A table of all candidates, a picture, and the line that uses the best."""
+"""`Tuned`: the result of `fzero tune` as a table of all candidates, a picture, and the command that uses the best."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ UNITS = {"throughput": "samples/s", "latency": "s/step", "flops": "Gflop/s"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One candidate: what was planned, and what was measured if it was.
+    """One candidate: its plan, and its measurement if there is one.
 
     Attributes:
-        candidate: which.
-        nbytes: of one rank, as planned.
-        predicted: seconds of a step, as planned.
-        flops: operations of a step on one rank, without those that checkpointing repeats; 0 where they are not counted.
-        refused: why it is not possible or does not fit; such a one is not measured.
+        candidate: the configuration.
+        nbytes: planned bytes of one rank.
+        predicted: planned seconds of a step.
+        flops: operations of a step on one rank, without recomputation; 0 if they are not counted.
+        refused: why it is not possible or does not fit; then it is not measured.
         result: of its run.
-        trial: how many were measured before it; None of one that was not.
-        is_known: whether the result was there from before.
+        trial: the number of candidates measured before it; None if it was not measured.
+        is_known: whether an earlier command measured it.
     """
 
     candidate: Candidate
@@ -46,11 +46,11 @@ class Row:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step, measured."""
+        """Measured seconds of a step."""
         return self.result.seconds if self.result else None
 
     def samples(self, world_size: int) -> int:
-        """Of all ranks in a step; 1 where it is not known."""
+        """Samples of all ranks in a step; 1 if unknown."""
         planned = (self.candidate.micro or 0) * self.candidate.num_micro_steps * world_size
         return planned or (self.result.samples if self.result else 0) or 1
 
@@ -69,10 +69,10 @@ class Tuned:
 
     Attributes:
         rows: in the order of the search space; the first is the configuration that the script was given.
-        metric: what was to be best.
+        metric: the optimized metric.
         world_size: number of ranks.
-        memory: bytes that a rank may take.
-        notes: what is to be known besides.
+        memory: bytes that a rank may use.
+        notes: remarks below the table.
         use: the command that uses the best configuration.
     """
 
@@ -84,29 +84,29 @@ class Tuned:
     use: str = field(default="", repr=False)
 
     def cost(self, row: Row) -> float | None:
-        """What the search makes small."""
+        """The cost that the search minimizes."""
         return None if row.seconds is None else self.cost_of(row, row.seconds)
 
     def cost_of(self, row: Row, seconds: float) -> float:
-        """The same for so many seconds of a step."""
+        """The cost at this many seconds per step."""
         return seconds if self.metric == "latency" else seconds / row.samples(self.world_size)
 
     @property
     def best(self) -> Row | None:
-        """The best that was measured."""
+        """The best measured candidate."""
         measured = [row for row in self.rows if row.seconds is not None]
         return min(measured, key=lambda row: self.cost(row) or 0.0, default=None)
 
     @property
     def gain(self) -> float | None:
-        """How many times as good the best is as the configuration that was given."""
+        """The improvement of the best over the given configuration, as a factor."""
         best, given = self.best, self.rows[0]
         if best is None or given.seconds is None:
             return None
         return (self.cost(given) or 0.0) / (self.cost(best) or 1.0)
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """The numbers as JSON types."""
         return {
             "metric": self.metric,
             "world_size": self.world_size,
@@ -139,7 +139,7 @@ class Tuned:
         return as_text(self)
 
     def draw(self) -> Figure:
-        """The candidates with what was measured, and the best one over the trials."""
+        """A picture of the candidates' measurements, and of the best score over the trials."""
         return _draw(self)
 
 
@@ -186,9 +186,9 @@ def _cells(tuned: Tuned, row: Row, scale: float) -> list[str]:
 
 
 def _ordered(tuned: Tuned) -> list[Row]:
-    """Measured ones, the best first; those that failed; those that were not tried, by the plan; those that cannot be."""
+    """The rows: measured ones, best first; failed ones; untried ones, by the plan; refused ones."""
 
-    def place(row: Row) -> tuple[int, float]:
+    def rank(row: Row) -> tuple[int, float]:
         cost = tuned.cost(row)
         if cost is not None:
             return 0, cost
@@ -196,16 +196,16 @@ def _ordered(tuned: Tuned) -> list[Row]:
             return 3, row.nbytes
         return (1, row.trial or 0) if row.result else (2, tuned.cost_of(row, row.predicted))
 
-    return sorted(tuned.rows, key=place)
+    return sorted(tuned.rows, key=rank)
 
 
 def _conclusion(tuned: Tuned) -> str:
     best, num_runs = tuned.best, sum(row.trial is not None for row in tuned.rows)
     assert best is not None
-    told = f"{num_runs} of {len(tuned.rows)} candidates were run; the best is {best.candidate.name}"
+    text = f"{num_runs} of {len(tuned.rows)} candidates were run; the best is {best.candidate.name}"
     if best.candidate.is_given:
-        return f"{told}, the configuration as it is"
-    return told if tuned.gain is None else f"{told}, {tuned.gain:.2f} times as good as the configuration as it is"
+        return f"{text}, the given configuration"
+    return text if tuned.gain is None else f"{text}, {tuned.gain:.2f} times as good as the given configuration"
 
 
 # --- the picture -------------------------------------------------------------------------------------------------

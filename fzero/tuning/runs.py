@@ -1,8 +1,8 @@
-"""How is one configuration measured? The script is started with it, by the launcher, and ended after a few steps.
+"""`Runs`: measures one configuration. The launcher starts the script with it, and the probe ends the job after a few steps.
 
-A run that fails, takes more memory or time than it may, or hangs, is a result as well: its reason in a few words. Every result is
-one line of JSON, written at once, under a key made of the configuration and the command; a search that is started again finds it
-there. The ranks' part is `fzero.tuning.probe`.
+A run that fails, exceeds its memory or time, or hangs also has a result: the reason in a few words. Every result is one line of
+JSON, written immediately, under a key made from the configuration and the command; a restarted search finds it there. The part
+inside the ranks is `fzero.tuning.probe`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ OF_SPACE = (
     "max_train_batch_size",
     "arg_mappings",
 )
-"""Keys of `autotuning` on which the candidates depend; the others say what is measured of them, and how."""
-SECONDS_TO_END = 15  # which the launcher has between being asked to end its ranks, and being killed
+"""Keys of `autotuning` on which the candidates depend; the others control the measurement."""
+SECONDS_TO_END = 15  # from the SIGTERM to the launcher until it is killed
 OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|MemoryError|std::bad_alloc|can't start new thread",
     re.I,
@@ -48,22 +48,22 @@ OUT_OF_MEMORY = re.compile(
 ERROR = re.compile(
     r"^(?:\s*\[[^]]*\]:?)*\s*(?:(?:[\w.]+\.)?\w*(?:Error|Exception|Failure): .|MemoryError$|terminate called )"
 )
-"""A line with which an error is told; what follows is its message."""
+"""The first line of an error; the following lines are its message."""
 OF_RANK = re.compile(r"^\[rank \d+\]")
 OF_OTHERS = ("CollectiveError", "ChildFailedError")
-"""Exceptions of ranks that only missed another one."""
+"""Exceptions of ranks that failed only because another rank did."""
 RAISED = re.compile(r"^(?:\s*\[[^]]*\]:?)*\s*(?:[\w.]+\.)?(\w*(?:Error|Exception|Failure)): (.+)$", re.M)
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What is tuned: flags of the launcher, the script, its arguments, and which of these is the configuration.
+    """The tuned command: flags of the launcher, the script, its arguments, and which argument is the configuration.
 
     Attributes:
         launcher, args: words before and after the script.
-        path: the script.
+        path: of the script.
         flag: the argument whose value is the configuration.
-        index: of that value in `args`; of `FLAG=VALUE` that of both.
+        index: of that value in `args`, or of the word `FLAG=VALUE`.
     """
 
     launcher: tuple[str, ...]
@@ -77,16 +77,16 @@ class Script:
         """Finds the argument that is the configuration.
 
         Raises:
-            ConfigError: none is.
+            ConfigError: no argument is.
         """
-        found = []
+        flags = []
         for index, word in enumerate(args):
             name, equals, _ = word.partition("=")
             has_value = equals or (index + 1 < len(args) and not args[index + 1].startswith("-"))
             if name in CONFIG_FLAGS and has_value:
-                found.append((name, index if equals else index + 1))
-        if found:  # beside DeepSpeed's own flag another may be of the model
-            name, index = min(found, key=lambda one: one[0] != "--deepspeed_config")
+                flags.append((name, index if equals else index + 1))
+        if flags:  # next to --deepspeed_config, another flag may be the model's configuration
+            name, index = min(flags, key=lambda one: one[0] != "--deepspeed_config")
             return cls(tuple(launcher), path, tuple(args), name, index)
         raise ConfigError(
             f"{path}: must be given its configuration as a file, by one of {', '.join(CONFIG_FLAGS)}, got "
@@ -99,7 +99,7 @@ class Script:
         return self.args[self.index].removeprefix(f"{self.flag}=")
 
     def words(self, config: str, mapped: Mapping[str, Any] | None = None) -> list[str]:
-        """The words after `fzero run` with another configuration; `mapped` are values of further arguments."""
+        """The words after `fzero run` with another configuration; `mapped` has the values of other arguments."""
         args = list(self.args)
         args[self.index] = f"{self.flag}={config}" if args[self.index].startswith(f"{self.flag}=") else config
         for flag, value in (mapped or {}).items():
@@ -119,19 +119,19 @@ def _set(args: list[str], flag: str, value: str) -> None:
 
 
 def mapped(keys: Keys, arg_mappings: Mapping[str, str]) -> dict[str, Any]:
-    """The values of arguments that must say what the configuration says; keys are dotted.
+    """The values of script arguments that repeat keys of the configuration; keys are dotted.
 
     >>> mapped({"zero_optimization": {"stage": 2}}, {"zero_optimization.stage": "--stage", "bf16": "--bf16"})
     {'--stage': 2}
     """
-    found = {}
+    values = {}
     for name, flag in arg_mappings.items():
         value: Any = keys
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None and not isinstance(value, Mapping):
-            found[flag] = value
-    return found
+            values[flag] = value
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +141,14 @@ class Result:
     Attributes:
         key: of the configuration and the command.
         name: of the configuration, in words.
-        seconds: of a step; None where it failed.
-        samples: of all ranks in a step; 0 is unknown.
-        nbytes: the most that a rank took from the start of the step on.
-        error: why it failed, in few words.
-        out_of_memory, timed_out: whether it was for want of these.
-        time_limit: that it ran under.
-        took: seconds of the whole run.
-        config: that was measured.
+        seconds: of a step; None if the run failed.
+        samples: of all ranks in a step; 0 if unknown.
+        nbytes: the peak bytes of a rank since the step was made.
+        error: why it failed, in a few words.
+        out_of_memory, timed_out: whether memory or time was the reason.
+        time_limit: of the run, in seconds.
+        took: seconds of the full run.
+        config: the measured configuration.
     """
 
     key: str
@@ -164,12 +164,12 @@ class Result:
     config: Keys | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As a line of the file."""
+        """The content of a line of the file."""
         return asdict(self)
 
 
 class Results:
-    """The file of all results; lines that are torn or of other commands are left alone."""
+    """The file of all results; torn lines and those of other commands are kept and ignored."""
 
     def __init__(self, folder: Path, *, overwrite: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -179,44 +179,44 @@ class Results:
         self._known: dict[str, dict[str, Any]] = {}
         for line in self.path.read_text().splitlines() if self.path.exists() else ():
             with suppress(ValueError, KeyError, TypeError):
-                found = json.loads(line)
-                self._known[found["key"]] = found
+                record = json.loads(line)
+                self._known[record["key"]] = record
 
     def find(self, key: str, time_limit: float) -> Result | None:
-        """A result that stands; what ran out of a shorter time than is allowed now does not, nor what another version wrote."""
-        found = self._known.get(key)
-        if found is None or found.keys() != {field.name for field in fields(Result)}:
+        """A valid result; not one that timed out under a shorter limit, nor one in another version's format."""
+        record = self._known.get(key)
+        if record is None or record.keys() != {field.name for field in fields(Result)}:
             return None
-        result = Result(**found)
+        result = Result(**record)
         return None if result.timed_out and result.time_limit < time_limit else result
 
     def described(self, key: str) -> dict[str, Any] | None:
-        """The plan of all candidates."""
-        found = self._known.get(key)
-        return found if found and "candidates" in found else None
+        """The plan of all candidates; None if there is none."""
+        record = self._known.get(key)
+        return record if record and "candidates" in record else None
 
-    def add(self, found: dict[str, Any]) -> None:
-        """Writes a result, so that it is there whatever comes."""
-        self._known[found["key"]] = found
+    def add(self, record: dict[str, Any]) -> None:
+        """Writes a result and flushes it to the disk, so that it survives a crash."""
+        self._known[record["key"]] = record
         is_torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n") and self.path.stat().st_size
         with self.path.open("a") as file:
-            file.write("\n" * bool(is_torn) + json.dumps(found) + "\n")
+            file.write("\n" * bool(is_torn) + json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
 
 def key_of(keys: Keys, words: Sequence[str], request: Request) -> str:
-    """Equal for the same configuration, command and limits; of a plan also for the same search space."""
-    asked = asdict(replace(request, out="", keys=None))
+    """A hash of the configuration, command and limits; for a plan, of the search space as well."""
+    limits = asdict(replace(request, out="", keys=None))
     space = {} if request.mode == "measure" else autotuning(keys).model_dump(include=set(OF_SPACE))
-    text = json.dumps([changed(keys, {"autotuning": None}), list(words), asked, space], sort_keys=True)
+    text = json.dumps([changed(keys, {"autotuning": None}), list(words), limits, space], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class _Ended(NamedTuple):
-    """What rank 0 wrote, or else the reason; and how long the run took."""
+    """The result that rank 0 wrote, or the reason why there is none; and the seconds of the run."""
 
-    found: dict[str, Any] | None
+    result: dict[str, Any] | None
     took: float
     error: str = ""
     timed_out: bool = False
@@ -224,10 +224,10 @@ class _Ended(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Starts a script, again and again.
+    """Starts a script with one configuration after the other.
 
     Attributes:
-        script: what.
+        script: the tuned command.
         folder: of configurations and logs (`exps_dir`).
         arg_mappings: see `Autotuning`.
         time_limit: seconds of one run.
@@ -242,29 +242,29 @@ class Runs:
         return key_of(keys, self.script.words("", mapped(keys, self.arg_mappings)), request)
 
     def measure(self, name: str, keys: Keys, request: Request, *, memory: float | None = None) -> Result:
-        """One run with this configuration; a rank may take so much `memory` where the request says nothing."""
+        """One run with this configuration; `memory` limits a rank if the request does not."""
         key = self.key(keys, request)
         ended = self._run(key, keys, replace(request, memory=request.memory or memory))
         shown = changed(keys, {"autotuning": None})
         result = Result(key, name, time_limit=self.time_limit, took=ended.took, config=shown)
-        if ended.found is None:
+        if ended.result is None:
             is_short = ended.error.startswith("out of memory")
             return replace(result, error=ended.error, out_of_memory=is_short, timed_out=ended.timed_out)
-        found = ended.found
-        return replace(result, seconds=found["seconds"], samples=found["samples"] or 0, nbytes=found["nbytes"])
+        measured = ended.result
+        return replace(result, seconds=measured["seconds"], samples=measured["samples"] or 0, nbytes=measured["nbytes"])
 
     def describe(self, keys: Keys, request: Request) -> tuple[dict[str, Any] | None, str]:
-        """The plan of all candidates, or why there is none."""
+        """(the plan of all candidates, or None; why there is none)."""
         key = self.key(keys, request)
         ended = self._run(key, keys, request)
-        return (None if ended.found is None else {"key": key} | ended.found), ended.error
+        return (None if ended.result is None else {"key": key} | ended.result), ended.error
 
     def _log(self, key: str) -> Path:
         return self.folder / f"{key}.log"
 
     def _run(self, key: str, keys: Keys, request: Request) -> _Ended:
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Whole paths, for the script may change its folder.
+        # Absolute paths, because the script may change its working directory.
         config, out = ((self.folder / f"{key}.{end}").resolve() for end in ("json", "out"))
         out.unlink(missing_ok=True)
         keys, folders = _with_own_files(changed(keys, {"autotuning": None}), key)
@@ -279,16 +279,16 @@ class Runs:
                 shutil.rmtree(folder, ignore_errors=True)
         took = time.monotonic() - began
         if out.exists():
-            found: dict[str, Any] = json.loads(out.read_text())
+            result: dict[str, Any] = json.loads(out.read_text())
             out.unlink()
-            return _Ended(found, took)
+            return _Ended(result, took)
         if code is None:
             return _Ended(None, took, f"no result in {self.time_limit:g} s", timed_out=True)
         return _Ended(None, took, reason(self._log(key).read_text(errors="replace"), code, request))
 
 
 def _with_own_files(keys: Keys, key: str) -> tuple[Keys, list[Path]]:
-    """The configuration with a folder of its own for files of state, which is removed after the run."""
+    """The configuration with separate folders for files of state, and these folders, which are removed after the run."""
     zero, folders = dict(keys.get("zero_optimization") or {}), []
     for name in ("offload_optimizer", "offload_param"):
         block = zero.get(name)
@@ -300,7 +300,7 @@ def _with_own_files(keys: Keys, key: str) -> tuple[Keys, list[Path]]:
 
 
 def _start(words: Sequence[str], request: Request, log: Any, time_limit: float) -> int | None:
-    """Runs the launcher to its end, or ends it; the exit code, None when it had no time left."""
+    """Runs the launcher until it ends or the time is up; returns its exit code, None after a timeout."""
     environment = os.environ | {VARIABLE: request.as_text(), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
     process = subprocess.Popen(
         [*ends_with_us(), sys.executable, "-m", "fzero", "run", *words],
@@ -319,7 +319,7 @@ def _start(words: Sequence[str], request: Request, log: Any, time_limit: float) 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asks the launcher to end its ranks; one that does not is killed, and its keeper ends them."""
+    """Sends the launcher SIGTERM to end its ranks. If it does not exit, it is killed, and the reaper ends the ranks."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -330,7 +330,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def reason(log: str, code: int, request: Request) -> str:
-    """Why a run failed, in few words, from what it wrote.
+    """Why a run failed, in a few words, from its output.
 
     >>> reason("fzero: rank 0 on a ended with code 1 …\\n    fzero.config.files.ConfigError: x: must be 1\\n", 1,
     ...        Request("measure", ""))
@@ -349,20 +349,20 @@ def reason(log: str, code: int, request: Request) -> str:
 
 
 def _last_errors(log: str) -> list[str]:
-    """What each rank, and the launcher, told last of an error; without any error the last lines."""
-    found: dict[str, list[str]] = {}
+    """The last error of each rank and of the launcher; without any error, the last lines."""
+    errors: dict[str, list[str]] = {}
     lines = log.splitlines()
     for line in lines:
         rank = match[0] if (match := OF_RANK.match(line)) else ""
         if ERROR.match(line) and not any(f"{name}: " in line for name in OF_OTHERS):
-            found[rank] = [line]
-        elif rank in found:
-            found[rank].append(line)
-    return ["\n".join(told[:5]) for told in found.values()] or ["\n".join(lines[-5:])]
+            errors[rank] = [line]
+        elif rank in errors:
+            errors[rank].append(line)
+    return ["\n".join(error[:5]) for error in errors.values()] or ["\n".join(lines[-5:])]
 
 
 def _raised(log: str) -> Iterator[str]:
-    """Exceptions that were told, but those of ranks that only missed another one."""
+    """The exceptions in a log, except those of ranks that failed only because another rank did."""
     for match in RAISED.finditer(log):
         name, message = match[1], match[2].strip()
         if name not in OF_OTHERS:

@@ -1,14 +1,14 @@
-"""Which configuration is measured next, and when is it enough? The search of `fzero tune`, as a function of what was measured.
+"""`next_trial`: the search of `fzero tune`, which chooses the next configuration to measure from the costs so far.
 
     while (index := next_trial(points, costs, strategy)) is not None:
-        costs[index] = measure(index)          # seconds for a sample, say; None where it failed
+        costs[index] = measure(index)          # seconds per sample, say; None if the run failed
 
-The first point is measured first. `gridsearch` goes on in their order, `random` in another. `model_based` believes the plan's
-predictions up to what the measurements say: the logarithm of a cost is that of the prediction, plus a sum of effects of the
-features (the stage, the micro-batch, checkpointing, …), plus something of each point's own, which is alike for points that are
-near each other. All of these are Gaussian (a Gaussian process), so that a measurement tells of the other points, too. Measured
-are the one that is predicted to be the best, then always the one with the greatest expected improvement (Jones et al. 1998); when
-that is less than three thousandths of the cost, the search is over.
+The first point is measured first. `gridsearch` continues in their order, `random` in a random one. `model_based` corrects the
+plan's predictions by a Gaussian process: the logarithm of a cost is that of the prediction, plus a sum of effects of the
+features (the stage, the micro-batch, checkpointing, …), plus an effect of the point itself, which is similar for close points.
+All effects are Gaussian, so that a measurement also informs about the other points. The search measures the point with the
+best prediction, then always the one with the greatest expected improvement (Jones et al. 1998), and ends when that is less than
+0.003 of the cost.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Kind = Literal["model_based", "random", "gridsearch"]
 
-# Standard deviations, of logarithms: 0.1 is about a tenth of a cost.
+# Standard deviations of logarithms: 0.1 is about 10 % of a cost.
 OFFSET = 2.0
-"""Of what all predictions are wrong by: rates of machines are known roughly."""
+"""Of the common error of all predictions: the rates of a machine are known roughly."""
 SLOPE = 0.5
-"""Of how much more or less costs differ than predictions do, relatively."""
+"""Of the relative error of the differences between predictions."""
 EFFECT = 0.3
-"""Of what one feature changes beside the prediction."""
+"""Of the error that one feature adds to the prediction."""
 OWN = 0.15
-"""Of what is a point's own, and that of near ones."""
+"""Of the error of a single point, which close points share."""
 NOISE = 0.03
 """Of a measurement."""
 ENOUGH = 0.003
-"""Expected improvement below which nothing more is measured."""
+"""The expected improvement below which the search ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Point:
     """One configuration, as the search sees it.
 
     Attributes:
-        features: numbers that tell it from others, about 1 apart.
-        predicted: its cost, as planned; positive.
-        nbytes: of memory that it needs, as planned.
+        features: numbers that distinguish it from others, about 1 apart.
+        predicted: its planned cost; positive.
+        nbytes: its planned bytes of memory.
     """
 
     features: tuple[float, ...]
@@ -61,8 +61,8 @@ class Strategy:
 
     Attributes:
         kind: see the top of this file.
-        num_trials: most points that are measured.
-        early_stopping: the search is over when so many measured points in a row were no better than the best; 0 is never.
+        num_trials: the most points that are measured.
+        early_stopping: ends the search after this many measured points in a row without improvement; 0 never does.
         seed: of `random`.
     """
 
@@ -79,12 +79,12 @@ def next_trial(
     *,
     out_of_memory: frozenset[int] = frozenset(),
 ) -> int | None:
-    """The index of the point to measure next, None when it is enough.
+    """The index of the point to measure next; None ends the search.
 
     Args:
-        points: all; the first is where to start.
-        costs: measured so far, in the order of the trials; None of one that failed.
-        out_of_memory: those that failed for want of memory: no point is tried that needs as much, by the plan.
+        points: all points; the first is measured first.
+        costs: measured so far, in the order of the trials; None for a failed one.
+        out_of_memory: the points that ran out of memory; points that need as much by the plan are not tried.
 
     >>> two = [Point((0,), 1.0), Point((1,), 2.0)]
     >>> [next_trial(two, costs, Strategy("gridsearch")) for costs in ({}, {0: 1.0}, {0: 1.0, 1: 2.0})]
@@ -105,23 +105,23 @@ def next_trial(
 
 
 def believed(points: Sequence[Point], costs: Mapping[int, float | None]) -> tuple[Array, Array]:
-    """Mean and standard deviation of the logarithm of every point's cost, given those that were measured."""
+    """Posterior mean and standard deviation of the logarithm of every point's cost, given the measured costs."""
     seen = [index for index, cost in costs.items() if cost is not None]
     predicted = np.log([point.predicted for point in points])
     kernel = _kernel(points, predicted)
     if not seen:
         return predicted, np.sqrt(np.diag(kernel))
-    told = np.log(np.array([float(costs[index] or 0) for index in seen])) - predicted[seen]
+    residuals = np.log(np.array([float(costs[index] or 0) for index in seen])) - predicted[seen]
     cross = kernel[:, seen]
     weights = np.linalg.solve(kernel[np.ix_(seen, seen)] + NOISE**2 * np.eye(len(seen)), cross.T)
     variance = np.diag(kernel) - np.einsum("ns,sn->n", cross, weights)
-    mean: Array = predicted + weights.T @ told
+    mean: Array = predicted + weights.T @ residuals
     return mean, np.sqrt(np.maximum(variance, 1e-12))
 
 
 def _kernel(points: Sequence[Point], predicted: Array) -> Array:
     features = np.array([point.features for point in points], dtype=np.float64).reshape(len(points), -1)
-    features -= features.mean(0)  # so that effects do not add to what all have
+    features -= features.mean(0)  # so that effects do not shift all points together
     slope = predicted - predicted.mean()
     distance = ((features[:, None] - features[None]) ** 2).sum(-1)
     made: Array = (
@@ -137,17 +137,17 @@ def _most_promising(points: Sequence[Point], costs: Mapping[int, float | None], 
     mean, deviation = believed(points, costs)
     best = min(math.log(cost) for cost in costs.values() if cost is not None)
     gains = {index: _expected_gain(best - mean[index], deviation[index]) for index in rest}
-    found = max(rest, key=lambda index: gains[index])
-    return found if gains[found] >= ENOUGH else None
+    best_index = max(rest, key=lambda index: gains[index])
+    return best_index if gains[best_index] >= ENOUGH else None
 
 
-def _expected_gain(ahead: Any, deviation: Any) -> float:
-    """The mean of max(0, x) of a Gaussian x of that mean and deviation."""
-    z = ahead / deviation
+def _expected_gain(mean: Any, deviation: Any) -> float:
+    """The mean of max(0, x) for a Gaussian x with this mean and standard deviation."""
+    z = mean / deviation
     density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-    return float(ahead * (1 + math.erf(z / math.sqrt(2))) / 2 + deviation * density)
+    return float(mean * (1 + math.erf(z / math.sqrt(2))) / 2 + deviation * density)
 
 
 def _is_stuck(costs: Sequence[float | None], patience: int) -> bool:
-    found = [cost for cost in costs if cost is not None]
-    return 0 < patience < len(found) and min(found[-patience:]) >= min(found[:-patience])
+    measured = [cost for cost in costs if cost is not None]
+    return 0 < patience < len(measured) and min(measured[-patience:]) >= min(measured[:-patience])

@@ -1,10 +1,10 @@
-"""Which configurations does `fzero tune` consider, and what does the plan say of each?
+"""`candidates`: the configurations that `fzero tune` considers. `Planner`: the plan of each.
 
-    candidates(keys, Autotuning(), world_size=2)      # the configuration as it is, then all others
-    Planner(model, keys, …).planned(candidate)        # bytes, seconds, or why it is not possible
+    candidates(keys, Autotuning(), world_size=2)      # the given configuration, then all others
+    Planner(model, keys, …).planned(candidate)        # bytes, seconds, or the reason why it is not possible
 
-They differ in stage, micro-batch, activation checkpointing and, if asked, in bucket size and placement. The model and the
-batch are those of the script, so all of this runs in one of its ranks (`fzero.tuning.probe`); results go to the command as JSON.
+Candidates differ in stage, micro-batch, activation checkpointing and, on request, in bucket size and placement. The model and
+the batch are the script's, so this code runs in one of its ranks (`fzero.tuning.probe`), which sends the results as JSON.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Candidate:
 
     Attributes:
         choice: stage, placements, checkpointing and bucket size.
-        micro, num_micro_steps: samples of a rank in a micro-step, None where the configuration names no batch; and how many
-            of these a step has.
+        micro, num_micro_steps: samples of a rank in a micro-step (None if the configuration sets no batch), and micro-steps
+            per step.
         keys: the configuration, as in a file.
-        is_given: whether it is the one that the script was given.
+        is_given: whether it is the script's own configuration.
     """
 
     choice: Setting
@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """What distinguishes it, in words."""
+        """Its choices, in words."""
         choice = self.choice
         words = [
             f"stage {choice.stage}",
@@ -75,7 +75,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What the plan says of a candidate: bytes of one rank by memory, and seconds of a step; or why it is not possible."""
+    """The plan of a candidate: bytes of one rank by kind of memory, and seconds of a step; or why it is not possible."""
 
     candidate: Candidate
     nbytes: dict[str, int]
@@ -100,20 +100,20 @@ def candidates(
         keys: the given configuration, as in a file.
         settings: bounds of the batch, and whether bucket sizes are tried.
         world_size: number of ranks W.
-        stages: that are tried.
-        offload: the memories that may hold optimizer state and parameters.
+        stages: the stages to try.
+        offload: the kinds of memory that may hold optimizer state and parameters.
         nvme_path: the folder of files.
-        checkpoints: whether checkpointing is tried; False leaves it as it is.
+        checkpoints: whether to try checkpointing; False keeps the configuration's choice.
 
     Raises:
-        ConfigError: the configuration is wrong in itself.
+        ConfigError: the configuration is invalid.
     """
     given = _given(keys, world_size)
     every = quietly(keys).activation_checkpointing.every
     sizes = list(micro_batches(keys, settings, world_size))
     with_or_without = [False, True] if checkpoints else [given.choice.checkpoints]
     buckets = [False] if settings.fast else [False, True]
-    found = [given]
+    space = [given]
     for stage, (micro, steps), has, opt, params, small in product(
         stages, sizes, with_or_without, offload, offload, buckets
     ):
@@ -122,8 +122,8 @@ def candidates(
         if is_possible and (choice, micro, steps) != (given.choice, given.micro, given.num_micro_steps):
             changes = {**choice.keys(nvme_path, every), **batch_keys(keys, micro, steps)}
             changes.setdefault("activation_checkpointing", {"every": None})
-            found.append(Candidate(choice, micro, steps, changed(keys, changes)))
-    return found
+            space.append(Candidate(choice, micro, steps, changed(keys, changes)))
+    return space
 
 
 def _given(keys: Keys, world_size: int) -> Candidate:
@@ -133,7 +133,7 @@ def _given(keys: Keys, world_size: int) -> Candidate:
 
 
 def micro_batches(keys: Keys, settings: Autotuning, world_size: int) -> Iterator[tuple[int | None, int]]:
-    """Micro-batch sizes, each with its micro-steps, the smallest first; the given one alone where no other can be.
+    """Micro-batch sizes, each with its micro-steps, smallest first; only the given one if it cannot be changed.
 
     >>> list(micro_batches({"train_batch_size": 24}, Autotuning(), 2))
     [(4, 3), (6, 2), (12, 1)]
@@ -164,14 +164,14 @@ def micro_batches(keys: Keys, settings: Autotuning, world_size: int) -> Iterator
 
 
 def batch_keys(keys: Keys, micro: int | None, steps: int) -> dict[str, Any]:
-    """The keys that ask for this batch; none where none is named."""
+    """The configuration keys of this batch; none if the configuration sets no batch."""
     if micro is None or quietly(keys).elasticity.enabled:
         return {}
     return {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
 
 
 class Planner:
-    """Plans candidates of one model, with the script's batch in all sizes that are needed."""
+    """Plans candidates of one model, with the script's batch in every size they need."""
 
     def __init__(
         self,
@@ -184,8 +184,8 @@ class Planner:
         sample: Callable[[int | None], Any] | None,
         nvme_path: str | None = None,
     ) -> None:
-        """`device` is where the model is; `sample` makes a batch of so many samples on one rank, None of as many as there
-        were; without it activations are not counted."""
+        """`device` is where the model is. `sample(n)` makes one rank's batch of n samples, None for the script's own number;
+        without `sample`, activations are not counted."""
 
         def search(micro: int | None, steps: int) -> Search:
             batch = sample(micro) if sample else None
@@ -196,7 +196,7 @@ class Planner:
         self._has_batch = sample is not None
 
     def planned(self, candidate: Candidate) -> Planned:
-        """Its plan; what the model or the configuration does not allow is told in `refused`."""
+        """The plan of a candidate; if the model or the configuration does not allow it, `refused` has the reason."""
         try:
             search = self._search(candidate.micro, candidate.num_micro_steps)
             rung = search.rung("", candidate.choice)
@@ -211,7 +211,7 @@ class Planner:
 
 
 def _with_its_limit(candidate: Candidate, rung: Rung) -> Candidate:
-    """The candidate, with the limit of gathered parameters that the plan had to raise, if it had to."""
+    """The candidate, with `stage3_max_live_parameters` as the plan raised it, if it did."""
     limit = (rung.column.keys.get("zero_optimization") or {}).get("stage3_max_live_parameters")
     before = quietly(candidate.keys).zero_optimization.stage3_max_live_parameters
     if candidate.is_given or not rung.column.note or limit in (None, before):

@@ -383,7 +383,7 @@ def test_seconds_follow_the_rates() -> None:
         return dry_run(plan, trace, machine=MachineModel(**rates)).seconds
 
     slow: dict[str, Any] = {"latency": 0.0, "flops": 1e30, "memory": 1e30, "network": 1e30}
-    sent, moves = dry_run(plan, trace).timeline.sent, trace.moments
+    sent, moves = dry_run(plan, trace).timeline.sent, trace.events
     assert seconds(**slow | {"network": 1e6}) == pytest.approx(sent / 1e6)
     assert seconds(**slow | {"flops": 1e6}) == pytest.approx(trace.flops / 1e6)
     assert seconds(**slow | {"memory": 1e6}) > sum(work.nbytes for moment in moves for work in moment.work) / 1e6
@@ -521,8 +521,8 @@ def test_inputs_that_wait_in_host_memory_are_planned_as_a_running_step_moves_the
     assert found == pytest.approx(traced.nbytes, rel=0.01)
     assert host.now == 0 and host.most == traced.host_nbytes > 0
     steps = 2  # of the running one
-    assert sum(moment.leaves for moment in traced.moments) == host.left / steps
-    assert sum(moment.returns for moment in traced.moments) == host.returned / steps == host.left / steps
+    assert sum(event.leaves for event in traced.events) == host.left / steps
+    assert sum(event.returns for event in traced.events) == host.returned / steps == host.left / steps
     of_one = host.left // steps // num_moved
     assert traced.host_nbytes == num_moved * pinned_nbytes(of_one)
     here = trace_activations(model, cfg, batch, on_host=False)
@@ -704,9 +704,9 @@ def test_models_are_found_by_file_class_and_path(tmp_path: Path) -> None:
 WRONG = {
     "nonsense": r"^model: 'nonsense' must be a count of parameters \(7B\), an import path",
     "meta-llama/Llama-2-7b": r"nothing is downloaded",
-    "no.such.module:fn": r"^model: 'no.such.module:fn' .* gave ModuleNotFoundError: No module named 'no'; mend it",
-    "test_planner:fails": r"gave KeyError: 'no such thing'",
-    "test_planner:WRONG": r"must give a torch.nn.Module, got dict",
+    "no.such.module:fn": r"^model: 'no.such.module:fn' .* got ModuleNotFoundError: No module named 'no'; correct it",
+    "test_planner:fails": r"got KeyError: 'no such thing'",
+    "test_planner:WRONG": r"must be a torch.nn.Module, got dict",
     "LlamaTokenizer": r"must be a model or a configuration of transformers",
     "1": r"must be between 100K and 100T, got 1",
 }
@@ -742,7 +742,7 @@ def test_more_memory_is_never_slower_and_what_fits_holds(billion: nn.Module, tmp
         assert best.device_nbytes > sum(planned.bytes_by_memory["device"].values())
     found[-1].save(tmp_path / "fits.json")
     assert fzero.Config.load(tmp_path / "fits.json").zero_optimization.stage == fitting[-1][1].choice.stage
-    with pytest.raises(fzero.ConfigError, match=r"^fit: nothing fits into 0.3 GB; .* needs the least of the device, "):
+    with pytest.raises(fzero.ConfigError, match=r"^fit: nothing fits into 0.3 GB; .* needs the least device memory, "):
         found[0].save(tmp_path / "none.json")
     assert not (tmp_path / "none.json").exists()
 

@@ -56,7 +56,7 @@ def test_ranks_that_measure_at_once_are_what_a_plan_is_made_with(
     assert picture.stat().st_size > 10_000
     (tmp_path / "rates.json").write_text("{}")
     assert main([*plan, *given]) == 1
-    assert "must be what `fzero env --json` printed" in capsys.readouterr().err
+    assert "must be the output of `fzero env --json`" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,7 +167,7 @@ def test_a_profile_is_shown_in_parts_and_written_to_a_file(tmp_path: Path) -> No
 @pytest.mark.parametrize("device", ["meta", "frozen"])
 def test_a_model_that_cannot_be_profiled_is_told(device: str) -> None:
     model = make(Slow).to("meta") if device == "meta" else make(Slow).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"^profile: needs a model with values and with parameters that are trained"):
+    with pytest.raises(ValueError, match=r"^profile: needs a model with values and with trainable parameters"):
         fzero.profiling.profile(model, torch.randn(4, 64))
 
 
@@ -414,14 +414,14 @@ MISTAKES = {
     ),
     "a batch that does not fit": (
         ["--model", "test_profiler:make_slow", "--sample", "test_profiler:make_wide_batch"], 1,
-        "batch: Slow must run forward and backward on it, and gave RuntimeError: ",
+        "batch: Slow must run forward and backward on it, got RuntimeError: ",
     ),
     "a branch on data": (
         ["--model", "test_profiler:Branching", "--sample", "test_profiler:make_batch"], 1,
-        "what it does depends on values of tensors, and there are none on paper",
+        "it reads values of tensors, and a dry run has none",
     ),
     "an error of the model": (
-        ["--model", "test_profiler:Looking", "--sample", "test_profiler:make_batch"], 1, "and gave KeyError: 'x'; mend the",
+        ["--model", "test_profiler:Looking", "--sample", "test_profiler:make_batch"], 1, "got KeyError: 'x'; correct the",
     ),
     "no parameters": (["--model", "test_profiler:Bare"], 1, "Bare has no parameters; pass a model with some"),
     "rates of nothing": (["--model", "1M", "--rates", "{null}"], 1, "host_copy must be a positive number, got None"),
