@@ -181,7 +181,7 @@ class Counted:
         def counted_take(scratch: staging.BufferPool, *args: Any) -> Tensor:
             flat = take(scratch, *args)
             caller = sys._getframe(1).f_code.co_name
-            purpose = {"_gather": "gathers", "_flat_grad": "reductions"}.get(caller, caller)
+            purpose = {"_start": "gathers", "_flat_grad": "reductions"}.get(caller, caller)
             purposes[id(scratch), flat.data_ptr()] = purpose
             self.alive[id(scratch), purpose] += flat.nbytes
             self.most[purpose] = max(self.most[purpose], self.alive[id(scratch), purpose])
