@@ -76,7 +76,7 @@ class GatheredParameters:
         self._whole = full_params(engine.train_step, engine.state, self._names)
         self._before = {name: _fingerprint(value) for name, value in self._whole.items()}
         for name, value in self._whole.items():
-            engine.live.bring(name, value)
+            engine.live.show(name, value)
         engine.is_gathered = self._outer or (engine.train_step.plan.stage == 3 and not engine.live.is_away)
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""The stateful facade for DeepSpeed's scripts: `initialize` and what it returns.
+"""The stateful facade for DeepSpeed's scripts: `initialize`, and the engine that it returns.
 
 May import: checkpoint, profiling and below. Begin with `fzero.engine.initialize`.
 """

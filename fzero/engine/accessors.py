@@ -1,4 +1,4 @@
-"""What scripts ask of an engine besides training: its sizes, switches and counters, and what it tells meanwhile."""
+"""`Accessors`: an engine's batch sizes, counters, learning rates, weights and log output."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Accessors(Settings):
         return self.train_micro_batch_size_per_gpu() * self._gas * self.train_step.world_size
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of accumulation steps, from here on: an accumulation must not have begun."""
+        """Sets the number of accumulation steps from here on; allowed only between accumulations."""
         check_whole("train_batch_size", train_batch_size, 1)
         one = self.train_micro_batch_size_per_gpu() * self.train_step.world_size
         if train_batch_size % one or train_batch_size < one:
@@ -78,12 +78,12 @@ class Accessors(Settings):
         self._gas, self.counted_from = train_batch_size // one, self.micro_steps
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another number of samples per rank and micro-step; the accumulation steps stay."""
+        """Sets the number of samples per rank and micro-step; the number of accumulation steps is unchanged."""
         check_whole("train_micro_batch_size_per_gpu", micro_batch_size, 1)
         self._micro_batch = micro_batch_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples per update of all ranks, and of a rank per micro-step, and micro-steps."""
+        """(Samples per update over all ranks, samples per rank and micro-step, micro-steps per update)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -92,18 +92,18 @@ class Accessors(Settings):
 
     @property
     def _num_collected(self) -> int:
-        """Micro-steps since an accumulation began, by count."""
+        """The number of micro-steps since the accumulation began."""
         return (self.micro_steps - self.counted_from) % self._gas
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says itself whether the next `step` updates, in place of counting; call it before the backward."""
+        """Sets whether the next `step` updates, instead of counting micro-steps; call it before the backward."""
         self._boundary = bool(is_boundary)
 
     def _samples(self) -> int:
-        """Of one update, where that is configured."""
+        """Samples of one update; 0 where no batch size is configured."""
         return 0 if self._micro_batch is None else self.train_batch_size()
 
-    # --- what it is ----------------------------------------------------------------------------------------------
+    # --- device and rank -----------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -111,7 +111,7 @@ class Accessors(Settings):
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its machine."""
+        """The index of this rank on its machine."""
         me = launched()
         return self.device.index or 0 if me is None else me.local_rank
 
@@ -125,19 +125,19 @@ class Accessors(Settings):
 
     dp_world_size = world_size
 
-    # --- where it stands -----------------------------------------------------------------------------------------
+    # --- progress ------------------------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied by."""
+        """The factor of the next loss."""
         return float(self.state.loss_scale.scale.item())
 
     def get_global_grad_norm(self) -> float | None:
-        """The gradient norm of the last update, not scaled and before clipping; None before the first."""
+        """The gradient norm of the last update, unscaled and before clipping; None before the first."""
         return None if self.metrics is None else float(self.metrics.grad_norm.item())
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated: it was the end of an accumulation, and was not skipped for an overflow."""
+        """Whether the last `step()` updated: it ended an accumulation, and was not skipped for an overflow."""
         return self._is_applied
 
     def get_lr(self) -> list[float]:
@@ -149,7 +149,7 @@ class Accessors(Settings):
         return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
     def set_lr(self, lr: float) -> None:
-        """Another learning rate for all groups, until a scheduler writes one."""
+        """Sets the learning rate of all groups, until a scheduler writes one."""
         if isinstance(lr, bool) or not isinstance(lr, int | float | Tensor):
             refuse(
                 "set_lr", "given a number", lr, "pass one rate for all groups, or write optimizer.param_groups[i]['lr']"
@@ -167,14 +167,14 @@ class Accessors(Settings):
         """The full weights, on every rank's CPU. *Collective:* every rank.
 
         Args:
-            destination: takes them, too.
+            destination: a dict to which the weights are added.
             prefix: of their names.
-            keep_vars: must be False: they are copies.
-            exclude_frozen_parameters: leaves those out.
+            keep_vars: must be False, because the weights are copies.
+            exclude_frozen_parameters: whether to omit frozen parameters.
         """
         if keep_vars:
             raise ValueError(
-                "module_state_dict: keep_vars must be False, got True: what is gathered is a copy; leave it out"
+                "module_state_dict: keep_vars must be False, got True: gathered weights are copies; leave it out"
             )
         frozen = self._frozen if exclude_frozen_parameters else set()
         full = self.train_step.gather(self.state)
@@ -190,30 +190,30 @@ class Accessors(Settings):
         return {name for name, param in params if not param.requires_grad}
 
     def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The full weights as the model computes with them, on rank 0; None on the others. *Collective:* every rank."""
+        """The full weights in the model's dtypes, on rank 0; None on the others. *Collective:* every rank."""
         step = self.train_step
         full = step.gather(self.state, to="rank0")
         params = dict(step.recipe.model.named_parameters(remove_duplicate=False))
         frozen = self._frozen if exclude_frozen_parameters else set()
         like = {name: param.dtype for name, param in params.items()}
-        told = {name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen}
-        return told if step.rank == 0 else None
+        found = {name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen}
+        return found if step.rank == 0 else None
 
     _zero3_consolidated_16bit_state_dict = consolidated_16bit_state_dict
 
     @property
     def profile(self) -> Profile | None:
-        """Of the step that `flops_profiler` names, on rank 0; None before it is over, and on other ranks."""
+        """The profile of the step that `flops_profiler` names, on rank 0; None until that step is over, and on other ranks."""
         return self._watch.profile
 
-    # --- what it tells -------------------------------------------------------------------------------------------
+    # --- log output ----------------------------------------------------------------------------------------------
 
     def log_line(self, line: RenderableType) -> None:
         if self.train_step.rank == 0:
             print(line if isinstance(line, str) else as_text(line), flush=True)
 
     def _report(self, before: int) -> None:
-        """After the update that followed so many others: monitors, `steps_per_print`, and the tables that keys ask for."""
+        """Writes monitors, `steps_per_print` and the configured tables, after the update that followed `before` others."""
         metrics, every = self.metrics, self.keys.steps_per_print
         assert metrics is not None
         if self._monitors:
@@ -226,5 +226,5 @@ class Accessors(Settings):
             self.log_line(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
             )
-        for table in self._watch.told(before):
+        for table in self._watch.report(before):
             self.log_line(table)

@@ -1,6 +1,6 @@
-"""Where does an engine's training lie on the disk? `DIR/<tag>` is a folder of `fzero.save`, and `DIR/latest` names a tag.
+"""`KeepsFiles`: an engine's checkpoints. `DIR/<tag>` is a folder of `fzero.save`, and `DIR/latest` names a tag.
 
-Beside the state a checkpoint holds the counters, the scheduler, the param groups, where the data is, and the script's own dict.
+Besides the state, a checkpoint holds the counters, scheduler, param groups, position in the data, and the script's own dict.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class KeepsFiles(Accessors):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Saves all of the training below `save_dir/tag`, by default `global_step<N>`. *Collective:* every rank.
+        """Saves the state and the script's progress under `save_dir/tag`, by default `global_step<N>`. *Collective:* every rank.
 
         The folder is a checkpoint of `fzero.save`; `save_dir/latest` names the tag.
         """
         self.active_step()
         check_path("save_checkpoint: save_dir", save_dir)
-        check_kind("client_state", client_state, Mapping | None, "a mapping", "pass {'epoch': 3}, say")
+        check_kind("client_state", client_state, Mapping | None, "a mapping", "pass one, such as {'epoch': 3}")
         if tag is not None and not str(tag):
             refuse("tag", "a name", tag, "pass one, or None for global_step<N>")
         if exclude_frozen_parameters:
@@ -69,14 +69,14 @@ class KeepsFiles(Accessors):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Goes on where a checkpoint stands, of any number of ranks and any stage. *Collective:* every rank.
+        """Continues from a checkpoint of any number of ranks and any stage. *Collective:* every rank.
 
         Returns:
             The folder and the `client_state`; `(None, None)` where no tag is given and there is no `latest`.
         """
         if custom_load_fn is not None:
-            raise ValueError("load_checkpoint: custom_load_fn must be None: no module is loaded as such; give its weights to "
-                             "fzero.load_weights")  # fmt: skip
+            raise ValueError("load_checkpoint: custom_load_fn must be None, because the state is loaded and not a module; pass "
+                             "the weights to fzero.load_weights")  # fmt: skip
         check_path("load_checkpoint: load_dir", load_dir)
         self.zero_grad()
         return _load(
@@ -87,12 +87,12 @@ class KeepsFiles(Accessors):
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Writes the weights in the model's 16 bits: one file that torch.save makes on rank 0, or safetensors files.
+        """Writes the weights in the model's 16-bit dtype: one file by torch.save on rank 0, or safetensors files.
 
         *Collective:* every rank.
 
         Args:
-            save_filename: `model.safetensors` writes as `fzero.checkpoint.save_16bit_model`, which holds one unit at a time.
+            save_filename: `model.safetensors` selects `fzero.checkpoint.save_16bit_model`, which gathers one unit at a time.
         """
         check_path("save_16bit_model: save_dir", save_dir)
         return _save_16bit(self, Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
@@ -110,7 +110,7 @@ def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *,
             "save_checkpoint: gradients since the last update are not saved; call it after an update to lose none",
             stacklevel=3,
         )
-    told = {
+    progress = {
         "counters": {name: getattr(engine, name) for name in COUNTERS},
         "scheduler": _scheduler_state(engine),
         "groups": [_plain_values(group) for group in engine.hyper],
@@ -119,7 +119,7 @@ def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *,
     state = engine.state._replace(rng=_random_state_of(engine))
     check_same_folder(step.runtime.mesh.world, folder, "save_checkpoint")
     of_rank_0(step.runtime.mesh.world, lambda: files.claim(folder))
-    save_state(state, folder / tag, step=step, client={"engine": told, "client": client}, keep=1)
+    save_state(state, folder / tag, step=step, client={"engine": progress, "client": client}, keep=1)
     if save_latest:
         of_rank_0(step.runtime.mesh.world, lambda: files.write_whole(folder / files.LATEST, f"{tag}\n".encode()))
 
@@ -143,23 +143,23 @@ def _load(
     else:
         engine.take_over(step, load_weights(path, step=step))
         client = together(step.runtime.mesh.world, lambda: files.read_client(files.find(path)))
-    told = client["engine"] if isinstance(client, dict) and "engine" in client else None
-    if told is None:
+    progress = client["engine"] if isinstance(client, dict) and "engine" in client else None
+    if progress is None:
         raise CheckpointError(
-            f"load_checkpoint: {path} must be saved by an engine, and is one of fzero.save; load it with fzero.load"
+            f"load_checkpoint: {path} must be saved by an engine, and was saved by fzero.save; load it with fzero.load"
         )
     if optimizer:
         _set_random_state(engine)
-        for group, values in zip(engine.hyper, told["groups"]):
+        for group, values in zip(engine.hyper, progress["groups"]):
             group.update(values)
-    if scheduler and engine.lr_scheduler is not None and told["scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(told["scheduler"])
+    if scheduler and engine.lr_scheduler is not None and progress["scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(progress["scheduler"])
     if counters:
         for name in COUNTERS:
-            setattr(engine, name, told["counters"][name])
+            setattr(engine, name, progress["counters"][name])
         engine.counted_from = engine.micro_steps
-        if engine.training_dataloader is not None and told["data"] is not None:
-            engine.training_dataloader.load_state_dict(told["data"])
+        if engine.training_dataloader is not None and progress["data"] is not None:
+            engine.training_dataloader.load_state_dict(progress["data"])
     engine.show_state()
     return str(path), client["client"]
 
@@ -192,14 +192,14 @@ def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -
 
 
 def _agreed_tag(engine: Accessors, tag: str) -> str:
-    """The tag of rank 0; those of all ranks must be the same, by `checkpoint.tag_validation`."""
+    """Rank 0's tag; `checkpoint.tag_validation` says whether differing tags raise, warn or are ignored."""
     how, step = engine.keys.checkpoint.tag_validation, engine.train_step
     tags: list[str] = collectives.exchange(tag, step.runtime.mesh.world, label=Label("save"))
     if len(set(tags)) > 1 and how != "IGNORE":
-        told = f"save_checkpoint: tag must be the same on all ranks, got {tags}; rank 0's is used"
+        message = f"save_checkpoint: tag must be the same on all ranks, got {tags}; rank 0's is used"
         if how == "FAIL":
-            raise ValueError(f"{told} where checkpoint.tag_validation is not FAIL; pass the same tag")
-        warnings.warn(told, stacklevel=4)
+            raise ValueError(f"{message} where checkpoint.tag_validation is not FAIL; pass the same tag")
+        warnings.warn(message, stacklevel=4)
     return tags[0]
 
 
@@ -214,13 +214,13 @@ def _scheduler_state(engine: Any) -> Any:
 
 
 def _plain_values(group: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a group."""
+    """The hyper-parameters of a group that are numbers."""
     values = {k: v for k, v in group.items() if isinstance(v, bool | int | float) or k == "betas"}
     return values | ({"lr": lr_of(group)} if "lr" in group else {})
 
 
 def _random_state_of(engine: Accessors) -> dict[str, torch.Tensor]:
-    """The process', on which the module runs."""
+    """The random state of the process, which the module uses."""
     found = {"cpu": torch.get_rng_state()}
     if "cuda" in engine.state.rng:
         found["cuda"] = torch.cuda.get_rng_state(engine.device)

@@ -1,7 +1,7 @@
-"""Which parameter groups and which update do a script's own optimizer, or its list of parameters, ask for?
+"""`Groups`: parameter groups and update rule of a script's own optimizer, or of its list of parameters.
 
-An optimizer of `torch.optim` that is given to the engine is not stepped: its class, its hyper-parameters and its groups are
-read, and become a transform. What a script writes into `param_groups` later (a scheduler does) is read before each update.
+An optimizer of `torch.optim` that is passed to the engine is never stepped: its class, hyper-parameters and groups are
+read, and converted to a transform. Later changes to `param_groups` (by a scheduler, say) are read before each update.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from fzero.plans.param_groups import ParamGroup, UserTransform
 _BLOCKS: dict[type[torch.optim.Optimizer], str] = {
     cls: cls.__name__ for cls in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
 }
-"""What is done by fzero's own kernels."""
+"""The optimizer classes that fzero implements itself."""
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
-"""Keys of a group that say how an update runs through memory, or nothing of it."""
+"""Keys of a group that do not change the result of an update."""
 
 Hyper = dict[str, Any]
 
 
 class Groups(NamedTuple):
-    """What a step is made with, and what a script sees of it."""
+    """The optimizer and groups of a step, and the groups as the script sees them."""
 
     optimizer: Optimizer | None
-    """In place of the configuration's; None keeps that."""
+    """Replaces the configuration's optimizer; None keeps that."""
     transform: Callable[[float], Transform] | None
-    """In place of both."""
+    """Replaces both."""
     param_groups: Sequence[ParamGroup]
-    """All but the first, which is everything else."""
+    """All groups but the first, which has the remaining parameters."""
     seen: list[Hyper]
-    """The groups as a script sees them, `params` and hyper-parameters; live."""
+    """The live groups of the script: `params` and hyper-parameters."""
     held: frozenset[str]
-    """The names of the parameters in the groups, frozen ones too: those that are trained while they require gradients."""
+    """The names of the parameters in the groups, including frozen ones; they are trained while they require gradients."""
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
-    """What a script's optimizer asks for.
+    """The groups of a script's optimizer.
 
     Raises:
         ConfigError: it has been stepped, has parameters that are not the model's, or its class does not work on shards.
     """
     if optimizer.state:
         raise ConfigError(
-            f"optimizer: must be new, got a {type(optimizer).__name__} that has made steps, whose state is not taken over; "
+            f"optimizer: must be new, got a {type(optimizer).__name__} that has made steps and whose state would be lost; "
             f"pass it to initialize before training"
         )
     groups = [group for group in optimizer.param_groups if group["params"]]
@@ -66,16 +66,16 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
         rest = [{"params": take, **block.params.model_dump()} for take, block in zip(takers[1:], blocks[1:])]
         return Groups(blocks[0], None, rest, optimizer.param_groups, held)
     makes = [_maker(type(optimizer), group) for group in groups]
-    torch_optimizer(type(optimizer), **_arguments(type(optimizer), groups[0]))  # which checks the class
+    torch_optimizer(type(optimizer), **_arguments(type(optimizer), groups[0]))  # raises for an unsupported class
     rest = [{"params": t, "transform": m, "lr": float(g["lr"])} for t, m, g in zip(takers[1:], makes[1:], groups[1:])]
     return Groups(None, makes[0], rest, optimizer.param_groups, held)
 
 
 def of_parameters(model_parameters: Iterable[Any] | None, configured: Optimizer, model: nn.Module) -> Groups:
-    """What the configuration's optimizer asks for, with the groups of a script's parameters.
+    """The groups of a script's parameters, under the configuration's optimizer.
 
     Raises:
-        ConfigError: there are others than the model's parameters, or a group has a hyper-parameter that the optimizer has not.
+        ConfigError: a parameter is not the model's, or a group has a hyper-parameter that the optimizer lacks.
     """
     if isinstance(model_parameters, str | Tensor | nn.Module):
         fix = "pass model.parameters(), or leave it out"
@@ -101,10 +101,10 @@ def of_parameters(model_parameters: Iterable[Any] | None, configured: Optimizer,
 
 
 def changed(optimizers: Sequence[Any], seen: Sequence[Hyper]) -> list[Any] | None:
-    """The optimizers with what a script has written into its groups, but for the learning rate; None where that is nothing.
+    """The optimizers with the script's changes to its groups, the learning rate aside; None where nothing has changed.
 
     Raises:
-        ConfigError: a value that the optimizer does not take.
+        ConfigError: the optimizer does not accept a value.
     """
     found = list(optimizers)
     for index, (block, group) in enumerate(zip(optimizers, seen, strict=True)):
@@ -116,7 +116,7 @@ def changed(optimizers: Sequence[Any], seen: Sequence[Hyper]) -> list[Any] | Non
 
 
 def lr_of(group: Hyper) -> float:
-    """The learning rate that a group has now."""
+    """The present learning rate of a group."""
     lr = group.get("lr", 0.0)
     return float(lr.item() if isinstance(lr, Tensor) else lr)
 
@@ -133,7 +133,7 @@ def _taker(names: Collection[str]) -> Callable[[str, Tensor], bool]:
 
 
 def _block_of(optimizer: torch.optim.Optimizer) -> type[OptimizerBlock] | None:
-    """fzero's own block for the optimizer, where its class and the flags of all groups have one."""
+    """fzero's own block for the optimizer; None where fzero does not implement its class or a flag of its groups."""
     found = next((cls for cls in type(optimizer).__mro__ if cls in _BLOCKS), None)
     if found is None or type(optimizer).step is not found.step:
         return None
@@ -143,7 +143,7 @@ def _block_of(optimizer: torch.optim.Optimizer) -> type[OptimizerBlock] | None:
 
 
 def _values(block: OptimizerBlock | type[OptimizerBlock], group: Hyper) -> Hyper:
-    """The hyper-parameters of a group that a block has."""
+    """The hyper-parameters of a group that a block also has."""
     params: Any = (block if isinstance(block, type) else type(block)).model_fields["params"].annotation
     values = {key: group[key] for key in params.model_fields if key in group}
     if "adam_w_mode" in params.model_fields and "decoupled_weight_decay" in group:
@@ -161,7 +161,7 @@ def _arguments(cls: type[torch.optim.Optimizer], group: Hyper) -> Hyper:
 
 
 def _maker(cls: type[torch.optim.Optimizer], group: Hyper) -> Callable[[float], Transform]:
-    """The class' update with what its group holds at that time, and a learning rate."""
+    """A function of the learning rate that makes the class's transform with the present values of its group."""
     return lambda lr: torch_transform(cls, _arguments(cls, group) | ({"lr": lr} if "lr" in group else {}))
 
 
@@ -169,14 +169,14 @@ def _names_in(model: nn.Module, groups: Sequence[Sequence[Tensor]], field: str) 
     """The names of the parameters in each group.
 
     Raises:
-        ConfigError: a group holds something else, or a parameter stands twice.
+        ConfigError: a group holds something else, or a parameter occurs twice.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     seen: set[int] = set()
     for param in (param for group in groups for param in group):
         if id(param) not in names:
             raise ConfigError(
-                f"{field}: must hold parameters of the model, got a tensor of shape {tuple(param.shape)} that is none; make it "
+                f"{field}: must hold parameters of the model, got another tensor, of shape {tuple(param.shape)}; make it "
                 f"from model.parameters(), after the last model.to(...)"
             )
         if id(param) in seen:

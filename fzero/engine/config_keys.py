@@ -1,4 +1,4 @@
-"""Which keys of a configuration concern the engine alone? Those about printing, files and data, which no step needs."""
+"""`EngineKeys`: the configuration keys of the engine alone, for printing, files and data; a step does not read them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fzero.config.fields import Block, Count, Elements, Number, message_of, numb
 
 
 class Monitor(Block):
-    """DeepSpeed keys `csv_monitor` and `tensorboard`: where loss, learning rate and loss scale of each step are written."""
+    """DeepSpeed keys `csv_monitor` and `tensorboard`: files for loss, learning rate and loss scale of each step."""
 
     enabled: bool = False
     output_path: str = ""
-    """A folder; empty is `csv_monitor`, or `runs` for tensorboard."""
+    """A folder; if empty, `csv_monitor`, or `runs` for tensorboard."""
     job_name: str = "DeepSpeedJobName"
-    """The folder in it."""
+    """The sub-folder of `output_path`."""
 
 
 class FlopsProfilerKeys(Block):
@@ -30,19 +30,19 @@ class FlopsProfilerKeys(Block):
     recompute_fwd_factor: Number = 0.0
     """Must be 0: forwards that run again in a backward are counted as they run."""
     profile_step: Elements = 1
-    """The updates that come before the step."""
+    """The number of updates before the profiled step."""
     module_depth: Annotated[int, BeforeValidator(number)] = -1
-    """Of the deepest modules shown; -1 is all."""
+    """The depth of the deepest modules shown; -1 shows all."""
     top_modules: Count = 1
-    """How many classes of each depth are named as the largest."""
+    """The number of largest classes named at each depth."""
     detailed: bool = True
-    """Whether the tree is shown."""
+    """Whether the tree of modules is shown."""
     output_file: str | None = None
-    """Where it is written; None prints it."""
+    """The file of the profile; None prints it."""
 
 
 class CommsLoggerKeys(Block):
-    """DeepSpeed key `comms_logger`: what is sent, summed up by `fzero.deepspeed.comm.log_summary()`."""
+    """DeepSpeed key `comms_logger`: logs collectives; `fzero.deepspeed.comm.log_summary()` prints the totals."""
 
     enabled: bool = False
     verbose: bool = False
@@ -50,13 +50,13 @@ class CommsLoggerKeys(Block):
     prof_all: bool = True
     """Whether all collectives are logged; False logs those of `prof_ops`."""
     debug: bool = False
-    """Whether rows tell what was sent for what, too."""
+    """Whether rows also name the purpose of each collective."""
     prof_ops: tuple[str, ...] = ()
     """Names of collectives, fzero's or those of torch.distributed."""
 
     @property
     def only(self) -> frozenset[str]:
-        """The collectives that are logged; empty is all."""
+        """The names of the collectives to log; empty is all."""
         named = {_OPERATIONS.get(name, name) for name in self.prof_ops}
         return frozenset() if self.prof_all else frozenset(named or {"none"})
 
@@ -87,25 +87,25 @@ def _steps(value: object) -> object:
 
 
 class CheckpointKeys(Block):
-    """DeepSpeed key `checkpoint`, of which the engine honours what follows."""
+    """The parts of DeepSpeed's key `checkpoint` that the engine honours."""
 
     tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(_upper)] = "WARN"
-    """What happens when ranks save under different tags."""
+    """The reaction to ranks that save under different tags."""
 
 
 class EngineKeys(Block):
-    """The keys that `fzero.initialize` honours beside those of a step."""
+    """The keys that `fzero.initialize` honours besides those of a step."""
 
     steps_per_print: Annotated[Count | None, BeforeValidator(_steps)] = None
-    """Rank 0 prints step, skipped steps, learning rate and momentum after so many steps."""
+    """Rank 0 prints step, skipped steps, learning rate and momentum every `steps_per_print` steps."""
     wall_clock_breakdown: bool | None = False
-    """Rank 0 prints after each step how long its parts took, and the waits for collectives in them."""
+    """Rank 0 prints after each step the duration of its parts, and the waits for collectives in them."""
     memory_breakdown: bool | None = False
     """Rank 0 prints the plan, with the bytes of model state, when the engine is made, and memory after each part of a step."""
     dump_state: bool | None = False
     """Rank 0 prints the configuration and the plan when the engine is made."""
     dataloader_drop_last: bool | None = False
-    """Whether the loader of `training_data` drops what does not fill a batch on every rank."""
+    """Whether the loader of `training_data` drops samples that do not fill a batch on every rank."""
     csv_monitor: Monitor = Monitor()
     tensorboard: Monitor = Monitor()
     checkpoint: CheckpointKeys = CheckpointKeys()
@@ -114,10 +114,10 @@ class EngineKeys(Block):
 
 
 def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, EngineKeys]:
-    """The configuration of the step, and the engine's.
+    """The configuration of the step, and that of the engine.
 
     Raises:
-        ConfigError: one line for every field that is wrong.
+        ConfigError: one line per invalid field.
     """
     own = "|".join(EngineKeys.model_fields)
     with warnings.catch_warnings():
@@ -133,8 +133,8 @@ def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, Engin
         raise ConfigError("\n".join(lines)) from None
     if keys.flops_profiler.enabled and keys.flops_profiler.recompute_fwd_factor:
         warnings.warn(
-            f"flops_profiler.recompute_fwd_factor: must be 0, got {keys.flops_profiler.recompute_fwd_factor:g}, which is not "
-            f"used: forwards that run again in a backward are counted as they run; leave it out",
+            f"flops_profiler.recompute_fwd_factor: must be 0, got {keys.flops_profiler.recompute_fwd_factor:g}, which is "
+            f"ignored: forwards that run again in a backward are counted as they run; leave it out",
             ConfigWarning,
             stacklevel=3,
         )
@@ -148,7 +148,7 @@ _CHECKPOINT_OFF = {
 
 
 def _known(block: Mapping[str, Any]) -> dict[str, Any]:
-    """What the engine honours of the block `checkpoint`; what else it says must ask for nothing."""
+    """The keys of the block `checkpoint` that the engine honours; raises for others that are not at their defaults."""
     for key, value in block.items():
         if key in _CHECKPOINT_OFF and value not in (_CHECKPOINT_OFF[key], None):
             raise ConfigError(

@@ -1,8 +1,7 @@
-"""Which samples does a rank see, in which order, and how does a job go on where another one stopped?
+"""`ResumableLoader`: torch's `DataLoader` and `DistributedSampler` with a position: an epoch, and its batches so far.
 
-`ResumableLoader` is torch's `DataLoader` with torch's `DistributedSampler` and a position: how many batches of which epoch
-were given out. Going on there skips indices, not samples: nothing is loaded for them. The order of an epoch does not depend
-on the number of ranks, so that a job of another size goes on, too, where a batch of all ranks begins.
+To resume, indices are skipped; no skipped sample is loaded. The order of an epoch does not depend on the number of ranks, so
+a job of another size can resume too, at the beginning of any batch of all ranks.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class ResumableLoader:
-    """This rank's batches of a dataset, epoch after epoch: each `iter` is what is left of one.
+    """This rank's batches of a dataset, epoch after epoch: each `iter` yields the rest of one epoch.
 
     Args:
         dataset: with a length.
         batch_size: samples of one batch on one rank.
-        rank, world_size: which share of each epoch is this rank's.
-        drop_last: whether samples that fill no batch on every rank are left out. Else the last batch is smaller, and samples
-            are repeated until all ranks have as many.
-        shuffle: whether each epoch has an order of its own, which `seed` decides.
+        rank, world_size: select this rank's part of each epoch.
+        drop_last: whether samples that do not fill a batch on every rank are dropped. Otherwise the last batch is smaller, and
+            samples are repeated until all ranks have equally many.
+        shuffle: whether each epoch has another order, which depends on `seed`.
         collate_fn, num_workers, pin_memory: as for `torch.utils.data.DataLoader`.
 
     Attributes:
-        epoch: the one that runs, or comes next.
-        num_given: batches of it that were given out.
+        epoch: the present epoch, or the next one.
+        num_given: the number of its batches that have been yielded.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class ResumableLoader:
         self.epoch, self.num_given = 0, 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Batches of a full epoch."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
@@ -69,7 +68,7 @@ class ResumableLoader:
             self.epoch, self.num_given = self.epoch + 1, 0
         self.sampler.set_epoch(self.epoch)
         left = list(islice(self._batches, self.num_given, None))
-        # Else a DataLoader draws from the process' random numbers whenever it begins, so also when it goes on.
+        # Without its own generator a DataLoader advances the process's random state at each start, so also on resuming.
         own = torch.Generator().manual_seed(self.sampler.seed + self.epoch)
         loader: DataLoader[Any] = DataLoader(self.dataset, batch_sampler=left, generator=own, **self._how)  # type: ignore[arg-type]
         for batch in loader:
@@ -77,26 +76,26 @@ class ResumableLoader:
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is, the same on all ranks: the epoch, and how many of its samples all ranks together were given."""
+        """The position, the same on all ranks: the epoch, and the number of its samples yielded on all ranks together."""
         return {"epoch": self.epoch, "samples": self.num_given * self.batch_size * self.world_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where another loader of the same dataset was.
+        """Continues from the position of another loader of the same dataset.
 
         Raises:
-            ValueError: it was in the middle of a batch of this one.
+            ValueError: that position is inside a batch of this loader.
         """
-        samples, whole = state["samples"], self.batch_size * self.world_size
-        if samples % whole:
+        samples, together = state["samples"], self.batch_size * self.world_size
+        if samples % together:
             raise ValueError(
-                f"training_data: must go on where a batch of all ranks begins, a multiple of {whole} samples (batches of "
-                f"{self.batch_size} on {self.world_size} ranks), got {samples}; choose another batch size or number of ranks"
+                f"training_data: must resume at the beginning of a batch of all ranks, a multiple of {together} samples (batches "
+                f"of {self.batch_size} on {self.world_size} ranks), got {samples}; choose another batch size or number of ranks"
             )
-        self.epoch, self.num_given = state["epoch"], samples // whole
+        self.epoch, self.num_given = state["epoch"], samples // together
 
 
 class RepeatingLoader:
-    """A loader that begins anew when it is at its end, for scripts that count steps and not epochs.
+    """A loader that restarts at its end, for scripts that count steps and not epochs.
 
     >>> batches = iter(RepeatingLoader([1, 2]))
     >>> [next(batches) for _ in range(5)]
@@ -122,5 +121,5 @@ class RepeatingLoader:
             return next(self._batches)
         except StopIteration:
             raise ValueError(
-                "RepeatingLoader: needs a loader that gives something, and it is empty; pass another"
+                "RepeatingLoader: the loader must yield at least one batch, and is empty; pass another"
             ) from None

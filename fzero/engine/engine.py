@@ -1,4 +1,4 @@
-"""An object that trains as DeepSpeed's engine does, for scripts that are written for it.
+"""`Engine`: trains as DeepSpeed's engine does, for scripts that are written for it.
 
     engine, optimizer, loader, scheduler = fzero.initialize(model=model, config="ds_config.json", training_data=dataset)
     for x, y in loader:
@@ -6,12 +6,12 @@
         engine.backward(loss)
         engine.step()
 
-It holds a `TrainState`, and between two updates an `AccumulationWindow`; what it computes are functions elsewhere, mostly
-the parts of `TrainStep`. What a script asks for that cannot be had is an error that says what to do.
+It holds a `TrainState`, and between two updates an `AccumulationWindow`; the computation is in pure functions elsewhere, mostly
+the parts of `TrainStep`. A request that is not supported raises an error with a fix.
 
-Every rank makes the same calls in the same order. An exception between two calls leaves nothing on its way: when it comes on
-all ranks, go on with the next forward. When it comes on one rank alone the job has to end, for others wait. After an
-exception inside `forward` or `backward` the gradients collected since the last update are gone.
+Every rank makes the same calls in the same order. Between two calls no collective is under way: after an exception there on
+all ranks, the script may go on with the next forward. After an exception on one rank alone the job must end, because the
+others wait. After an exception inside `forward` or `backward` the gradients collected since the last update are lost.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ T = TypeVar("T")
 
 
 class Engine(HoldsModule, KeepsFiles):
-    """Made by `fzero.initialize`. Attributes that it has not are those of the module.
+    """Made by `fzero.initialize`. Attributes that it lacks are looked up in the module.
 
     Attributes:
-        module: the script's model. Its parameters are views of the state, or `Away` where they are divided (`live_params`);
-            calling it is calling the engine.
-        train_step, state: what trains, and the state that it trains; `None` while the state is away (`offload_states`).
-        optimizer: param groups to read and write; None of an engine that does not train.
+        module: the script's model. Its parameters are views of the state, or `PartitionedParameter`s where they are sharded
+            (`param_views`); calling it calls the engine.
+        train_step, state: the step, and the state that it trains. The state is in host memory after `offload_states`.
+        optimizer: param groups to read and write; None for an engine that does not train.
         lr_scheduler: stepped after each update that was not skipped, or None.
         training_dataloader: of `training_data`, or None.
         metrics: of the last update, or None.
-        comms_log: what this rank has sent, where `comms_logger` is enabled; else None.
+        comms_log: the collectives of this rank, where `comms_logger` is enabled; else None.
         micro_steps, global_steps, global_samples, skipped_steps: as DeepSpeed counts them.
     """
 
@@ -91,7 +91,7 @@ class Engine(HoldsModule, KeepsFiles):
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's outputs, which carry the graph; without gradients, and under torch.func, nothing is kept for later.
+        """The module's outputs, with their graph; without gradients, and under torch.func, nothing is saved for a backward.
 
         *Collective* in stage 3: every rank.
         """
@@ -100,13 +100,13 @@ class Engine(HoldsModule, KeepsFiles):
         return self._run(self.module, inputs, kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Adds the gradients of a loss to those since the last update; divides by the accumulation steps, and returns that.
+        """Adds the gradients of a loss to those since the last update. Returns the loss divided by the accumulation steps.
 
         *Collective:* every rank.
 
         Args:
-            loss: a scalar, of any forwards since the last update. It is multiplied by the loss scale here.
-            retain_graph: whether a further backward of the same graph comes.
+            loss: a scalar, computed from any forwards since the last update; the loss scale is applied here.
+            retain_graph: whether another backward of the same graph will follow.
             scale_wrt_gas: False does not divide by `gradient_accumulation_steps()`.
         """
         step, window, parts = self.active_step(), self.open_window, self._gas if scale_wrt_gas else 1
@@ -115,23 +115,23 @@ class Engine(HoldsModule, KeepsFiles):
                 "engine.backward: this engine has no optimizer; give initialize one, or the configuration"
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            told = (
+            given = (
                 f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
                 if isinstance(loss, Tensor)
                 else type(loss)
             )
             raise ValueError(
-                f"engine.backward: needs a scalar loss that depends on the module's parameters, got {told}"
+                f"engine.backward: needs a scalar loss that depends on the module's parameters, got {given}"
             )
         if window is None:
-            raise RuntimeError("engine.backward: no forward has come since the last update; call engine(...) first")
+            raise RuntimeError("engine.backward: must follow a forward since the last update; call engine(...) first")
         self.grads_are_reduced = self.is_gradient_accumulation_boundary() and self._is_syncing
         if self.grads_are_reduced:  # the ranks compare the numbers of the update in its last backward
             step = self._following()
         with (
             self._guarded(),
             self._watch.of("backward", self.global_steps),
-            torch.enable_grad(),  # the loss has a graph, whatever holds where it goes backward
+            torch.enable_grad(),  # the caller may run the backward inside no_grad
             self._others_passing(loss, keeps=retain_graph),
         ):
             self.open_window = step.backward(
@@ -141,17 +141,17 @@ class Engine(HoldsModule, KeepsFiles):
 
     def scale(self, loss: Tensor) -> NoReturn:
         raise RuntimeError(
-            "engine.scale: is for loss.backward(), which no other rank would know of; call engine.backward(loss)"
+            "engine.scale: is for loss.backward(), in which no other rank takes part; call engine.backward(loss)"
         )
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Counts a micro-step, and at the end of an accumulation updates: clips, skips an overflow, steps the scheduler.
+        """Counts a micro-step. At the end of an accumulation, updates: clips, skips an overflow, steps the scheduler.
 
         *Collective* at the end of an accumulation: every rank.
 
         Raises:
-            FloatingPointError: a gradient is not finite, where no overflow is skipped (DeepSpeed would go on with NaN); the
-                state is as it was, and the next accumulation begins.
+            FloatingPointError: a gradient is not finite, and overflows are not skipped (DeepSpeed would go on with NaN); the
+                state is unchanged, and the next accumulation begins.
         """
         if not self._is_syncing:
             raise RuntimeError(
@@ -169,22 +169,23 @@ class Engine(HoldsModule, KeepsFiles):
         step, window, optimizer = self.active_step(), self.open_window, self.optimizer
         if self._has_lost:
             raise RuntimeError(
-                "engine.step: gradients of earlier micro-steps were lost by an error; call engine.zero_grad() to go on without"
+                "engine.step: an error dropped the gradients of earlier micro-steps; call engine.zero_grad() to go on without "
+                "them"
             )
         if optimizer is None or window is None or not window.loss_stats:
             raise RuntimeError(
-                "engine.step: no backward has come since the last update; call engine.backward(loss) first"
+                "engine.step: must follow a backward since the last update; call engine.backward(loss) first"
             )
         if not self.grads_are_reduced and step.plan.stage < 2:
             raise RuntimeError(
-                "engine.step: the last backward must be the one that reduces gradients, and was inside no_sync or no boundary; "
+                "engine.step: the last backward must reduce gradients, and was inside no_sync or before the boundary; "
                 "call set_gradient_accumulation_boundary(True) before it"
             )
         self.live.check()
         step = self._following()
         try:
             self.state, self.metrics = step.update(window)
-        except FloatingPointError:  # this step is over, as if it had not been
+        except FloatingPointError:  # the step has ended without an update
             self.open_window, self.micro_steps = None, self.micro_steps + 1
             raise
         self.train_step, self.open_window = step, None
@@ -200,13 +201,13 @@ class Engine(HoldsModule, KeepsFiles):
                 f"next: {optimizer.loss_scale:g}"
             )
         elif self.lr_scheduler is not None:
-            # torch warns of a scheduler whose optimizer never made a step.
+            # torch warns about a scheduler whose optimizer was never stepped.
             owner: Any = getattr(self.lr_scheduler, "optimizer", optimizer)
             owner._opt_called = True
             self.lr_scheduler.step(**lr_kwargs)
 
     def _following(self) -> TrainStep:
-        """The step with the numbers that stand in the param groups now."""
+        """The step with the present numbers of the param groups."""
         step, groups = self.active_step(), self.hyper
         return step.following([lr_of(group) for group in groups], changed(step.runtime.updater.optimizers, groups))
 
@@ -216,28 +217,28 @@ class Engine(HoldsModule, KeepsFiles):
         return [] if self.optimizer is None else [group for group in self.optimizer.param_groups if group["params"]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops what was collected since the last update; after an update there is nothing to drop."""
+        """Drops the gradients collected since the last update; after an update there are none."""
         if self.open_window is not None:
             self.open_window.work.close()
         self.open_window, self._has_lost = None, False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients are collected and not reduced, in stages 0 and 1; the backward after it reduces all."""
+        """Inside, gradients are collected but not reduced, in stages 0 and 1; the backward after it reduces them all."""
         if self.train_step.plan.stage >= 2:
             raise RuntimeError(
-                f"engine.no_sync: must be of stage 0 or 1, got stage {self.train_step.plan.stage}, where no rank has room for "
-                f"whole gradients; leave it out"
+                f"engine.no_sync: must be used in stage 0 or 1, got stage {self.train_step.plan.stage}, which keeps no full "
+                f"gradients; leave it out"
             )
         if not self._is_syncing:
-            raise RuntimeError("engine.no_sync: must not be entered twice; leave the inner one out")
+            raise RuntimeError("engine.no_sync: must not be nested; leave the inner one out")
         self._is_syncing = False
         try:
             yield
         finally:
             self._is_syncing = True
 
-    # --- around it ---------------------------------------------------------------------------------------------------
+    # --- training mode -----------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Engine:
         self.module.train(mode)
@@ -249,7 +250,7 @@ class Engine(HoldsModule, KeepsFiles):
     # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        """A forward of the module, by its own `__call__` or from inside of that."""
+        """Runs a forward of the module, through its own `__call__` or inside it."""
         step, run = self.active_step(), "train" if self.module.training else "eval"
         inputs, kwargs = step.runtime.batches.cast((inputs, kwargs))
 
@@ -281,19 +282,19 @@ class Engine(HoldsModule, KeepsFiles):
 
     @contextmanager
     def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:
-        """Lets a backward go through forwards of other engines, whose gradients stay as they are."""
-        rounds = {
+        """Inside, a backward may run through forwards of other engines, whose gradients do not change."""
+        others = {
             id(e.open_window.work): e for e in live_params.engines() if e is not self and e.open_window is not None
         }
         with ExitStack() as stack:
-            for engine in [rounds[id(work)] for work in works_of(loss) if id(work) in rounds] if rounds else []:
+            for engine in [others[id(work)] for work in works_of(loss) if id(work) in others] if others else []:
                 stack.enter_context(engine._guarded())
                 stack.enter_context(engine.train_step.passing(engine.open_window, loss, keeps=keeps))
             yield
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """After an error inside, what was collected is gone."""
+        """Drops the accumulation window after an error inside."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""`initialize`: what a DeepSpeed script gives becomes an engine."""
+"""`initialize`: DeepSpeed's entry point, which makes an engine from the arguments of a DeepSpeed script."""
 
 from __future__ import annotations
 
@@ -51,37 +51,37 @@ def initialize(
     checkpoint: Choice | None = None,
     seed: int = 0,
 ) -> tuple[Engine, EngineOptimizer | None, ResumableLoader | None, Any]:
-    """DeepSpeed's entry point: an engine that trains a model as a configuration says.
+    """DeepSpeed's entry point: an engine that trains a model under a configuration.
 
-    *Collective:* every rank of the job, whose process group is joined if nobody did.
+    *Collective:* every rank of the job; initialises the process group if necessary.
 
     Args:
-        args: of a command line, of which `deepspeed_config` is the configuration where `config` is not given.
+        args: command-line arguments, whose `deepspeed_config` is the configuration if `config` is not given.
         model: any module. From here on its parameters are those of the engine's state (`fzero.engine.param_views`). On CUDA it is
             moved to this rank's device.
-        optimizer: one of torch.optim, of these parameters and new, or a function of the parameters that makes one. None is
-            the configuration's; where there is none either, the engine does not train. Parameters that it does not hold are
-            not trained.
-        model_parameters: what the configuration's optimizer updates, as torch.optim takes it; None is all of the model's.
-            Those of them are trained that require gradients, now or later.
-        training_data: a dataset, of which a loader is made (`fzero.engine.dataloader`).
-        lr_scheduler: one of the optimizer's, or a function of the optimizer that makes one; stepped after each update.
-            None is the configuration's.
-        distributed_port: where rank 0 listens, if the launcher does not say so.
+        optimizer: a new optimizer of torch.optim with these parameters, or a function of the parameters that makes one. None
+            takes the configuration's; without that the engine does not train. Parameters outside the optimizer are not
+            trained.
+        model_parameters: the parameters of the configuration's optimizer, in the form of torch.optim; None is all of the
+            model's. They are trained while they require gradients.
+        training_data: a dataset, for which a loader is made (`fzero.engine.dataloader`).
+        lr_scheduler: a scheduler of the optimizer, or a function of the optimizer that makes one; stepped after each update.
+            None takes the configuration's.
+        distributed_port: the port of rank 0, if the launcher does not set one.
         mpu: must have no model parallelism.
-        dist_init_required: False refuses to join a job.
+        dist_init_required: False raises where the process group is not initialised yet.
         collate_fn: of the loader.
-        config, config_params: a mapping in DeepSpeed's schema, the path of a file, a string of base64, or a `Config`.
+        config, config_params: a mapping in DeepSpeed's schema, the path of a file, a base64 string, or a `Config`.
         mesh_param: must be (ranks, 1).
         units, schedule, checkpoint, seed: as for `make_train_step`; fzero's own.
 
     Returns:
-        The engine; its optimizer and its scheduler, to read and write; the loader of `training_data`. What there is none of
-        is None.
+        (engine, optimizer, loader of `training_data`, scheduler), each None where there is none. Optimizer and scheduler are
+        to read and write.
 
     Raises:
-        ConfigError: the configuration is wrong, or asks for what there is not.
-        MismatchError: told on every rank, when ranks differ.
+        ConfigError: the configuration is invalid, or requests an unsupported feature.
+        MismatchError: on every rank, when ranks differ.
     """
     source = _source(args, config, config_params)
     check_model(model)
@@ -90,7 +90,7 @@ def initialize(
     _check_makers(optimizer, lr_scheduler)
     cfg, keys = engine_keys.read(source)
     trains = optimizer is not None or "optimizer" in cfg.model_fields_set
-    model = _at_home(model, distributed_port, dist_init_required)
+    model = _on_own_device(model, distributed_port, dist_init_required)
     if callable(optimizer) and not isinstance(optimizer, TorchOptimizer):
         optimizer = optimizer(
             [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
@@ -109,22 +109,17 @@ def initialize(
     step = TrainStep(recipe, bind(None, recipe.device))
     _check_parallelism(mpu, mesh_param, step.world_size)
     rates, momentum = step.runtime.updater.rates, step.runtime.updater.momentum
-    loader = None
-    if training_data is not None:
-        loader = ResumableLoader(
-            training_data, batch_size=_micro_batch(cfg, step.world_size), rank=step.rank, world_size=step.world_size,
-            drop_last=bool(keys.dataloader_drop_last), collate_fn=collate_fn, pin_memory=step.device.type == "cuda",
-        )  # fmt: skip
+    loader = None if training_data is None else _loader(training_data, step, keys, collate_fn)
     state = step.init()
     engine: Engine
     seen = EngineOptimizer(groups.seen, lambda: engine.loss_scale) if trains else None
-    told = dict(source) if isinstance(source, Mapping) else step.recipe.cfg.model_dump()
-    engine = Engine(step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=told, held=groups.held)
+    given = dict(source) if isinstance(source, Mapping) else step.recipe.cfg.model_dump()
+    engine = Engine(step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=given, held=groups.held)
     if seen is not None and lr_scheduler is not None:
         engine.lr_scheduler = lr_scheduler(seen) if callable(lr_scheduler) else lr_scheduler
     elif seen is not None and cfg.scheduler is not None:
         engine.lr_scheduler = ConfiguredScheduler(seen, rates, momentum)
-    _tell(engine, keys)
+    _log(engine, keys)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
@@ -132,21 +127,21 @@ def initialize(
 
 
 def _check_makers(optimizer: object, lr_scheduler: object) -> None:
-    """Raises unless optimizer and scheduler are such, or functions that make them."""
+    """Raises unless optimizer and scheduler have the right types, or are functions."""
     if optimizer is not None and not isinstance(optimizer, TorchOptimizer) and not callable(optimizer):
         raise ConfigError(
             f"optimizer: must be one of torch.optim or a function of parameters that makes one, got {shown(optimizer)}; pass "
-            f"such, or name it in the configuration: {{'optimizer': {{'type': 'AdamW'}}}}"
+            f"one, or name it in the configuration: {{'optimizer': {{'type': 'AdamW'}}}}"
         )
     if lr_scheduler is not None and not callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         raise ConfigError(
             f"lr_scheduler: must have a method step(), or be a function of the optimizer that makes one, got "
-            f"{shown(lr_scheduler)}; pass such, or name it in the configuration: {{'scheduler': {{'type': 'WarmupLR'}}}}"
+            f"{shown(lr_scheduler)}; pass one, or name it in the configuration: {{'scheduler': {{'type': 'WarmupLR'}}}}"
         )
 
 
 def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
-    """The one configuration that is given."""
+    """The only configuration that was passed."""
     of_args = getattr(args, "deepspeed_config", None)
     given = {"config": config, "config_params": config_params, "args.deepspeed_config": of_args}
     found = {name: value for name, value in given.items() if value is not None}
@@ -159,10 +154,10 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
 
 
 def check_may_join(required: bool | None) -> None:
-    """Raises a ConfigError where a launcher started ranks that have not joined, and must not join here.
+    """Raises a ConfigError where ranks of a launcher have no process group yet, and must not initialise it here.
 
     Args:
-        required: DeepSpeed's `dist_init_required`, of which False is not to join.
+        required: DeepSpeed's `dist_init_required`; False forbids to initialise it.
     """
     me = launched()
     if required is False and me is not None and not is_joined():
@@ -172,8 +167,17 @@ def check_may_join(required: bool | None) -> None:
         )
 
 
-def _at_home(model: nn.Module, port: int, required: bool | None) -> nn.Module:
-    """Joins the job, and brings the model to this rank's device."""
+def _loader(
+    data: Dataset[Any], step: TrainStep, keys: EngineKeys, collate_fn: Callable[[list[Any]], Any] | None
+) -> ResumableLoader:
+    return ResumableLoader(
+        data, batch_size=_micro_batch(step.recipe.cfg, step.world_size), rank=step.rank, world_size=step.world_size,
+        drop_last=bool(keys.dataloader_drop_last), collate_fn=collate_fn, pin_memory=step.device.type == "cuda",
+    )  # fmt: skip
+
+
+def _on_own_device(model: nn.Module, port: int, required: bool | None) -> nn.Module:
+    """Checks that the job may be joined, and moves the model to this rank's device."""
     me = launched()
     check_may_join(required)
     if me is not None and me.by != "torchrun":
@@ -201,9 +205,7 @@ def _groups(
         groups = of_parameters(model_parameters, cfg.optimizer, model)
     else:
         if "optimizer" in cfg.model_fields_set:
-            warnings.warn(
-                "optimizer: stands in the configuration, too; the script's is used", ConfigWarning, stacklevel=3
-            )
+            warnings.warn("optimizer: is also in the configuration; the script's is used", ConfigWarning, stacklevel=3)
         groups = of_optimizer(optimizer, model)
     left = [name for name, param in model.named_parameters() if param.requires_grad and name not in groups.held]
     if left:
@@ -222,7 +224,7 @@ def _one_scheduler(cfg: Config, lr_scheduler: Any) -> Config:
     if lr_scheduler is None or cfg.scheduler is None:
         return cfg
     warnings.warn(
-        "scheduler: stands in the configuration, too; the script's lr_scheduler is used", ConfigWarning, stacklevel=3
+        "scheduler: is also in the configuration; the script's lr_scheduler is used", ConfigWarning, stacklevel=3
     )
     return cfg.model_copy(update={"scheduler": None})
 
@@ -231,7 +233,7 @@ def _check_parallelism(mpu: Any, mesh_param: tuple[int, int] | None, world_size:
     if mpu is not None and mpu.get_data_parallel_world_size() != world_size:
         raise ConfigError(
             f"mpu: must have no model parallelism, so that all {world_size} ranks are data-parallel, got "
-            f"{mpu.get_data_parallel_world_size()} of them; leave it out"
+            f"{mpu.get_data_parallel_world_size()} data-parallel ranks; leave it out"
         )
     if mesh_param is not None and tuple(mesh_param) != (world_size, 1):
         raise ConfigError(
@@ -244,13 +246,13 @@ def _micro_batch(cfg: Config, world_size: int) -> int:
     micro = cfg.batch_sizes(world_size).micro
     if micro is None:
         raise ConfigError(
-            "train_micro_batch_size_per_gpu: is needed for the loader of training_data, and neither it nor train_batch_size is "
-            "given; give one"
+            "train_micro_batch_size_per_gpu: must be given for the loader of training_data, and neither it nor train_batch_size "
+            "is given; give one"
         )
     return micro
 
 
-def _tell(engine: Engine, keys: EngineKeys) -> None:
+def _log(engine: Engine, keys: EngineKeys) -> None:
     if keys.dump_state:
         engine.log_line(str(engine.cfg))
     if keys.dump_state or keys.memory_breakdown:

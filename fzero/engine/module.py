@@ -1,5 +1,4 @@
-"""What becomes of a script's module while an engine holds it? Its parameters look at the state, and calling it is calling the
-engine."""
+"""`HoldsModule`: a script's module under an engine. Its parameters show the state, and calling it calls the engine."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ T = TypeVar("T")
 
 
 class _Forward:
-    """What stands in place of a module's `forward` while an engine holds it. A copy of the module has its own again."""
+    """Replaces a module's `forward` while an engine holds the module. A copy of the module gets the original one."""
 
     def __init__(self, engine: HoldsModule, module: nn.Module) -> None:
         self.engine, self.module, self.original = engine, module, module.forward
@@ -42,7 +41,7 @@ class _Forward:
         return engine._run(self.original, inputs, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For copies and pickles: the method of the copy's class, or a copy of the function that stood in its place."""
+        """For copies and pickles: the method of the copy's class, or the module's own original function."""
         if "forward" in self.engine._own_forward:
             return _same, (self.original,)
         return getattr, (self.module, "forward")
@@ -53,7 +52,7 @@ def _same(x: T) -> T:
 
 
 class HoldsModule(Accessors):
-    """The part of `Engine` that is about the module and where the state is."""
+    """The part of `Engine` that handles the module and the memory of the state."""
 
     module: nn.Module
     live: LiveParams
@@ -62,21 +61,21 @@ class HoldsModule(Accessors):
     """The names of the parameters that the optimizer holds."""
     _flags: Flags
     _seen: list[bool] | None = None
-    """`requires_grad` as the last forward of training found it."""
-    _whole: list[bool] | None = None
-    """The flags under which each flat buffer is trained as a whole, or still as a whole."""
+    """The `requires_grad` flags in the last training forward."""
+    _unmixed: list[bool] | None = None
+    """The flags under which no flat buffer has both trained and `still` parameters."""
     _still: frozenset[str] = frozenset()
     """The names of the parameters that have optimizer state, and require no gradients now."""
     _is_inside = is_gathered = _is_away = False
 
     def _hold(self, module: nn.Module, held: frozenset[str]) -> None:
-        """Makes a call of the module one of the engine, wherever it comes from (a `generate`, a `loss` of the module's).
+        """Makes every call of the module a call of the engine, also from the module's own methods (`generate`, `loss`).
 
         Args:
             held: the names of the parameters that the optimizer holds.
         """
         self.module, self._held = module, held
-        self.train_step.origin.close()  # from here on the module shows the state
+        self.train_step.origin.close()  # from here on the module's parameters are views of the state
         self.live, self._flags = LiveParams(module, self.train_step.plan), Flags(module)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)
@@ -90,7 +89,7 @@ class HoldsModule(Accessors):
             return getattr(self.module, name)
         except AttributeError as error:
             raise AttributeError(
-                f"engine: has no attribute {name!r}, nor has its module ({error}); docs/deepspeed.md lists what it has"
+                f"engine: has no attribute {name!r}, nor has its module ({error}); docs/deepspeed.md lists its attributes"
             ) from None
 
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
@@ -101,10 +100,10 @@ class HoldsModule(Accessors):
 
     @contextmanager
     def gathered(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Tensor]]:
-        """Copies of whole parameters by name, in every stage, for `torch.func.functional_call(engine.module, them, x)`.
+        """Copies of full parameters by name, in every stage, for `torch.func.functional_call(engine.module, them, x)`.
 
-        Inside, with all names, the module stands by itself: it runs with these values, as often as it likes and on each rank
-        as it likes (`engine.module.generate`), and nothing is collected for a step. What is written to them is dropped.
+        Inside, with all names, the module runs with these values and independently of the engine: each rank may call it any
+        number of times (`engine.module.generate`), and no gradients are collected. Changes to the values are dropped.
 
         *Collective* in stage 3: every rank.
         """
@@ -112,7 +111,7 @@ class HoldsModule(Accessors):
         found = full_params(self.active_step(), self.state, names)
         try:
             for name in self.live.own.keys() & found.keys():
-                self.live.bring(name, found[name])
+                self.live.show(name, found[name])
             yield found
         finally:
             self.is_gathered = before
@@ -127,7 +126,7 @@ class HoldsModule(Accessors):
         """Compiles the repeated blocks of the module from now on. *Collective:* every rank."""
         if compile_kwargs or any(others.values()):
             raise ValueError(
-                f"engine.compile: takes a backend and no further arguments, got {compile_kwargs or others}; leave them out"
+                f"engine.compile: takes a backend and no other arguments, got {compile_kwargs or others}; leave them out"
             )
         recipe = replace(self.train_step.recipe, compile="block", compile_backend=backend)
         self.train_step = TrainStep(recipe, self.train_step.runtime.ranks)
@@ -137,17 +136,17 @@ class HoldsModule(Accessors):
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **others: Any
     ) -> None:
-        """Other weights, of the model and of its masters; what the optimizer remembers stays. *Collective:* every rank.
+        """Replaces the weights of the model and its masters, but not the optimizer state. *Collective:* every rank.
 
         Args:
             checkpoint: a full state dict, the same on all ranks, or a mapping that has one as `"module"`.
-            strict: whether it must have each name of the model, and no other.
-            custom_load_fn, others: must be None: no module is loaded as such.
+            strict: whether it must have exactly the names of the model.
+            custom_load_fn, others: must be None, because the state is loaded and not a module.
         """
         if custom_load_fn is not None or any(others.values()):
             raise ValueError(
-                "load_module_state_dict: custom_load_fn and further arguments must be None: the state is loaded, and no module; "
-                "make a state dict of your own, and pass that"
+                "load_module_state_dict: custom_load_fn and other arguments must be None, because the state is loaded and not a "
+                "module; make a state dict of your own, and pass that"
             )
         check_kind("load_module_state_dict", checkpoint, Mapping, "given a state dict", "pass module.state_dict()")
         step = self.active_step()
@@ -158,7 +157,7 @@ class HoldsModule(Accessors):
         if strict and differing:
             raise ValueError(
                 f"load_module_state_dict: names must be those of the model, got {'no' if differing[0] not in values else 'a'} "
-                f"{differing[0]!r} ({len(differing)} differ); pass strict=False to leave the others as they are"
+                f"{differing[0]!r} ({len(differing)} differ); pass strict=False to load the names in common"
             )
         params = {name for buffer in step.plan.flat_buffers for name in buffer.layout.names}
         for key, name in step.runtime.stored_names.items():
@@ -175,41 +174,41 @@ class HoldsModule(Accessors):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves the state to host memory until `reload_states`, to make room on the device; all of it, whatever `include`."""
+        """Moves all state to host memory until `reload_states`, to free device memory; `include` is ignored."""
         if str(device) != "cpu":
             raise ValueError(f"engine.offload_states: device must be 'cpu', got {device!r}; leave it out")
         self._move(torch.device("cpu"))
         self._is_away = True
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back what `offload_states` took away."""
+        """Moves the state back to the device after `offload_states`."""
         self._move(self.train_step.device)
         self._is_away = False
 
     def destroy(self) -> None:
-        """Lets go of the state. The module is the script's again, with the weights that this rank holds whole."""
+        """Releases the state and restores the module, with the weights that this rank holds in full."""
         self.zero_grad()
         self.module.__dict__.pop("forward", None)
         self.module.__dict__.update(self._own_forward)
         del self.state
         self._is_away, self._monitors = True, []
 
-    # --- what is frozen -------------------------------------------------------------------------------------------
+    # --- freezing -------------------------------------------------------------------------------------------------
 
     def _follow_flags(self) -> frozenset[str]:
-        """The parameters that are still in the forward that comes: they have optimizer state, and require no gradients.
+        """The parameters that are *still* in the next forward: they have optimizer state, and require no gradients.
 
-        What is frozen keeps its master and optimizer state, as with torch.optim, and is not updated. Parameters that are
+        Frozen parameters keep master and optimizer state, as with torch.optim, and are not updated. Parameters that are
         unfrozen for the first time, and flat buffers that are partly still, need another plan, between two updates.
 
         *Collective* where another plan is needed: every rank, which must have the same flags.
 
         Raises:
             RuntimeError: another plan is needed, and gradients were collected since the last update.
-            CollectiveError: another plan is needed here, and not on a rank that has other flags.
+            CollectiveError: another plan is needed on this rank, but not on one with other flags.
         """
         flags, window = self._flags.read(), self.open_window
-        if flags == self._seen and (window is not None or flags == self._whole):
+        if flags == self._seen and (window is not None or flags == self._unmixed):
             return self._still
         wanted = {name for name in self._held if self.live.own[name].requires_grad}
         known = starts_of(self.train_step.plan)
@@ -219,8 +218,8 @@ class HoldsModule(Accessors):
             if window is not None and window.loss_stats:
                 changed = sorted(wanted - known.keys()) or sorted(still)
                 raise RuntimeError(
-                    f"requires_grad: must change between engine.step() and the next forward where flat buffers have to be "
-                    f"divided anew, and {listed(changed)} changed after a backward; change it after engine.step(), or call "
+                    f"requires_grad: must change between engine.step() and the next forward where flat buffers must be laid out "
+                    f"anew, and {listed(changed)} changed after a backward; change it after engine.step(), or call "
                     f"engine.zero_grad() first"
                 )
             if window is not None:
@@ -234,23 +233,23 @@ class HoldsModule(Accessors):
             self.take_over(new, state)
             rests = still
         if rests == still:
-            self._whole = flags
+            self._unmixed = flags
         self._seen, self._still = flags, still
         self.live.follow_flags()
         return still
 
     def _cut_by(self, still: frozenset[str]) -> bool:
-        """Whether a flat buffer holds both, parameters that are still and others."""
+        """Whether a trained flat buffer holds both still and other parameters."""
         trained = (set(b.layout.names) for b in self.train_step.plan.flat_buffers if b.trainable)
         return any(names & still and not names <= still for names in trained)
 
     def _step_for(self, trained: Collection[str], starts: Mapping[str, int]) -> TrainStep:
-        """A step that trains these parameters, those that require no gradients in flat buffers of their own. *Collective:* every
+        """A step that trains these parameters; those that require no gradients get flat buffers of their own. *Collective:* every
         rank.
 
         Args:
             trained: names of parameters that the optimizer holds.
-            starts: when the optimizer state of each began (`starts_of`); that of others begins now.
+            starts: when the optimizer state of each parameter began (`starts_of`); for others it begins now.
         """
         numbers: dict[tuple[int, bool], int] = {(start, True): start for start in starts.values()}
         anew = 1 + max(numbers.values(), default=-1)
@@ -262,7 +261,9 @@ class HoldsModule(Accessors):
         return TrainStep(replace(old.recipe, trained=frozenset(trained), starts=found), old.runtime.ranks)
 
     def step_to_load(self, starts: Mapping[str, int]) -> TrainStep:
-        """The step that goes on with a checkpoint: the present one, if that counts the same updates together. *Collective* else.
+        """The step that continues from a checkpoint: the present one if its optimizer states began alike, else a new one.
+
+        *Collective* where it is new: every rank.
 
         Args:
             starts: when the optimizer state of each parameter in the checkpoint began.
@@ -276,23 +277,25 @@ class HoldsModule(Accessors):
         return self.train_step if is_same else self._step_for(trained, starts)
 
     def take_over(self, step: TrainStep, state: TrainState[Tensor]) -> None:
-        """Goes on with a state, and with the step that it is of."""
+        """Continues with a state, and with the step to which it belongs."""
         if step is not self.train_step:
             self.train_step = step if self.comms_log is None else step.observed(self.comms_log)
             self.live.follow(step.plan)
-            self._seen = self._whole = None
+            self._seen = self._unmixed = None
         self.state = state
         self.show_state()
 
-    # --- where the state is ---------------------------------------------------------------------------------------
+    # --- the memory of the state ----------------------------------------------------------------------------------
 
     def active_step(self) -> TrainStep:
         if self._is_away:
-            raise RuntimeError("engine: its state is away (offload_states, destroy); call reload_states first")
+            raise RuntimeError(
+                "engine: its state is offloaded or destroyed (offload_states, destroy); call reload_states first"
+            )
         return self.train_step
 
     def _move(self, device: torch.device) -> None:
-        """Moves what is on the step's device."""
+        """Moves the flat buffers of the state to a device, unless the model is on the CPU."""
         if self.device.type != "cpu":
             state = self.state
             moved = optree.tree_map(
@@ -303,6 +306,6 @@ class HoldsModule(Accessors):
             self.show_state()
 
     def show_state(self) -> None:
-        """Makes the module's parameters and buffers those of the state."""
+        """Makes the module's parameters and buffers views of the state."""
         self.live.look_at(self.state.params, self.train_step.device)
         self.live.look_at_buffers(self.state.buffers)

@@ -1,4 +1,4 @@
-"""Where do the numbers of a training run go besides the script? Into CSV files, and to TensorBoard.
+"""`CsvMonitor`, `TensorBoardMonitor`: write the numbers of a training run to CSV files and to TensorBoard.
 
 Events are DeepSpeed's: `Train/Samples/{train_loss, lr, loss_scale}` over the samples seen by all ranks. Rank 0 writes them.
 """
@@ -17,7 +17,7 @@ PREFIX = "Train/Samples/"
 
 
 class CsvMonitor:
-    """A file for each name of an event, `output_path/job_name/Train_Samples_lr.csv`, to which a row is added each time."""
+    """One file per event name, such as `output_path/job_name/Train_Samples_lr.csv`; each event appends a row."""
 
     def __init__(self, keys: Monitor) -> None:
         self.folder = Path(keys.output_path or "csv_monitor") / keys.job_name
@@ -54,7 +54,7 @@ class TensorBoardMonitor:
 
 
 def monitors(keys: EngineKeys) -> list[CsvMonitor | TensorBoardMonitor]:
-    """Those that a configuration switches on."""
+    """The monitors that a configuration enables."""
     found: list[CsvMonitor | TensorBoardMonitor] = []
     if keys.csv_monitor.enabled:
         found.append(CsvMonitor(keys.csv_monitor))

@@ -1,7 +1,7 @@
-"""What does a script see of the optimizer and the schedule? Param groups to read and write, and a scheduler to step.
+"""`EngineOptimizer`, `ConfiguredScheduler`: the param groups that a script reads and writes, and a scheduler for them.
 
-Both hold numbers alone. The engine reads the learning rate and the other hyper-parameters of each group before an update,
-whoever wrote them: a scheduler of `torch.optim.lr_scheduler`, the configuration's, or the script.
+Both hold numbers only. Before an update the engine reads the learning rate and the other hyper-parameters of each group,
+which a scheduler of `torch.optim.lr_scheduler`, the configuration's scheduler or the script has written.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fzero.optim.lr_schedules import Schedule
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """`engine.optimizer`: what scripts and schedulers read and write; `engine.step()` makes the update.
+    """`engine.optimizer`: hyper-parameters for scripts and schedulers to read and write; `engine.step()` makes the update.
 
     Attributes:
         param_groups: hyper-parameters to read and write, by group.
         overflow: whether the last update was skipped because a gradient was not finite.
-        loss_scale: what the next loss is multiplied by.
+        loss_scale: the factor of the next loss.
     """
 
     def __init__(self, groups: Sequence[Hyper], scale: Callable[[], float]) -> None:
@@ -37,38 +37,38 @@ class EngineOptimizer(torch.optim.Optimizer):
     cur_scale = loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients are collected anew after each update."""
+        """Does nothing: gradients are collected anew after each update."""
 
     def step(self, closure: Any = None) -> NoReturn:  # type: ignore[override]
-        raise RuntimeError("optimizer.step: the update needs all ranks' gradients; call engine.step()")
+        raise RuntimeError("optimizer.step: must be called through the engine, on all ranks; call engine.step()")
 
     def state_dict(self) -> NoReturn:
         raise RuntimeError(
-            "optimizer.state_dict: the state is divided among the ranks; call engine.save_checkpoint(dir), or "
+            "optimizer.state_dict: the state is sharded over the ranks; call engine.save_checkpoint(dir), or "
             "fzero.deepspeed.utils.safe_get_full_optimizer_state for one parameter"
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
         raise RuntimeError(
-            "optimizer.load_state_dict: the state is divided among the ranks; call engine.load_checkpoint(dir)"
+            "optimizer.load_state_dict: the state is sharded over the ranks; call engine.load_checkpoint(dir)"
         )
 
     def add_param_group(self, param_group: Hyper) -> None:
         if "overflow" in self.__dict__:
             raise RuntimeError(
-                "optimizer.add_param_group: groups are divided among the ranks when the engine is made; pass all of them to "
-                "initialize, with frozen parameters that are trained later"
+                "optimizer.add_param_group: groups are sharded over the ranks when the engine is made; pass all of them to "
+                "initialize, including frozen parameters that are trained later"
             )
         super().add_param_group(param_group)
 
 
 class ConfiguredScheduler:
-    """`lr_scheduler` of a configuration: writes the rates of its schedule into the optimizer's groups, update by update.
+    """`lr_scheduler` of a configuration: writes the learning rates of its schedule into the optimizer's groups.
 
     Args:
-        optimizer: whose groups it writes to.
+        optimizer: receives the rates in its groups.
         rates: the learning rate of each group at the update after n others.
-        momentum: the first beta likewise, where the schedule moves it.
+        momentum: the first beta likewise, where the schedule changes it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rates: Sequence[Schedule], momentum: Schedule | None) -> None:
@@ -77,7 +77,7 @@ class ConfiguredScheduler:
         self._write()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """One update further, or to the one after `last_batch_iteration`."""
+        """Advances by one update, or to the one after `last_batch_iteration`."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
@@ -95,7 +95,7 @@ class ConfiguredScheduler:
 
     def get_last_lr(self) -> list[float]:
         """The rates that the last `step` set."""
-        assert self.last_batch_iteration >= 0, "need to call step() first"  # the words that transformers looks for
+        assert self.last_batch_iteration >= 0, "need to call step() first"  # transformers looks for these words
         return self.get_lr()
 
     def state_dict(self) -> dict[str, int]:

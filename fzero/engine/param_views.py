@@ -1,9 +1,9 @@
-"""What does a module own while an engine trains it? Its own parameters, which look at the state and hold nothing themselves.
+"""`LiveParams`: a module's parameters while an engine trains it, which are views of the state and own no memory.
 
-A parameter that this rank holds whole (stages 0 to 2, and what stage 3 keeps whole) is a view of the state's flat buffer: it
-is read like any other. One that is divided among the ranks has its shape, dtype and device, no memory, and no values:
-computing with it is an error that says what to do. The parameter objects stay the same, so that what a script holds on to
-(in an optimizer, in a list) goes on to mean what it meant.
+A parameter that this rank holds in full (stages 0 to 2, and persistent ones in stage 3) is a view of the state's flat buffer,
+and is read like any other. A sharded one has its shape, dtype and device, but no memory and no values: computing with it
+raises an error with a fix. The parameter objects do not change, so a script's own references to them (in an optimizer, in a
+list) are still valid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fzero.runtime.own_params import is_bound, not_trained, with_present
 from sharding import Replicated
 from sharding.views import unflatten
 
-_TOLD = {
+_ALLOWED = {
     *(
         "size",
         "dim",
@@ -36,37 +36,37 @@ _TOLD = {
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_same_size", "_is_view", "untyped_storage"),
     *("requires_grad_", "__repr__", "__hash__", "__format__"),
 }
-"""What may be asked of a tensor without values."""
+"""Methods that work on a tensor without values."""
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-"""Attributes that hold them."""
+"""Attributes that need the values."""
 
 
 class PartitionedParameterError(RuntimeError):
-    """A parameter's values were asked for where they are not."""
+    """A parameter's values were used where this rank does not have them."""
 
 
 class PartitionedParameter(nn.Parameter):
-    """A parameter that is divided among the ranks: everything but values."""
+    """A parameter that is sharded over the ranks: shape, dtype and device, but no values."""
 
     fzero_name: str
     fzero_plain: nn.Parameter
-    """The same to torch.compile, which looks at parameters that a call replaces."""
+    """The same as a plain parameter for torch.compile, which inspects parameters that a call replaces."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        is_told = name in _TOLD or (name in ("__get__", "__set__") and attribute not in _VALUES)
-        if not is_told:
+        is_allowed = name in _ALLOWED or (name in ("__get__", "__set__") and attribute not in _VALUES)
+        if not is_allowed:
             used = attribute if name in ("__get__", "__set__") else name or func
             given = (*args, *(kwargs or {}).values())
             if any(map(is_bound, given)):  # inside the forward
                 return with_present(func, args, kwargs or {})
             found = next((x for x in given if isinstance(x, PartitionedParameter)), None)
             raise PartitionedParameterError(
-                f"parameter {getattr(found, 'fzero_name', '')!r}: is divided among the ranks and has no values here, and "
+                f"parameter {getattr(found, 'fzero_name', '')!r}: is sharded over the ranks and has no values here, and "
                 f"{used} needs them; compute inside the engine's forward, or on all ranks inside "
-                f"`with fzero.deepspeed.zero.GatheredParameters(...)`; engine.gathered() gives a dict of all, for "
+                f"`with fzero.deepspeed.zero.GatheredParameters(...)`; engine.gathered() returns a dict of all, for "
                 f"torch.func.functional_call, and engine.save_16bit_model writes them"
             )
         with torch._C.DisableTorchFunctionSubclass():
@@ -77,7 +77,7 @@ class PartitionedParameter(nn.Parameter):
 
 
 class LiveParams:
-    """The parameters and buffers of a module, as they stand for those of a state.
+    """The parameters and buffers of a module, as views of those of a state.
 
     Attributes:
         own: the module's parameters by their first names.
@@ -104,52 +104,52 @@ class LiveParams:
         self.follow(plan)
         for param in self.own.values():
             param.grad = None
-        self._given: dict[str, tuple[int, torch.dtype, int]] = {}  # what `bring` gave: address, dtype, version
+        self._given: dict[str, tuple[int, torch.dtype, int]] = {}  # values of `show`: address, dtype, version
 
     def follow(self, plan: Plan) -> None:
-        """From here on the states are those of another plan of the same model."""
+        """Switches to states of another plan of the same model."""
         self.plan = plan
         self._masters = {n for b in plan.flat_buffers if b.has_master for n in b.layout.names}
 
     def follow_flags(self) -> None:
-        """Tells torch.compile which parameters require gradients now."""
+        """Passes the present `requires_grad` flags on to the parameters that torch.compile sees."""
         for param in self.own.values():
             if isinstance(param, PartitionedParameter):
                 param.fzero_plain.requires_grad_(param.requires_grad)
 
     @staticmethod
     def _present(param: nn.Parameter, dtype: str) -> nn.Parameter:
-        """The parameter itself; of one on `meta`, which can hold no values, a new one."""
+        """The parameter itself; for one on `meta`, which cannot hold values, a new one."""
         if not param.is_meta:
             return param
         return nn.Parameter(torch.empty(0), requires_grad=param.requires_grad)
 
     def look_at(self, params: Mapping[str, Tensor], device: torch.device) -> None:
-        """Makes the parameters what the flat buffers of a state say."""
+        """Makes the parameters views of the flat buffers of a state."""
         for buffer in self.plan.flat_buffers:
             flat = params[buffer.key]
             is_here = isinstance(buffer.row.params, Replicated)
             views = unflatten(flat.detach(), buffer.layout) if is_here else {}
             for name, shape in zip(buffer.layout.names, buffer.layout.shapes, strict=True):
                 if is_here:
-                    self.bring(name, views[name])
+                    self.show(name, views[name])
                 else:
-                    self.send_away(name, shape, flat.dtype, device)
+                    self.hide(name, shape, flat.dtype, device)
 
     def look_at_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         for module, key, name in self._buffer_slots:
             module._buffers[key] = buffers[name]
 
-    def bring(self, name: str, value: Tensor) -> None:
-        """Gives a parameter values."""
+    def show(self, name: str, value: Tensor) -> None:
+        """Sets a parameter's values."""
         param = self.own[name]
         if isinstance(param, PartitionedParameter):
             param.__class__ = nn.Parameter  # type: ignore[assignment]
         param.data = value
         self._given[name] = _identity(param)
 
-    def send_away(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Takes a parameter's values away."""
+    def hide(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """Removes a parameter's values; its shape, dtype and device are kept."""
         param = self.own[name]
         if isinstance(param, PartitionedParameter):
             param.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -163,15 +163,15 @@ class LiveParams:
             param.__dict__ |= {"fzero_name": name, "fzero_plain": plain}
 
     def check(self) -> None:
-        """Raises where a script has changed its module in a way that the state does not see, before that is lost.
+        """Raises where a script has changed its module in a way that the state does not see and that would be lost.
 
-        Of the values only those are looked at that have a master, which the update would write over them; `param.data` hides
-        what is written through it.
+        Values are checked only where there is a master, which would overwrite them in the update; writes through `param.data`
+        are not detected.
         """
         for module, key, name in self._slots:
             if module._parameters.get(key) is not self.own[name]:
                 raise ValueError(
-                    f"parameter {name!r}: must stay the one that initialize was given, and another stands in its place, which "
+                    f"parameter {name!r}: must be the one that was passed to initialize, and was replaced by another, which "
                     f"is not trained; write to it inside GatheredParameters(..., modifier_rank=0), or change the model before "
                     f"initialize"
                 )
@@ -182,14 +182,14 @@ class LiveParams:
             now = _identity(param) if given is not None else None
             if now is not None and given is not None and now[:2] != given[:2]:
                 raise ValueError(
-                    f"parameter {name!r}: must stay a view of the state, and was given other memory (module.half(), .to(...), "
+                    f"parameter {name!r}: must remain a view of the state, and got other memory (module.half(), .to(...), "
                     f"param.data = ...), which is not trained; leave that out, and write values inside "
                     f"GatheredParameters(..., modifier_rank=0)"
                 )
             if now != given and name in self._masters:
                 raise ValueError(
-                    f"parameter {name!r}: was written to, and the update would write its {param.dtype} values anew from the "
-                    f"master, which has not changed; write inside GatheredParameters(..., modifier_rank=0), or with "
+                    f"parameter {name!r}: must not be written to directly, and was; the update would overwrite its {param.dtype} "
+                    f"values from the unchanged master; write inside GatheredParameters(..., modifier_rank=0), or with "
                     f"safe_set_full_fp32_param"
                 )
 
@@ -199,7 +199,7 @@ class LiveParams:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether somebody has put other tensors in place of some of these (`torch.func.functional_call` does)."""
+        """Whether some parameters are replaced by other tensors at present (`torch.func.functional_call` does that)."""
         return any(module._parameters.get(key) is not self.own[name] for module, key, name in self._slots)
 
     @property
@@ -212,7 +212,7 @@ def _identity(param: Tensor) -> tuple[int, torch.dtype, int]:
 
 
 _ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Those that are there, to find the one that a parameter belongs to."""
+"""The engines alive, to find the one that a parameter belongs to."""
 
 
 def register(engine: Any) -> None:
@@ -220,7 +220,7 @@ def register(engine: Any) -> None:
 
 
 def engines() -> list[Any]:
-    """Those that are there."""
+    """The engines alive."""
     return list(_ENGINES)
 
 

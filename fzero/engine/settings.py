@@ -1,4 +1,4 @@
-"""What do scripts ask an engine about its configuration? DeepSpeed's names for values that stand elsewhere."""
+"""`Settings`: DeepSpeed's methods that read an engine's configuration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Settings:
         return self.train_step.plan.stage == 3
 
     def zero_offload_optimizer(self) -> Any:
-        """The block of the configuration, or None; likewise below."""
+        """The block of the configuration, or None; likewise `zero_offload_param`."""
         return self.cfg.zero_optimization.offload_optimizer
 
     def zero_offload_param(self) -> Any:
@@ -67,14 +67,14 @@ class Settings:
         return self.cfg.bf16.enabled
 
     def amp_enabled(self) -> bool:
-        """False: the block `amp` is refused."""
+        """False: a configuration with the block `amp` raises."""
         return False
 
     def dynamic_loss_scale(self) -> bool:
         return self.train_step.runtime.scaling.dynamic
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of the model's largest parameters, and of their gradients while they are added up."""
+        """The dtypes of the largest flat buffer's parameters and of its accumulated gradients."""
         dtypes = max(self.train_step.plan.flat_buffers, key=lambda buffer: buffer.padded_numel).dtypes
         return torch_dtype(dtypes.param), torch_dtype(dtypes.grad)
 
@@ -84,7 +84,7 @@ class Settings:
         return self.cfg.gradient_clipping
 
     def optimizer_name(self) -> str | None:
-        """Of the configuration's optimizer, as DeepSpeed has it: in lower case."""
+        """The name of the configuration's optimizer, in lower case as in DeepSpeed."""
         return str(self.cfg.optimizer.type).lower() if "optimizer" in self.cfg.model_fields_set else None
 
     def get_type(self) -> list[str | None]:
@@ -94,7 +94,7 @@ class Settings:
     def scheduler_name(self) -> str | None:
         return None if self.cfg.scheduler is None else self.cfg.scheduler.type
 
-    # --- what it tells -------------------------------------------------------------------------------------------
+    # --- log output ----------------------------------------------------------------------------------------------
 
     def steps_per_print(self) -> int | None:
         return self.keys.steps_per_print

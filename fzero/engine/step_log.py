@@ -1,7 +1,7 @@
-"""What does an engine tell of its steps? How long their parts took, what memory they had, what every module did, what was sent.
+"""`StepLog`, `CommsLog`: an engine's reports on the time, memory, modules and collectives of its steps.
 
-The keys `wall_clock_breakdown`, `memory_breakdown`, `flops_profiler` and `comms_logger`. Where none of them is on, nothing is
-looked at. On CUDA the host waits for the device at the end of each part, for else there were no times to tell.
+They serve the keys `wall_clock_breakdown`, `memory_breakdown`, `flops_profiler` and `comms_logger`; without these keys nothing
+is measured. On CUDA the host waits for the device at the end of each part, so that the times are those of the device.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class StepLog:
     """The parts of a step, on rank 0, from its first forward to its update.
 
     Attributes:
-        profile: of the step that was profiled, when it is over.
+        profile: of the profiled step, once it is over.
 
     Args:
-        keys: what is asked for.
-        model: whose modules are profiled.
+        keys: the reports requested.
+        model: its modules are profiled.
         plan: of the step.
         device: of the step.
-        dtype: that the model computes in.
-        is_on: whether this rank tells anything.
+        dtype: of the model's computation.
+        is_on: whether this rank reports.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class StepLog:
 
     @contextmanager
     def of(self, part: Part, step: int, *, trains: bool = True) -> Iterator[None]:
-        """Around a part of the step that comes after `step` updates; after an error the step is forgotten.
+        """Measures a part of the step after `step` updates; an error drops the measurements of the step.
 
         Args:
-            trains: whether a backward may follow; what is none of the step, as an evaluation in between, is not told.
+            trains: whether a backward may follow; other forwards, such as an evaluation, are not measured.
         """
         if not self._is_on or not trains:
             yield
@@ -85,8 +85,8 @@ class StepLog:
         if self._keys.memory_breakdown:
             self._memory.append(_memory(part, self._device))
 
-    def told(self, step: int) -> list[RenderableType]:
-        """The tables of the step that comes after `step` updates, which is over."""
+    def report(self, step: int) -> list[RenderableType]:
+        """The tables of the step after `step` updates, once it is over."""
         found: list[RenderableType] = []
         if self._is_on:
             if self._keys.wall_clock_breakdown:
@@ -117,7 +117,7 @@ class StepLog:
             yield
 
     def _parts(self) -> dict[str, float]:
-        """Seconds of each part without the waits in it, and those."""
+        """Seconds of each part without its waits, and of each wait."""
         found: dict[str, float] = {}
         for part, seconds in self._seconds.items():
             waits = {p: s for (where, p), s in self._waited.items() if where == part and s}
@@ -127,7 +127,7 @@ class StepLog:
         return found
 
     def _profiled(self, modules: ModuleTimer) -> Sequence[RenderableType]:
-        """The profile, or nothing where it went into a file."""
+        """The report of the profile, or nothing where it was written to a file."""
         keys, waited = self._keys.flops_profiler, Counter[str]()
         for (_, purpose), seconds in self._waited.items():
             waited[_said(purpose)] += seconds  # type: ignore[assignment]
@@ -143,7 +143,7 @@ class StepLog:
             return [found.report(**how)]
         try:
             found.show(output_file=keys.output_file, **how)
-        except OSError as error:  # other ranks go on, and so must this one
+        except OSError as error:  # must not raise here: the other ranks go on
             warnings.warn(
                 f"flops_profiler.output_file: must be a file that can be written, got {keys.output_file!r} ({error}); it is "
                 f"printed instead",
@@ -154,7 +154,7 @@ class StepLog:
 
 
 def dtype_of(plan: Plan, autocast: torch.dtype | None) -> torch.dtype:
-    """In which most of a model computes."""
+    """The dtype of most of a model's computation."""
     if autocast is not None:
         return autocast
     largest = max(plan.flat_buffers, key=lambda buffer: buffer.padded_numel)
@@ -172,14 +172,14 @@ def _said(purpose: str) -> str:
     return PURPOSES.get(purpose, purpose)  # type: ignore[call-overload, no-any-return]
 
 
-# --- what is sent ------------------------------------------------------------------------------------------------
+# --- collectives -------------------------------------------------------------------------------------------------
 
 
 class CommsLog:
-    """What this rank sends, added up since the engine was made; `comms_logger`.
+    """Counts the collectives of this rank since the engine was made, for `comms_logger`.
 
     Args:
-        keys: what is logged.
+        keys: select the collectives.
         say: prints a line; None prints none.
     """
 
@@ -198,20 +198,20 @@ class CommsLog:
 
     @property
     def waited(self) -> dict[str, float]:
-        """Seconds that the host has waited for collectives meanwhile, by what they are for."""
+        """Seconds that the host has waited for collectives since then, by their purpose."""
         before = self._waited_before
         return {_said(p): s - before.get(p, 0.0) for p, s in collectives.waited().items() if s > before.get(p, 0.0)}
 
     def tables(self, waited: Sequence[Mapping[str, float]] = ()) -> list[RenderableType]:
-        """What was sent, and how long was waited.
+        """The tables of collectives and of waits.
 
         Args:
-            waited: of each rank; none is of this one.
+            waited: seconds by purpose, per rank; an empty sequence takes this rank's.
         """
         return [comms_table(self.counts), waits_table(waited or [self.waited])]
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines: collective, bytes of a message, and how many there were, in DeepSpeed's structure."""
+        """Counts by collective and bytes per message, in DeepSpeed's structure, for programs."""
         summary: defaultdict[str, dict[int, dict[str, int]]] = defaultdict(dict)
         for (name, _, nbytes), count in self.counts.items():
             row = summary[name].setdefault(nbytes, {"count": 0, "msg_size_bytes": nbytes})
@@ -220,7 +220,7 @@ class CommsLog:
 
 
 def merged(logs: Sequence[CommsLog]) -> CommsLog:
-    """All of them in one, from when the first one began."""
+    """The logs as one, which begins with the first of them."""
     found = CommsLog(CommsLoggerKeys(), None)
     for log in logs:
         found.counts.update(log.counts)

@@ -159,7 +159,7 @@ class Offload:
     # --- making, updating, moving --------------------------------------------------------------------------------
 
     def make_files(self, world: Bound) -> StateFiles | None:
-        """The files of a new state, for this rank; None if nothing lives in files.
+        """The files of a new state, for this rank; None if no tensor lives in a file.
 
         *Collective* where something does: every rank.
 

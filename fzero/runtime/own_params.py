@@ -82,12 +82,12 @@ def _bound_with(x: Any) -> _Bound | None:
 
 
 def enter(own: Mapping[int, nn.Parameter], names: Mapping[int, str], fetch: Fetch) -> Callable[[], None]:
-    """Makes parameters stand for the tensors of `fetch`; the function returned ends that.
+    """Substitutes the tensors of `fetch` for a module's own parameters; returns a function that ends the substitution.
 
     Args:
         own: the parameters by identity.
-        names: what `fetch` calls them.
-        fetch: see `binding.bound`.
+        names: their names for `fetch`, by identity.
+        fetch: see `module_binding.bound`.
     """
     mine = _Bound(threading.get_ident(), names, fetch)
     _BOUND.append(mine)
@@ -106,7 +106,7 @@ def enter(own: Mapping[int, nn.Parameter], names: Mapping[int, str], fetch: Fetc
 
 
 def as_plain(param: Any) -> Any:
-    """The parameter with its own class, for torch.compile, which looks through no other."""
+    """The parameter with its own class, because torch.compile does not look through a subclass."""
     if type(param) is StandIn:
         param.__class__ = nn.Parameter  # type: ignore[assignment]
     return param

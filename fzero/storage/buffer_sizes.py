@@ -1,6 +1,7 @@
-"""Where is state updated that lives in host memory or in files, and how large are the buffers through which it moves? From the
-plan: `updates_on_host` is the rule that a step (`fzero.runtime.offload`) and a step on paper
-(`fzero.estimation.dry_update`) follow."""
+"""Rules of offloaded state, from the plan alone: the device of its update, and the sizes of the buffers that it moves through.
+
+A step (`fzero.runtime.offload`) and a dry run (`fzero.estimation.dry_update`) both follow `updates_on_host`.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from sharding.dtypes import itemsize
 
 
 class StreamBuffers(NamedTuple):
-    """Bytes of what is on its way at once.
+    """Bytes of tensors in transfer at once.
 
     Attributes:
-        on_device: sub-groups of state that lives in host memory and is updated on the device, on their way there and back, or two
-            flat buffers that are updated as wholes.
-        on_host: sub-groups of what lives on the device and is updated by the processor.
-        host_pool: in host memory: sub-groups and shards of what lives in files.
+        on_device: copies on the device: sub-groups of state in host memory that is updated on the device, or two flat buffers
+            that are updated in full.
+        on_host: copies in host memory: sub-groups of state on the device that is updated on the CPU.
+        host_pool: buffers in host memory: sub-groups and shards of state in files.
     """
 
     on_device: int
@@ -38,7 +39,7 @@ def stream_buffers(plan: Plan) -> StreamBuffers:
     longest = max((updated_numel(buffer, plan) for buffer in trained), default=0)
     specs = chain((buffer.params for buffer in plan.flat_buffers), *(updated_specs(buffer, plan) for buffer in trained))
     most = plan.streaming.sub_group(longest, (spec.dtype for spec in specs if spec.placement.kind == "nvme"))
-    copied, num_in_files, width, further = {"device": 0, "host": 0}, 0, 0, 0
+    copied, num_in_files, width, extra = {"device": 0, "host": 0}, 0, 0, 0
     for buffer in [buffer for buffer in trained if not buffer.updates_whole]:
         tensors = [*updated_specs(buffer, plan), *([buffer.params] if buffer.has_master else ())]
         there, elsewhere = ("host", "device") if updates_on_host(buffer, plan) else ("device", "host")
@@ -46,18 +47,18 @@ def stream_buffers(plan: Plan) -> StreamBuffers:
         copies = [numel * itemsize(spec.dtype) for spec in tensors if spec.placement.kind == elsewhere]
         copied[there] = max(copied[there], sum(map(pinned_nbytes, copies) if there == "host" else copies))
         widths = [itemsize(spec.dtype) for spec in tensors if spec.placement.kind == "nvme"]
-        # New parameters come beside the master from which they are made.
+        # New parameters need a buffer in addition to the master that they are cast from.
         beside = buffer.has_master and buffer.params.placement.kind == "nvme"
-        num_in_files, further = max(num_in_files, len(widths) - beside), max(further, int(beside))
+        num_in_files, extra = max(num_in_files, len(widths) - beside), max(extra, int(beside))
         width = max([width, *widths])
     num_alive = 1 + sum(plan.streaming.ahead(num_in_files).values())
-    pool = plan.streaming.num_pooled(num_in_files, further) * most * width
+    pool = plan.streaming.num_pooled(num_in_files, extra) * most * width
     on_device = max([num_alive * copied["device"], *(2 * nbytes for nbytes in wholes)])
     return StreamBuffers(on_device, num_alive * copied["host"], pool + _staged_from_files(plan))
 
 
 def pinned_gaps(plan: Plan) -> int:
-    """Bytes that PyTorch takes of pinned host memory besides those of the model state there, of which is pinned what crosses."""
+    """Bytes of pinned host memory that PyTorch takes beyond the model state in it; only tensors that a step copies are pinned."""
     gaps = 0
     for buffer in plan.flat_buffers:
         crossing = [buffer.params]
@@ -71,7 +72,7 @@ def pinned_gaps(plan: Plan) -> int:
 
 
 def pinned_nbytes(nbytes: int) -> int:
-    """What PyTorch takes of pinned host memory for so many bytes: the next power of two, which is then kept for others.
+    """Bytes of pinned host memory that PyTorch allocates for `nbytes`: the next power of two, which it keeps for reuse.
 
     >>> pinned_nbytes(5000), pinned_nbytes(4096)
     (8192, 4096)
@@ -85,7 +86,7 @@ def updated_numel(buffer: FlatParamPlan, plan: Plan) -> int:
 
 
 def updated_specs(buffer: FlatParamPlan, plan: Plan) -> Iterator[TensorSpec]:
-    """The specs of what an update reads and writes: what is updated, the gradient, and the optimizer's long tensors."""
+    """The specs of the tensors of an update: the updated tensor, the gradient, and the optimizer's long tensors."""
     yield buffer.master if buffer.has_master else buffer.params
     yield buffer.grads
     for spec in optree.tree_leaves(plan.optimizer[buffer.key]):
@@ -94,8 +95,8 @@ def updated_specs(buffer: FlatParamPlan, plan: Plan) -> Iterator[TensorSpec]:
 
 
 def updates_on_host(buffer: FlatParamPlan, plan: Plan) -> bool:
-    """Whether the processor updates a buffer where the device has a memory of its own: by sub-groups, if a part of it is in a
-    file, or all of what updates keep, parameters of the model and gradients aside, is off the device."""
+    """Whether a buffer is updated on the CPU, by sub-groups, where the device has memory of its own: if any of its tensors is in
+    a file, or if its master and optimizer state are all off the device."""
     updated, grad, *kept = updated_specs(buffer, plan)
     if buffer.has_master or updated.placement.kind != "device":
         kept.append(updated)
@@ -105,14 +106,14 @@ def updates_on_host(buffer: FlatParamPlan, plan: Plan) -> bool:
 
 
 def _away(buffer: FlatParamPlan, plan: Plan, *kinds: str) -> list[int]:
-    """The bytes of each of a buffer's tensors that lives in one of these memories."""
+    """The bytes of each tensor of a buffer's update that lives in one of these memories."""
     made = [buffer.params] if buffer.has_master else []
     return [x.local_nbytes(plan.mesh) for x in (*made, *updated_specs(buffer, plan)) if x.placement.kind in kinds]
 
 
 def _staged_from_files(plan: Plan) -> int:
-    """Shards of parameters of two units that are read, and shards of gradients that are written, beside a pass; or what two flat
-    buffers have that are updated as wholes, and tensors of such that are written."""
+    """The bytes of shards in transfer between files and a forward-backward: parameters of two units that are read, gradients
+    that are written. In an update: two flat buffers that are updated in full, and their tensors that are written."""
 
     def in_file(spec: TensorSpec) -> int:
         return spec.local_nbytes(plan.mesh) if spec.placement.kind == "nvme" else 0

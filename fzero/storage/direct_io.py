@@ -1,11 +1,11 @@
-"""One file of fixed length, read and written in full or not at all, around the page cache.
+"""`DirectFile`: one file of fixed length, read and written in full or not at all, bypassing the page cache.
 
-Direct I/O moves bytes between the disk and the process's memory. It takes addresses, offsets and lengths that are multiples of
-the disk's block, of 512 or 4096 bytes; everything here is a multiple of `SECTOR`, which serves both. Filesystems without it
-are used through the page cache; a failed write may be known to the system alone then, until `settle` asks.
+Direct I/O moves bytes between the disk and the process's memory. Addresses, offsets and lengths must be multiples of the
+disk's block of 512 or 4096 bytes; here all are multiples of `SECTOR`, which fits both. Filesystems without direct I/O
+are used through the page cache; then only the system may know of a failed write, until `settle` asks for it.
 
-A file is told as damaged as soon as its length is not the one it was made with: bytes that were cut off, and come back when
-something behind them is written, would read as zeros. Checksums (CRC-32) tell also what is damaged otherwise.
+A file counts as damaged as soon as its length changes: bytes that were cut off would read as zeros once something behind them
+is written. Checksums (CRC-32) also detect other damage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from fzero.storage.host_memory import Pool
 
 SECTOR = 4096
-"""Bytes of which direct I/O takes multiples."""
+"""Direct I/O moves multiples of so many bytes."""
 
 CHECKED = 1 << 16
 """Bytes that share a checksum."""
@@ -29,11 +29,11 @@ _OF_ZEROS = zlib.crc32(bytes(CHECKED))
 
 
 class DirectFile:
-    """A new file of `nbytes` zero bytes, which the disk has set aside.
+    """A new file of `nbytes` zero bytes, preallocated on the disk.
 
     Args:
         nbytes: a multiple of `SECTOR`, or of `CHECKED` if `checksums`.
-        checksums: whether what is read is compared with what was written.
+        checksums: whether bytes read are compared with the bytes written.
 
     Raises:
         OSError: the file exists or cannot be made, or the disk is full.
@@ -54,7 +54,7 @@ class DirectFile:
             raise
 
     def _use_direct(self) -> None:
-        """Opens the file anew for direct I/O, if its filesystem has that for multiples of `SECTOR`."""
+        """Reopens the file for direct I/O, if its filesystem supports that for multiples of `SECTOR`."""
         fd = None
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW)
@@ -72,7 +72,7 @@ class DirectFile:
         """Fills the memory with the bytes from `at` on.
 
         Raises:
-            OSError: of the system; or the file is not as it was left.
+            OSError: from the system; or the file was changed by another process.
         """
         self._move(os.preadv, at, memory)
         for index, found in self._checksums_of(at, memory):
@@ -90,13 +90,13 @@ class DirectFile:
         self._move(os.pwritev, at, memory)
 
     def settle(self) -> None:
-        """Has the system tell of failed writes that it kept for later, where it does that. Raises as `read` does."""
+        """Asks the system for failed writes that it has not reported yet. Raises as `read` does."""
         if not self.is_direct:
             os.fdatasync(self._fd)
         self._check_length()
 
     def close(self) -> None:
-        """Closes it, and leaves it on the disk; as it happens to a file that nobody has any more."""
+        """Closes the file, and leaves it on the disk; also runs when the object is collected."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -119,11 +119,11 @@ class DirectFile:
         found = os.fstat(self._fd).st_size
         if found != self.nbytes:
             raise OSError(
-                errno.EIO, f"the file is {found} bytes long and was made with {self.nbytes}; somebody changed it"
+                errno.EIO, f"the file is {found} bytes long and was made with {self.nbytes}; another process changed it"
             )
 
     def _checksums_of(self, at: int, memory: memoryview) -> Iterator[tuple[int, int]]:
-        """Of every `CHECKED` bytes, with its index in the file; none if there are none."""
+        """(Index in the file, checksum) of every `CHECKED` bytes; nothing for a file without checksums."""
         if self._checksums:
             for offset in range(0, len(memory), CHECKED):
                 yield (at + offset) // CHECKED, zlib.crc32(memory[offset : offset + CHECKED])

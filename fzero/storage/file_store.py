@@ -1,19 +1,19 @@
-"""Flat tensors that live in files: how are they read and written at the speed of the disk, and what if that fails?
+"""`FileStore`: flat tensors in files, read and written at the speed of the disk, with one rule for failures.
 
-A `FileStore` has one file for each flat tensor, in a folder for each rank. Files get their whole length when the store is made,
-so that a disk that is too small is told then. Elements [start, stop) move between a file and a buffer of the caller's in blocks,
-by threads that call `preadv` and `pwritev` (these let other Python threads run); nothing is allocated for them, and the page
-cache is left alone (`fzero.storage.direct_io`). What moves begins at a multiple of `grain` bytes, and files are padded to one.
+A store has one file per flat tensor, in a folder per rank. Files get their full length when the store is made, so that a
+disk that is too small raises then. Elements [start, stop) move in blocks between a file and a buffer of the caller's. Threads
+call `preadv` and `pwritev`, which release the GIL; nothing is allocated for a transfer, and it bypasses the page cache
+(`fzero.storage.direct_io`). Transfers begin at multiples of `grain` bytes, and files are padded to one.
 
-**After a failure nothing goes on.** An update of many blocks that fails midway leaves new numbers beside old ones. The store
-keeps one generation of each file: a second one would double the disk, and would not save a run whose parameters elsewhere
-have been updated. So the first failure, of a read or a write, *breaks* the store: every later read, write and `fence` raises
-and tells the first cause, and what is left to do is to load a checkpoint into a new store. A write that was not waited for is
-found by `fence`, which whoever updates calls before the state counts as updated.
+**After a failure the store cannot be used.** An update of many blocks that fails midway leaves new numbers beside old ones. The
+store keeps one generation of each file: a second one would double the disk, and would not save a run whose parameters
+elsewhere have been updated. So the first failure of a read or a write *breaks* the store: every later read, write and `fence`
+raises with the first cause, and the way on is to load a checkpoint into a new store. `fence` also reports a failed write that
+the caller did not wait for; an update calls it before the state counts as updated.
 
-The files are scratch, like memory: `close`, and the end of the process, removes them. A process that is killed leaves them, and
-the next one refuses or removes them (`fzero.storage.ownership`). A file that somebody removes goes on working, for it is
-open; one that is cut is told at the next access.
+The files are scratch, like memory: `close` and the end of the process remove them. A killed process leaves them, and the next
+one refuses or removes them (`fzero.storage.ownership`). A file that another process deletes still works, because it is open; a
+truncated one raises at the next access.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from sharding.views import torch_dtype
 
 
 class StoreError(RuntimeError):
-    """A file cannot be made, read or written; says which, where, what must hold, and what to do."""
+    """A file cannot be made, read or written; the message has the file, the position, the rule and the fix."""
 
 
 def bare(error: BaseException) -> StoreError:
-    """What an error says, to be kept: without the frames that it passed, which hold whatever a step worked on.
+    """The message of an error as a new error to store: the error's traceback would keep the tensors of a step alive.
 
     >>> bare(AssertionError())
     StoreError('AssertionError()')
@@ -59,7 +59,7 @@ def bare(error: BaseException) -> StoreError:
 
 @dataclass(frozen=True, slots=True)
 class FileSpec:
-    """How many elements a file holds, and of which dtype.
+    """The number of elements in a file, and their dtype.
 
     >>> FileSpec(1000, "bfloat16").nbytes
     2000
@@ -76,11 +76,11 @@ class FileSpec:
 
 @dataclass(slots=True)
 class _Health:
-    """What broke a store, if anything did. Threads hold this and not the store, which goes when its caller lets it go."""
+    """Whether and why a store is broken. Threads refer to this and not to the store, so that the store can be collected."""
 
     folder: Path
     cause: StoreError | None = None
-    """Raised by nobody: see `bare`."""
+    """Never raised itself: see `bare`."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check(self) -> None:
@@ -92,34 +92,34 @@ class _Health:
             self.cause = self.cause or bare(cause)
 
     def attempt(self, path: Path, at: int, nbytes: int, work: Callable[[], None]) -> None:
-        """Does it, unless something failed before; the first failure breaks the store."""
+        """Runs `work`, or raises if something failed before; the first failure breaks the store."""
         self.check()
         try:
             work()
         except BaseException as error:
-            told = StoreError(
+            failure = StoreError(
                 f"{path}, bytes {at} to {at + nbytes}: must be read and written in full, got: {error}. The state is "
-                f"part old and part new; mend the disk or the path and go on from a checkpoint"
+                f"part old and part new; repair the disk or the path and go on from a checkpoint"
             )
-            self.fail(told)
-            raise told from error
+            self.fail(failure)
+            raise failure from error
 
 
 class FileStore:
     """Files of flat tensors, made and filled with zeros.
 
     Args:
-        path: a folder, on the disk to use; the files are in a folder of this rank in it.
-        files: what each one holds, by name; any name that fits (`"blocks.0/float32/exp_avg"`).
+        path: a folder on the disk to use; the files are in a sub-folder of this rank.
+        files: the contents of each file, by any name (`"blocks.0/float32/exp_avg"`).
         rank: of this process.
-        state: which of this process's, where it has several at the path.
+        state: the index of the state, where this process has several at the path.
         num_threads: how many blocks move at once.
-        block_nbytes: the most bytes that one call to the system moves.
-        checksums: whether every `CHECKED` bytes read are compared with what was written (CRC-32).
-        leftover: what to do with files that processes which have ended left anywhere under the path.
+        block_nbytes: the most bytes that one system call moves.
+        checksums: whether every `CHECKED` bytes read are compared with the bytes written (CRC-32).
+        leftover: what to do with files under the path from processes that have ended.
 
     Raises:
-        StoreError: the folder cannot be made or written to or is in use, something is left under the path and `leftover` is
+        StoreError: the folder cannot be made or written to or is in use, files are left under the path and `leftover` is
             "refuse", or the disk is too small: then nothing of this store is left there.
 
     >>> import tempfile
@@ -149,7 +149,7 @@ class FileStore:
             raise ValueError(
                 f"FileStore: num_threads and block_nbytes must be at least 1, got {num_threads} and {block_nbytes}"
             )
-        path = Path(path).absolute()  # where the process is when the files go is its own affair
+        path = Path(path).absolute()  # the process may change its working directory before the files are removed
         self.folder = folder_of(path, rank, state)
         self.grain = CHECKED if checksums else SECTOR
         self.block_nbytes = _up(block_nbytes, self.grain)
@@ -176,17 +176,17 @@ class FileStore:
         self.is_direct = all(file.is_direct or not file.nbytes for file in self._files.values())
         if not self.is_direct:
             warnings.warn(
-                f"{self.folder}: its filesystem has no direct I/O, so that bytes go through the page cache and each fence "
-                f"waits for the disk; this is right, and slower. Put the path on a local disk",
+                f"{self.folder}: its filesystem has no direct I/O, so bytes go through the page cache and each fence "
+                f"waits for the disk; this is correct but slower. Put the path on a local disk",
                 stacklevel=2,
             )
 
     def read(self, name: str, start: int, stop: int, buffer: Tensor) -> Callable[[], Tensor]:
-        """Starts to read elements [start, stop) into a buffer. Returns a function that waits, and gives them as a view of it.
+        """Starts to read elements [start, stop) into a buffer. Returns a function that waits, and returns them as a view of it.
 
         Args:
-            start, stop: in bytes of the file multiples of `grain`; `stop` may be the file's end.
-            buffer: bytes (uint8), contiguous, from a memory page on, at least as many, rounded up to `grain`.
+            start, stop: in bytes, multiples of `grain`; `stop` may also be the file's end.
+            buffer: bytes (uint8), contiguous, page-aligned, at least as many as the elements have, rounded up to `grain`.
 
         Raises:
             StoreError: from the function that waits, or at once if the store is broken.
@@ -195,14 +195,14 @@ class FileStore:
         return self._move("read", name, start, stop, buffer)
 
     def write(self, name: str, start: int, stop: int, buffer: Tensor) -> Callable[[], Tensor]:
-        """Starts to write elements [start, stop) from the beginning of a buffer, which may not change until the wait is over.
+        """Starts to write elements [start, stop) from the beginning of a buffer, which must not change until the wait is over.
 
         Arguments, result and errors are those of `read`.
         """
         return self._move("write", name, start, stop, buffer)
 
     def fence(self) -> None:
-        """Waits for all that was started. Raises if anything failed since the store was made.
+        """Waits for all reads and writes under way. Raises if anything failed since the store was made.
 
         Raises:
             StoreError: the store is broken.
@@ -214,24 +214,24 @@ class FileStore:
         self.check()
 
     def fail(self, cause: BaseException) -> None:
-        """Breaks the store: what it holds is no state to go on with. Waits until no buffer is in use."""
+        """Breaks the store, whose contents must not be used any more. Waits until no buffer is in use."""
         self._health.fail(cause)
         wait(list(self._moving))
 
     @property
     def cause(self) -> StoreError | None:
-        """What broke the store, to be raised; None while it is whole."""
+        """The failure that broke the store, to be raised; None while it is good."""
         return None if self._health.cause is None else bare(self._health.cause)
 
     def rest(self) -> None:
-        """Waits until nothing moves. What fails breaks the store, and raises nothing here."""
+        """Waits for all reads and writes under way. A failure breaks the store, and raises nothing here."""
         wait(list(self._moving))
 
     def close(self) -> None:
         """Removes the files. The store cannot be used any more."""
         self.fail(StoreError("it was closed"))
         self._end()
-        self._threads.shutdown()  # so that nobody has a file any more
+        self._threads.shutdown()  # so that no thread has a file open
 
     def __enter__(self) -> Self:
         return self
@@ -266,22 +266,22 @@ class FileStore:
             wait(futures)  # all of them, before one that has failed lets the caller have the buffer back
             for future in futures:
                 if error := future.exception():
-                    # Not itself: a thread that still holds it would hold the frames that it passes, and all that they hold.
+                    # Not the error itself: a thread may still refer to it, and its traceback keeps tensors alive.
                     raise bare(error) from error.__cause__
             return self.view(name, start, stop, buffer)
 
         return finish
 
     def view(self, name: str, start: int, stop: int, buffer: Tensor) -> Tensor:
-        """The elements [start, stop) of a file, as they stand in a buffer, or shall stand there."""
+        """The view of a buffer that elements [start, stop) of a file occupy in a read or write."""
         dtype = self._specs[name].dtype
         return buffer[: (stop - start) * itemsize(dtype)].view(torch_dtype(dtype))
 
     def nbytes(self, name: str, start: int, stop: int) -> int:
-        """The bytes that elements [start, stop) move, and so need of a buffer: rounded up to `grain`.
+        """The bytes that elements [start, stop) occupy in a buffer, rounded up to `grain`.
 
         Raises:
-            ValueError: they are not such elements as `read` takes, or there is no such file.
+            ValueError: `read` does not allow these elements, or there is no such file.
         """
         if name not in self._specs:
             raise ValueError(
@@ -311,7 +311,7 @@ def _up(nbytes: int, grain: int) -> int:
 
 
 def _file_name(name: str) -> str:
-    """A file's name that tells the tensor's; long ones are cut, and told apart by a number.
+    """A file name from a tensor's name; a long one is truncated and gets a checksum, so that names stay distinct.
 
     >>> _file_name("h.0/float32")
     'h.0%2Ffloat32.flat'
@@ -326,17 +326,17 @@ def _unusable(folder: Path, error: OSError, needed: int | None = None) -> str:
     if needed is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         fix = {errno.EMFILE: "raise the limit of open files (ulimit -n)"}.get(error.errno or 0)
         return f"{folder}: {error.strerror}; {fix or 'pass a folder that this process may make and write to'}"
-    told = os.statvfs(next(parent for parent in folder.parents if parent.exists()))
+    disk = os.statvfs(next(parent for parent in folder.parents if parent.exists()))
     return (
-        f"{folder}: the files need {needed:,} bytes and {told.f_bavail * told.f_frsize:,} are free ({error.strerror}); free "
+        f"{folder}: the files need {needed:,} bytes and {disk.f_bavail * disk.f_frsize:,} are free ({error.strerror}); free "
         f"some, or pass a folder on another disk"
     )
 
 
 def _end(pid: int, threads: ThreadPoolExecutor, files: dict[str, DirectFile], release: Callable[[], None]) -> None:
-    """Waits for no thread: the collector may free a store in the midst of anything, such as the start of a thread.
+    """Removes the files without waiting for a thread, because the garbage collector may call this at any point.
 
-    What moves still has its file, which is closed when that has ended.
+    A read or write under way keeps its file open until it has ended.
     """
     if os.getpid() != pid:
         return

@@ -1,8 +1,8 @@
-"""What stands in a state for a tensor that lives in a file?
+"""`FileTensor`: the leaf of a state for a tensor that lives in a file.
 
-A `FileTensor` is a small frozen value, a leaf of the state: which file, of which shape and dtype, and of which *generation*. A
-step updates files where they are. So it gives a state with handles of the next generation, and those of the state that it was
-given are *stale*: whoever reads one is told so. Handles keep their files alive: when the last one goes, the files do.
+It is a small frozen handle: the file, its shape and dtype, and its *generation*. A step updates files in place. So it returns
+a state with handles of the next generation, and the handles of the old state are *stale*: reading one raises. Handles keep
+their files alive: the files are removed with the last handle.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from sharding.views import dtype_name, torch_dtype
 T = TypeVar("T")
 
 FilePlan = Mapping[str, tuple[str, FileSpec]]
-"""The files of one rank's state: the folder of each, and what it holds, by name."""
+"""The files of one rank's state, by name: the folder and the contents of each."""
 
 
 class StateFiles:
-    """The files of one rank's state, what moves them, and their generation.
+    """The files of one rank's state, their movers, and their generation.
 
     Args:
-        files: what there is.
-        streaming: how it moves.
+        files: folder and contents of each file.
+        streaming: the options of the transfers.
         sub_group_numel: elements of a sub-group.
-        most: most tensors in files of one sub-group, as `Streaming.num_buffers` counts them.
-        further: most others of one.
-        staged_nbytes: what shards take at once that are whole in memory on their way.
+        most: the most tensors in files of one sub-group, as `Streaming.num_buffers` counts them.
+        extra: the most tensors in files of one sub-group that it does not count (new parameters beside their master).
+        staged_nbytes: bytes of full shards in memory at once, on their way.
         rank: of this process.
 
     Raises:
@@ -84,7 +84,7 @@ class StateFiles:
             raise
 
     def has_room(self, streaming: Streaming, *, sub_group_numel: int, most: int, extra: int) -> bool:
-        """Whether what another step streams, with arguments like those of this, may move through the buffers of these files."""
+        """Whether another step, with these arguments of the constructor, may stream through the buffers of these files."""
         asked = _room(streaming, sub_group_numel, most, extra)
         is_large = all(have >= need for have, need in zip(self._room, asked, strict=True))
         return is_large and self._room.checksums == asked.checksums
@@ -95,44 +95,44 @@ class StateFiles:
             mover.store.close()
 
     def mover(self, name: str) -> FileMover:
-        """What moves the file of that name."""
+        """The mover of the file of that name."""
         return self._movers[self.plan[name][0]]
 
     def handle(self, name: str) -> FileTensor:
-        """The tensor in the file of that name, as it is now."""
+        """A handle to the file of that name, of the present generation."""
         spec = self.plan[name][1]
         return FileTensor(self, name, (spec.numel,), torch_dtype(spec.dtype), self.generation)
 
     def check(self) -> None:
-        """Raises a StoreError if what the files hold is no state to go on with."""
+        """Raises a StoreError if the contents of the files must not be used any more."""
         for mover in self._movers.values():
             mover.store.check()
 
     @property
     def cause(self) -> BaseException | None:
-        """Why these files cannot be used any more, to be raised; None while they are whole. Also if nobody has waited for it."""
+        """Why these files cannot be used any more, to be raised; None while they are good. Includes failures not yet awaited."""
         if self._cause is not None:
             return bare(self._cause) if isinstance(self._cause, StoreError) else self._cause
         return next((x.store.cause for x in self._movers.values() if x.store.cause is not None), None)
 
     def rest(self) -> None:
-        """Waits until nothing moves. What fails is a `cause`, and raises nothing here."""
+        """Waits for all reads and writes under way. A failure becomes the `cause`, and raises nothing here."""
         for mover in self._movers.values():
             mover.store.rest()
 
     def fail(self, cause: BaseException) -> None:
-        """Nothing of this can be used any more. The first cause counts; one not of files stays itself until `tell`."""
+        """Marks the files as failed. The first cause counts; one that is no StoreError is kept itself until `fail_by_message`."""
         self._cause = self._cause or (bare(cause) if isinstance(cause, StoreError) else cause)
         for mover in self._movers.values():
             mover.fail(cause)
 
     def fail_by_message(self, cause: BaseException) -> None:
-        """As `fail`, of what is raised now: from now on it is only what the cause says."""
+        """As `fail`, for a cause that is being raised: keeps only its message, so that its traceback can be freed."""
         self._cause = bare(self._cause or cause)
         self.fail(cause)
 
     def prefetch(self, name: str, start: int, stop: int) -> None:
-        """Starts to read what a sub-group has of a tensor, where there is room for it; an error breaks the files."""
+        """Starts to read one tensor of a sub-group, if there is room for it; an error breaks the files."""
         mover = self.mover(name)
         try:
             mover.prefetch(TensorRange(name, start, stop))
@@ -140,17 +140,17 @@ class StateFiles:
             self.fail(error)
 
     def start_read(self, name: str, flat: Tensor) -> Callable[[], object]:
-        """Starts to fill a tensor of `host_buffers.paged` with a whole file; returns what waits for the end, and raises."""
+        """Starts to fill a tensor of `host_memory.paged` with a full file; the returned function waits, and raises errors."""
         return self.mover(name).store.read(name, 0, flat.numel(), bytes_of(flat))
 
     def start_write(self, name: str, flat: Tensor) -> Callable[[], object]:
-        """Starts to write such a tensor, which must not change until the end. The error of `start_read`."""
+        """Starts to write such a tensor, which must not change until the end. Returns and raises as `start_read`."""
         mover = self.mover(name)
         mover.forget(TensorRange(name, 0, flat.numel()))
         return mover.store.write(name, 0, flat.numel(), bytes_of(flat))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a file, any of them, in new memory on the CPU."""
+        """Elements [start, stop) of a file, at any positions, in new memory on the CPU."""
         out = torch.empty(max(stop - start, 0), dtype=torch_dtype(self.plan[name][1].dtype))
         with self._pieces(name, start, stop) as pieces:
             for begin, end, buffer in pieces:
@@ -160,7 +160,7 @@ class StateFiles:
         return out
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Writes elements from `start` on, any of them, and returns when they are in the file; others stay."""
+        """Writes elements from `start` on, at any position, and returns when they are in the file; others are unchanged."""
         store, stop = self.mover(name).store, start + values.numel()
         self.mover(name).forget(TensorRange(name, start, stop))
         with self._pieces(name, start, stop) as pieces:
@@ -173,7 +173,7 @@ class StateFiles:
 
     @contextmanager
     def _pieces(self, name: str, start: int, stop: int) -> Iterator[Iterator[tuple[int, int, Tensor]]]:
-        """The stretches that files move around elements [start, stop), and a buffer for one after the other."""
+        """The aligned ranges (start, stop) that cover elements [start, stop), each with the buffer that all of them share."""
         mover, spec = self.mover(name), self.plan[name][1]
         unit = mover.store.grain // itemsize(spec.dtype)
         step = mover.pool.nbytes // mover.store.grain * unit
@@ -193,9 +193,9 @@ class FileTensor:
 
     Attributes:
         files: all files of this state.
-        name: which of them.
+        name: of this tensor's file.
         shape, dtype: of the tensor.
-        generation: how often the files had been updated when this handle was made.
+        generation: the number of updates of the files when this handle was made.
     """
 
     files: StateFiles
@@ -224,12 +224,12 @@ class FileTensor:
         return self.part(elements)[:]
 
     def part(self, elements: slice) -> FilePart:
-        """Some of the elements, which are not read yet."""
+        """A handle to some of the elements; reads nothing."""
         start, stop, _ = elements.indices(self.shape[0])
         return FilePart(self, start, max(start, stop))
 
     def check(self) -> None:
-        """Raises a StoreError unless the file holds this tensor: nothing has updated it, and nothing failed."""
+        """Raises a StoreError unless the file holds this tensor: no step has updated it, and nothing failed."""
         self.files.check()
         self.check_age()
 
@@ -237,8 +237,8 @@ class FileTensor:
         """Raises a StoreError, on every rank alike, if a step has updated the files since."""
         if self.generation != self.files.generation:
             raise StoreError(
-                f"{self.name}: this state is stale, for a step took it and updated the files of {self.path} (generation "
-                f"{self.generation} of {self.files.generation}); go on with the state that the step gave"
+                f"{self.name}: this state is stale, because a step took it and updated the files of {self.path} (generation "
+                f"{self.generation} of {self.files.generation}); go on with the state that the step returned"
             )
 
     def __repr__(self) -> str:
@@ -246,7 +246,7 @@ class FileTensor:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self.name}: lives in a file of {self.path} and is neither copied nor pickled; bring the state into memory with "
+            f"{self.name}: lives in a file of {self.path} and is neither copied nor pickled; move the state into memory with "
             f"fzero.place(state, step) and a step without offload"
         )
 
@@ -281,19 +281,19 @@ class FilePart:
         return self.tensor.files.read(self.tensor.name, self.start + start, self.start + stop)
 
     def copy_(self, values: Tensor) -> None:
-        """Writes into the file: for whoever makes a state, and for nobody afterwards. Raises as `FileTensor.check` does."""
+        """Writes into the file; only allowed while a state is being made. Raises as `FileTensor.check` does."""
         self.tensor.check()
         self.tensor.files.write(self.tensor.name, self.start, values)
 
 
 def part_of(x: Tensor | FileTensor, start: int, stop: int) -> Any:
-    """Elements [start, stop) of a flat tensor: a view, or what reads and writes them in the file. Both have `copy_` and `[:]`."""
+    """Elements [start, stop) of a flat tensor: a view, or a `FilePart`. Both have `copy_` and `[:]`."""
     return x.part(slice(start, stop)) if isinstance(x, FileTensor) else x[start:stop]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileTensors:
-    """The handles of all ranks of a simulation, in rank order: where other tensors have a leading dimension of ranks."""
+    """The handles of all ranks of a simulation, in rank order; in-memory tensors have a leading dimension of ranks instead."""
 
     of_ranks: tuple[FileTensor, ...]
 
@@ -314,7 +314,7 @@ class FileTensors:
 
 
 def in_memory(tree: Any) -> Any:
-    """The tree with tensors on the CPU in place of handles: a copy of what the files hold now. Others stay as they are."""
+    """The tree with handles replaced by tensors on the CPU, copies of the files' present contents. Other leaves are unchanged."""
 
     def one(x: Any) -> Any:
         if isinstance(x, FileTensors):
@@ -325,10 +325,9 @@ def in_memory(tree: Any) -> Any:
 
 
 def kept(x: FileTensor | FilePart, work: Callable[[], T]) -> T | None:
-    """What the work gives; None where a file fails, which breaks the state that `x` is of and is raised by
-    `fzero.runtime.offload.agree`.
+    """The result of `work`; None where a file fails, which breaks the state of `x`.
 
-    So a rank whose files fail goes on to where all ranks are told.
+    A rank whose files fail thus goes on to `fzero.runtime.file_agreement.agree`, where all ranks raise.
     """
     try:
         return work()
@@ -343,14 +342,14 @@ def handles_of(tree: Any) -> list[FileTensor]:
 
 
 def renewed(tree: Any) -> Any:
-    """The tree with handles of what the files hold now."""
+    """The tree with handles of the files' present generation."""
     return optree.tree_map(
         lambda x: replace(x, generation=x.files.generation) if isinstance(x, FileTensor) else x, tree
     )
 
 
 class _Room(NamedTuple):
-    """The buffers of files, and whether their blocks have checksums, which bounds where sub-groups may begin."""
+    """The buffers of files, and whether their blocks have checksums, which restrict where sub-groups may begin."""
 
     num_buffers: int
     sub_group_numel: int
@@ -358,10 +357,10 @@ class _Room(NamedTuple):
 
 
 def _room(streaming: Streaming, sub_group_numel: int, most: int, extra: int) -> _Room:
-    alone = 1 + sum(streaming.ahead(most).values())  # of one tensor that moves by itself
+    alone = 1 + sum(streaming.ahead(most).values())  # buffers for one tensor that moves by itself
     return _Room(max(streaming.num_pooled(most, extra), alone), sub_group_numel, streaming.checksums)
 
 
 def _free(path: str, rank: int) -> int:
-    """The number of a further state: the first of which this process has no folder there already."""
+    """The index of a new state at the path: the first without a folder of this process."""
     return next(number for number in count() if not claims.is_mine(claims.folder_of(path, rank, number)))

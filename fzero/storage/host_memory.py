@@ -1,8 +1,8 @@
-"""Where do bytes stand that files and devices are read into, and is there room for them?
+"""`Pool`: host memory for transfers to and from files and devices, and checks that it is available.
 
-A `Pool` is one stretch of anonymous memory, cut into equal buffers that begin at memory pages, so that direct I/O and copies to
-a device may use them. It is made once; nothing grows with what goes through it. Whether the memory is there is asked before it
-is taken: a process that the kernel ends for want of memory says nothing.
+A `Pool` is one range of anonymous memory, cut into equal page-aligned buffers, so that direct I/O and copies to a device can use
+them. It is allocated once, whatever moves through it. Available memory is checked before it is allocated: the OOM killer
+leaves no message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 PAGE = mmap.PAGESIZE
 LARGE_PAGE = 1 << 21
 CHUNK = 1 << 16
-"""Bytes of which memory for whole tensors is a multiple: what a file moves at a time, with checksums too."""
+"""Memory for full tensors is a multiple of so many bytes: the granularity of file transfers, also with checksums."""
 
 
 class Pool:
@@ -49,21 +49,21 @@ class Pool:
 
     @property
     def num_free(self) -> int:
-        """How many buffers nobody has."""
+        """The number of buffers that are not taken."""
         return len(self._free)
 
     def take(self) -> Tensor:
-        """A buffer, as bytes; what it holds is left over."""
-        assert self._free, "whoever takes buffers asked for too many at once"
+        """A buffer, as uninitialised bytes."""
+        assert self._free, "the callers need more buffers at once than the pool has"
         return self._free.pop()
 
     def give_back(self, buffer: Tensor) -> None:
-        """Hands back a buffer that was taken; nobody may use it any more."""
+        """Returns a buffer that was taken; the caller must not use it any more."""
         self._free.append(buffer)
 
 
 def paged(numel: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor with memory of its own, from a memory page on, zeros, which direct I/O may fill (see `bytes_of`).
+    """A flat tensor of zeros in page-aligned memory of its own, which direct I/O may fill (see `bytes_of`).
 
     Raises:
         MemoryError: it does not fit (see `check_host_memory`).
@@ -79,13 +79,13 @@ def paged(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _mapped(nbytes: int) -> Tensor:
-    """At least so many bytes from a memory page on, in large pages where the system gives them.
+    """At least `nbytes` bytes of page-aligned memory, in large pages where the system provides them.
 
-    A block on its way to a disk is a list of pieces of physical memory: of small pages it has hundreds, and takes up to three
-    times as long (docs/performance.md).
+    A block for a disk is a list of physical pages: with small pages it has hundreds, and takes up to three times as long
+    (docs/performance.md).
     """
     if nbytes >= LARGE_PAGE:
-        nbytes = -(-nbytes // LARGE_PAGE) * LARGE_PAGE  # so that the system begins it at one
+        nbytes = -(-nbytes // LARGE_PAGE) * LARGE_PAGE  # so that the system aligns it to a large page
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
     with contextlib.suppress(OSError):  # a system that has none
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -93,15 +93,15 @@ def _mapped(nbytes: int) -> Tensor:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """All the memory that a tensor of `paged` has, as bytes."""
+    """All memory of a tensor of `paged`, including its padding, as bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())  # type: ignore[call-overload,no-any-return]
 
 
 def check_host_memory(nbytes: int, what: str) -> None:
-    """Raises unless so many bytes can be had now, by every limit that the system tells.
+    """Raises unless `nbytes` can be allocated now, by every limit that the system reports.
 
     Raises:
-        MemoryError: names the limit, the bytes that are needed, and those that are there.
+        MemoryError: the message has the limit, the bytes needed, and the bytes available.
 
     >>> check_host_memory(1 << 60, "a pool")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -117,17 +117,17 @@ def check_host_memory(nbytes: int, what: str) -> None:
 
 
 def host_memory() -> int:
-    """Bytes that this process can have now, by every limit that the system tells."""
+    """Bytes that this process can allocate now, by every limit that the system reports."""
     return max(0, min((available for _, available in _available()), default=sys.maxsize))
 
 
 def process_memory(field: str) -> int:
-    """Bytes that this process holds: `VmRSS` resident, `VmHWM` the most of that, `VmData` its own; 0 where nothing tells."""
+    """Bytes of this process: `VmRSS` resident, `VmHWM` its peak, `VmData` private; 0 where the system does not report it."""
     return _numbers(Path("/proc/self/status")).get(field, 0)
 
 
 def _available() -> Iterator[tuple[str, int]]:
-    """Every limit that holds for this process, and the bytes that it leaves."""
+    """Every limit on this process's memory, and the bytes that are still available under it."""
     used = _numbers(Path("/proc/self/status"))
     for name, kind, field in (("AS", resource.RLIMIT_AS, "VmSize"), ("DATA", resource.RLIMIT_DATA, "VmData")):
         soft, _ = resource.getrlimit(kind)
@@ -142,7 +142,7 @@ def _available() -> Iterator[tuple[str, int]]:
 def _left_by_cgroups(
     proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[tuple[str, int]]:
-    """Of every control group that this process is in, from its own up to the root's."""
+    """(Limit, available bytes) of every control group of this process, from its own up to the root's."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -163,12 +163,12 @@ def _left_by_cgroups(
                 break
             try:
                 most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
-                told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):
                 continue  # not there: the root of a tree has no limit
             if most != "max":
-                # What files are kept in memory for reading goes when somebody needs it.
-                yield f"the control group {folder}", int(most) - used + int(told.get(cache, 0))
+                # The system drops its file cache when a process needs the memory.
+                yield f"the control group {folder}", int(most) - used + int(stat.get(cache, 0))
 
 
 def _numbers(path: Path) -> dict[str, int]:

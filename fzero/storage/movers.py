@@ -1,10 +1,10 @@
-"""Between which memories does a stream of sub-groups move: files and the host, or the host and a device?
+"""The movers of sub-groups between files and the host, or between the host and a device.
 
 `FileMover`: the state lives in a `FileStore`, and the update runs on the CPU, in buffers of a pool that is made once.
 `DeviceMover`: it lives in host memory, and the update runs on a device; or it lives on a device, and the update runs on the CPU.
-With CUDA copies in and copies out have streams of their own, so that they run beside each other and beside the update; pin the
-host tensors, for others are copied while the host waits. `Resident`: it is where the update runs. `ByName`: each tensor has a
-mover of these.
+On CUDA, copies in and copies out each have a stream, so that they overlap each other and the update; pin the host tensors,
+because the host waits for copies of others. `Resident`: it lives on the device of the update. `ByName`: each tensor has a
+mover of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TensorRange(NamedTuple):
     stop: int
 
     def __str__(self) -> str:
-        """In a trace."""
+        """For traces."""
         return f"{self.name} {self.start}:{self.stop}"
 
 
@@ -40,12 +40,12 @@ class FileMover:
 
     Args:
         store: where the tensors live.
-        num_buffers: one for each tensor of each sub-group that is here at once: for Adam beside its parameter, with one sub-group
-            read ahead and one written behind, 3 · 3.
-        buffer_nbytes: at least those of one tensor of a sub-group.
+        num_buffers: tensors of a sub-group times sub-groups in memory at once. Adam moves 3 tensors, the parameter included;
+            with one sub-group read ahead and one written behind, that is 3 · 3.
+        buffer_nbytes: at least the bytes of one tensor of a sub-group.
 
     Raises:
-        MemoryError: the buffers do not fit in the host's memory; tells what is needed and what is there.
+        MemoryError: the buffers do not fit in host memory; the message has the bytes needed and available.
     """
 
     def __init__(self, store: FileStore, *, num_buffers: int, buffer_nbytes: int) -> None:
@@ -74,7 +74,7 @@ class FileMover:
                 )
 
     def prefetch(self, part: TensorRange) -> None:
-        """Starts to read what a sub-group has of one tensor before that is fetched, if there is a buffer for it."""
+        """Starts to read one tensor of a sub-group before it is fetched, if a buffer is free."""
         if part not in self._coming and self.pool.num_free:
             buffer = self.pool.take()
             try:
@@ -86,16 +86,16 @@ class FileMover:
             self._coming[part] = buffer, wait
 
     def forget(self, part: TensorRange) -> None:
-        """Drops what was read ahead of elements that are written now."""
+        """Drops prefetched elements that are being overwritten."""
         for read in [x for x in self._coming if x.name == part.name and x.start < part.stop and part.start < x.stop]:
             self.pool.give_back(self._come(read))
 
     def take(self) -> Tensor:
-        """A buffer: a free one, or that of what was read ahead last."""
+        """A buffer: a free one, or that of the latest prefetch."""
         return self.pool.take() if self.pool.num_free or not self._coming else self._come(next(reversed(self._coming)))
 
     def _come(self, part: TensorRange) -> Tensor:
-        """The buffer of what was read ahead, when nothing moves in it any more."""
+        """The buffer of a prefetch, once its read has ended."""
         buffer, wait = self._coming.pop(part)
         wait()
         return buffer
@@ -171,12 +171,12 @@ class DeviceMover:
         self._check()
         is_on_cpu = self.device.type == "cpu"
         if self._copies_in and is_on_cpu:
-            self._copies_in.wait_stream(torch.cuda.current_stream(self._card))  # which made what is copied
+            self._copies_in.wait_stream(torch.cuda.current_stream(self._card))  # it computes the values to copy
         copies = []
         with _on(self._copies_in):
             for name in sub_group.names:
                 part = self._part(name, sub_group)
-                # PyTorch keeps pinned memory for the next sub-group, and gives it when the last copy from it has ended.
+                # PyTorch reuses pinned memory for the next sub-group once the last copy from it has ended.
                 copy = torch.empty_like(part, device=self.device, pin_memory=is_on_cpu and self._card is not None)
                 copies.append(copy if name in sub_group.made else copy.copy_(part, non_blocking=True))
             is_here = self._copies_in.record_event() if self._copies_in else None
@@ -250,21 +250,21 @@ class Resident:
         return lambda: [self.tensors[name][sub_group.start : sub_group.stop] for name in sub_group.names]
 
     def put(self, sub_group: SubGroup) -> Callable[[], object]:
-        """See `Mover`: what was changed is there."""
+        """See `Mover`: the views have changed the tensors already."""
         return lambda: None
 
     def fence(self) -> None:
         """See `Mover`."""
 
     def fail(self, cause: BaseException) -> None:
-        """See `Mover`: memory stays as it is, part old and part new."""
+        """See `Mover`: the tensors are left partly updated."""
 
 
 class ByName:
-    """Moves each tensor of a sub-group with the mover that has it.
+    """Moves each tensor of a sub-group with its own mover.
 
     Args:
-        mover_of: of each name.
+        mover_of: the mover of each tensor, by name.
     """
 
     def __init__(self, mover_of: Mapping[str, Mover]) -> None:
@@ -303,7 +303,7 @@ class ByName:
             mover.fail(cause)
 
     def _parts(self, group: SubGroup) -> list[tuple[Mover, SubGroup]]:
-        """What each mover has of a sub-group."""
+        """Each mover's part of a sub-group."""
         parts = []
         for mover in self._movers:
             names = tuple(name for name in group.names if self._mover_of[name] is mover)
@@ -314,5 +314,5 @@ class ByName:
 
 
 def _on(stream: Any) -> Any:
-    """The block runs on that stream, if there is one."""
+    """A context in which CUDA work runs on that stream, if there is one."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)

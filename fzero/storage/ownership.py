@@ -1,14 +1,14 @@
-"""Whose folder is this, and does its owner still live?
+"""`claim`, `release`: the ownership of state folders, by a marker file that names the owner's process.
 
-A run keeps state under a path, in a folder for each rank, and for each state where a process has several (`folder_of`). It leaves
-a file in each that names its process: id, start, machine. A process that is killed leaves the file; nothing else outlives it.
-Whoever claims a folder reads who left which under the same path, for the next run may have fewer ranks or states. Where that
-process lives, or is on another machine where nobody can tell, a folder is not touched. Where it has ended, what it left is
-refused or removed, as the caller chooses.
+A run keeps state under a path, in a folder per rank, and per state where a process has several (`folder_of`). It writes a
+marker into each folder that names its process: id, start, machine. A killed process leaves its marker and files behind.
+`claim` reads all markers under the path, because the next run may have fewer ranks or states. It does not touch a folder whose
+process is alive, or is on another machine, where this cannot be known. Folders of processes that have ended are refused or
+removed, as the caller chooses.
 
-(A lock of the file would be freed by the system with the process, but not before the last of the children that it was forked
-into: the workers of a data loader, say. The path is locked only while a folder is claimed or given up, so that ranks that come
-at once do so one after the other: the first of them removes what is left, of all, and a folder does not go while it is claimed.)
+(A file lock would not do: the system frees it only when the last forked child has ended too, such as a data loader's worker.
+The path is locked only while a folder is claimed or released, so that ranks that start at once do so one after the other: the
+first of them removes all leftovers, and no folder is removed while it is being claimed.)
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fzero.common.safe_files import check_own, create
 
 MARKER, UNFINISHED = "owner.json", "owner.new"
 FILES = "*.flat"
-"""The files of a run. No other is ever removed, but the marker and an unfinished one."""
+"""The files of a run. Besides these, only markers are ever removed."""
 FOLDERS = ("fzero-rank[0-9]*", "state[0-9]*/fzero-rank[0-9]*")
-"""Where they are under a path: see `folder_of`."""
+"""The folders of those files under a path: see `folder_of`."""
 _MOST_NAMED = 8
 SECONDS_TO_WAIT = 300.0
-"""For the lock of a path: ranks hold it while they remove what is left there."""
+"""The longest wait for the lock of a path, which ranks hold while they remove leftovers."""
 
 
 def folder_of(path: str | Path, rank: int, state: int = 0) -> Path:
-    """The folder of a rank's files, of the first of its states or of a further one.
+    """The folder of a rank's files, for its first state or for another one.
 
     >>> folder_of("/disk", 3), folder_of("/disk", 3, state=1)
     (PosixPath('/disk/fzero-rank3'), PosixPath('/disk/state1/fzero-rank3'))
@@ -49,8 +49,8 @@ def folder_of(path: str | Path, rank: int, state: int = 0) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process: its id, when it began (in clock ticks since the machine did), the machine's name, start and name space, and the
-    same two of what started it."""
+    """A process: its id and start (in clock ticks since boot), the machine's name, boot id and PID namespace, and the id and
+    start of its parent."""
 
     pid: int
     started: int
@@ -62,21 +62,21 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Self:
-        """The one that asks."""
+        """The calling process."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pid, parent = os.getpid(), os.getppid()
         names = os.readlink("/proc/self/ns/pid")
         return cls(pid, _started(pid) or 0, socket.gethostname(), boot, names, parent, _started(parent) or 0)
 
     def is_followed(self) -> bool:
-        """Whether this process was started in its place, by what had started both (`--max_restarts`)."""
+        """Whether the calling process was started in its place by the same parent (`--max_restarts`)."""
         here = Owner.this_process()
         is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         ours, theirs = ((x.host, x.boot, x.names, x.parent, x.parent_started) for x in (here, self))
         return is_again and ours == theirs and not self.may_live()
 
     def may_live(self) -> bool:
-        """Whether the process lives, as far as one can tell here."""
+        """Whether the process may be alive, as far as can be known on this machine."""
         here = Owner.this_process()
         if self.host != here.host:
             return True
@@ -89,7 +89,7 @@ class Owner:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began; None if there is none, or only what is left of one that has ended."""
+    """The start of a process; None if there is none, or it is a zombie."""
     try:
         # The name of the program is in parentheses and may hold any character.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -99,22 +99,22 @@ def _started(pid: int) -> int | None:
 
 
 def claim(path: Path, folder: Path, leftover: Literal["refuse", "clean"]) -> str:
-    """Makes a folder under a path this process's own, and the path free of what was left by processes that have ended.
+    """Makes this process the owner of a folder under a path, and removes leftovers of ended processes from the path.
 
     Args:
-        path: the path of a run; ranks may come at once.
+        path: the path of a run; ranks may claim folders concurrently.
         folder: one of its `FOLDERS`.
-        leftover: what to do with what is left; of processes in whose place this one was started it is removed.
+        leftover: what to do with leftovers; those of a process that this one was restarted for are always removed.
 
     Returns:
         The name of the claim, for `release`.
 
     Raises:
-        FileExistsError: the folder is another's or a link, or something is left under the path and `leftover` is "refuse".
+        FileExistsError: the folder is another's or a link, or files are left under the path and `leftover` is "refuse".
         PermissionError: the folder belongs to another user.
-        OSError: of the system, if the folder cannot be made or written to, or what is left not be removed.
+        OSError: from the system, if the folder cannot be made or written to, or leftovers cannot be removed.
     """
-    with contextlib.suppress(FileExistsError):  # where it is no folder, which is told when it is locked
+    with contextlib.suppress(FileExistsError):  # where it is no folder, locking it raises
         path.mkdir(parents=True, exist_ok=True)
     with _alone(path):
         for made in (folder, folder.parent):
@@ -126,7 +126,7 @@ def claim(path: Path, folder: Path, leftover: Literal["refuse", "clean"]) -> str
                 f"{folder}: is in use by {owner}; give each run a path of its own, or remove it if that has ended"
             )
         left = _left(path)
-        if (folder / MARKER).exists() or _files(folder):  # whoever left that: no other run gets this folder
+        if (folder / MARKER).exists() or _files(folder):  # also with an unknown owner: this run needs the folder
             left[folder] = owner
         refused = {x: of for x, of in left.items() if leftover == "refuse" and not (of and of.is_followed())}
         if refused:
@@ -136,7 +136,7 @@ def claim(path: Path, folder: Path, leftover: Literal["refuse", "clean"]) -> str
         name = secrets.token_hex(8)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Written beside and moved, so that a marker is whole or not there.
+            # Written under another name and renamed, so that a marker is complete or absent.
             unfinished = folder / UNFINISHED
             with create(unfinished) as file:
                 file.write(json.dumps({"claim": name} | asdict(Owner.this_process())).encode())
@@ -156,13 +156,13 @@ def is_mine(folder: Path) -> bool:
 
 
 def release(path: Path, folder: Path, name: str) -> None:
-    """Removes a run's files, its marker, and the folders that are empty then. What has gone already is no error.
+    """Removes a run's files, its marker, and the folders that are then empty. Missing files are no error.
 
     Args:
-        name: of the claim. Where there is another by now, for somebody had removed the folder, nothing is done.
+        name: of the claim. If the folder has been removed and claimed anew under another name, nothing is done.
     """
     with contextlib.suppress(FileNotFoundError):
-        # While the marker still keeps others away, for this takes long, and the lock is for all ranks.
+        # Outside the lock, which all ranks share, because this takes long; the marker still keeps others away.
         for file in _files(folder) if _read(folder)[1] in (name, None) else ():
             file.unlink(missing_ok=True)
         with _alone(path):
@@ -171,7 +171,7 @@ def release(path: Path, folder: Path, name: str) -> None:
 
 
 def _left(path: Path) -> dict[Path, Owner | None]:
-    """The folders under the path whose owners have ended. One whose owner nobody knows may be in use."""
+    """The folders under the path whose owners have ended. A folder with an unknown owner may be in use, and is not among them."""
     left: dict[Path, Owner | None] = {}
     for folder in sorted(folder for pattern in FOLDERS for folder in path.glob(pattern)):
         with contextlib.suppress(OSError):  # no folder of a run, or another user's
@@ -198,37 +198,37 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _remove(path: Path, folder: Path) -> None:
-    """Removes what a run has there, the marker last, and the folders that are empty then: nobody claims one meanwhile."""
+    """Removes a run's files, the marker last, and the folders that are then empty. The caller holds the lock of the path."""
     for file in (*_files(folder), folder / UNFINISHED, folder / MARKER):
         file.unlink(missing_ok=True)
     for empty in (folder, folder.parent):
         if empty != path:
-            with contextlib.suppress(OSError):  # where something else is in it
+            with contextlib.suppress(OSError):  # it is not empty
                 empty.rmdir()
 
 
 def _read(folder: Path) -> tuple[Owner | None, str | None]:
-    """Whose the folder is, and the name of the claim; None where that cannot be told."""
+    """The owner of a folder and the name of its claim, from the marker; None where it is missing or invalid."""
     try:
-        told = json.loads((folder / MARKER).read_text())
-        name = told.pop("claim", None)
-        return Owner(**told), name
+        fields = json.loads((folder / MARKER).read_text())
+        name = fields.pop("claim", None)
+        return Owner(**fields), name
     except (FileNotFoundError, ValueError, TypeError, AttributeError):
         return None, None
 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """No other process is in such a block of the same path meanwhile."""
+    """Excludes other processes from such a block of the same path."""
     fd, collects = os.open(path, os.O_RDONLY | os.O_DIRECTORY), gc.isenabled()
-    gc.disable()  # a store that is collected in here gives its folder up, and would wait for this very lock
+    gc.disable()  # collecting a store in here would release its folder, and wait for this very lock
     try:
         _lock(fd, path)
         yield
     finally:
         if collects:
             gc.enable()
-        fcntl.flock(fd, fcntl.LOCK_UN)  # which closing leaves, where another thread has forked meanwhile
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough if another thread has forked in the meantime
         os.close(fd)
 
 

@@ -1,14 +1,14 @@
-"""How do whole shards come from where they live to a pass that works on them, and its gradients to where they live?
+"""`ShardTransfer`: loads shards of parameters for a forward-backward, and writes shards of gradients back to their homes.
 
-A pass asks for the shard of a flat buffer of parameters when it gathers it, and says before what it will ask for next, so that
-the next shard is on its way while the last one is worked on. It hands over the shards of gradients one by one, as the backward
-makes them, and goes on while they are written. Where a shard is on the device anyway, none of this does anything.
+A forward-backward loads the shard of a flat buffer when it gathers the buffer, and names the next one in advance, so that the
+next shard is prefetched while the present one is used. It puts shards of gradients one by one, as the backward makes them,
+and goes on while they are written. For shards on the device all of this does nothing.
 
-What moves between files and a device stands in host memory that files are read into as it is
-(`fzero.storage.host_memory.paged`), and is kept for the next shard of the same size. A file that fails breaks its state and
-raises nothing here: the rank goes on with zeros, so that the others do not wait for it, and all of them are told when the
-pass is over (`fzero.runtime.offload.agree`). What the norm has to know of a gradient is measured when it comes to where it
-lives, while the processor's caches have it, so that nobody reads it, or brings it back, for that.
+Shards on the way between files and a device are staged in host memory that direct I/O can use
+(`fzero.storage.host_memory.paged`), which is kept for the next shard of the same size. A file error breaks the state but
+raises nothing here: the rank goes on with zeros, so that the others do not wait for it, and all ranks raise at the end
+(`fzero.runtime.file_agreement.agree`). A gradient's contribution to the norm is measured when it is put, while it is in the
+processor's caches, so that the norm need not read it again.
 
 Shape letters: S elements of a shard.
 """
@@ -31,13 +31,13 @@ Leaf = Tensor | FileTensor
 AnyLeaf = TypeVar("AnyLeaf", Tensor, Leaf)
 
 MOST_LEAVING = 2
-"""Shards of gradients that are written to files while the backward goes on."""
+"""The most shards of gradients that are written to files at once while the backward goes on."""
 
 
 class BufferPool:
-    """Flat buffers for gathered parameters, unreduced gradients and shards on their way, kept for the next taker of that size.
+    """Flat buffers for gathered parameters, unreduced gradients and shards in transfer, reused by size and dtype.
 
-    Memory that is new to the process costs a page fault for every 4 kB. CUDA's allocator keeps memory by itself.
+    Memory that is new to the process costs a page fault per 4 kB. CUDA's allocator caches memory by itself.
     """
 
     def __init__(self) -> None:
@@ -50,12 +50,12 @@ class BufferPool:
         return free.pop() if free and device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
 
     def take_paged(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised buffer on the CPU that files are read into."""
+        """An uninitialised buffer on the CPU for direct I/O."""
         free = self._paged[numel, dtype]
         return free.pop() if free else paged(numel, dtype)
 
     def give(self, flat: Tensor) -> None:
-        """Takes a buffer back, unless somebody still holds a view of it."""
+        """Takes a buffer back for reuse, unless a view of it is still alive."""
         storage = flat.untyped_storage()
         if flat.device.type == "cpu" and torch._C._storage_Use_Count(storage._cdata) == 2:  # `flat` and `storage`
             is_paged = storage.data_ptr() % PAGE == 0 and storage.nbytes() > 0 and storage.nbytes() % CHUNK == 0
@@ -63,14 +63,14 @@ class BufferPool:
 
 
 class ShardTransfer:
-    """Brings shards to where a pass works, and takes gradients from there.
+    """Loads shards to the device of a forward-backward, and writes gradients from there.
 
     Args:
-        device: where the pass works.
-        scratch: where its buffers come from.
-        most: how many shards may be on their way from files at once, of those that are asked for before they are needed.
-        measure: what is to be known of a shard of gradients that is put.
-        in_memory: whether that holds for shards in memory, too: only where nobody changes them but in ways that PyTorch counts.
+        device: of the forward-backward.
+        scratch: the pool of its buffers.
+        most: the most shards that are prefetched at once; None is any number.
+        measure: the function of a put shard of gradients whose result `known` returns.
+        in_memory: whether shards in memory are measured too; allowed only where PyTorch counts every change to them.
     """
 
     def __init__(
@@ -83,28 +83,28 @@ class ShardTransfer:
         in_memory: bool = False,
     ) -> None:
         self.device, self.scratch, self.most, self._measure, self._in_memory = device, scratch, most, measure, in_memory
-        # What is known, the shard it is known of, and as which version: kept, so that no other has its address.
+        # By name: result, shard, version. The shard is kept alive, so that no other tensor gets its address.
         self._measured: dict[str, tuple[Tensor, Leaf, int]] = {}
         self._coming: dict[str, Callable[[], Tensor]] = {}
         self._leaving: deque[tuple[str, FileTensor, Tensor, Callable[[], object]]] = deque()
         self._copies_in: torch.cuda.Stream | None = None
         self._copies_out: torch.cuda.Stream | None = None  # while some may be under way
 
-    # --- what comes ----------------------------------------------------------------------------------------------
+    # --- loading -------------------------------------------------------------------------------------------------
 
     def prefetch(self, name: str, x: Leaf) -> None:
-        """Starts to bring a shard, if there is room; `bring` gives it."""
+        """Starts to load a shard, if there is room; `load` returns it."""
         is_here = isinstance(x, Tensor) and x.device == self.device
         if not is_here and name not in self._coming and (self.most is None or len(self._coming) < self.most):
             self._coming[name] = self._start(name, x)
 
     def load(self, name: str, x: Leaf) -> Tensor:
-        """The shard on the device: itself where it lives there, else a copy, to be given back with `scratch.give`."""
+        """The shard on the device: itself if it lives there, else a copy, to be returned with `scratch.give`."""
         wait = self._coming.pop(name, None) or self._start(name, x)
         return wait()
 
     def fresh(self, x: Leaf) -> Tensor:
-        """A tensor like the shard that `bring` gives, for new numbers; itself where it lives on the device."""
+        """An uninitialised tensor like the result of `load`; the shard itself if it lives on the device."""
         if isinstance(x, Tensor) and x.device == self.device:
             return x
         if self.device.type == "cpu":
@@ -112,7 +112,7 @@ class ShardTransfer:
         return torch.empty(x.numel(), dtype=x.dtype, device=self.device)
 
     def each(self, shards: Iterable[tuple[str, Leaf]]) -> Iterator[Tensor]:
-        """One shard after the other, on the device, good until the next is asked for; the next is on its way meanwhile."""
+        """Yields one shard after the other on the device, valid until the next is requested; the next is prefetched."""
         rest = deque(shards)
         while rest:
             name, x = rest.popleft()
@@ -133,7 +133,7 @@ class ShardTransfer:
         if self._copies_in is None:
             self._copies_in = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         if self._copies_out is not None:
-            self._copies_in.wait_stream(self._copies_out)  # which may write it
+            self._copies_in.wait_stream(self._copies_out)  # may still be writing `x`
         with torch.cuda.stream(self._copies_in):
             copy = x.to(self.device, non_blocking=True)
             is_here = self._copies_in.record_event()
@@ -163,18 +163,18 @@ class ShardTransfer:
 
         return finish
 
-    # --- what leaves ---------------------------------------------------------------------------------------------
+    # --- writing back --------------------------------------------------------------------------------------------
 
     def put(self, name: str, home: Leaf, values: Tensor, *, adds: bool, measures: bool = False) -> None:
-        """Takes values to a shard: in its place, or added to it. They may be freed when this returns, and changed where they live
-        with the shard.
+        """Writes values to a shard's home, or adds them to it. The caller may free `values` when this returns, and change them
+        unless they are the home's own memory.
 
         Args:
-            name: of the shard, as for `bring`.
-            home: where it lives.
-            values: on the device; or, added, also where it lives.
-            adds: whether it keeps what it holds.
-            measures: whether no more comes before somebody asks for what is `known` of it.
+            name: of the shard, as for `load`.
+            home: the shard in its memory.
+            values: on the device; to be added, also in the home's memory.
+            adds: whether to add to the present values instead of overwriting them.
+            measures: whether these are the final values, which are measured for `known`.
         """
         self._measured.pop(name, None)
         if isinstance(home, FileTensor):
@@ -190,7 +190,7 @@ class ShardTransfer:
             self._measured[name] = self._measure(here.to(home.dtype)).to(self.device), home, _version(home)
 
     def known(self, name: str, home: Leaf) -> Tensor | None:
-        """What was measured of the shard that lives there, if it was, and nobody has changed it since that PyTorch knows of."""
+        """The measurement of the shard, if it was measured and, as far as PyTorch counts, has not changed since."""
         if name not in self._measured:
             return None
         number, measured, version = self._measured[name]
@@ -202,7 +202,7 @@ class ShardTransfer:
         return number if is_same and _version(home) == version else None
 
     def _put_in_memory(self, home: Tensor, values: Tensor, *, adds: bool) -> Tensor:
-        """The new values, or where they were added."""
+        """Writes to a home in memory; returns the tensor that holds the final values."""
         if adds:
             self._end_copies_out()
             return home.add_(values.to(home.device))
@@ -213,7 +213,7 @@ class ShardTransfer:
         return values
 
     def _copy_out(self, home: Tensor, values: Tensor) -> None:
-        """Copies to host memory beside what is computed next."""
+        """Copies to host memory on a stream of its own, concurrently with compute."""
         if self._copies_out is None:
             self._copies_out = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._copies_out.wait_stream(torch.cuda.current_stream(self.device))
@@ -222,14 +222,14 @@ class ShardTransfer:
         values.record_stream(self._copies_out)
 
     def _end_copies_out(self) -> None:
-        """Waits until the host may read what was copied there."""
+        """Waits until the host may read the copies."""
         if self._copies_out is not None:
             with profiler_range("wait put", "to host memory"):
                 self._copies_out.synchronize()
             self._copies_out = None
 
     def _put_in_file(self, name: str, home: FileTensor, values: Tensor, *, adds: bool) -> Tensor:
-        """The same."""
+        """Writes to a home in a file; returns the tensor that holds the final values."""
         while len(self._leaving) >= MOST_LEAVING or (adds and self._leaving):
             self._end_leaving()
         flat = self._start_file(name, home)() if adds else self.scratch.take_paged(home.numel(), home.dtype)
@@ -249,13 +249,13 @@ class ShardTransfer:
         self.scratch.give(flat)
 
     def settle(self) -> None:
-        """Waits until all that was put is where it lives."""
+        """Waits until all put values are in their homes."""
         while self._leaving:
             self._end_leaving()
         self._end_copies_out()
 
     def abandon(self) -> None:
-        """Waits until nothing moves, and forgets what came."""
+        """Waits for all transfers, and drops prefetched shards."""
         for wait in self._coming.values():
             self.scratch.give(wait())
         self._coming.clear()
@@ -263,12 +263,12 @@ class ShardTransfer:
 
 
 def _version(x: Leaf) -> int:
-    """Counts the changes of a tensor in memory; a file is changed by nobody else."""
+    """PyTorch's count of changes to a tensor in memory; 0 for a file, which only this transfer changes."""
     return x._version if isinstance(x, Tensor) else 0
 
 
 def own_shard(flat: AnyLeaf, buffer: FlatParamPlan, shard: int) -> AnyLeaf:
-    """The rank's shard (S) of a flat buffer, of which it holds all (P), that shard, or that shard and its neighbours."""
+    """The rank's shard (S) of the part of a flat buffer that it holds: all (P), that shard, or that shard and others."""
     numel = buffer.shard_numel
     if flat.numel() == numel:
         return flat

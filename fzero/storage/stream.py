@@ -1,19 +1,19 @@
-"""How is state updated that lives elsewhere than the update runs, a sub-group at a time, while its neighbours move?
+"""`stream_update`: updates offloaded state one sub-group at a time, while the next ones are read and the last ones written.
 
     fetch   | 0 | 1 | 2 | 3 |
     update      | 0 | 1 | 2 | 3 |
     put             | 0 | 1 | 2 | 3 |
 
-A *sub-group* is a range of elements of some flat tensors. `stream_update` runs an update on one after the other, while a `Mover`
-fetches the next ones and puts back the last ones. Where they live is the mover's affair: in files, with the update on
+A *sub-group* is a range of elements of some flat tensors. `stream_update` updates one after the other, while a `Mover`
+fetches the next ones and writes the last ones back. Only the mover knows where they live: in files, with the update on
 the CPU, or in host memory, with the update on a device (`fzero.storage.movers`). At most `1 + read_ahead + write_behind`
-sub-groups are here at once, so memory does not grow with the state; (0, 0) is one after the other.
+sub-groups are in transfer or updated at once, so memory does not grow with the state; (0, 0) overlaps nothing.
 
-A stream that fails midway leaves part of the state updated. It then tells the mover, whose state cannot be used any more.
+A stream that fails midway leaves part of the state updated. It then marks the mover as failed; its state cannot be used again.
 
-`update_streamed` does so with the update of a transform, which must be elementwise. It gives the bits of the update of the whole:
-sub-groups are multiples of 32 elements, counters advance once, with the last one, and a transform may be told which elements it
-is given (`stochastic` rounding and `out` of `fzero.optim.mixed_precision` need their place).
+`update_streamed` does so with the update of an elementwise transform. The result has the same bits as an update of the full
+tensors: sub-groups are multiples of 32 elements, and counters advance once, with the last sub-group. A transform may depend on
+the range of elements (`stochastic` rounding and `out` of `fzero.optim.mixed_precision` do).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fzero.optim.precision import long_leaves
 from fzero.optim.transforms import Transform, leaf_names, separate
 
 LANES = 32
-"""Elements of which sub-groups are multiples, so that a vectorised kernel does the same to each as in one go."""
+"""Sub-groups are multiples of so many elements, so that a vectorised kernel rounds as it does on full tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class SubGroup:
     """Elements [start, stop) of the flat tensors of these names.
 
     Attributes:
-        made: the names of those whose old numbers nobody asks for: they need not be fetched.
-        kept: the names of those that stay as they are: they need not be put.
+        made: the names of tensors that the update overwrites without reading: they need not be fetched.
+        kept: the names of tensors that the update does not change: they need not be put.
 
     >>> SubGroup(("exp_avg", "exp_avg_sq"), 0, 64).numel
     64
@@ -54,35 +54,34 @@ class SubGroup:
 
     @property
     def numel(self) -> int:
-        """The elements of one of the tensors."""
+        """Elements of each tensor."""
         return self.stop - self.start
 
     def __str__(self) -> str:
-        """In a trace: the first name, which is that of what is updated, and the elements."""
+        """For traces: the name of the updated tensor, which is the first, and the elements."""
         return f"{self.names[0]} {self.start}:{self.stop}" if self.names else f"{self.start}:{self.stop}"
 
 
 class Mover(Protocol):
-    """Brings sub-groups to where the update runs, and back. The functions that `fetch` and `put` return wait for the end."""
+    """Moves sub-groups to the device of the update and back. The functions that `fetch` and `put` return wait for completion."""
 
     def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
-        """Raises a ValueError unless `num_alive` of these can be here at once."""
+        """Raises a ValueError unless there is room for `num_alive` of these at once."""
 
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
-        """Starts to bring a sub-group; its tensors, in the order of the names, may be written to until it is put.
+        """Starts to fetch a sub-group. The caller may write to its tensors, in the order of the names, until it is put.
 
-        Those that it calls `made` may hold anything.
+        The contents of its `made` tensors are undefined.
         """
 
     def put(self, sub_group: SubGroup) -> Callable[[], object]:
-        """Starts to take a sub-group back that was fetched, with what stands in its tensors now, but for those that it calls
-        `kept`: what becomes of these is of no matter."""
+        """Starts to write the present values of a fetched sub-group back, except its `kept` tensors, which are discarded."""
 
     def fence(self) -> None:
-        """Waits for all that was put. Raises if anything failed."""
+        """Waits for everything that was put. Raises if anything failed."""
 
     def fail(self, cause: BaseException) -> None:
-        """Waits until nothing moves; whatever is asked for from now on raises, for the state is not whole."""
+        """Waits for all transfers. Every later call raises, because the state is only partly updated."""
 
 
 def cut(
@@ -101,8 +100,8 @@ def cut(
     """
     if sub_group_numel < LANES or sub_group_numel % LANES:
         raise ValueError(
-            f"sub_group_numel: must be a positive multiple of {LANES}, got {sub_group_numel}; round it up, so that vectors "
-            f"in the kernels are those of the update as a whole"
+            f"sub_group_numel: must be a positive multiple of {LANES}, got {sub_group_numel}; round it up, so that the kernels "
+            f"use the same vectors as an update of full tensors"
         )
     starts = range(0, numel, sub_group_numel) or (0,)
     return [
@@ -118,16 +117,16 @@ def stream_update(
     read_ahead: int = 1,
     write_behind: int = 1,
 ) -> None:
-    """Updates sub-groups in order. When it returns, all of them are back where they live.
+    """Updates sub-groups in order. When it returns, all of them have been written back.
 
     Args:
         update: changes the tensors of a sub-group in place.
-        sub_groups: each element at most once; those of several flat tensors may follow each other.
-        read_ahead, write_behind: how many sub-groups are fetched before, and put after, the one that is being updated.
+        sub_groups: each element at most once; sub-groups of several flat tensors may follow each other.
+        read_ahead, write_behind: how many sub-groups are in transfer before, and after, the one that is being updated.
 
     Raises:
         ValueError: the mover has no room for that, or a number is negative; nothing was done.
-        Exception: that of the update or the mover. The mover's state cannot be used any more then.
+        Exception: from the update or the mover, whose state cannot be used any more then.
     """
     if read_ahead < 0 or write_behind < 0:
         raise ValueError(
@@ -158,7 +157,7 @@ def stream_update(
 def _update_fetched(
     update: Callable[[SubGroup, list[Tensor]], None], sub_group: SubGroup, wait: Callable[[], list[Tensor]]
 ) -> None:
-    """A function, so that nothing holds the tensors when they are put."""
+    """A function of its own, so that no local variable holds the tensors when they are put."""
     with profiler_range("wait fetch", sub_group):
         tensors = wait()
     with profiler_range("update", sub_group):
@@ -171,35 +170,34 @@ def _end_put(sub_group: SubGroup, wait: Callable[[], object]) -> None:
 
 
 class Streamed(NamedTuple):
-    """A flat parameter, or its master, and its optimizer state, which live with a mover; tensors have `numel` elements."""
+    """A flat parameter or its master, with its optimizer state, which a mover moves; tensors have `numel` elements."""
 
     names: tuple[str, ...]
-    """What the mover calls the parameter, and then the state's long tensors in their order (see `streamed_names`)."""
+    """The mover's names of the parameter and then of the state's long tensors in their order (see `streamed_names`)."""
     numel: int
     transform_at: Callable[..., Transform]
-    """The elementwise transform for elements [start, stop); with `out`, for `start, stop, tensor`, into which it must write the
-    new parameter, too."""
+    """The elementwise transform of elements [start, stop). With `out`, called as (start, stop, tensor); it must also write the
+    new parameters into the tensor."""
     grad_at: Callable[[int, int], Tensor] | None
-    """The gradient of these elements, where the update runs; the update may write to it. None where `grad` names it."""
+    """The gradient of elements [start, stop), on the device of the update, which may write to it. None where `grad` names it."""
     state: Any
-    """What does not live there: the transform's state of no elements, `transform.init(torch.empty(0))`, with counters."""
+    """The part of the state that is not moved: `transform.init(torch.empty(0))`, with counters."""
     out: str | None = None
-    """What the mover calls the parameters that the model computes with, where they are a copy of what is updated and live with
-    it."""
+    """The mover's name of the model's parameters, where they are a copy of the updated tensor that is moved too."""
     grad: str | None = None
-    """What it calls the gradient, where that lives with it."""
+    """The mover's name of the gradient, where it is moved too."""
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """All that the mover moves."""
+        """The names of all tensors that the mover moves."""
         return (*self.names, *(name for name in (self.out, self.grad) if name is not None))
 
 
 def streamed_names(transform: Transform, name: str, state: Any) -> tuple[str, ...]:
-    """Names for a parameter and for those tensors of its state that are as long as it is.
+    """Names for a parameter and for the tensors of its state that are as long as it is.
 
     Args:
-        state: any of this transform.
+        state: any state of this transform.
 
     >>> import torch
     >>> from fzero.optim.transforms import adamw
@@ -221,10 +219,10 @@ def init_streamed(
     sub_group_numel: int,
     **ahead: int,
 ) -> None:
-    """Puts parameters, and the state that their transforms begin with, where they live.
+    """Writes the initial parameters and optimizer states to their homes.
 
     Args:
-        param_at: by its name, elements [start, stop) of a parameter as it begins.
+        param_at: the initial values of a parameter, as a function of (name, start, stop).
         buffers, mover, sub_group_numel, ahead: as in `update_streamed`.
     """
 
@@ -250,12 +248,12 @@ def init_streamed(
 
 
 def update_streamed(buffers: Sequence[Streamed], mover: Mover, *, sub_group_numel: int, **ahead: int) -> None:
-    """Updates parameters and state where they live, bit for bit as their transforms do with whole tensors.
+    """Updates parameters and state by sub-groups, bit for bit as their transforms do on full tensors.
 
     Args:
         buffers: in the order in which they are updated, as one stream.
-        sub_group_numel: elements of a sub-group, a multiple of 32 (and of what the mover moves).
-        ahead: `read_ahead` and `write_behind` of `stream_update`, whose errors these are, too.
+        sub_group_numel: elements of a sub-group, a multiple of 32 (and of the mover's own granularity).
+        ahead: `read_ahead` and `write_behind` of `stream_update`, which also documents the errors.
     """
     groups = []
     for buffer in buffers:

@@ -115,7 +115,7 @@ def _accumulates(stage: int, how: str) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize("stage", range(4))
 def test_micro_steps_add_up_to_the_plain_step(ranks: RankPool, stage: int, how: str) -> None:
     if how == "no_sync" and stage >= 2:
-        with pytest.raises(RankError, match="must be of stage 0 or 1"):
+        with pytest.raises(RankError, match="must be used in stage 0 or 1"):
             ranks(2, _accumulates, stage, how)
         return
     plain_norms, expected = plainly(lambda m, i: _one(m, lambda _: data(i)), NUM_STEPS)
@@ -248,7 +248,7 @@ def test_an_overflow_skips_update_and_schedule_and_counts_as_a_step(ranks: RankP
 def test_what_cannot_be_done_is_told_with_what_to_do_instead() -> None:
     engine = made(2)
     x, y = data(0)
-    with pytest.raises(RuntimeError, match="no forward has come"):
+    with pytest.raises(RuntimeError, match="must follow a forward"):
         engine.backward(torch.zeros((), requires_grad=True))
     with pytest.raises(RuntimeError, match="no backward has come"):
         engine.step()
@@ -325,7 +325,7 @@ def test_gradients_that_an_error_took_are_missed_at_the_end_of_the_accumulation(
     with pytest.raises(TypeError):
         engine(x, x)
     engine.backward(criterion(engine(x), y))
-    with pytest.raises(RuntimeError, match="were lost by an error"):
+    with pytest.raises(RuntimeError, match="an error dropped the gradients"):
         engine.step()
     engine.zero_grad()
 

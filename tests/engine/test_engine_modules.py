@@ -209,10 +209,10 @@ def _adds_a_layer(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_loads, "parameter '0.weight': was written to, .* modifier_rank"),
-        (_writes, "parameter '0.weight': was written to, .* modifier_rank"),
-        (lambda module: module.double(), "parameter '0.weight': must stay a view of the state"),
-        (_replaces, "parameter '0.weight': must stay the one that initialize was given"),
+        (_loads, "parameter '0.weight': must not be written to directly, .* modifier_rank"),
+        (_writes, "parameter '0.weight': must not be written to directly, .* modifier_rank"),
+        (lambda module: module.double(), "parameter '0.weight': must remain a view of the state"),
+        (_replaces, "parameter '0.weight': must be the one that was passed to initialize"),
         (_adds_a_buffer, "buffer '0.late': must be there when the step is made"),
         (_adds_a_layer, "parameter '3.weight': must be there when the step is made"),
     ],

@@ -244,7 +244,7 @@ WRONG = {
     _twice: "config: must be given once",
     _mpu: "mpu: must have no model parallelism",
     _iterable: "training_data: must be a dataset with a length",
-    _no_batch_size: "train_micro_batch_size_per_gpu: is needed",
+    _no_batch_size: "train_micro_batch_size_per_gpu: must be given for the loader",
     _universal: "checkpoint.load_universal: must be False",
 }
 
@@ -261,7 +261,7 @@ def test_what_initialize_cannot_do_is_an_error_that_names_the_argument(
 
 def test_an_optimizer_in_both_places_is_the_scripts_with_a_warning() -> None:
     model = make(Net)
-    with pytest.warns(ConfigWarning, match="optimizer: stands in the configuration, too"):
+    with pytest.warns(ConfigWarning, match="optimizer: is also in the configuration"):
         engine = fzero.initialize(
             model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), config=settings(0)
         )[0]
@@ -483,7 +483,7 @@ def test_an_engine_compiles_its_blocks() -> None:
         engine.backward(_one(engine, index)[0])
         engine.step()
     assert_close(engine.module_state_dict(), expected)
-    with pytest.raises(ValueError, match="takes a backend and no further arguments"):
+    with pytest.raises(ValueError, match="takes a backend and no other arguments"):
         engine.compile(compile_kwargs={"dynamic": True})
 
 

@@ -249,7 +249,7 @@ def _away() -> list[str]:
 def test_a_parameter_that_is_divided_has_a_shape_and_no_values(ranks: RankPool) -> None:
     for errors in ranks(2, _away):
         assert "and T needs them" in errors[3], "the attribute, and not __get__"
-        assert all("is divided among the ranks" in error and "GatheredParameters" in error for error in errors)
+        assert all("is sharded over the ranks" in error and "GatheredParameters" in error for error in errors)
 
 
 # --- computing with the module --------------------------------------------------------------------------------------

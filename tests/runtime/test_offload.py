@@ -304,7 +304,7 @@ def test_a_state_that_was_given_to_a_step_is_stale_and_told_so(tmp_path: Path) -
         ):
             use()
     third, _ = train(step, second, 1, 1)
-    with pytest.raises(TypeError, match=r"is neither copied nor pickled; bring the state into memory with fzero.place"):
+    with pytest.raises(TypeError, match=r"is neither copied nor pickled; move the state into memory with fzero.place"):
         copy.deepcopy(third)
 
 

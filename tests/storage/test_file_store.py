@@ -255,7 +255,7 @@ def test_a_file_that_is_cut_is_told_even_if_it_grows_again(tmp_path: Path) -> No
         with FileStore(tmp_path, FILES) as store:
             store.write("h.0/float32", 0, NUMEL, filled())()
             change(next(tmp_path.rglob("*.flat")))
-            with pytest.raises(StoreError, match="somebody changed it"):
+            with pytest.raises(StoreError, match="another process changed it"):
                 store.fence()
             with pytest.raises(StoreError, match="cannot be used any more"):
                 numbers(store)
