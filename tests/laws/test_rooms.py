@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -238,3 +239,20 @@ def test_importing_fzero_opens_no_door() -> None:
     """So it takes a hundredth of a second beyond `import torch`."""
     of_fzero = {module for module in loaded_by("import fzero") if module.partition(".")[0] in PACKAGES}
     assert of_fzero == {"fzero", "fzero.common", "fzero.common.doors", "fzero.runtime", "fzero.runtime.hooks"}
+
+
+def test_a_built_wheel_imports_every_room(tmp_path: Path) -> None:
+    for name in ("fzero", "sharding"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", "dist", "."]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").iterdir()
+    rooms = sorted({name_of(path) for path in files("fzero", "sharding") if path.name == "__init__.py"})
+    program = f"""
+import importlib, sys
+sys.path.insert(0, {str(wheel)!r})
+assert all(importlib.import_module(room).__file__.startswith({str(wheel)!r}) for room in {rooms})
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "dist", check=True)
