@@ -1,6 +1,6 @@
 """`named`: the model that a word of the command line names, as a module on `meta`, without weights or downloads.
 
-7B, 350M, 1.3e9            a plain GPT of so many parameters to 2 %, with a vocabulary of 32,000, or a smaller one below 8.39M
+7B, 350M, 1.3e9            a plain GPT with this many parameters to 2 %, and a vocabulary of 32,000 (smaller below 8.39M)
 pkg.mod:fn                 what the function returns, called without arguments; or a module of that name
 config.json, a folder      a configuration of transformers
 LlamaForCausalLM           a class of transformers, with the defaults of its configuration; LlamaConfig is the same

@@ -9,7 +9,7 @@
 2. The gradient is a traced `torch.autograd.grad`. It runs the backward of an `autograd.Function`; inside a transform of
    `torch.func`, Dynamo silently ignores it.
 3. The state is *donated*: an in-place write becomes a copy into the same memory at the end of the graph.
-4. Values that change from step to step (rates, loss scale, counters) are tensors, so that a change captures nothing anew.
+4. Values that change from step to step (rates, loss scale, counters) are tensors, so that a change causes no new capture.
 5. `Backend` schedules the captured aten graph: gathers move to their first use and are repeated for the backward,
    reductions start when their input is ready, new state is written as soon as no node reads the old one.
 
