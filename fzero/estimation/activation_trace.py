@@ -4,8 +4,8 @@ The model runs forward and backward in a `FakeTensorMode`, with parameters of th
 checkpointing. Every storage that an operator allocates counts until it is freed: activations, other results of kernels, and
 the gradient of a parameter until a step would write it into its flat buffer. Parameters and the temporaries inside a kernel
 do not count. With `cpu_checkpointing` the inputs of checkpointed modules are copied to host memory and back as in a step on
-a GPU (`fzero.runtime.activation_checkpointing.host_moves`), and count as host memory meanwhile. The operators are those of
-the CPU, where attention without a mask is fused as on CUDA.
+a GPU (`fzero.runtime.activation_checkpointing.host_moves`), and count as host memory meanwhile. The operators are the
+CPU's, where attention without a mask is fused as on CUDA.
 
 A trace is cut into `TraceEvent`s where a parameter is read, is needed again or has its gradient: there a step gathers and
 reduces. `fzero.estimation.dry_run` replays them. They are the same in all stages and placements.
@@ -213,7 +213,7 @@ def trace_activations(
     from torch._subclasses import FakeTensorMode
 
     cfg = Config.load(cfg)
-    # The dtypes do not depend on the stage, nor the trace on the number of samples that the configuration sets.
+    # The dtypes do not depend on the stage, and the trace ignores the configured number of samples.
     alone = cfg.model_copy(
         update={
             "zero_optimization": cfg.zero_optimization.model_copy(update={"stage": 0, "offload_optimizer": None}),

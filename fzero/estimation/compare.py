@@ -1,11 +1,11 @@
-"""`compare_plans`: what a rank would hold and send, for every stage and placement side by side.
+"""`compare_plans`: the bytes that a rank would hold and send, for every stage and placement side by side.
 
     comparison = fzero.estimation.compare_plans(model, "config.json", world_size=64)
     print(comparison)
 
 Each column is a configuration: the given one with another stage or other placements. Its numbers come from `fzero.plan`,
-that is, from the layouts and specs that a step would use, padding included, and from a dry run
-(`fzero.estimation.dry_run`): the composition of the peak, and the duration of the step.
+which uses the layouts and specs of a real step, padding included, and from a dry run (`fzero.estimation.dry_run`), which
+gives the composition of the peak and the duration of the step.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def compare_plans(
     machine: MachineModel | None = None,
     device: Device = "cuda",
 ) -> Comparison:
-    """What a rank holds and sends, for all stages and placements of a configuration.
+    """Compares the bytes that a rank holds and sends, for all stages and placements of a configuration.
 
     Args:
         model: any module; on `meta` it holds no weights.

@@ -21,7 +21,7 @@ from sharding import Sharded, TensorSpec
 from sharding.dtypes import itemsize
 
 MOST_SUB_GROUPS = 16
-"""The most sub-groups of one buffer in a dry run; of more, several are simulated as one."""
+"""The most sub-groups of one buffer in a dry run; if there are more, several are simulated as one."""
 
 
 def update(ledger: MemoryLedger) -> None:

@@ -1,6 +1,6 @@
 """`named`: the model that a word of the command line names, as a module on `meta`, without weights or downloads.
 
-7B, 350M, 1.3e9            a plain GPT of so many parameters to 2 %, with a vocabulary of 32,000, or a smaller one below 8.39M
+7B, 350M, 1.3e9            a plain GPT with this many parameters to 2 %, and a vocabulary of 32,000 (smaller below 8.39M)
 pkg.mod:fn                 what the function returns, called without arguments; or a module of that name
 config.json, a folder      a configuration of transformers
 LlamaForCausalLM           a class of transformers, with the defaults of its configuration; LlamaConfig is the same
@@ -282,19 +282,19 @@ def _of_file(path: Path) -> Named:
 
 def _of_class(word: str) -> Named:
     transformers = _transformers()
-    found = getattr(transformers, word, None) if word.isidentifier() else None
-    if found is None or not isinstance(found, type):
+    cls = getattr(transformers, word, None) if word.isidentifier() else None
+    if cls is None or not isinstance(cls, type):
         raise ModelError(
             f"model: {word!r} must be a count of parameters (7B), an import path (pkg.mod:fn), the config.json of a model, or "
             f"the name of a class of transformers (LlamaForCausalLM), got none of these; nothing is downloaded, so pass "
             f"the config.json of a model on a hub"
         )
-    if issubclass(found, transformers.PretrainedConfig):
-        return _built(None, found(), word)
-    config_class: Any = getattr(found, "config_class", None)
+    if issubclass(cls, transformers.PretrainedConfig):
+        return _built(None, cls(), word)
+    config_class: Any = getattr(cls, "config_class", None)
     if config_class is None:
         raise ModelError(f"model: {word!r} must be a model or a configuration of transformers, got neither; name one")
-    return _built(found, config_class(), word)
+    return _built(cls, config_class(), word)
 
 
 def _built(cls: Any, config: Any, source: str) -> Named:

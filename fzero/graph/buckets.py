@@ -178,11 +178,11 @@ def _buckets(items: Iterable[_Item | None], cap: int) -> list[list[_Item]]:
     for item in items:
         if item is not None:
             kinds.setdefault(item.kind, []).append(item)
-    found = []
+    joinable = []
     for same in kinds.values():
         buckets = plan_buckets([item.numel for item in same], cap)
-        found += [[same[i] for i in bucket] for bucket in buckets if len(bucket) > 1]
-    return found
+        joinable += [[same[i] for i in bucket] for bucket in buckets if len(bucket) > 1]
+    return joinable
 
 
 def _join(graph: Graph, bucket: Sequence[_Item]) -> None:

@@ -9,7 +9,7 @@
 2. The gradient is a traced `torch.autograd.grad`. It runs the backward of an `autograd.Function`; inside a transform of
    `torch.func`, Dynamo silently ignores it.
 3. The state is *donated*: an in-place write becomes a copy into the same memory at the end of the graph.
-4. Values that change from step to step (rates, loss scale, counters) are tensors, so that a change captures nothing anew.
+4. Values that change from step to step (rates, loss scale, counters) are tensors, so that a change causes no new capture.
 5. `Backend` schedules the captured aten graph: gathers move to their first use and are repeated for the backward,
    reductions start when their input is ready, new state is written as soon as no node reads the old one.
 
@@ -113,7 +113,7 @@ class CompiledStep:
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
         reduces_by_sum = not rules.measures.is_mean
         self._module = WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
-        self._whole = self._compile(self._whole_step, self.backend)
+        self._full = self._compile(self._full_step, self.backend)
         self._micro = self._compile(self._micro_step, self.backend)
         self._end = self._compile(self._update, self.backend)
         self._alone = self._compile(self._gradients, self.backend)
@@ -152,7 +152,7 @@ class CompiledStep:
         buffers = shielded(buffers)
         if len(micro_batches) == 1:
             outcome: tuple[Outcome, bool] = self._run(
-                self._whole, *flat, buffers, hook_states, state.loss_scale, micro_batches[0], numbers
+                self._full, *flat, buffers, hook_states, state.loss_scale, micro_batches[0], numbers
             )
             return outcome
         rows, is_sum = self._accumulate(state, buffers, hook_states, micro_batches, numbers)
@@ -265,9 +265,9 @@ class CompiledStep:
         buffers = shielded(dict(state.buffers))
         numbers = torch.empty((2,), dtype=torch.float64, device=self._device)
         if len(micro_batches) == 1:
-            whole = self._compile(self._whole_step, self.backend.graph_only)
+            full = self._compile(self._full_step, self.backend.graph_only)
             return [
-                self._captured(whole, *flat, buffers, state.hook_states, state.loss_scale, micro_batches[0], numbers)
+                self._captured(full, *flat, buffers, state.hook_states, state.loss_scale, micro_batches[0], numbers)
             ]
         sums: list[bool] = []
 
@@ -304,7 +304,7 @@ class CompiledStep:
 
     # --- the captured functions ----------------------------------------------------------------------------------
 
-    def _whole_step(
+    def _full_step(
         self,
         params: dict[str, Tensor],
         master: dict[str, Tensor],

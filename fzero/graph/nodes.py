@@ -1,4 +1,4 @@
-"""Nodes of a step's graph: what kind of operator each is, its size and cost, which nodes share memory, and their order.
+"""Nodes of a step's graph: the kind, size and cost of each operator, which nodes share memory, and their order.
 
 The graph is one functional fx graph of aten operators: forward, backward, collectives and update. The state is its
 placeholders; `copy_` writes the new state into them at the end.
@@ -121,7 +121,7 @@ def label_of(node: Node) -> str:
 
 
 def is_coding(node: Node, purpose: str) -> bool:
-    """Whether a comm hook encodes or decodes here, for a collective of this purpose, and running it again gives the same."""
+    """Whether the node is a repeatable part of a comm hook's encoding or decoding, for collectives of this purpose."""
     if not label_of(node).startswith(purpose) or node.op != "call_function":
         return False
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -91,8 +91,8 @@ def _regions(forward: list[Node], modules: Mapping[str, str]) -> dict[Node, str]
         keys = [key for key in node.meta.get("nn_module_stack") or {} if key.partition("@")[0] in modules]
         if keys and node.op == "call_function":
             regions[node] = keys[0]
-    found = {key.partition("@")[0] for key in regions.values()}
-    missing = [name for key, name in modules.items() if key not in found]
+    seen = {key.partition("@")[0] for key in regions.values()}
+    missing = [name for key, name in modules.items() if key not in seen]
     if missing:
         raise RematError(
             f"checkpoint: module {missing[0]!r} must run as a module of the captured forward, got no operator of it (it is "

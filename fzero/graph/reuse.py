@@ -1,4 +1,4 @@
-"""`plan_live_ranges`: the uses for which a unit stays gathered, and the uses before which it is gathered again.
+"""`plan_live_ranges`: the uses over which a unit is kept gathered, and the uses before which it is gathered again.
 
 The inputs are integers: positions in a step's graph, units, and their elements.
 """

@@ -299,7 +299,7 @@ class _Walk:
         self.gathered[live_range.unit] = live_range
 
     def _settle(self, live_range: _Gathered) -> None:
-        """Emits the waits that no node of the trunk needed: of parameters gathered together with others, and not used."""
+        """Emits the remaining waits: parameters gathered together with others may be unused."""
         for gather in live_range.gathers:
             for node in gather.settle:
                 if node.target is WAIT:
@@ -430,7 +430,7 @@ class _Walk:
             self._need(wait)
 
     def _finish(self, live_ranges: Sequence[_Gathered]) -> None:
-        """Emits the remaining nodes; `live_ranges` are those of gathered parameters that the graph returns."""
+        """Emits the remaining nodes; `live_ranges` are the gathered parameters that the graph returns."""
         for live_range in live_ranges:
             self._enter(live_range)
             self._settle(live_range)

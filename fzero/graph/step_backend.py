@@ -22,7 +22,9 @@ from fzero.runtime.own_params import ParameterError, was_changed
 
 BackendName = Literal["inductor", "aot_eager"]
 
-_STATE = re.compile(r"L\['\w+'\](?:\[\d+\])?\['([^']*)'\]")  # a tensor of a dict: of a flat buffer, if its key is one
+_STATE = re.compile(
+    r"L\['\w+'\](?:\[\d+\])?\['([^']*)'\]"
+)  # a tensor in a dict, under its key; flat buffers have their own keys
 
 
 def pass_options(plan: Plan) -> PassOptions:

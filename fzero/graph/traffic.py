@@ -37,19 +37,19 @@ def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[CommRecord]:
         graph: a training step's, before or after the passes.
         axes: the axis of each process group, by the group's name in the graph; records of other groups use that name.
     """
-    found: list[CommRecord] = []
+    records: list[CommRecord] = []
     phase: Phase = "forward" if any(map(is_backward, graph.nodes)) else "update"
     for node in graph.nodes:
         if is_backward(node) or is_again(node):
             phase = "backward"
         if is_collective(node):
             for record in _records(node, axes, phase):
-                first = _first_half(node, record, found)
+                first = _first_half(node, record, records)
                 if first is None:
-                    found.append(record)
+                    records.append(record)
                 else:
-                    found[first] = _both(found[first], record)
-    return found
+                    records[first] = _both(records[first], record)
+    return records
 
 
 def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[CommRecord]:
@@ -76,16 +76,16 @@ def _phase_of(purpose: str, phase: Phase) -> Phase:
     return "update" if purpose in _UPDATE else phase
 
 
-def _first_half(node: Node, record: CommRecord, found: list[CommRecord]) -> int | None:
+def _first_half(node: Node, record: CommRecord, records: list[CommRecord]) -> int | None:
     """The index of the reduce-scatter whose sums `node` all-gathers, the two being an all-reduce; None if none, or if encoded."""
     if record.label.purpose != "reduce" or not _is_gather(node):
         return None
     halves = [
         index
-        for index, sent in enumerate(found)
+        for index, sent in enumerate(records)
         if (sent.axis, sent.label.purpose, sent.label.buffer) == (record.axis, "reduce", record.label.buffer)
     ]
-    return halves[-1] if halves and found[halves[-1]].nbytes == record.nbytes else None
+    return halves[-1] if halves and records[halves[-1]].nbytes == record.nbytes else None
 
 
 def _is_gather(node: Node) -> bool:

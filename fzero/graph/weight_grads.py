@@ -83,7 +83,7 @@ def join_products(graph: Graph) -> None:
 
 
 def _source_of(piece: Node) -> Node:
-    """The tensor of which `piece` is a view, if its elements are in the same order."""
+    """The base of the view `piece`, as long as its elements are in the same order."""
     source, node, is_transposed = piece, piece, False
     while is_view(node) or node.target is aten.reshape.default:
         base = node.all_input_nodes[0]

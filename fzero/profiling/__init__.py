@@ -1,4 +1,4 @@
-"""What a step did: traces of collectives and operators, times of modules, rates of a machine.
+"""Measurements: traces of collectives and operators, times of modules, rates of a machine.
 
 May import: estimation, resharding, step and below. Begin with `fzero.profiling.profiler`.
 """

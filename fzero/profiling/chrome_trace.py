@@ -18,8 +18,8 @@ def save_trace(path: str | Path, step: TrainStep, state: TrainState[Tensor], bat
     """Runs a step and writes a chrome trace of all its threads, with the names of fzero's own ranges
     (`fzero.common.profiler_ranges`).
 
-    State and step do not change: two steps, a warm-up and the recorded one, run on a copy of the state, whose offloaded
-    tensors are copied to files, too.
+    State and step do not change: two steps, a warm-up and the recorded one, run on a copy of the state; state in files is
+    copied to files.
 
     *Collective:* every rank, like two steps; each writes its own file.
 

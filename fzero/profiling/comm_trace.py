@@ -161,8 +161,8 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
 
     *Collective:* every rank, like a step; each gets its own trace. If only some ranks call it, all raise `CollectiveError`: when
     the next step detects it, or after the timeout of `fzero.join(timeout=…)`.
-    For ranks in lockstep, the trace is rank 0's. With `simulate(by="vmap")`, whose ranks send nothing, it is that of one of as
-    many real ranks (`plan_comm`).
+    For ranks in lockstep, the trace is rank 0's. With `simulate(by="vmap")`, whose ranks send nothing, it is planned
+    for a real rank of as many (`plan_comm`).
 
     Args:
         step: of `make_train_step`, compiled or not, or of `simulate`.

@@ -322,7 +322,7 @@ def _leading(batch: Any) -> list[int]:
 
 @contextmanager
 def _giving_loss(model: nn.Module, loss_fn: LossFn | None, *, is_call: bool) -> Iterator[None]:
-    """In the body, the model takes a batch and returns a loss: that of `loss_fn`, or the sum of its outputs.
+    """In the body, the model takes a batch and returns a loss: `loss_fn`'s, or the sum of its outputs.
 
     The sum replaces the loss that a script computes between an engine's forward and backward.
     """

@@ -169,7 +169,7 @@ class Result:
 
 
 class Results:
-    """The file of all results; torn lines and those of other commands are kept and ignored."""
+    """The file of all results; it keeps and ignores torn lines and results of other commands."""
 
     def __init__(self, folder: Path, *, overwrite: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ class Results:
                 self._known[record["key"]] = record
 
     def find(self, key: str, time_limit: float) -> Result | None:
-        """A valid result; not one that timed out under a shorter limit, nor one in another version's format."""
+        """The result of this key, unless it timed out under a shorter limit or has another version's format."""
         record = self._known.get(key)
         if record is None or record.keys() != {field.name for field in fields(Result)}:
             return None

@@ -4,7 +4,7 @@
         costs[index] = measure(index)          # seconds per sample, say; None if the run failed
 
 The first point is measured first. `gridsearch` continues in their order, `random` in a random one. `model_based` corrects the
-plan's predictions by a Gaussian process: the logarithm of a cost is that of the prediction, plus a sum of effects of the
+plan's predictions by a Gaussian process: the logarithm of a cost is the prediction's, plus a sum of effects of the
 features (the stage, the micro-batch, checkpointing, …), plus an effect of the point itself, which is similar for close points.
 All effects are Gaussian, so that a measurement also informs about the other points. The search measures the point with the
 best prediction, then always the one with the greatest expected improvement (Jones et al. 1998), and ends when that is less than
@@ -27,15 +27,15 @@ Kind = Literal["model_based", "random", "gridsearch"]
 
 # Standard deviations of logarithms: 0.1 is about 10 % of a cost.
 OFFSET = 2.0
-"""Of the common error of all predictions: the rates of a machine are known roughly."""
+"""The common error of all predictions: the rates of a machine are known only roughly."""
 SLOPE = 0.5
-"""Of the relative error of the differences between predictions."""
+"""The relative error of the differences between predictions."""
 EFFECT = 0.3
-"""Of the error that one feature adds to the prediction."""
+"""The error that one feature adds to the prediction."""
 OWN = 0.15
-"""Of the error of a single point, which close points share."""
+"""The error of a single point, which is similar for close points."""
 NOISE = 0.03
-"""Of a measurement."""
+"""The error of a measurement."""
 ENOUGH = 0.003
 """The expected improvement below which the search ends."""
 
