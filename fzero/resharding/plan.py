@@ -311,7 +311,7 @@ def kept_hook_states(old: Plan, new: Plan) -> dict[str, TensorSpec]:
 
 
 def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
-    """The flow of a tensor that each rank has for itself: one flat tensor, a piece per rank. A rank in both jobs keeps its own."""
+    """The flow of a tensor that each rank has for itself: a flat tensor, a piece per rank. A rank in both jobs keeps its own."""
 
     def tensor(plan: Plan) -> FlatTensor:
         names = tuple(f"rank {rank}" for rank in plan.ranks)
