@@ -1,4 +1,4 @@
-"""Calls that every rank makes together around files: an error on one rank is raised on all."""
+"""`together`, `of_rank_0`: collective calls around files, in which an error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fzero.storage.file_store import StoreError
 T = TypeVar("T")
 
 _RAISED = (ValueError, StoreError)
-"""What is raised as it is; of all else a CheckpointError tells."""
+"""Errors that are raised on all ranks with their own type; all others become a CheckpointError."""
 
 
 def together(axis: Bound, function: Callable[[], T]) -> T:
-    """What `function` returns; what it raises on any rank is raised on all. *Collective:* sends some numbers."""
+    """The result of `function`; an error on any rank is raised on all. *Collective:* sends some numbers."""
     values: list[T] = []
     problem: Exception | None = None
     try:
@@ -32,10 +32,10 @@ def together(axis: Bound, function: Callable[[], T]) -> T:
         problem = error
     index = next((i for i, kind in enumerate(_RAISED) if isinstance(problem, kind)), len(_RAISED))
     world = collectives.exchange((report_of(problem), index), axis, label=Label("save"))
-    for rank, (told, index) in enumerate(world):
-        if told:
+    for rank, (message, index) in enumerate(world):
+        if message:
             kind = [*_RAISED, CheckpointError][index]
-            raise kind(told if len(world) == 1 else f"{told} (on rank {rank})") from problem
+            raise kind(message if len(world) == 1 else f"{message} (on rank {rank})") from problem
     return values[0]
 
 
@@ -45,13 +45,13 @@ def check_same_folder(axis: Bound, dir: str | Path, call: str) -> None:
     for rank, folder in enumerate(folders):
         if folder != folders[0]:
             raise ValueError(
-                f"{call}: dir must be the same on all ranks, got {folders[0]} on rank 0 and {folder} on rank {rank}; pass every "
-                f"rank the same folder, which all of them see"
+                f"{call}: dir must be the same on all ranks, got {folders[0]} on rank 0 and {folder} on rank {rank}; pass the "
+                f"same folder on every rank, on a filesystem that all of them share"
             )
 
 
 def of_rank_0(axis: Bound, function: Callable[[], T]) -> T:
-    """What `function` returns, or raises, on rank 0, where alone it is called; a plain value. *Collective:* sends it."""
+    """The result of `function`, a plain value, or its error; called on rank 0 only. *Collective:* sends it to all ranks."""
     value = together(axis, lambda: function() if axis.rank == 0 else None)
     found: T = collectives.exchange(value, axis, label=Label("save"))[0]
     return found
@@ -62,6 +62,6 @@ def report_of(problem: Exception | None) -> str | None:
 
 
 def check_step(step: object) -> None:
-    """Raises unless it is a step."""
+    """Raises a ValueError for anything but a step."""
     fix = "pass what fzero.make_train_step or fzero.simulate(..., by='lockstep') returned"
     check_kind("step", step, TrainStep | LockstepRanks, "a step", fix)

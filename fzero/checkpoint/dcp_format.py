@@ -1,9 +1,9 @@
-"""How do fragments of flat tensors become files of torch.distributed.checkpoint, and files fragments?
+"""`write`, `DcpReader`: fragments of flat tensors to and from files of torch.distributed.checkpoint.
 
 The files are written and read by PyTorch's own `FileSystemWriter` and `FileSystemReader`, so that any job can load them with
-`torch.distributed.checkpoint.load`. A fragment is a flat run of an n-dimensional tensor; its boxes (`sharding.boxes`) are what
-PyTorch calls chunks. Nothing here communicates: every rank writes a file of its own and tells what is in it, and whoever knows
-that of all ranks writes the metadata.
+`torch.distributed.checkpoint.load`. A fragment is a flat run of an n-dimensional tensor; its boxes (`sharding.boxes`) are
+PyTorch's chunks. Nothing here communicates: every rank writes its own file and returns the list of its chunks; the caller
+collects the lists of all ranks for `write_metadata`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from sharding import boxes
 from sharding.views import dtype_name, torch_dtype
 
 Fragment = tuple[StoredSlice, Any]
-"""A part, and its elements as a flat tensor: those to write, or where to write what is read. What is written may be anything
-that gives a tensor for a range (`x[a:b]`), which is asked for when it is written."""
+"""A part, and its elements as a flat tensor, the source of a write or the target of a read. A source may be any object that
+returns a tensor for a range (`x[a:b]`), which is read when it is written."""
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
 class _Chunk(NamedTuple):
-    """Elements of a fragment, from `start` on, in this shape."""
+    """Elements of a fragment, from `start` on, of shape `sizes`."""
 
     flat: Any
     start: int
@@ -52,7 +52,7 @@ class _Chunk(NamedTuple):
 
 
 class _Writing(DefaultSavePlanner):
-    """Gives PyTorch's writer the chunks, one after the other."""
+    """Passes the chunks to PyTorch's writer, one after the other."""
 
     def __init__(self, chunks: Mapping[MetadataIndex, _Chunk]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Writing(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         if self._read is not None:
-            self._read.untyped_storage().resize_(0)  # the writer holds the tensors that it has written to its end
+            self._read.untyped_storage().resize_(0)  # the writer keeps every tensor until it has finished
             self._read = None
         flat, start, sizes = self.chunks[index]
         chunk: Tensor = flat[start : start + math.prod(sizes)]
@@ -71,7 +71,7 @@ class _Writing(DefaultSavePlanner):
 
 
 def write(folder: Path, rank: int, fragments: Iterable[Fragment]) -> list[Slice]:
-    """Writes this rank's file, waits until it is on the disk, and tells what is in it."""
+    """Writes this rank's file, waits until it is on the disk, and returns its chunks."""
     chunks: dict[MetadataIndex, _Chunk] = {}
     parts: dict[MetadataIndex, StoredSlice] = {}
     items = []
@@ -86,7 +86,7 @@ def write(folder: Path, rank: int, fragments: Iterable[Fragment]) -> list[Slice]
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
     plan = replace(SavePlan(items), storage_data=_StoragePrefix(f"__{rank}_"))
     is_read = any(not isinstance(chunk.flat, Tensor) for chunk in chunks.values())
-    # What is read is written before the next is: nothing is copied ahead.
+    # A chunk that must be read first is written before the next is read, so that memory holds one.
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0) if is_read else FileSystemWriter(folder)
     results = writer.write_data(plan, _Writing(chunks)).wait()
     return [
@@ -96,7 +96,7 @@ def write(folder: Path, rank: int, fragments: Iterable[Fragment]) -> list[Slice]
 
 
 def _slice(folder: Path, part: StoredSlice, result: WriteResult) -> Slice:
-    """Where a chunk was written."""
+    """The position and checksum of a chunk that was written."""
     where, index = result.storage_data, result.index
     sizes = next(box.sizes for box in boxes(part.start, part.stop, part.shape) if box.offsets == index.offset)
     checksum = checksum_of(folder / where.relative_path, where.offset, where.length)
@@ -107,10 +107,10 @@ def _slice(folder: Path, part: StoredSlice, result: WriteResult) -> Slice:
 def write_metadata(
     folder: Path, slices: Iterable[Slice], stored: Mapping[str, Stored], aliases: Mapping[str, str]
 ) -> None:
-    """Writes what PyTorch reads first: the chunks of all ranks. A further name of a tensor has the chunks of its first.
+    """Writes PyTorch's metadata file: the chunks of all ranks. An alias of a tensor has the chunks of its first name.
 
     Raises:
-        CheckpointError: there are not all chunks of what is stored.
+        CheckpointError: chunks of a stored tensor are missing.
     """
     tensors = {key: _no_chunks(like) for key, like in stored.items()}
     where: dict[MetadataIndex, _StorageInfo] = {}
@@ -145,7 +145,7 @@ def _no_chunks(like: Stored) -> TensorStorageMetadata:
 
 
 class _Reading(DefaultLoadPlanner):
-    """Tells PyTorch's reader where chunks go."""
+    """Gives PyTorch's reader the target tensor of each chunk."""
 
     def __init__(self, chunks: Mapping[MetadataIndex, Tensor]) -> None:
         super().__init__()
@@ -156,14 +156,14 @@ class _Reading(DefaultLoadPlanner):
 
 
 class DcpReader:
-    """What is stored in a folder, fzero's or any other job's of torch.distributed.checkpoint.
+    """Reads the tensors in a folder of torch.distributed.checkpoint, fzero's or another job's.
 
     Args:
         folder: with a `.metadata`.
-        checksums: of the slices, by file and start; none are known of other jobs' files.
+        checksums: of the slices, by file and start; empty for other jobs' files.
 
     Attributes:
-        stored: what there is, by its key.
+        stored: shape and dtype of each tensor, by key.
     """
 
     def __init__(self, folder: Path, checksums: Iterable[Slice] = ()) -> None:
@@ -173,7 +173,7 @@ class DcpReader:
             inside(folder, known.file, folder / CONTENTS)
         self._reader = FileSystemReader(folder)
         try:
-            self._metadata = read_metadata(folder / METADATA)  # PyTorch's own reader would run what it names
+            self._metadata = read_metadata(folder / METADATA)  # PyTorch's own reader would unpickle it and run code
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"load: {folder / METADATA} must be the metadata of torch.distributed.checkpoint, and {error}; take another "
@@ -185,10 +185,10 @@ class DcpReader:
         self.stored = {key: Stored(tuple(t.size), dtype_name(t.properties.dtype)) for key, t in self._tensors.items()}
 
     def read(self, fragments: Iterable[Fragment]) -> None:
-        """Reads fragments, of which no two begin with the same element, each element in the dtype of where it goes.
+        """Reads fragments into their targets, cast to each target's dtype. No two may begin with the same element.
 
         Raises:
-            CheckpointError: bytes are missing or others than were written; names the file and what is in it.
+            CheckpointError: bytes are missing, or differ from the bytes written; the message has the file and the tensor.
         """
         targets: dict[MetadataIndex, Tensor] = {}
         items: list[ReadItem] = []
@@ -203,8 +203,8 @@ class DcpReader:
         num_wanted, num_found = sum(x.numel() for x in targets.values()), sum(item.lengths.numel() for item in items)
         if num_wanted != num_found:
             raise CheckpointError(
-                f"load: the chunks in {self.folder / METADATA} must cover each tensor once, and of {num_wanted} elements they "
-                f"hold {num_found}; take another checkpoint"
+                f"load: the chunks in {self.folder / METADATA} must cover each tensor once, and hold {num_found} of {num_wanted} "
+                f"elements; take another checkpoint"
             )
         for item in items:
             self._check(item.storage_index)
@@ -218,7 +218,7 @@ class DcpReader:
             ) from error
 
     def _check(self, index: MetadataIndex) -> None:
-        """Raises unless the bytes of a chunk are those that were written."""
+        """Raises a CheckpointError unless the bytes of a chunk are those that were written."""
         info: _StorageInfo | None = self._metadata.storage_data.get(index)
         if info is None:
             raise CheckpointError(
@@ -232,7 +232,7 @@ class DcpReader:
 
 
 def check_slice(folder: Path, known: Slice) -> None:
-    """Raises unless the bytes of a chunk are those that were written."""
+    """Raises a CheckpointError unless the bytes of a chunk are those that were written."""
     try:
         found = checksum_of(folder / known.file, known.start, known.nbytes)
     except OSError as error:

@@ -1,18 +1,18 @@
-"""What is in a folder of checkpoints, and which of them is whole, whenever the job that writes there is killed?
+"""A folder of checkpoints, in which every visible checkpoint is complete even if the job that writes it is killed.
 
-    DIR/latest                    the name of the newest whole checkpoint
-    DIR/.job.json                 which process saves here
-    DIR/step-500/                 a whole one
-        fzero.json                what it is, and checksums of the files beside it
-        contents.json             counters, what optimizer state there is, where each chunk is, and its checksum
+    DIR/latest                    the name of the newest complete checkpoint
+    DIR/.job.json                 the process that saves here
+    DIR/step-500/                 a complete checkpoint
+        fzero.json                its format, and checksums of the other files
+        contents.json             counters, kinds of optimizer state, position and checksum of each chunk
         .metadata, __0_0.distcp   torch.distributed.checkpoint's own files
         client.pt                 the user's dict
-    DIR/.saving-step-600-1a2b3c4d  one that is being written, or was when its job was killed
-    DIR/.removing-step-400        one that is being removed
+    DIR/.saving-step-600-1a2b3c4d  a checkpoint that is being written, or was when its job was killed
+    DIR/.removing-step-400        a checkpoint that is being removed
 
-A checkpoint is written under another name, flushed to the disk file by file, and renamed when nothing is missing; then `latest`
-is renamed over the old one. Both are atomic. So a job that is killed at any moment leaves what `latest` named before, or the
-new one. What is removed gets another name first, too. Nothing that is whole is ever written to again.
+A checkpoint is written under a temporary name, flushed to the disk file by file, and renamed when it is complete; then a new
+`latest` is renamed over the old one. Both renames are atomic. So after a kill at any moment, `latest` names the previous
+checkpoint or the new one. A checkpoint to be removed is also renamed first. A complete checkpoint is never written to again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fzero.common.safe_files import check_inside, create
 from fzero.storage.ownership import Owner
 
 FORMAT = 1
-"""The newest form of checkpoints that this code reads, and the one that it writes."""
+"""The newest checkpoint format that this code reads, and the one that it writes."""
 
 METADATA = ".metadata"
 LATEST, MANIFEST, CONTENTS, CLIENT = "latest", "fzero.json", "contents.json", "client.pt"
@@ -45,33 +45,33 @@ CHUNK = 1 << 22
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; says which, where, what must hold, and what to do."""
+    """A checkpoint cannot be written or read; the message has the path, the rule and the fix."""
 
 
 # --- one checkpoint ----------------------------------------------------------------------------------------------
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes what a checkpoint is, with checksums of the files beside it and of itself."""
+    """Writes the manifest of a checkpoint, with checksums of the files beside it and of itself."""
     beside = {name: checksum_of(folder / name) for name in (METADATA, CONTENTS, CLIENT)}
-    told = {"format": FORMAT, **manifest, "files": beside}
-    write_whole(folder / MANIFEST, json.dumps(told | {"checksum": _checksum(told)}).encode())
+    fields = {"format": FORMAT, **manifest, "files": beside}
+    write_whole(folder / MANIFEST, json.dumps(fields | {"checksum": _checksum(fields)}).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint is.
+    """The manifest of a checkpoint.
 
     Raises:
-        CheckpointError: it is not one of fzero's, of a newer format, or a file was changed.
+        CheckpointError: it is not a checkpoint of fzero, has a newer format, or was changed.
     """
     path = folder / MANIFEST
     try:
-        told: dict[str, Any] = json.loads(path.read_bytes())
-        number, checksum = told["format"], told.pop("checksum")
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        number, checksum = manifest["format"], manifest.pop("checksum")
     except FileNotFoundError:
         raise CheckpointError(
-            f"load: {folder} must hold {MANIFEST}, and does not: it is not a checkpoint of fzero, or one that was not written to "
-            f"its end; take another one, or fzero.load_weights for another job's"
+            f"load: {folder} must hold {MANIFEST}, and does not: it is not a checkpoint of fzero, or is incomplete; take another "
+            f"one, or fzero.load_weights for another library's"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -79,15 +79,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
     if number > FORMAT:
         raise CheckpointError(
-            f"load: the format of {folder} must be at most {FORMAT}, got {number}: a newer fzero wrote it ({told.get('fzero')}); "
-            f"update fzero"
+            f"load: the format of {folder} must be at most {FORMAT}, got {number}: a newer fzero wrote it ("
+            f"{manifest.get('fzero')}); update fzero"
         )
-    if checksum != _checksum(told):
+    if checksum != _checksum(manifest):
         raise CheckpointError(
-            f"load: {path} must have checksum {checksum}, got {_checksum(told)}: it is not what was written; take another "
+            f"load: {path} must have checksum {checksum}, got {_checksum(manifest)}: it is not what was written; take another "
             f"checkpoint"
         )
-    return told
+    return manifest
 
 
 def check_beside(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -105,7 +105,7 @@ def check_beside(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_contents(folder: Path) -> dict[str, Any]:
-    """What a checkpoint tells beside its tensors.
+    """The contents of a checkpoint besides its tensors.
 
     Raises:
         CheckpointError: as `read_manifest`, or a file beside the manifest was changed.
@@ -115,15 +115,15 @@ def read_contents(folder: Path) -> dict[str, Any]:
     return contents
 
 
-def _checksum(told: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(told, sort_keys=True).encode())
+def _checksum(fields: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 # --- a folder of them --------------------------------------------------------------------------------------------
 
 
 def find(path: Path) -> Path:
-    """The checkpoint at `path`: itself, or what its `latest` names.
+    """The checkpoint at `path`: itself, or the one that its `latest` names.
 
     Raises:
         CheckpointError: there is none.
@@ -147,7 +147,8 @@ def find(path: Path) -> Path:
         )
     if path.name.startswith((SAVING, REMOVING)) or (path / OWNER).exists():
         raise CheckpointError(
-            f"load: {path} was not written to its end; pass {path.parent}, whose {LATEST!r} names the last one that was"
+            f"load: {path} must be complete, and was not written to its end; pass {path.parent}, whose {LATEST!r} names the last "
+            f"complete one"
         )
     raise CheckpointError(
         f"load: {path} must hold {LATEST!r} or {MANIFEST}, and holds {sorted(p.name for p in path.iterdir())[:4]}; pass the "
@@ -156,10 +157,10 @@ def find(path: Path) -> Path:
 
 
 def latest_of(path: Path, latest: str = LATEST) -> str:
-    """The name in a file `latest`, of something beside it.
+    """The name in a file `latest`, of an entry of the same folder.
 
     Raises:
-        CheckpointError: the file cannot be read, or names something elsewhere.
+        CheckpointError: the file cannot be read, or names an entry of another folder.
     """
     file = path / latest
     try:
@@ -172,10 +173,10 @@ def latest_of(path: Path, latest: str = LATEST) -> str:
 
 
 def inside(folder: Path, name: str, told_by: Path) -> Path:
-    """The path of something in a folder, by its name in the file `told_by`.
+    """The path of an entry of a folder, whose name comes from the file `told_by`.
 
     Raises:
-        CheckpointError: it is elsewhere.
+        CheckpointError: the name leads out of the folder.
     """
     try:
         return folder / check_inside(name)
@@ -194,8 +195,8 @@ def read_client(folder: Path) -> Any:
         return load_tensors(path)
     except ValueError as error:
         raise CheckpointError(
-            f"load: {path} must hold what was saved as client, and {error}; take another checkpoint, or the weights of this one "
-            f"alone, fzero.load_weights"
+            f"load: {path} must hold the value saved as client, and {error}; take another checkpoint, or only the weights of "
+            f"this one with fzero.load_weights"
         ) from error
 
 
@@ -204,7 +205,7 @@ def _why(error: Exception) -> str:
 
 
 def whole_ones(path: Path) -> list[Path]:
-    """The checkpoints in a folder, in the order in which they were saved."""
+    """The complete checkpoints in a folder, in the order in which they were saved."""
     found = []
     for manifest in path.glob(f"[!.]*/{MANIFEST}"):
         with suppress(CheckpointError):
@@ -213,7 +214,7 @@ def whole_ones(path: Path) -> list[Path]:
 
 
 def begin(path: Path, step: int) -> Path:
-    """A new folder to write to, for the checkpoint after `step` updates, when what killed jobs left has been removed.
+    """Removes leftovers of killed jobs, and makes a new folder to write the checkpoint after `step` updates to.
 
     Raises:
         CheckpointError: another save to this folder is under way, or it cannot be written to.
@@ -226,8 +227,8 @@ def begin(path: Path, step: int) -> Path:
                 shutil.rmtree(left, ignore_errors=True)
             elif owner.host == Owner.this_process().host:
                 raise CheckpointError(
-                    f"save: nothing else may be writing to {path}, and {owner} is, {left.name}; wait() for it first, pass it as "
-                    f"after=, or save elsewhere"
+                    f"save: no other save to {path} may be under way, and {owner} is writing {left.name}; wait() for it first, "
+                    f"pass it as after=, or save elsewhere"
                 )
         folder = path / f"{SAVING}step-{step}-{uuid.uuid4().hex[:8]}"
         folder.mkdir()
@@ -244,10 +245,10 @@ _CLAIMED: set[Path] = set()
 
 
 def claim(path: Path) -> None:
-    """Makes a folder of checkpoints, and this process the one that saves there.
+    """Makes a folder of checkpoints, and records this process as the one that saves there.
 
-    Where another process of this machine does and lives, that is an error. Of one on another machine nobody can tell whether it
-    lives: the last one to come has the folder, and the first one meets the error at its next save.
+    A living owner on this machine is an error. Whether an owner on another machine lives cannot be known: the last process to
+    claim gets the folder, and the earlier one gets the error at its next save.
 
     Raises:
         CheckpointError: another job saves to this folder.
@@ -260,7 +261,7 @@ def claim(path: Path) -> None:
     is_taken = known in _CLAIMED and owner is not None
     if owner is not None and owner.may_live() and (is_taken or owner.host == me.host):
         raise CheckpointError(
-            f"save: one job alone may save to {path}, and {owner} does, too; nothing was written: save to a folder for each job, "
+            f"save: only one job may save to {path}, and {owner} does too; nothing was written: give each job its own folder, "
             f"or end that one"
         )
     write_whole(path / JOB, json.dumps(asdict(me)).encode())
@@ -268,7 +269,7 @@ def claim(path: Path) -> None:
 
 
 def publish(folder: Path, path: Path, step: int) -> Path:
-    """Makes what was written a checkpoint, and then the latest one."""
+    """Renames a complete folder to a visible checkpoint, and makes it the latest one."""
     name, number = f"step-{step}", 1
     while (path / name).exists():  # the same step, saved again after going back
         number += 1
@@ -282,7 +283,7 @@ def publish(folder: Path, path: Path, step: int) -> Path:
 
 
 def keep_last(path: Path, num: int) -> None:
-    """Removes all but the `num` checkpoints that were saved last."""
+    """Removes all but the last `num` checkpoints."""
     for old in whole_ones(path)[:-num]:
         renamed = old.with_name(f"{REMOVING}{old.name}")
         old.rename(renamed)
@@ -300,7 +301,7 @@ def _owner_of(folder: Path, name: str = OWNER) -> Owner | None:
 
 
 def checksum_of(path: Path, start: int = 0, nbytes: int | None = None) -> int:
-    """The CRC-32 of bytes of a file, all to its end by default, and of how many there are."""
+    """The CRC-32 of `nbytes` bytes of a file from `start` on; by default of all to its end."""
     checksum, left = 0, path.stat().st_size - start if nbytes is None else nbytes
     with path.open("rb") as file:
         file.seek(start)
@@ -310,12 +311,12 @@ def checksum_of(path: Path, start: int = 0, nbytes: int | None = None) -> int:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that is there whole, on the disk, or not at all.
+    """Writes a file atomically: it is complete and on the disk, or absent.
 
-    Who sees it may rename its folder at once.
+    A process that sees the file may rename its folder at once.
 
     Raises:
-        OSError: it cannot be written, or a link is where it is written first.
+        OSError: it cannot be written, or its temporary name is a link.
     """
     beside = path.with_name(f".{path.name}.new")
     with create(beside) as file:
@@ -327,14 +328,14 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
+    """Flushes the entries of a folder to the disk."""
     with _flushed(folder):
         pass
 
 
 @contextmanager
 def _flushed(folder: Path) -> Iterator[None]:
-    """At the end, the names in a folder are on the disk, whatever it is called by then."""
+    """On exit, flushes the entries of a folder to the disk, also if it has been renamed inside."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield
@@ -344,10 +345,10 @@ def _flushed(folder: Path) -> Iterator[None]:
 
 
 def check_space(path: Path, nbytes_by_rank: Mapping[int, int]) -> None:
-    """Raises unless there is space for what all ranks are about to write.
+    """Checks that there is space for the files of all ranks.
 
     Raises:
-        CheckpointError: the disk, or what one file may hold, is too small.
+        CheckpointError: the disk, or the limit of one file's size, is too small.
     """
     there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     disk, needed = os.statvfs(there), sum(nbytes_by_rank.values())

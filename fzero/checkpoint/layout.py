@@ -1,10 +1,10 @@
-"""Which elements of a training state does a rank write to a checkpoint, and which does it read back, under which names?
+"""The elements of a training state that a rank writes to a checkpoint and reads from it, and their names there.
 
-1. What is stored is named after the model: `model.<name>`, `master.<name>`, `optimizer.<leaf>.<name>`, each of the parameter's
-   own shape, so that a checkpoint knows nothing of ranks, stages, units and flat buffers.
-2. A flat tensor of the state counts as W pieces (as in `fzero.resharding.plan`). A rank writes the fragments in its own piece: so
-   what several ranks hold is written once, by all of them in equal parts.
-3. It reads the fragments in all that it holds. What is made of what is the rule of `fzero.reshard`.
+1. Stored tensors are named after the model: `model.<name>`, `master.<name>`, `optimizer.<leaf>.<name>`, each in the parameter's
+   own shape, so that a checkpoint does not depend on ranks, stages, units and flat buffers.
+2. A flat tensor of the state is divided into W pieces (as in `fzero.resharding.plan`). A rank writes the fragments in its own
+   piece. So elements that several ranks hold are written once, in equal parts by each of them.
+3. A rank reads the fragments of everything that it holds. `fzero.reshard` has the rules for choosing the stored quantity.
 
 A `StoredSlice` is such a fragment, in integers and names. Shape letters: P padded elements of a flat tensor, W ranks.
 """
@@ -40,7 +40,7 @@ from sharding.views import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a checkpoint holds under one name.
+    """The shape and dtype of a tensor in a checkpoint.
 
     >>> Stored((2, 3), "float32").dtype
     'float32'
@@ -52,9 +52,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class StoredSlice:
-    """Elements [start, stop) of what is stored under `key`; in the state they begin at `offset` of the flat tensor `tensor`.
+    """Elements [start, stop) of the tensor stored under `key`; in the state they begin at `offset` of the flat tensor `tensor`.
 
-    Their shape is that of the whole, their dtype that of the flat tensor.
+    `shape` is that of the full stored tensor, `dtype` that of the flat tensor.
     """
 
     key: str
@@ -67,7 +67,7 @@ class StoredSlice:
 
 
 class Slice(NamedTuple):
-    """A chunk of what is stored under `key`: which one, in which file, where, and the CRC-32 of its bytes."""
+    """A chunk of the tensor stored under `key`: its box, its file and position, and the CRC-32 of its bytes."""
 
     key: str
     shape: tuple[int, ...]
@@ -81,17 +81,17 @@ class Slice(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Slice:
-        """From what JSON makes of one."""
+        """A chunk from its JSON list."""
         key, shape, dtype, offsets, sizes, *rest = values
         return cls(key, tuple(shape), dtype, tuple(offsets), tuple(sizes), *rest)
 
 
 OVERHEAD = 3072
-"""More bytes than are written for a chunk besides its elements: around these (1.6 kB), and to tell where it is."""
+"""An upper bound of the bytes written per chunk besides its elements: their container (1.6 kB), and the index entry."""
 
 
 def nbytes_of(parts: Iterable[StoredSlice]) -> int:
-    """At most as many bytes are written for these."""
+    """An upper bound of the bytes written for these parts."""
     return sum(
         box.numel * itemsize(part.dtype) + OVERHEAD
         for part in parts
@@ -100,19 +100,19 @@ def nbytes_of(parts: Iterable[StoredSlice]) -> int:
 
 
 def key_of(quantity: str, name: str) -> str:
-    """Under which name a quantity of a parameter is stored.
+    """The name under which a quantity of a parameter is stored.
 
     >>> key_of("params", "head.weight"), key_of("master", "head.weight"), key_of(".exp_avg", "head.weight")
     ('model.head.weight', 'master.head.weight', 'optimizer.exp_avg.head.weight')
     """
     if quantity in ("params", "master"):
         return f"{'model' if quantity == 'params' else quantity}.{name}"
-    leaf = re.sub(r"\W+", ".", quantity).strip(".")  # a leaf may be read with brackets and quotes
+    leaf = re.sub(r"\W+", ".", quantity).strip(".")  # the path of a leaf may have brackets and quotes
     return f"optimizer.{leaf}.{name}"
 
 
 def own_key(rank: int, name: str) -> str:
-    """Under which name is stored what each rank has for itself.
+    """The name under which a tensor of a single rank is stored.
 
     >>> own_key(2, "state.rng['cpu']")
     "ranks.2.state.rng['cpu']"
@@ -120,14 +120,14 @@ def own_key(rank: int, name: str) -> str:
     return f"ranks.{rank}.{name}"
 
 
-# --- what is written ---------------------------------------------------------------------------------------------
+# --- writing -----------------------------------------------------------------------------------------------------
 
 
 def parts_to_save(plan: Plan, rank: int, own: Mapping[str, TensorSpec]) -> Iterator[StoredSlice]:
-    """What a rank writes. All ranks together write every element once.
+    """The parts that a rank writes. All ranks together write every element once.
 
     Args:
-        own: what each rank has for itself, by its name in the state.
+        own: the tensors of each single rank, by name in the state.
     """
     piece = plan.ranks.index(rank)
     for quantity, tensor in _quantities(plan):
@@ -140,49 +140,51 @@ def parts_to_save(plan: Plan, rank: int, own: Mapping[str, TensorSpec]) -> Itera
 
 
 def stored_by(plan: Plan, aliases: Mapping[str, str]) -> tuple[dict[str, Stored], dict[str, str]]:
-    """All that the ranks of a job store together, but for their own, and further names of it.
+    """All tensors that the ranks of a job store together, without those of single ranks; and the aliases of these tensors.
 
     Args:
-        aliases: further names of parameters and module buffers.
+        aliases: the other names of tied parameters and module buffers.
     """
     stored = {
         key_of(quantity, name): Stored(shape, tensor.dtype)
         for quantity, tensor in _quantities(plan)
         for name, shape in zip(tensor.layout.names, tensor.layout.shapes)
     }
-    further = {key_of("params", name): key_of("params", first) for name, first in aliases.items()}
-    return stored, {key: first for key, first in further.items() if key not in stored}
+    others = {key_of("params", name): key_of("params", first) for name, first in aliases.items()}
+    return stored, {key: first for key, first in others.items() if key not in stored}
 
 
-def told_of(plan: Plan) -> dict[str, dict[str, Any]]:
-    """What kind of optimizer state each trained parameter has: its type and its tensors; None for a frozen one."""
-    told: dict[str, Any] = {}
+def kinds_of(plan: Plan) -> dict[str, dict[str, Any]]:
+    """The kind of optimizer state of each parameter, by name: its type and its tensors; None for a frozen one."""
+    kinds: dict[str, Any] = {}
     for buffer in plan.flat_buffers:
         kind = type(plan.optimizer[buffer.key]).__name__ if buffer.trainable else None
         for name in buffer.layout.names:
-            told[name] = kind and {"kind": kind, "keeps": sorted(kept_of(plan, buffer, [name]))}
-    return told
+            kinds[name] = kind and {"kind": kind, "keeps": sorted(kept_of(plan, buffer, [name]))}
+    return kinds
 
 
 def stored_starts(told: Mapping[str, Any], numbers: Mapping[str, float | int]) -> dict[str, int]:
-    """When the optimizer state of each trained parameter began: the same number where its counters are equal.
+    """When the optimizer state of each trained parameter began, as a number that is equal where the counters are equal.
 
     Args:
-        told: what kind of optimizer state each parameter has (`told_of`).
-        numbers: the 0-d tensors of a state, those of the optimizer state for each parameter.
+        told: the kind of optimizer state of each parameter (`kinds_of`).
+        numbers: the 0-d tensors of a state; those of the optimizer state per parameter.
     """
     found: dict[str, int] = {}
     known: dict[str, int] = {}
     for name, kept in told.items():
         if kept is not None:
             keys = ((path, key_of(path, name)) for path in kept["keeps"])
-            counters = repr([(path, numbers[key]) for path, key in keys if key in numbers])  # which tells a NaN, too
+            counters = repr(
+                [(path, numbers[key]) for path, key in keys if key in numbers]
+            )  # as text, because NaN != NaN
             found[name] = known.setdefault(counters, len(known))
     return found
 
 
 def numbers_by_name(plan: Plan, numbers: Mapping[str, float | int]) -> dict[str, float | int]:
-    """The 0-d tensors of a state, those of the optimizer state for each parameter."""
+    """The 0-d tensors of a state; those of the optimizer state per parameter."""
     by_name = {name: number for name, number in numbers.items() if not name.startswith("state.optimizer")}
     for buffer in plan.flat_buffers:
         for path, source in numbers_of(plan, buffer).items():
@@ -190,20 +192,20 @@ def numbers_by_name(plan: Plan, numbers: Mapping[str, float | int]) -> dict[str,
     return by_name
 
 
-# --- what is read ------------------------------------------------------------------------------------------------
+# --- reading -----------------------------------------------------------------------------------------------------
 
 
 def parts_to_load(
     plan: Plan, rank: int, stored: Mapping[str, Stored], *, without: Collection[str] = (), frozen: Collection[str] = ()
 ) -> Iterator[tuple[str, list[StoredSlice]]]:
-    """What a rank reads, by quantity. Parameters of which it has the master, and no more, it makes of that.
+    """The parts that a rank reads, by quantity. Parameters whose shards match the master's are cast from the master instead.
 
     Args:
         without: module buffers that are not read.
-        frozen: parameters of which no optimizer state is stored, and none is read.
+        frozen: parameters without stored optimizer state; none is read for them.
 
     Raises:
-        ValueError: something is not stored, has another shape, or would become narrower.
+        ValueError: a tensor is not stored, has another shape, or would be rounded to a narrower dtype.
     """
     piece = plan.ranks.index(rank)
     for buffer in plan.flat_buffers:
@@ -227,10 +229,10 @@ def parts_to_load(
 def parts_of_weights(
     plan: Plan, rank: int, stored: Mapping[str, Stored], keys: Mapping[str, str]
 ) -> Iterator[list[StoredSlice]]:
-    """What a rank reads where there are weights only: parameters, masters from the same, module buffers as far as they are there.
+    """The parts that a rank reads where only weights are stored: parameters, masters from the same, module buffers if present.
 
     Args:
-        keys: under which key what has a name in the model is stored.
+        keys: the key of each stored tensor, by its name in the model.
     """
     piece = plan.ranks.index(rank)
     flat = [t for b in plan.flat_buffers for q, t in tensors_of(plan, b).items() if q in ("params", "master")]
@@ -245,10 +247,10 @@ def parts_of_weights(
 
 
 def sources_of_numbers(plan: Plan, frozen: Collection[str] = ()) -> dict[str, Sources]:
-    """What each 0-d tensor of the optimizer state is taken from.
+    """The stored sources of each 0-d tensor of the optimizer state.
 
     Args:
-        frozen: parameters of which no optimizer state is stored.
+        frozen: parameters without stored optimizer state.
     """
     found = {}
     for buffer in plan.flat_buffers:
@@ -260,16 +262,16 @@ def sources_of_numbers(plan: Plan, frozen: Collection[str] = ()) -> dict[str, So
 
 
 def parts_of_own(rank: int, own: Mapping[str, TensorSpec], stored: Mapping[str, Stored]) -> list[StoredSlice]:
-    """What a rank had for itself, as far as it is stored."""
+    """The parts of a single rank's own tensors that are stored with the same shape and dtype."""
     parts = [
         StoredSlice(own_key(rank, name), s.shape, s.dtype, 0, math.prod(s.shape), name, 0) for name, s in own.items()
     ]
     return [part for part in parts if stored.get(part.key) == Stored(part.shape, part.dtype)]
 
 
-def check_told(plan: Plan, told: Mapping[str, Any]) -> None:
-    """Raises unless all parameters are stored, and what was trained and still is has an optimizer that keeps the same."""
-    for name, now in told_of(plan).items():
+def check_kinds(plan: Plan, told: Mapping[str, Any]) -> None:
+    """Raises ValueError unless all parameters are stored, and those trained in both jobs have the same kind of state."""
+    for name, now in kinds_of(plan).items():
         if name not in told:
             raise ValueError(
                 f"load: parameter {name!r} must be in the checkpoint, and is not; load it with the model that was saved"
@@ -278,13 +280,13 @@ def check_told(plan: Plan, told: Mapping[str, Any]) -> None:
         if now != before and now is not None and before is not None:
             words = [f"{state['kind']}({', '.join(state['keeps'])})" for state in (before, now)]
             raise ValueError(
-                f"load: the optimizer of parameter {name!r} must keep the same in both jobs, and kept {words[0]} in the one that "
-                f"saved and keeps {words[1]} in this one; take the weights alone, fzero.load_weights"
+                f"load: the optimizer of parameter {name!r} must keep the same tensors in both jobs, and kept {words[0]} in the "
+                f"saving job and keeps {words[1]} in this one; load only the weights with fzero.load_weights"
             )
 
 
 def check_names(plan: Plan, aliases: Iterable[str], stored: Mapping[str, Stored]) -> None:
-    """Raises unless the model has just the parameters and module buffers that are stored."""
+    """Raises ValueError for a stored parameter or module buffer that the model does not have."""
     known = {
         key_of("params", n) for n in (*(n for b in plan.flat_buffers for n in b.layout.names), *plan.buffers, *aliases)
     }
@@ -307,14 +309,14 @@ def _quantities(plan: Plan) -> Iterator[tuple[str, FlatTensor]]:
 
 
 def _held(plan: Plan, piece: int, tensor: FlatTensor, keys: Mapping[str, str]) -> list[StoredSlice]:
-    """The fragments in all that the rank with this piece holds of a flat tensor."""
+    """The fragments of everything that the rank with this piece holds of a flat tensor."""
     length = tensor.layout.partition.padded_numel // plan.world_size
     first = piece - piece % tensor.num_pieces
     return list(_parts(tensor, keys, first * length, (first + tensor.num_pieces) * length, first * length))
 
 
 def _parts(tensor: FlatTensor, keys: Mapping[str, str], start: int, stop: int, first: int) -> Iterator[StoredSlice]:
-    """The fragments in elements [start, stop) of a flat tensor, of which a rank has those from `first` on."""
+    """The fragments in elements [start, stop) of a flat tensor; the rank's part of it begins at element `first`."""
     for fragment in tensor.layout.within(start, stop):
         if fragment.name not in keys:
             continue
@@ -331,7 +333,7 @@ def _source(
     *,
     frozen: bool,
 ) -> str:
-    """Under which name is stored what a quantity of a parameter is made of."""
+    """The name of the stored tensor from which a quantity of a parameter is read."""
     param = stored[key_of("params", name)]
     has_master = key_of("master", name) in stored
     key = key_of(quantity_for(quantity, param.dtype, buffer, has_master=has_master), name)
@@ -340,7 +342,7 @@ def _source(
     is_updated = not frozen and (quantity != "params" or (buffer.trainable and not buffer.has_master))
     if is_updated and torch.promote_types(torch_dtype(before), torch_dtype(after)) != torch_dtype(after):
         raise ValueError(
-            f"load: {key_of(quantity, name)!r} must not become narrower, and is {before} in the checkpoint and {after} in this "
+            f"load: {key_of(quantity, name)!r} must not become narrower, and is {before} in the checkpoint but {after} in this "
             f"step; give the step the same master and optimizer dtypes"
         )
     return key
@@ -356,17 +358,17 @@ def _check_shape(key: str, shape: tuple[int, ...], stored: Mapping[str, Stored])
 
 
 def describe_hook_states(plan: Plan) -> dict[str, str]:
-    """By the names of what the comm hooks remember: what is sent by whom through what."""
-    return {name: told for name, (_, told) in hook_states_of(plan).items()}
+    """A description of each state of a comm hook, by its name: the mesh, the layout and the hook that it belongs to."""
+    return {name: described for name, (_, described) in hook_states_of(plan).items()}
 
 
 def own_specs(plan: Plan, rng: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """What each rank has for itself: its random generators, and what its comm hooks remember."""
+    """The tensors of each single rank: its random state, and the states of its comm hooks."""
     return {f"state.rng[{kind!r}]": spec for kind, spec in rng.items()} | {
         n: s for n, (s, _) in hook_states_of(plan).items()
     }
 
 
 def span(tensor: Leaf, part: StoredSlice) -> Tensor | FilePart:
-    """The elements of a part in the flat tensor that holds them: to be written to a file, or to be read into."""
+    """The elements of a part in its flat tensor: the source of a write to a file, or the target of a read."""
     return part_of(tensor, part.offset, part.offset + part.stop - part.start)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Loads a saved state into a step of another size, stage or layout.
+"""`load`: reads a saved state into a step of any size, stage or layout.
 
     state, client, _ = fzero.load("checkpoints", step=step)
 
@@ -22,8 +22,8 @@ from fzero.checkpoint.layout import (
     Slice,
     Stored,
     StoredSlice,
+    check_kinds,
     check_names,
-    check_told,
     describe_hook_states,
     key_of,
     own_specs,
@@ -47,40 +47,40 @@ from fzero.step import TrainStep
 from fzero.storage.file_tensor import StateFiles as Scratch
 
 if TYPE_CHECKING:
-    from fzero.checkpoint.dcp_format import Fragment  # PyTorch takes a second to import what it imports
+    from fzero.checkpoint.dcp_format import Fragment  # imports PyTorch modules that take a second
 
 
 class Loaded(NamedTuple):
-    """What `load` gives."""
+    """The result of `load`."""
 
     state: TrainState[Tensor]
-    """Of the step that it was loaded for, this rank's part."""
+    """This rank's part of the state, for the given step."""
     client: Any
-    """What `save` was given as `client`."""
+    """The argument `client` of `save`."""
     path: Path
-    """The checkpoint that it was loaded from."""
+    """The checkpoint that was loaded."""
 
 
 def load(dir: str | Path, *, step: AnyStep) -> Loaded:
-    """The state of `step` that continues where the one saved in `dir` stands, this rank's part.
+    """A state of `step` that continues from the one saved in `dir`; this rank's part.
 
-    Ranks, stage, mesh, units, parameter groups, dtypes and what is frozen may be others than those that saved, by the rules of
-    `reshard`: every element is the same, but that neither masters nor optimizer state may become narrower. What was frozen and
-    is trained begins anew, and a warning on rank 0 names it. On as many ranks with the same
-    configuration training goes on bit for bit. A rank continues the random state of the same rank, a further one starts as in
-    `init`; gradients are zeros.
+    Ranks, stage, mesh, units, parameter groups, dtypes and frozen parameters may differ from those of the saving job, under the
+    rules of `reshard`: every element is the same, and neither masters nor optimizer state may become narrower. Parameters that
+    were frozen and are now trained get new optimizer state; a warning on rank 0 names them. With the same number of ranks and
+    configuration, training continues bit for bit. A rank continues the random state of the same rank; a rank that the saving
+    job did not have starts as in `init`. Gradients are zeros.
 
-    *Collective:* every rank of the step; sends some numbers. Each rank reads what it holds, and checks the bytes that it reads.
+    *Collective:* every rank of the step; sends some numbers. Each rank reads the ranges that it holds, and checks their bytes.
 
     Args:
-        dir: a folder that was saved to, whose `latest` is taken, or one checkpoint of it (`dir/step-500`).
+        dir: a folder of checkpoints, whose `latest` is loaded, or one checkpoint in it (`dir/step-500`).
         step: to continue with, of the same model.
 
     Raises:
-        CheckpointError: told on every rank: there is no checkpoint, it was not written to its end, is of a newer format, or
-            holds other bytes than were written (names file and tensor).
-        ValueError: told on every rank: the model or the optimizer is another, or something would become narrower.
-        CollectiveError: another rank died or did not come.
+        CheckpointError: on every rank: there is no checkpoint, it is incomplete, has a newer format, or differs from the bytes
+            written (the message has file and tensor).
+        ValueError: on every rank: the model or the optimizer differs, or a tensor would become narrower.
+        CollectiveError: another rank died, or does not take part.
     """
     check_path("dir", dir)
     check_step(step)
@@ -98,14 +98,14 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
 
 
 def placed(state: TrainState[Tensor], step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
-    """A state that was read, where the step wants it. *Collective* where there are files, which may have failed."""
+    """A state that was read, moved to the step's placements. *Collective* where there are files: raises if any failed."""
     if scratch is not None:
         agree(scratch, step.runtime.mesh.world)
     return place(state, step)
 
 
 class Saved(NamedTuple):
-    """What a state is made from. `Contents` says what the fields are that it has, too."""
+    """The source of a state; `Contents` documents the fields that both have."""
 
     source: Source
     numbers: Mapping[str, float | int]
@@ -133,19 +133,19 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
 
 
 def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
-    """The state of `step` that continues from what was saved, this rank's part.
+    """A state of `step` that continues from a saved one; this rank's part.
 
-    A module buffer that is not in the model's `state_dict` may be missing, and is the model's own then.
+    A module buffer that is not in the model's `state_dict` may be missing; then the model's own value is used.
 
     Raises:
-        ValueError: the model or the optimizer is another, or something would become narrower.
-        CheckpointError: something cannot be read.
+        ValueError: the model or the optimizer differs, or a tensor would become narrower.
+        CheckpointError: a tensor cannot be read.
     """
     plan, rank, source = step.plan, step.rank, saved.source
     check_names(plan, step.runtime.aliases, source.stored)
-    check_told(plan, saved.optimizer)
+    check_kinds(plan, saved.optimizer)
     frozen = {name for name, kept in saved.optimizer.items() if kept is None}
-    _tell_of_frozen(plan, frozen, rank)
+    _warn_of_frozen(plan, frozen, rank)
     numbers = chosen_numbers(sources_of_numbers(plan, frozen), dict(saved.numbers))
     kept = {*step.runtime.stored_names.values()}
     missing = [n for n in plan.buffers if n not in kept and key_of("params", n) not in source.stored]
@@ -164,19 +164,19 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
     return state
 
 
-def _tell_of_frozen(plan: Plan, frozen: Collection[str], rank: int) -> None:
-    """Warns on rank 0 of what was frozen in the job that saved and is trained here, and the other way round."""
+def _warn_of_frozen(plan: Plan, frozen: Collection[str], rank: int) -> None:
+    """Warns on rank 0 of parameters that are frozen in only one of the two jobs."""
     trained = {name: b.trainable for b in plan.flat_buffers for name in b.layout.names}
     anew = [name for name, is_trained in trained.items() if is_trained and name in frozen]
     left = [name for name, is_trained in trained.items() if not is_trained and name not in frozen]
-    told = [f"the optimizer state of {listed(anew)} begins anew, for frozen parameters have none"] if anew else []
-    told += [f"that of {listed(left)} is left, which are frozen now"] if left else []
-    if told and rank == 0:
-        warnings.warn(f"load: other parameters were frozen in the job that saved: {'; '.join(told)}", stacklevel=7)
+    changes = [f"the optimizer state of {listed(anew)} begins anew, because it was not saved"] if anew else []
+    changes += [f"that of {listed(left)} is not loaded, because they are frozen now"] if left else []
+    if changes and rank == 0:
+        warnings.warn(f"load: other parameters were frozen in the job that saved: {'; '.join(changes)}", stacklevel=7)
 
 
 def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[StoredSlice]], found: Source) -> None:
-    """Reads parts of a state, group by group; those of tensors that live in files one by one."""
+    """Reads parts of a state, group by group; parts of tensors in files one by one."""
     tensors = by_name(state)
     for parts in groups:
         spans = [(part, span(tensors[part.tensor], part)) for part in parts]
@@ -189,7 +189,7 @@ def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[StoredSlice]]
 
 
 class Source(Protocol):
-    """What tensors are read from, a range at a time."""
+    """Stored tensors that are read in ranges."""
 
     @property
     def stored(self) -> Mapping[str, Stored]: ...
@@ -199,12 +199,12 @@ class Source(Protocol):
 
 
 def _kept_own(step: TrainStep, hook_states: Mapping[str, str]) -> dict[str, Any]:
-    """What this rank has for itself and may go on with."""
+    """The specs of this rank's own tensors that can be continued."""
     own, now = own_specs(step.plan, step.specs.rng), describe_hook_states(step.plan)
     forgotten = [name for name in now if hook_states.get(name) != now[name]]
     if hook_states and forgotten:
         warnings.warn(
-            f"load: what reductions lost so far is forgotten where ranks, flat buffers or comm hooks change: now "
+            f"load: states of comm hooks (errors fed back) are dropped where ranks, flat buffers or comm hooks change: now "
             f"{step.plan.comm_hooks} on {step.world_size} ranks",
             stacklevel=4,
         )
@@ -221,7 +221,7 @@ def starts(dir: str | Path) -> dict[str, int]:
         CheckpointError: there is no checkpoint.
 
     Returns:
-        By parameter a number, the same for parameters whose optimizer state counts the same updates.
+        A number per parameter, equal for parameters whose optimizer states count the same updates.
     """
     contents = files.read_contents(files.find(Path(dir)))
     return stored_starts(contents["optimizer"], contents["numbers"])

@@ -1,8 +1,8 @@
-"""How are weights written as safetensors files, of which no rank ever holds all, and read a range at a time?
+"""`Export`, `SafetensorsFile`: write safetensors files tensor by tensor, and read them range by range.
 
-A file is the length of a header (8 bytes), the header (JSON: dtype, shape and place of each tensor), and the tensors. As names,
-shapes and dtypes are known before any value is, the headers are written first, and each tensor goes to its place whenever it
-comes. Large models are several files and an index, named as `from_pretrained` expects them.
+A file is the length of a header (8 bytes), the header (JSON: dtype, shape and offsets of each tensor), and the tensors. Names,
+shapes and dtypes are known before the values, so the headers are written first, and the tensors at their offsets in any order.
+Large models are several files and an index, named as `from_pretrained` expects them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
     "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-"""By their names in the header."""
+"""The dtypes by their names in the header."""
 LENGTH = 8
-"""Bytes before the header, which tell its length."""
+"""Bytes before the header, which hold its length."""
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ class FilePlan:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors."""
+        """Bytes of the tensors."""
         return sum(nbytes_of(like) for like in self.tensors.values())
 
     def header(self, metadata: Mapping[str, str]) -> bytes:
@@ -67,7 +67,7 @@ class FilePlan:
 
     @property
     def starts(self) -> dict[str, int]:
-        """Where each tensor begins after the header: those of wider elements first, so that each is aligned."""
+        """The offset of each tensor after the header, those of wider elements first, so that each is aligned."""
         starts, start = {}, 0
         for name in sorted(self.tensors, key=lambda name: -itemsize(self.tensors[name].dtype)):
             starts[name] = start
@@ -81,7 +81,7 @@ def nbytes_of(like: Stored) -> int:
 
 
 def exported_dtype(dtype: str, wanted: str | None) -> str:
-    """In which dtype a parameter is exported: the one wanted, or its own where that has 16 bits, or bfloat16.
+    """The dtype in which a parameter is exported: the one wanted, else its own if that has 16 bits, else bfloat16.
 
     >>> [exported_dtype(dtype, None) for dtype in ("float32", "float16", "int64")]
     ['bfloat16', 'float16', 'int64']
@@ -92,7 +92,7 @@ def exported_dtype(dtype: str, wanted: str | None) -> str:
 
 
 def plan_files(tensors: Mapping[str, Stored], max_nbytes: int) -> list[FilePlan]:
-    """Tensors in the order given, in files of at most `max_nbytes` where a tensor is no larger.
+    """Divides tensors, in the given order, into files of at most `max_nbytes`; a larger tensor gets its own file.
 
     >>> like = Stored((4,), "float32")
     >>> [(file.name, list(file.tensors)) for file in plan_files({"a": like, "b": like, "c": like}, max_nbytes=40)]
@@ -121,13 +121,13 @@ def plan_files(tensors: Mapping[str, Stored], max_nbytes: int) -> list[FilePlan]
 
 @dataclass(slots=True)
 class Export:
-    """Files that are being written, under other names until all tensors are there. Use as a context.
+    """Files that are being written, under temporary names until all tensors are written. Use as a context.
 
     Args:
         folder: is made.
-        tensors: all that will come, in any order, as they are to be stored.
+        tensors: shape and stored dtype of every tensor; `write` takes them in any order.
         max_nbytes: of a file.
-        aliases: further names of tied tensors, of which files know the first.
+        aliases: the other names of tied tensors, each with the first name, under which the tensor is stored.
     """
 
     folder: Path
@@ -146,7 +146,7 @@ class Export:
         return self
 
     def _make(self) -> None:
-        """Makes the files in their whole length, so that a full disk is told before anything is gathered."""
+        """Makes the files in their full length, so that a full disk raises before anything is gathered."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for plan in plan_files(self.tensors, self.max_nbytes):
             header = plan.header({"format": "pt", **self.aliases})
@@ -157,7 +157,7 @@ class Export:
             self._places |= {name: (file, len(header) + start) for name, start in plan.starts.items()}
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes a whole tensor, rounded to the dtype in which it is stored."""
+        """Writes a full tensor, cast to its stored dtype."""
         file, start = self._places.pop(name)
         like = self.tensors[name]
         values = tensor.detach().to("cpu", torch_dtype(like.dtype)).contiguous()
@@ -174,14 +174,14 @@ class Export:
         if kind is not None:
             return
         assert not self._places, f"{list(self._places)} were not written"
-        for old in (*self.folder.glob("model*.safetensors"), self.folder / INDEX):  # of an earlier export
+        for old in (*self.folder.glob("model*.safetensors"), self.folder / INDEX):  # from an earlier export
             old.unlink(missing_ok=True)
         for plan, _ in self._files:
             self._beside(plan.name).rename(self.folder / plan.name)
         if len(self._files) > 1:
             weight_map = {name: plan.name for plan, _ in self._files for name in plan.tensors}
-            told = {"metadata": {"total_size": sum(p.nbytes for p, _ in self._files)}, "weight_map": weight_map}
-            write_whole(self.folder / INDEX, json.dumps(told, indent=2).encode())
+            index = {"metadata": {"total_size": sum(p.nbytes for p, _ in self._files)}, "weight_map": weight_map}
+            write_whole(self.folder / INDEX, json.dumps(index, indent=2).encode())
         flush(self.folder)
 
     def _beside(self, name: str) -> Path:
@@ -192,10 +192,10 @@ class Export:
 
 
 class SafetensorsFile:
-    """The tensors of one file, of which ranges are read.
+    """Reads ranges of the tensors of one file.
 
     Attributes:
-        stored: what there is, by its name.
+        stored: shape and dtype of each tensor, by name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -228,7 +228,7 @@ class SafetensorsFile:
 
 
 class TorchFile:
-    """The tensors of a state dict that torch.save wrote, mapped into memory; the same reading."""
+    """As `SafetensorsFile`, for a state dict that torch.save wrote, which is memory-mapped."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -1,10 +1,10 @@
-"""Saves a training state, so that a job of another size, stage or layout can load it.
+"""`save`, `start_save`: write a training state so that a job of any size, stage or layout can load it.
 
     fzero.save(state, "checkpoints", step=step, client={"samples": 4096}, keep=3)
 
 Every rank writes a file with its own parts of the state, and nothing is gathered (`fzero.checkpoint.layout` says which parts,
 `fzero.checkpoint.dcp_format` writes the files). Rank 0 then adds the index, and makes the checkpoint visible in one rename
-(`fzero.checkpoint.folders`). The ranks report through files that they are done, so that a save needs no collective while the
+(`fzero.checkpoint.folders`). Each rank reports its completion through a file, so that a save needs no collective while the
 next steps run: `start_save` copies this rank's parts and returns.
 """
 
@@ -32,13 +32,13 @@ from fzero.checkpoint.layout import (
     Stored,
     StoredSlice,
     describe_hook_states,
+    kinds_of,
     nbytes_of,
     numbers_by_name,
     own_specs,
     parts_to_save,
     span,
     stored_by,
-    told_of,
 )
 from fzero.common.arguments import check_path
 from fzero.common.pickles import load_tensors
@@ -53,16 +53,16 @@ from fzero.state import TrainState
 from fzero.step import TrainStep
 
 if TYPE_CHECKING:
-    from fzero.checkpoint.dcp_format import Fragment  # PyTorch takes a second to import what it imports
+    from fzero.checkpoint.dcp_format import Fragment  # imports PyTorch modules that take a second
 
 
 T = TypeVar("T")
 
 FEW_BYTES = 1 << 20
-"""Of the files of rank 0 beside the tensors, but for what grows with the model."""
+"""Bytes of rank 0's files besides the tensors, without the parts that grow with the model."""
 
 GRACE = 60.0
-"""Seconds for which an asynchronous save waits for other ranks when the program has come to its end."""
+"""Seconds for which an asynchronous save waits for other ranks after the main thread has ended."""
 
 
 def save(
@@ -73,29 +73,30 @@ def save(
     client: Any = None,
     keep: int | None = None,
 ) -> Path:
-    """Saves a training state as a new checkpoint in `dir`, and returns when it is on the disk and is what `latest` names.
+    """Saves a training state as a new checkpoint in `dir`, and returns when it is on the disk and `latest` names it.
 
-    A job that is killed meanwhile, at any moment, leaves what `latest` named before. Each element is written once, by one of the
+    If the job is killed before that, `latest` still names the previous checkpoint. Each element is written once, by one of the
     ranks that hold it; nothing is gathered. The files are those of torch.distributed.checkpoint, with the parameters as
     `model.<name>`, which any job can load: `dcp.load({"model": tensors}, checkpoint_id=path)`.
 
     *Collective:* every rank of the step; sends some numbers. All ranks must see the same `dir`.
 
     Args:
-        state: of this step. It is left as it is. Simulated steps (`simulate`) have simulated states.
+        state: of this step; it is not changed. Simulated steps (`simulate`) have simulated states.
         dir: a folder of checkpoints, which is made.
-        step: the step that `state` is of.
-        client: what else belongs to it: numbers, strings, lists, dicts and tensors, as where the data is. Rank 0's is saved.
-        keep: how many checkpoints stay in `dir`, those saved last; None is all. One more is there while it is written.
+        step: the step that `state` belongs to.
+        client: other values to save, such as the position in the data: numbers, strings, lists, dicts and tensors. Rank 0's
+            is saved.
+        keep: the number of newest checkpoints to keep in `dir`; None keeps all. One more exists while the new one is written.
 
     Returns:
-        The checkpoint's own folder, `dir/step-<updates>`, which `load` takes as well.
+        The checkpoint's own folder, `dir/step-<updates>`, which `load` accepts as well.
 
     Raises:
-        CheckpointError: told on every rank: the disk is too small (before anything is written), a file cannot be written, or
+        CheckpointError: on every rank: the disk is too small (before anything is written), a file cannot be written, or
             another save to `dir` is under way.
-        ValueError: the state is not one of `step`, or `client` holds something else.
-        CollectiveError: another rank died or did not come.
+        ValueError: the state is not one of `step`, or `client` holds another type.
+        CollectiveError: another rank died, or does not take part.
     """
     check_path("dir", dir)
     check_step(step)
@@ -116,8 +117,8 @@ def start_save(
 ) -> Saving:
     """Starts to save a training state, and returns when this rank's part of it is copied to host memory.
 
-    The state may then be given to the next step, whose collectives are not disturbed. The checkpoint is visible when all ranks
-    have written theirs, whether or not anyone waits for it.
+    The state may then be passed to the next step, whose collectives are not disturbed. The checkpoint becomes visible when all
+    ranks have written their parts, even without a call of `wait`.
 
         saving = None
         for batch in loader:
@@ -126,10 +127,10 @@ def start_save(
                 saving = fzero.start_save(state, "checkpoints", step=step, after=saving)
         saving.wait()
 
-    *Collective*, arguments and errors as for `save`; but what goes wrong while it is written is told by `wait`.
+    *Collective*, arguments and errors as for `save`; but errors during the write are raised by `wait`.
 
     Args:
-        after: an earlier one, which is waited for first, so that its errors are told and one copy at a time is held.
+        after: an earlier save to wait for first, so that its errors are raised and only one copy is in memory.
     """
     if isinstance(step, LockstepRanks):
         raise ValueError("start_save: step must be of real ranks, got a simulated one; call save")
@@ -161,11 +162,11 @@ class Saving:
         return self._is_written.is_set()
 
     def wait(self) -> Path:
-        """Returns the checkpoint's folder when it is on the disk and is what `latest` names. *Collective:* sends some numbers.
+        """Returns the checkpoint's folder when it is on the disk and `latest` names it. *Collective:* sends some numbers.
 
         Raises:
-            CheckpointError: told on every rank; what was written is removed.
-            CollectiveError: another rank died or did not come.
+            CheckpointError: on every rank; the incomplete checkpoint is removed.
+            CollectiveError: another rank died, or does not take part.
         """
         if self._outcome is None:
             meet("Saving.wait", self._axis)
@@ -185,7 +186,7 @@ class Saving:
         except BaseException:
             self._given_up.set()
             raise
-        if not any(problems):  # all parts are there, so that rank 0 comes to an end
+        if not any(problems):  # all parts are written, so rank 0's thread will end
             self._thread.join()
             problems = collectives.exchange(report_of(self._problem), self._axis, label=Label("save"))
         if any(problems):
@@ -218,7 +219,7 @@ class Saving:
         return None
 
     def _all_are_there(self) -> bool:
-        """Waits for the parts of all ranks; False when there is no use in it."""
+        """Waits for the parts of all ranks; False if the save has failed, or the wait has timed out after the program's end."""
         ends, pause = float("inf"), 0.001
         while not all(self._writer.part(rank).exists() for rank in range(self._axis.size)):
             if not threading.main_thread().is_alive():
@@ -230,10 +231,10 @@ class Saving:
 
 
 class _Writer(NamedTuple):
-    """What writes one checkpoint, without a collective."""
+    """Writes one checkpoint, without collectives."""
 
     folder: Path
-    """Where it is written."""
+    """The temporary folder."""
     path: Path
     """The folder of checkpoints."""
     step: TrainStep
@@ -253,7 +254,7 @@ class _Writer(NamedTuple):
         files.write_whole(self.part(self.step.rank), json.dumps(slices).encode())
 
     def publish(self) -> str:
-        """Adds what all parts hold, and makes the checkpoint visible."""
+        """Writes the index of all parts, and makes the checkpoint visible."""
         parts = [self.part(rank) for rank in range(self.step.plan.world_size)]
         slices = [Slice.of(values) for part in parts for values in json.loads(part.read_bytes())]
         for part in parts:
@@ -266,16 +267,17 @@ class _Writer(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a checkpoint tells beside its tensors.
+    """The contents of a checkpoint besides its tensors.
 
     Attributes:
-        stored: what there is, by key, but for what each rank has for itself; and `aliases`, further keys of it.
-        numbers: the 0-d tensors, those of the optimizer state for each parameter.
-        optimizer: what kind of optimizer state each parameter has (`fzero.checkpoint.layout.told_of`).
-        hook_states: what the comm hooks of reductions remember.
+        stored: shape and dtype by key, without the tensors of single ranks.
+        aliases: the other keys of stored tensors.
+        numbers: the 0-d tensors; those of the optimizer state per parameter.
+        optimizer: the kind of optimizer state of each parameter (`fzero.checkpoint.layout.kinds_of`).
+        hook_states: descriptions of the comm hooks' states.
         names: the keys of the model's state dict, each with the name under which its tensor is stored.
-        rates: the learning rate of each parameter's next update; and `loss_scaling`, the rules of the loss scale: for others,
-            as fzero's steps have their own.
+        rates, loss_scaling: the learning rate of each parameter's next update, and the rules of the loss scale; for other
+            programs, since fzero's steps have their own.
         stage, mesh, scales_dynamically: of the job.
     """
 
@@ -295,13 +297,13 @@ class Contents(NamedTuple):
 def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Mapping[str, float]) -> Contents:
     plan = step.plan
     return Contents(
-        *stored_by(plan, step.runtime.aliases), numbers_by_name(plan, numbers), told_of(plan), describe_hook_states(plan),
+        *stored_by(plan, step.runtime.aliases), numbers_by_name(plan, numbers), kinds_of(plan), describe_hook_states(plan),
         step.runtime.stored_names, rates, asdict(step.runtime.scaling), plan.stage, plan.mesh.axes, step.runtime.scaling.dynamic,
     )  # fmt: skip
 
 
 def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
-    """The learning rate of each parameter's next update; nothing where the schedule has come to its end, and raises."""
+    """The learning rate of each parameter's next update; empty where the schedule raises because it has ended."""
     try:
         rates = [float(rate(num_updates)) for rate in step.runtime.updater.rates]
     except Exception:
@@ -310,13 +312,13 @@ def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
 
 
 def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Contents, client: bytes) -> Path:
-    """Adds to the tensors in `folder` what tells of them, and makes them the latest checkpoint in `path`."""
+    """Writes the index of the tensors in `folder`, and makes it the latest checkpoint in `path`."""
     from fzero.checkpoint.dcp_format import write_metadata
 
     write_metadata(folder, slices, contents.stored, contents.aliases)
     fields = ("numbers", "optimizer", "hook_states", "names", "rates", "loss_scaling")
-    told = {name: getattr(contents, name) for name in fields} | {"slices": slices}
-    files.write_whole(folder / files.CONTENTS, json.dumps(told).encode())
+    index = {name: getattr(contents, name) for name in fields} | {"slices": slices}
+    files.write_whole(folder / files.CONTENTS, json.dumps(index).encode())
     files.write_whole(folder / files.CLIENT, client)
     before = files.whole_ones(path)
     num_updates = int(contents.numbers["state.step"])
@@ -336,14 +338,14 @@ def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Content
 def _started(
     state: TrainState[Tensor], path: Path, step: TrainStep, client: Any, keep: int | None, *, copies: bool
 ) -> Saving:
-    """Makes the folder to write to, and starts to write: from copies, or from the state itself."""
+    """Makes the temporary folder, and starts to write, from copies or from the state itself."""
     axis = step.runtime.mesh.world
 
     def prepare() -> list[StoredSlice]:
         step.runtime.check_state(state)
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(
-                f"keep: must be a whole number, at least 1, or None for all, got {keep!r}; pass how many checkpoints stay"
+                f"keep: must be a whole number, at least 1, or None for all, got {keep!r}; pass the number of checkpoints to keep"
             )
         return list(parts_to_save(step.plan, axis.rank, own_specs(step.plan, step.specs.rng)))
 
@@ -358,7 +360,7 @@ def _started(
         return str(files.begin(path, int(state.step)))
 
     tensors = by_name(state)
-    # Of what lives in files the writer reads one range after the other.
+    # The writer reads tensors in files one range after the other.
     fragments: list[Fragment] = [(part, span(tensors[part.tensor], part)) for part in parts]
     if copies:
         fragments = together(axis, lambda: [(part, flat[:].to("cpu", copy=True)) for part, flat in fragments])
@@ -368,7 +370,7 @@ def _started(
 
 
 def content_of(client: Any) -> bytes:
-    """The bytes of a user's value, which must come back without running code."""
+    """The bytes of a user's value, which can be read without running code."""
     content = io.BytesIO()
     try:
         torch.save(client, content)
@@ -377,6 +379,6 @@ def content_of(client: Any) -> bytes:
     except Exception as error:
         raise ValueError(
             f"client: must hold numbers, strings, lists, dicts and tensors, got {type(client).__name__} which torch cannot store "
-            f"safely: {error}; leave out what is no such thing"
+            f"safely: {error}; leave out all other types"
         ) from error
     return content.getvalue()

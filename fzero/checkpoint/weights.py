@@ -1,10 +1,10 @@
-"""How do weights from elsewhere become a state, and a state files that others read?
+"""`load_weights`, `save_16bit_model`, `export`: weights to and from files of other libraries.
 
-    state = fzero.load_weights("model.safetensors", step=step)      # nothing but weights: the rest starts as in init
+    state = fzero.load_weights("model.safetensors", step=step)      # weights only: the rest starts as in init
     fzero.checkpoint.save_16bit_model(state, "out", step=step)        # for from_pretrained
-    fzero.checkpoint.export("checkpoints", "out")                              # the same of a checkpoint, in one process
+    fzero.checkpoint.export("checkpoints", "out")                              # the same from a checkpoint, in one process
 
-Each rank reads the ranges that it holds, so that none ever has the whole model.
+Each rank reads the ranges that it holds; no rank ever holds the full model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TORCH_INDEX = "pytorch_model.bin.index.json"
 
 
 class _Ranges:
-    """Tensors in files that give ranges of them."""
+    """Reads ranges of the tensors in several files."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         found = [SafetensorsFile(p) if p.suffix == ".safetensors" else TorchFile(p) for p in paths]
@@ -71,13 +71,13 @@ def save_16bit_model(
     A tied weight is stored under its first name; the files' metadata holds the others. Files of an earlier export in `out` are
     replaced when the new ones are complete.
 
-    *Collective:* every rank, which all send what `step.gather` sends. Rank 0 writes, and holds one unit at a time.
+    *Collective:* every rank; sends as much as `step.gather`. Rank 0 writes, and holds one unit at a time.
 
     Args:
         state: of this step.
         out: a folder, which is made.
         step: the step.
-        dtype: of the parameters; None is the model's own where that has 16 bits, else bfloat16. Module buffers keep theirs.
+        dtype: of the parameters; None is the model's own if that has 16 bits, else bfloat16. Module buffers keep theirs.
         max_file_nbytes: the most bytes in one file, unless one tensor is larger.
 
     Raises:
@@ -113,7 +113,7 @@ def save_16bit_model(
         problem = (
             f"save_16bit_model: {out} must be a folder that can be written to, got {error}; make space, or pass another"
         )
-    for _ in views:  # the other ranks gather with rank 0, whatever happened there
+    for _ in views:  # all ranks must finish the gathers, also after an error on rank 0
         pass
     runtime.agree_on_files(state)
     problems = collectives.exchange(problem, runtime.mesh.world, label=Label("save"))
@@ -122,19 +122,19 @@ def save_16bit_model(
 
 
 def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
-    """A new state of `step` with weights from elsewhere, this rank's part; counters, optimizer state and all else as in `init`.
+    """A new state of `step` with weights from files; this rank's part. Counters, optimizer state and the rest are as in `init`.
 
     *Collective:* every rank of the step; sends some numbers. Each rank reads the ranges that it holds.
 
     Args:
-        path: a `.safetensors` file; a state dict that torch.save wrote; a folder of such files, with an index where there are
-            several; a checkpoint of torch.distributed.checkpoint with the parameters under `model.<name>` or `<name>`; or one
-            of fzero or DeepSpeed, of which the masters are taken where there are any.
-        step: to continue with. Module buffers that are not among the weights are the model's own.
+        path: a `.safetensors` file; a state dict that torch.save wrote; a folder of such files, with an index if there are
+            several; a checkpoint of torch.distributed.checkpoint with the parameters under `model.<name>` or `<name>`; or a
+            checkpoint of fzero or DeepSpeed, whose masters are used where there are any.
+        step: to continue with. Module buffers that are not stored keep the model's own values.
 
     Raises:
-        CheckpointError: told on every rank: there is nothing that can be read.
-        ValueError: told on every rank: a parameter is missing, has another shape, or is not the model's.
+        CheckpointError: on every rank: the path cannot be read.
+        ValueError: on every rank: a parameter is missing, has another shape, or is not the model's.
 
     Returns:
         The state.
@@ -156,9 +156,9 @@ def export(
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     max_file_nbytes: int = 5 * 10**9,
 ) -> None:
-    """Writes the weights of a checkpoint as safetensors files, as `save_16bit_model` does; in this process alone.
+    """Writes the weights of a checkpoint as safetensors files, as `save_16bit_model` does, in a single process.
 
-    One tensor at a time is in memory. Needs no model.
+    Only one tensor is in memory at a time, and no model is needed.
 
     Args:
         dir: as for `load`.
@@ -190,12 +190,12 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
     source, prefixes = _opened(path)
     names = [*(name for b in step.plan.flat_buffers for name in b.layout.names), *step.plan.buffers]
     aliases = step.runtime.aliases
-    further: dict[str, list[str]] = {}
+    others: dict[str, list[str]] = {}
     for alias, first in aliases.items():
-        further.setdefault(first, []).append(alias)
+        others.setdefault(first, []).append(alias)
     keys: dict[str, str] = {}
     for name in names:
-        candidates = [prefix + n for prefix in prefixes for n in (name, *further.get(name, ()))]
+        candidates = [prefix + n for prefix in prefixes for n in (name, *others.get(name, ()))]
         found = next((key for key in candidates if key in source.stored), None)
         if found is not None:
             keys[name] = found
@@ -215,7 +215,7 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
 
 
 def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
-    """Where weights are read from, and what may stand before their names, the best first."""
+    """The source of weights, and the possible prefixes of their names, best first."""
     if path.is_file():
         return _Ranges([path]), ("",)
     for index in (path / INDEX, path / TORCH_INDEX):
@@ -233,7 +233,7 @@ def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
 
 
 def _files_of(index: Path) -> list[Path]:
-    """The files that an index names, which lie beside it."""
+    """The files that an index names, which are in its folder."""
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -242,7 +242,7 @@ def _files_of(index: Path) -> list[Path]:
 
 
 def _prefix_of(stored: Mapping[str, Stored]) -> str:
-    """What stands before the names of parameters: of what else a job has stored, nothing is asked."""
+    """The prefix of parameter names; keys without it are other values of the job, and are ignored."""
     return "model." if any(key.startswith("model.") for key in stored) else ""
 
 

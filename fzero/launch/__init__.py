@@ -1,4 +1,4 @@
-"""Starting ranks on one machine and many, and what happens when one ends.
+"""Starts ranks on one machine or many, watches them, and ends the job when one fails.
 
 May import: common, comms, config. Begin with `fzero.launch.cli`.
 """

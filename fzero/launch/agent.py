@@ -1,13 +1,12 @@
-"""How are the ranks of one host started, watched and ended? By torchrun's agent, which this module configures.
+"""The agent of one host: starts, watches and ends its ranks, through torchrun's agent, which this module configures.
 
     python -m fzero.launch.agent --world_info=… --node_rank=1 --master_addr=node1 --master_port=29500 script.py args…
 
-`fzero` runs one in its own process, or one on each host. It prefixes each line of a rank's output with the rank, ends all
-ranks of the host when one fails, and says once which one it was. An agent on another host is on a *leash*: it reads its
-standard input, which ends when the connection to the one who started it does, and then it ends its ranks. (The first line of that
-input, variables and the secret of the job, has been read before: `fzero.launch.launchers.READS`.) What is left of a
-job that did not end in order, and of an agent that is killed, is for its *keeper* (`fzero.launch.reaper`). So nothing is left
-running, however the other end died.
+`fzero` runs one agent in its own process, or one on each host. The agent prefixes each line of a rank's output with the rank,
+ends all ranks of the host when one fails, and reports once which one it was. An agent on another host is on a *leash*: its
+standard input ends with the connection to the launcher, and then it ends its ranks. (The first line of that input, variables
+and the secret of the job, has been read before: `fzero.launch.launchers.READS`.) The *reaper* (`fzero.launch.reaper`) ends
+processes that remain after a failed job or a killed agent. So nothing is left running, however the launcher ended.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api as launcher
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fzero.launch import reaper as keeper
+from fzero.launch import reaper
 from fzero.launch.environment import one_host_defaults, rank_defaults
 from fzero.launch.hostfile import Host, decode, encode
 from fzero.launch.rendezvous import BACKEND, SECRET, Secret
 
 NUM_LINES = 12  # of a failed rank's log
-NUM_SEARCHED = 2000  # lines of it in which its error may begin
-SECONDS_TO_END = 10  # which ranks have between being asked and being killed
-LAST_CALL = 30  # seconds in which further hosts may come, when as many as must be are there
-REPORT = "fzero-failure: "  # begins the line that tells a launcher on another host about a failure
+NUM_SEARCHED = 2000  # last lines of the log that are searched for the error
+SECONDS_TO_END = 10  # between SIGTERM and SIGKILL for a rank
+LAST_CALL = 30  # seconds to wait for more hosts once the minimum is there
+REPORT = "fzero-failure: "  # prefix of the line that reports a failure to a launcher on another host
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +60,23 @@ class Failure:
     rank: int
     host: str
     code: int
-    """0 where a rank ended in order while others still waited for it."""
+    """0 where a rank ended normally while others still waited for it."""
     time: float
     follows: bool
-    """Whether the rank only says that another one has died."""
+    """Whether the rank's error only reports that another rank has died."""
     lines: tuple[str, ...]
 
     @property
     def exit_code(self) -> int:
-        """With which the launcher ends."""
+        """The exit code of the launcher."""
         return self.code or 1
 
     def __str__(self) -> str:
         name = {128 + number: number.name for number in signal.Signals}.get(self.code)
         how = f"was killed by {name}" if name else f"ended with code {self.code}"
         how += "" if self.code else ", and others waited for it"
-        told = "; its last lines:" + "".join(f"\n    {line}" for line in self.lines) if self.lines else ""
-        return f"fzero: rank {self.rank} on {self.host} {how}, so the job has been ended{told}"
+        log = "; its last lines:" + "".join(f"\n    {line}" for line in self.lines) if self.lines else ""
+        return f"fzero: rank {self.rank} on {self.host} {how}, so the job has been ended{log}"
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -85,21 +84,21 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the agent of one host runs; `hosts[node_rank]` is the host."""
+    """The work of one host's agent; `hosts[node_rank]` is the host."""
 
     hosts: tuple[Host, ...]
     node_rank: int
     program: tuple[str, ...]
-    """A command, which every rank runs."""
+    """The command of every rank."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """0 is a free one, on one host."""
+    """0 chooses a free port, on one host."""
     log_dir: str | None = None
     max_restarts: int = 0
     min_nodes: int | None = None
-    """With fewer hosts than `hosts` the job goes on, down to this; then the order of hosts is not kept."""
+    """The job continues with fewer hosts than `hosts`, down to this number; the order of hosts is not kept then."""
     last_call: int = LAST_CALL
-    """Seconds that so few hosts wait for others."""
+    """Seconds that the minimum of hosts waits for more."""
 
     @property
     def host(self) -> Host:
@@ -112,11 +111,11 @@ class Work:
 
     @property
     def needs_secret(self) -> bool:
-        """Whether the agents must know each other: those of several hosts, that meet more than once."""
+        """Whether the agents must authenticate each other: those of several hosts whose ranks may start again."""
         return len(self.hosts) > 1 and self.starts_again
 
     def arguments(self) -> list[str]:
-        """The command line of this module that does the work."""
+        """The arguments of this module for the work."""
         options = {
             "world_info": encode(self.hosts),
             "node_rank": self.node_rank,
@@ -134,20 +133,20 @@ def run(work: Work, *, reports: bool = False) -> int:
     """Starts the ranks of a host and waits for them; returns the exit code of the first one that failed, or 0.
 
     Args:
-        reports: a failure is one line for the launcher on another host, instead of a message for people.
+        reports: whether to report a failure as one line for a launcher on another host, instead of a message for people.
     """
     for name in [*logging.root.manager.loggerDict]:
         if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what these tell is told here, once
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent reports the same, once
     host, secret = work.host, secret_of(work)
     os.environ.update(rank_defaults(os.environ, num_ranks=len(host.slots), num_cores=len(os.sched_getaffinity(0))))
     if len(work.hosts) == 1 and work.master_addr in LOOPBACK:
         os.environ.update(one_host_defaults(os.environ, [name for _, name in socket.if_nameindex()]))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_END))
     if work.needs_secret:
-        # Else ranks that start again find in the agent's store, which stays, the addresses of those before, and gloo fails.
+        # Otherwise restarted ranks find the old ranks' addresses in the agent's store, which persists, and gloo fails.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["PYTHONUNBUFFERED"] = "1"  # output is there when it is written, also that of a rank which is then killed
+    os.environ["PYTHONUNBUFFERED"] = "1"  # so that the output of a killed rank is complete
     if not host.takes_first_slots:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.slots))
     with ExitStack() as stack:
@@ -161,43 +160,43 @@ def run(work: Work, *, reports: bool = False) -> int:
             in_order()
         except ChildFailedError as error:
             failure = first_failure(error, host.name, folder, ended)
-            _tell(failure, reports)
+            _report(failure, reports)
             return failure.exit_code
         except DistNetworkError as error:
             where = f"--master_port {work.master_port} of {work.master_addr}"
-            raise OSError(f"{where}: {error}; give a port that is free there and can be reached") from error
+            raise OSError(f"{where}: {error}; give a port that is free there and reachable") from error
         except RendezvousError as error:
             raise OSError(f"the hosts did not find each other: {error}") from error
         except SignalException as error:
-            if reports and (early := ended.first(host.name, folder)):  # which others may have waited for
-                _tell(early, reports)
+            if reports and (early := ended.first(host.name, folder)):  # other ranks may have waited for this one
+                _report(early, reports)
             return 128 + int(error.sigval)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                signal.signal(number, signal.SIG_IGN)  # the keeper ends what is left, and is not to be interrupted
+                signal.signal(number, signal.SIG_IGN)  # the reaper must not be interrupted
     return 0
 
 
-def _tell(failure: Failure, reports: bool) -> None:
+def _report(failure: Failure, reports: bool) -> None:
     with suppress(BrokenPipeError):
         print(REPORT + json.dumps(asdict(failure)) if reports else failure, file=sys.stderr, flush=True)
 
 
 class Ended:
-    """Which ranks of this host have ended with code 0, and when; torchrun tells only of those that failed."""
+    """The ranks of this host that have ended with code 0, and when; torchrun reports only failed ones."""
 
     def __init__(self) -> None:
         self.times: dict[int, tuple[float, int]] = {}
-        """When and with which local rank, by rank."""
+        """(Time, local rank) by rank."""
 
     def agent(self) -> type[LocalElasticAgent]:
-        """torchrun's agent, which notes it here."""
+        """torchrun's agent, which records normal ends here."""
         ended = self
 
         class Noting(LocalElasticAgent):
             def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
                 handlers = getattr(self._pcontext, "subprocess_handlers", {})
-                for worker in worker_group.workers:  # before torchrun looks, which may end the others
+                for worker in worker_group.workers:  # before torchrun checks the workers, which may end the others
                     if worker.local_rank in handlers and handlers[worker.local_rank].proc.poll() == 0:
                         ended.times.setdefault(worker.global_rank, (time.time(), worker.local_rank))
                 result: RunResult = super()._monitor_workers(worker_group)
@@ -211,7 +210,7 @@ class Ended:
         return Noting
 
     def first(self, host: str, log_dir: str) -> Failure | None:
-        """The first of them, as the cause of an end."""
+        """The first rank that ended, as a failure."""
         if not self.times:
             return None
         rank, (when, local_rank) = min(self.times.items(), key=lambda item: item[1])
@@ -220,21 +219,21 @@ class Ended:
 
 @contextmanager
 def kept(folder: str) -> Iterator[Callable[[], object]]:
-    """Marks what is started inside. Unless the function that it gives is called, the keeper ends what is left of that, and then
-    removes the folder, if it is not "".
+    """Marks processes that are started inside. Yields a function to call after a normal end; otherwise the reaper ends the
+    remaining processes, and removes the folder, if it is not "".
 
-    torchrun ends its ranks and their process groups. What a rank has started in a session of its own is left to the keeper,
-    and so are ranks that a second signal kept torchrun from ending, or that the end of this process did.
+    torchrun ends its ranks and their process groups. The reaper is for processes that a rank has started in another session,
+    and for ranks that torchrun did not end because of a second signal or because this process died.
     """
     os.environ["FZERO_JOB"] = uuid.uuid4().hex
-    command = [sys.executable, "-I", "-S", keeper.__file__, f"FZERO_JOB={os.environ['FZERO_JOB']}"]
+    command = [sys.executable, "-I", "-S", reaper.__file__, f"FZERO_JOB={os.environ['FZERO_JOB']}"]
     command += [str(SECONDS_TO_END), folder]
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # no signal of a terminal reaches it, and no end of this session
+        start_new_session=True,  # shields it from signals of the terminal and from the end of this session
         env={},
         cwd="/",
     )
@@ -246,9 +245,9 @@ def kept(folder: str) -> Iterator[Callable[[], object]]:
 
 
 def launch_config(work: Work, log_dir: str, secret: Secret | None = None) -> LaunchConfig:
-    """torchrun's description of the host's part. Ranks follow the order of hosts, unless they may start again."""
+    """torchrun's configuration for one host. Ranks follow the order of hosts, unless they may start again."""
     num_nodes = len(work.hosts)
-    # torchrun's static rendezvous keeps the order, and cannot bring agents of several hosts together a second time.
+    # torchrun's static rendezvous keeps the order, but works only once for agents of several hosts.
     keeps_order = num_nodes > 1 and not work.starts_again
     prefix = f"[{work.host.name} rank ${{rank}}] " if num_nodes > 1 else "[rank ${rank}] "
     return LaunchConfig(
@@ -270,44 +269,44 @@ def launch_config(work: Work, log_dir: str, secret: Secret | None = None) -> Lau
 
 
 def first_failure(error: ChildFailedError, host: str, log_dir: str, ended: Ended) -> Failure:
-    """The failure that the others follow from: not of a rank that the agent ended, nor of one that missed another rank.
+    """The failure that caused the others: not that of a rank ended by the agent, nor of one that waited for another rank.
 
-    Where all have missed one, it is a rank that had ended in order before.
+    If all failed ranks waited for another one, it is the first rank that had ended normally.
     """
 
-    def told(rank: int, failed: ProcessFailure) -> Failure:
+    def failure_of(rank: int, failed: ProcessFailure) -> Failure:
         lines = _log(log_dir, failed.local_rank)
         code = failed.exitcode if failed.exitcode >= 0 else 128 - failed.exitcode
         # The error may name many ranks, a line each.
         follows = any("fzero.comms.axes.CollectiveError" in line for line in lines[-NUM_SEARCHED:])
         return Failure(rank, host, code, float(failed.timestamp), follows, tuple(lines[-NUM_LINES:]))
 
-    failures = [told(rank, failed) for rank, failed in error.failures.items()]  # in the order in which they were seen
+    failures = [failure_of(rank, failed) for rank, failed in error.failures.items()]  # in the order of detection
     first = min(failures, key=lambda failure: (failure.code == 128 + signal.SIGTERM, failure.follows))
     return (ended.first(host, log_dir) if first.follows else None) or first
 
 
 def _log(log_dir: str, local_rank: int) -> list[str]:
-    """What a rank has written to stderr, line by line."""
-    # torchrun names log files by the local rank; of restarted ranks the last attempt has the highest number.
+    """The lines that a rank has written to stderr."""
+    # torchrun names log files by the local rank, and has one per attempt; the last one counts.
     paths = Path(log_dir).glob(f"*/attempt_*/{local_rank}/stderr.log")
     last = max(paths, key=lambda path: path.stat().st_mtime, default=None)
     return last.read_text(errors="replace").strip().splitlines() if last else []
 
 
 def secret_of(work: Work) -> Secret | None:
-    """The secret of the job, if it needs one. The environment keeps it no longer: ranks have no use for it.
+    """The secret of the job, if it needs one. Removes it from the environment, because ranks do not need it.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the variable is not set.
     """
     text = os.environ.pop(SECRET, None)
     if not work.needs_secret:
         return None
     if text is None:
         raise ValueError(
-            f"{SECRET}: is not set. Agents of several hosts whose ranks may start again know each other by it: export the "
-            "same on every host, for example what `openssl rand -hex 16` gives once; no other user must be able to read it"
+            f"{SECRET}: is not set. It authenticates agents of several hosts whose ranks may start again: export the same value "
+            "on every host, for example one output of `openssl rand -hex 16`; no other user must be able to read it"
         )
     return Secret(text)
 
@@ -320,7 +319,7 @@ def watch_leash() -> bool:
         return False
     leash = os.dup(0)
     with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)  # what ranks read, so that none takes the end from us
+        os.dup2(nothing.fileno(), 0)  # the ranks' input, so that none of them reads the leash
 
     def wait() -> None:
         while os.read(leash, 4096):

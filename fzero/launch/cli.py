@@ -1,8 +1,8 @@
-"""How is a training script started, on one machine or on many? `fzero [flags] script.py args…`, with DeepSpeed's flags.
+"""`fzero [run] [flags] script.py args…`: starts a training script on one machine or many, with DeepSpeed's flags.
 
-`choose_hosts` decides where, `work_of` what; then either this process is the agent of its own ranks (`fzero.launch.agent`), or a
-launcher composes commands (`fzero.launch.launchers`) that are printed (--dry_run) or run to their common end
-(`fzero.launch.supervise`).
+`choose_hosts` selects hosts and slots, `work_of` the work of their agents. Then this process is the agent of its own ranks
+(`fzero.launch.agent`), or a launcher composes commands (`fzero.launch.launchers`) that are printed (--dry_run) or run
+together (`fzero.launch.supervise`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,11 +36,11 @@ from fzero.launch.supervise import supervise
 
 HOSTFILE = Path("/job/hostfile")
 ALSO = dict.fromkeys(("world", "world_size", "nproc_per_node", "ranks"), "--num_procs")
-"""Words by which people look for a flag: those of `fzero plan`, of torchrun and of the documentation."""
+"""Other names for flags, from `fzero plan`, torchrun and the documentation, for which the error suggests the flag here."""
 
 
 class LaunchError(ValueError):
-    """What was asked for cannot be started; the message says why and what to do."""
+    """The job cannot be started; the message has the flag, the rule and the fix."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,6 +58,16 @@ def parser() -> argparse.ArgumentParser:
         hyphens = [name.replace("_", "-")] if "_" in name else []
         made.add_argument(*others, name, *hyphens, dest=name[2:], **how)  # type: ignore[arg-type]
 
+    _add_ranks(add)
+    _add_hosts(add)
+    _add_launcher(add)
+    made.add_argument("script")
+    made.add_argument("args", nargs=argparse.REMAINDER)
+    return made
+
+
+def _add_ranks(add: Callable[..., None]) -> None:
+    """The flags about the ranks of a host and their program."""
     add("--num_gpus", "--num_accelerators", type=int, metavar="N", help="ranks per host, on the first N devices")
     add("--num_procs", type=int, metavar="N", help="the same, for machines without devices")
     add(
@@ -69,6 +79,10 @@ def parser() -> argparse.ArgumentParser:
     add("--module", "-m", action="store_true", help="the script is the name of a module")
     add("--no_python", action="store_true", help="the script is a program of its own")
     add("--enable_each_rank_log", metavar="DIR", help="keep what each rank writes in this folder")
+
+
+def _add_hosts(add: Callable[..., None]) -> None:
+    """The flags about the choice of hosts, and about lost ones."""
     add(
         "--hostfile",
         "-H",
@@ -96,6 +110,10 @@ def parser() -> argparse.ArgumentParser:
     add("--max_restarts", type=int, default=0, metavar="N", help="start the ranks again, N times, when one fails")
     add("--master_addr", metavar="HOST", help="where rank 0 listens (default: the first host)")
     add("--node_rank", type=int, metavar="K", help="with --no_ssh: which of the hosts this machine is")
+
+
+def _add_launcher(add: Callable[..., None]) -> None:
+    """The flags about starting the hosts."""
     add("--no_ssh", action="store_true", help="start the ranks of this host alone; start the others yourself")
     add("--no_ssh_check", action="store_true", help="do not look at the hosts before the start")
     add("--ssh_port", type=port, metavar="P")
@@ -105,9 +123,6 @@ def parser() -> argparse.ArgumentParser:
     add("--env_file", type=Path, metavar="FILE", help="lines of NAME=VALUE for every rank (default .deepspeed_env)")
     add("--autotuning", choices=("tune", "run"), help="find the fastest configuration (fzero tune), and run with it")
     add("--dry_run", action="store_true", help="print the commands and run nothing")
-    made.add_argument("script")
-    made.add_argument("args", nargs=argparse.REMAINDER)
-    return made
 
 
 def port(text: str) -> int:
@@ -123,7 +138,7 @@ def port(text: str) -> int:
 
 
 def say(line: str) -> None:
-    """Tells the user something, beside the output of ranks."""
+    """Prints a message to the user on stderr."""
     print(f"fzero: {line}", file=sys.stderr, flush=True)
 
 
@@ -160,7 +175,7 @@ def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def program_of(given: argparse.Namespace) -> tuple[str, ...]:
-    """The command that every rank runs."""
+    """The command of every rank."""
     if given.no_python and given.module:
         raise LaunchError("--no_python and --module exclude each other: a module is run by python")
     before = () if given.no_python else (sys.executable, "-u", *(("-m",) if given.module else ()))
@@ -168,7 +183,7 @@ def program_of(given: argparse.Namespace) -> tuple[str, ...]:
 
 
 def check_program(given: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Raises LaunchError when what the ranks of this machine are to run is not here."""
+    """Raises LaunchError when the ranks' script, module or program is not on this machine."""
     script = given.script
     if given.no_python:
         if shutil.which(script, path=environment.get("PATH")) is None:
@@ -197,7 +212,7 @@ def fewest_nodes(given: argparse.Namespace, num_hosts: int) -> int | None:
 
 
 def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: bool) -> Work:
-    """What the agents run; on this machine alone at a free port."""
+    """The work of the agents; on this machine alone, at a free port."""
     if given.max_restarts < 0:
         raise LaunchError(f"--max_restarts {given.max_restarts}: must be 0 or more")
     if given.wait_for_hosts < 0:
@@ -223,7 +238,7 @@ def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: boo
 def commands_of(
     given: argparse.Namespace, work: Work, environment: Mapping[str, str], from_file: Mapping[str, str]
 ) -> tuple[Job, tuple[Command, ...]]:
-    """The job on many hosts, and what its launcher makes of it."""
+    """The job on many hosts, and the commands of its launcher."""
     for name in not_forwarded(environment):
         say(
             f"the variable {name!r} is not set on other hosts: a name has letters, digits and _ only, and begins with no digit"
@@ -231,7 +246,9 @@ def commands_of(
     variables = forwarded(environment, from_file)
     if work.needs_secret:
         variables[SECRET] = secrets.token_hex(16)
-    if given.launcher not in HAVE_AGENTS:  # no agent on the hosts, which would know their cores
+    if (
+        given.launcher not in HAVE_AGENTS
+    ):  # without agents, the number of the hosts' cores is assumed to be that of this machine
         num_ranks = max(len(host.slots) for host in work.hosts)
         num_cores = os.cpu_count() or 1
         variables = rank_defaults({**environment, **from_file}, num_ranks=num_ranks, num_cores=num_cores) | variables
@@ -246,14 +263,14 @@ def commands_of(
 
 
 def start(given: argparse.Namespace) -> int:
-    """Does what the flags say; returns the exit code of the rank that failed first, or 0."""
+    """Starts the job, or prints its commands; returns the exit code of the rank that failed first, or 0."""
     hosts = choose_hosts(given)
     from_file = read_env_files(given.env_file, os.environ)
     if given.timeout is not None:
         if not 0 < given.timeout < float("inf"):
             raise LaunchError(f"--timeout {given.timeout}: must be a positive number of seconds")
         from_file["FZERO_TIMEOUT"] = f"{given.timeout:g}"
-    timeout_of(os.environ | from_file)  # refuses here what each rank would have to refuse
+    timeout_of(os.environ | from_file)  # raises here instead of on every rank
     is_many = len(hosts) > 1 or given.force_multi
     if given.no_ssh and is_many and given.node_rank is None:
         raise LaunchError("--no_ssh: starts one host, so give --node_rank, the number of this one in the hostfile")

@@ -1,6 +1,6 @@
-"""Which environment do ranks get? An environment file, what is forwarded to other hosts, and defaults for CPU ranks.
+"""The environment of ranks: an environment file, variables forwarded to other hosts, and defaults.
 
-A variable that the user has set always wins over a default, and one of the environment file over both.
+A variable that the user has set takes precedence over a default, and one of the environment file over both.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ FORWARDED = (
     "TORCH_",
     "UCX",
 )
-"""Variables whose names begin so are set on other hosts as they are here. Their values may be secret (MLFLOW_TRACKING_PASSWORD),
-and are never part of a command, which `ps` shows."""
+"""Prefixes of the variables that are forwarded to other hosts. Values may be secret (MLFLOW_TRACKING_PASSWORD), so they are
+never part of a command, which `ps` shows."""
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
-"""For glibc: memory that a rank frees stays with it, so that buffers of collectives, made anew in each step, are not given
-back and zeroed by the kernel each time. 32 MiB is the highest mmap threshold glibc takes; at most 256 MiB stay."""
+"""For glibc: a rank keeps freed memory, so that buffers of collectives, which are allocated in each step, are not returned to
+the kernel and zeroed each time. 32 MiB is glibc's highest mmap threshold; at most 256 MiB are kept."""
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""The names that a shell takes."""
+"""Valid variable names of a shell."""
 
 
 def parse_env_file(text: str, *, source: str = "environment file") -> dict[str, str]:
@@ -70,7 +70,7 @@ def read_env_files(given: Path | None, environment: Mapping[str, str]) -> dict[s
 
 
 def forwarded(environment: Mapping[str, str], from_file: Mapping[str, str]) -> dict[str, str]:
-    """What other hosts set before they start ranks: variables whose names a shell takes.
+    """The variables that other hosts set before they start ranks, if their names are valid in a shell.
 
     >>> forwarded({"NCCL_DEBUG": "INFO", "HOME": "/root", "NCCL_A.B": "1"}, {"A": "1"})
     {'NCCL_DEBUG': 'INFO', 'A': '1'}
@@ -80,7 +80,7 @@ def forwarded(environment: Mapping[str, str], from_file: Mapping[str, str]) -> d
 
 
 def not_forwarded(environment: Mapping[str, str]) -> list[str]:
-    """The names that `forwarded` leaves out because a shell would not take them, or would take them for a command.
+    """The names that `forwarded` leaves out because they are not valid in a shell, or would be run as a command.
 
     >>> not_forwarded({"NCCL;touch x": "1", "TORCH_A.B": "1", "NCCL_DEBUG": "INFO", "A.B": "1"})
     ['NCCL;touch x', 'TORCH_A.B']
@@ -89,7 +89,7 @@ def not_forwarded(environment: Mapping[str, str]) -> list[str]:
 
 
 def rank_defaults(environment: Mapping[str, str], *, num_ranks: int, num_cores: int) -> dict[str, str]:
-    """What a host sets for its ranks where `environment` does not: threads, and how glibc keeps freed memory.
+    """The defaults of a host for its ranks, for variables not in `environment`: threads, and glibc's options for freed memory.
 
     >>> rank_defaults({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=0"}, num_ranks=2, num_cores=8)
     {'OMP_NUM_THREADS': '4'}
@@ -103,7 +103,7 @@ def rank_defaults(environment: Mapping[str, str], *, num_ranks: int, num_cores: 
 
 
 def one_host_defaults(environment: Mapping[str, str], interfaces: Iterable[str]) -> dict[str, str]:
-    """What a job on one host sets for its ranks where `environment` does not, so that they listen to this host alone.
+    """The defaults of a job on one host, for variables not in `environment`: its ranks listen on this host only.
 
     >>> one_host_defaults({"NCCL_SOCKET_IFNAME": "eth0"}, ["eth0", "lo"])
     {'GLOO_SOCKET_IFNAME': 'lo'}

@@ -1,9 +1,9 @@
-"""Runs a command whose input begins with a line of this process' environment, and ends when this process' own does.
+"""Runs a command whose input is a line from this process's environment, and then this process's own input.
 
     FZERO_INPUT=… python -I -S feed.py ssh host command…
 
-For pdsh, which gives its commands no input: what other hosts set may be secret, and `ps` shows arguments to everybody. It is
-run as a file of its own, once for each host, without anything that would have to be imported first.
+For pdsh, whose commands have no input: the variables for other hosts may be secret, and `ps` shows arguments to all users. It is
+run as a script, once per host, and imports nothing else.
 """
 
 import os
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, text=True)
 
     def feed() -> None:
-        """Passes on the line and the end."""
+        """Writes the line, and closes the command's input at the end of this process's input."""
         stdin = process.stdin
         assert stdin is not None
         try:

@@ -1,7 +1,7 @@
-"""Which hosts does a job run on, and which slots of each? Hostfiles, filters and counts, as values.
+"""`Host`: the hosts and slots of a job, from hostfiles, filters and counts.
 
 1. `parse_hostfile` reads lines of `host slots=N`; the order is kept, the first host has rank 0.
-2. `choose` keeps what --include, --exclude, --num_nodes and --num_gpus ask for, in DeepSpeed's grammar.
+2. `choose` applies --include, --exclude, --num_nodes and --num_gpus, in DeepSpeed's grammar.
 3. `encode` and `decode` carry the result to the agents that start the ranks.
 """
 
@@ -40,7 +40,7 @@ class Host:
 
     @property
     def takes_first_slots(self) -> bool:
-        """Whether local rank i has slot i, so that nothing needs to be hidden from the ranks."""
+        """Whether local rank i has slot i, so that no device must be hidden from the ranks."""
         return self.slots == tuple(range(len(self.slots)))
 
 
@@ -94,7 +94,7 @@ def hostfile(hosts: Iterable[Host]) -> str:
 
 
 def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]:
-    """What `NODE[:slot,slot]@NODE…` names: slots by host, None for all of a host.
+    """The slots by host that `NODE[:slot,slot]@NODE…` names; None for all slots of a host.
 
     >>> parse_filter("a@b:0,2", option="--include")
     {'a': None, 'b': (0, 2)}
@@ -121,7 +121,7 @@ def choose(
     num_nodes: int | None = None,
     slots_per_host: int | None = None,
 ) -> tuple[Host, ...]:
-    """The hosts and slots that are left; hosts without a slot are dropped.
+    """The hosts and slots that pass the filters; hosts without a slot are dropped.
 
     >>> cluster = parse_hostfile("a slots=4\\nb slots=4\\nc slots=4")
     >>> choose(cluster, include="c:1,3@a")
@@ -174,7 +174,7 @@ def choose(
 
 
 def encode(hosts: Iterable[Host]) -> str:
-    """The hosts as one word without characters that a shell minds (DeepSpeed's `world_info`).
+    """The hosts as one word without special characters of a shell (DeepSpeed's `world_info`).
 
     >>> encode([Host("localhost", (0, 1))])
     'eyJsb2NhbGhvc3QiOiBbMCwgMV19'
@@ -183,5 +183,5 @@ def encode(hosts: Iterable[Host]) -> str:
 
 
 def decode(word: str) -> tuple[Host, ...]:
-    """What `encode` made a word of."""
+    """The hosts from a word of `encode`."""
     return tuple(Host(name, tuple(slots)) for name, slots in json.loads(base64.urlsafe_b64decode(word)).items())

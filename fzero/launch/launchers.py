@@ -1,7 +1,7 @@
-"""Which commands start a job on many hosts? One function for each launcher, from a job to commands that can be printed.
+"""`LAUNCHERS`: the commands that start a job on many hosts; one function per launcher, from a job to printable commands.
 
 ssh and pdsh start an agent (`fzero.launch.agent`) on each host, which starts its ranks; mpirun and srun start the ranks
-themselves, which find their place in the environment (`fzero.launched`). Nothing is run here.
+themselves, which read rank and world size from the environment (`fzero.launched`). Nothing is run here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ READS = (
     'import json, os, sys; os.environ.update(json.loads(open(0, "rb", 0, closefd=False).readline())); '
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
-"""What runs before an agent: it sets the variables that the first line of its input holds, and leaves the rest of that."""
+"""The program that runs before an agent: sets the variables in the first line of its input, and reads no further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
     line: str | None = None
-    """Where there is one, the command ends with its input."""
+    """If there is one, the command ends when its input ends."""
 
     def __str__(self) -> str:
         sets = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -52,17 +52,17 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be run on which hosts; `work.node_rank` does not matter."""
+    """A job on several hosts; `work.node_rank` is ignored."""
 
     work: Work
     environment: Mapping[str, str]
-    """What other hosts set: forwarded variables, those of the environment file, and the secret of the job. No value of them is
-    ever part of a command: agents read them from their input, mpirun and srun from their own environment."""
+    """The variables for other hosts: forwarded ones, those of the environment file, and the secret of the job. Their values are
+    never part of a command: agents read them from their input, mpirun and srun from their own environment."""
     folder: str
-    """Where the ranks run; it must be there on every host."""
+    """The working directory of the ranks, which must exist on every host."""
     launcher_args: tuple[str, ...] = ()
     ssh_args: tuple[str, ...] = ()
-    """Options of ssh, under pdsh and for checks, too."""
+    """Options of ssh, also under pdsh and for checks."""
     python: str = sys.executable
 
     @property
@@ -78,7 +78,7 @@ class Job:
         return sum(len(host.slots) for host in self.hosts)
 
     def agent(self, node_rank: int, *, written: str | None = None) -> str:
-        """The shell command that starts the agent of one host; `written` takes the place of the number."""
+        """The shell command that starts the agent of one host; `written` replaces the number of the host."""
         agent = ["-u", "-m", "fzero.launch.agent", *replace(self.work, node_rank=node_rank).arguments()]
         command = f"cd {shlex.quote(self.folder)} && exec {shlex.join([self.python, '-I', '-S', '-c', READS, *agent])}"
         if written is None:
@@ -91,12 +91,12 @@ class Job:
         return json.dumps({**self.environment})
 
     def of_ranks(self) -> dict[str, str]:
-        """The environment of ranks that no agent starts."""
+        """The environment of ranks that are started without an agent."""
         return {**self.environment, "MASTER_ADDR": self.work.master_addr, "MASTER_PORT": str(self.work.master_port)}
 
 
 def ssh_words(job: Job) -> tuple[str, ...]:
-    """ssh, with the options that every connection has."""
+    """ssh with the options of every connection."""
     return ("ssh", "-o", "BatchMode=yes", *ALIVE, *job.ssh_args)
 
 
@@ -119,7 +119,7 @@ def pdsh(job: Job) -> tuple[Command, ...]:
 
 
 def openmpi(job: Job) -> tuple[Command, ...]:
-    """mpirun of Open MPI. Ranks are not bound to cores, which would hold all threads of a rank on one."""
+    """mpirun of Open MPI. Ranks are not bound to cores, because binding would put all threads of a rank on one core."""
     _check_ranks_without_agent(job, "openmpi")
     where = ",".join(f"{host.name}:{len(host.slots)}" for host in job.hosts)
     exports = [word for name in job.of_ranks() for word in ("-x", name)]
@@ -149,7 +149,7 @@ def mvapich(job: Job) -> tuple[Command, ...]:
 
 
 def slurm(job: Job) -> tuple[Command, ...]:
-    """srun, inside an allocation or making one. Variables go by the environment: --export would split them at commas."""
+    """srun, inside an allocation or making one. Variables are passed in the environment: --export would split them at commas."""
     _check_ranks_without_agent(job, "slurm")
     per_host = _equal_slots(job, "slurm")
     words = ["srun", f"--nodes={len(job.hosts)}", f"--ntasks={job.num_ranks}", f"--ntasks-per-node={per_host}"]

@@ -1,7 +1,7 @@
-"""Are all hosts ready for a job? They are asked at the same time, before anything is started, and their answers compared.
+"""`check`: probes all hosts of a job concurrently before anything is started, and compares their answers.
 
-A host that cannot be reached, has no such folder or script, or another version of python, torch or fzero stops the start.
-Clocks that differ and more slots than devices are told as warnings.
+A host that cannot be reached, lacks the folder or script, or has another version of python, torch or fzero stops the start.
+Differing clocks, and more slots than devices, are warnings.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ print(json.dumps({"python": platform.python_version(), "torch": version("torch")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a host says of itself."""
+    """The answer of a host to the probe."""
 
     python: str
     torch: str
     fzero: str
     num_devices: int
     clock_error: float
-    """Seconds by which its clock is ahead of ours, beyond what asking took."""
+    """Seconds by which its clock is ahead of ours, less the time of the probe."""
     missing: Sequence[str] = ()
-    """Files that it should have, and has not."""
+    """Files that it lacks."""
 
     @property
     def versions(self) -> tuple[str, str, str]:
@@ -52,7 +52,7 @@ class Answer:
 
 
 def ask(job: Job, name: str) -> Answer | str:
-    """The answer of a host, or why there is none."""
+    """The answer of a host, or the reason why there is none."""
     command = f"cd {shlex.quote(job.folder)} && exec {shlex.join([job.python, '-c', PROBE, *script_of(job)])}"
     words = [*ssh_words(job), "-o", f"ConnectTimeout={SECONDS // 2}", name, command]
     asked = time.time()
@@ -69,13 +69,13 @@ def ask(job: Job, name: str) -> Answer | str:
 
 
 def script_of(job: Job) -> tuple[str, ...]:
-    """The file that the ranks run, if it is one and no module or program."""
+    """The script file of the ranks; empty for a module or a program."""
     program = job.work.program
     return program[2:3] if program[:2] == (job.python, "-u") and program[2] != "-m" else ()
 
 
 def problems(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> tuple[list[str], list[str]]:
-    """What stops a start, and what is only worth a warning.
+    """The problems that stop a start, and those that are only warnings.
 
     >>> here, there = Answer("3.11", "2.13", "0.1", 0, 0.0), Answer("3.11", "2.12", "0.1", 0, 9.0)
     >>> stops, warnings = problems([Host("a", (0,)), Host("b", (0,)), Host("c", (0,))], [here, there, "no route"])
@@ -117,7 +117,7 @@ def table(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> Table:
 
 
 def check(job: Job) -> None:
-    """Asks all hosts of a job at once; tells warnings, and shows the table when something is wrong.
+    """Probes all hosts of a job concurrently; prints warnings, and the table of hosts if there is a problem.
 
     Raises:
         ValueError: a host that is not ready, with what is wrong with each.

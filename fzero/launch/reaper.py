@@ -1,11 +1,10 @@
-"""What if a job does not end in order, or its agent is killed? The *keeper*, a small process, ends what is left of it.
+"""The *reaper*, a small process that ends the remaining processes of a job that failed, or whose agent was killed.
 
-    python -I -S keeper.py MARK SECONDS FOLDER
+    python -I -S reaper.py MARK SECONDS FOLDER
 
-The keeper holds the end of a pipe that closes with the job, or with the agent. Then it asks every process whose environment
-has the mark to end, which are the ranks and all that they have started, and kills after so many seconds what is left. Then it
-removes the folder, if one is named, in which the agent kept what would go with it. It is run as a file of its own, without
-anything that would have to be imported first.
+The reaper reads a pipe that closes with the job or the agent. Then it sends SIGTERM to every process with the mark in its
+environment (the ranks, and all that they have started), and kills the remaining ones after SECONDS. Then it removes FOLDER,
+the agent's temporary folder, if one is given. It is run as a script and imports nothing else.
 """
 
 import os
@@ -16,7 +15,7 @@ import time
 
 
 def marked(mark: bytes) -> list[int]:
-    """The processes that were started with a line of their environment, but this one."""
+    """The other processes that have this line in their environment."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdecimal() and int(name) != os.getpid():
@@ -30,7 +29,7 @@ def marked(mark: bytes) -> list[int]:
 
 
 def end(mark: bytes, seconds: float) -> None:
-    """Asks all of a job to end; kills after so many seconds what is left, and what that has started meanwhile."""
+    """Sends SIGTERM to all processes of a job; after `seconds` kills the remaining ones, also those started meanwhile."""
     deadline, number = time.monotonic() + seconds, signal.SIGTERM
     asked: set[int] = set()
     while left := marked(mark):
@@ -48,7 +47,7 @@ def end(mark: bytes, seconds: float) -> None:
 if __name__ == "__main__":
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)
-    if not sys.stdin.buffer.read():  # an agent that ends in order says so
+    if not sys.stdin.buffer.read():  # after a normal end the agent writes to the pipe
         end(sys.argv[1].encode(), float(sys.argv[2]))
         if sys.argv[3]:
             shutil.rmtree(sys.argv[3], ignore_errors=True)

@@ -1,8 +1,8 @@
-"""How do the agents of a job find each other, and who else could? torchrun's rendezvous, for one host and for many.
+"""torchrun rendezvous for the agents of a job, on one host and on many, safe against other users of the network.
 
-One host needs none: its agent listens at one address alone, the loopback one by default, and ranks meet there. Hosts whose ranks
-may start again meet by torchrun's dynamic rendezvous, whose state lies in a store that anyone on the network may write to, and
-which torch unpickles. So each state is signed with the job's secret, and one that is not is refused before it is read.
+One host needs none: its agent listens on one address only, by default the loopback one, for its own ranks. Hosts whose ranks
+may start again use torchrun's dynamic rendezvous. Its state is in a store that anyone on the network can write to, and torch
+unpickles it. So each state is signed with the job's secret, and an unsigned one raises before it is unpickled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECONDS = 300  # that agents wait for each other
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """What the agents of a job share, and nobody else. It does not show where torchrun logs its configuration.
+    """The secret of the agents of a job. Its text is hidden in torchrun's logs of the configuration.
 
     >>> Secret("0123456789abcdef")
     Secret()
@@ -55,12 +55,12 @@ class Secret:
             )
 
     def sign(self, content: bytes) -> bytes:
-        """What only those who have the secret can write before `content`."""
+        """The signature of `content`, which needs the secret."""
         return hmac.digest(self.text.encode(), content, DIGEST)
 
     @property
     def name(self) -> str:
-        """A name for the job, which does not tell the secret."""
+        """A name for the job that does not reveal the secret."""
         return self.sign(b"the name of the job").hex()[:16]
 
 
@@ -102,7 +102,7 @@ class Signed(RendezvousBackend):
 
 
 class OneHost(RendezvousHandler):
-    """The rendezvous of one agent. Each time its ranks start it listens anew, so that they find nothing of those before.
+    """The rendezvous of one agent. It opens a new store at each start of the ranks, so that they see no old entries.
 
     Args:
         address: where it listens, and nowhere else.
@@ -115,11 +115,11 @@ class OneHost(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks use the store of the agent."""
+        """True: ranks use the agent's store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Listens, and gives the only place there is."""
+        """Opens the store; the only agent has rank 0 of 1."""
         port, self._port = self._port, 0
         try:
             family, _, _, _, where = socket.getaddrinfo(self._address, port, type=socket.SOCK_STREAM)[0]
@@ -148,14 +148,14 @@ class OneHost(RendezvousHandler):
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Nobody else could close it."""
+        """False: no other agent could close it."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody else has to know."""
+        """Does nothing: there is no other agent to notify."""
 
     def num_nodes_waiting(self) -> int:
-        """No other host comes."""
+        """0: there are no other hosts."""
         return 0
 
     def shutdown(self) -> bool:
@@ -164,7 +164,7 @@ class OneHost(RendezvousHandler):
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of one host, or of several whose ranks may start again, for which `secret` is among the options."""
+    """The rendezvous of one host; or, with `secret` among the options, of several hosts whose ranks may start again."""
     if params.max_nodes == 1:
         address, _, port = params.endpoint.rpartition(":")
         return OneHost(address, int(port), params.run_id)

@@ -1,7 +1,7 @@
-"""How does a job on many hosts end as one? Its commands are started, their output is passed on, and the first failure ends all.
+"""`supervise`: runs the commands of a job on many hosts, forwards their output, and ends all at the first failure.
 
-Each command gets a pipe as its standard input, the leash of the agents behind it: they end when it does, whatever has
-happened to this process. A failure is told once, by the rank that failed first.
+The standard input of each command is a pipe, the leash of its agents: they end when the pipe closes, also if this process is
+killed. A failure is reported once, for the rank that failed first.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import IO
 from fzero.launch.agent import REPORT, SECONDS_TO_END, Failure
 from fzero.launch.launchers import Command
 
-GRACE = 3.0  # seconds in which other hosts may tell what they have seen, so that the first failure is told
+GRACE = 3.0  # seconds to wait for reports of other hosts, so that the first failure is reported
 
 
 def ends_with_us() -> tuple[str, ...]:
-    """What stands before a command that is to be asked to end when this process dies, however it does."""
+    """The prefix of a command that must get SIGTERM when this process dies, also by SIGKILL."""
     return ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()
 
 
 class Supervised:
-    """The running commands of a job and the failures they have told."""
+    """The running commands of a job, and the failures that they have reported."""
 
     def __init__(self, commands: Sequence[Command]) -> None:
         self.failures: list[Failure] = []
         self.commands = commands
-        # pdsh, mpirun and srun hold the leash of what they started, and would not notice that we are killed.
+        # pdsh, mpirun and srun hold the leash of their commands, and would not notice that this process was killed.
         self.ends_with_us = ends_with_us()
         self.processes: list[subprocess.Popen[str]] = []
         self.readers: list[threading.Thread] = []
@@ -51,7 +51,7 @@ class Supervised:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C reaches this process alone, which ends the others in order
+                start_new_session=True,  # Ctrl-C must reach only this process, which ends the others
             )
             self.processes.append(process)
             if command.line is not None:

@@ -1,4 +1,4 @@
-"""State moved between steps: another stage, world size, layout or placement; single full parameters.
+"""Moves states between steps of different stage, world size, layout or placement; reads and writes single full parameters.
 
 May import: step, simulation and below. Begin with `fzero.resharding.reshard`.
 """

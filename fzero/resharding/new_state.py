@@ -1,4 +1,4 @@
-"""Parts of a state of the new step: empty tensors, numbers that are chosen, optimizer state that begins now."""
+"""Parts of a new step's state: blank tensors, the choice of its 0-d numbers, new optimizer state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sharding import Sharded
 from sharding.views import torch_dtype
 
 Numbers = dict[str, float | int]
-"""The 0-d tensors of a state, by name: the same on every rank, so they travel as values."""
+"""The 0-d tensors of a state, by name; equal on every rank, so they are sent as values."""
 
 
 class TensorSpan(NamedTuple):
@@ -35,7 +35,7 @@ class TensorSpan(NamedTuple):
     stop: int
 
     def read(self, tensors: Mapping[str, Leaf]) -> Tensor:
-        """The elements; zeros where a file fails, which breaks its state and is told when all have come (`agree`)."""
+        """The elements; zeros where a file fails, which breaks its state and raises on all ranks in `agree`."""
         x = tensors[self.name]
         if isinstance(x, Tensor):
             return x[self.start : self.stop]
@@ -43,7 +43,7 @@ class TensorSpan(NamedTuple):
         return torch.zeros(self.stop - self.start, dtype=x.dtype) if found is None else found
 
     def write(self, tensors: Mapping[str, Leaf], values: Tensor) -> None:
-        """Puts elements there. Fails as `read` does."""
+        """Writes the elements. Fails as `read` does."""
         x = tensors[self.name]
         if isinstance(x, Tensor):
             x[self.start : self.stop].copy_(values)
@@ -52,14 +52,14 @@ class TensorSpan(NamedTuple):
 
 
 def by_name(state: TrainState[Any]) -> dict[str, Any]:
-    """The tensors of a state as flat views, by the names that the plan uses; those in files are read where they are cut."""
+    """The tensors of a state as flat views, by the plan's names; tensors in files remain handles."""
     accessors, tensors, _ = optree.tree_flatten_with_accessor(state)
     named = zip(accessors, tensors, strict=True)
     return {accessor.codify("state"): x.reshape(-1) if isinstance(x, Tensor) else x for accessor, x in named}
 
 
 def numbers_of(state: TrainState[Tensor]) -> Numbers:
-    """The 0-d tensors of a state that the step made; a module's own buffers move as tensors."""
+    """The 0-d tensors of a state, without those of module buffers, which move as tensors."""
     parts = state._replace(params={}, master={}, grads={}, buffers={}, rng={}, hook_states={})
     accessors, tensors, _ = optree.tree_flatten_with_accessor(parts)
     named = zip(accessors, tensors, strict=True)
@@ -67,22 +67,22 @@ def numbers_of(state: TrainState[Tensor]) -> Numbers:
 
 
 def chosen_numbers(sources_of: Mapping[str, Sources], numbers: Numbers) -> Numbers:
-    """The 0-d tensors of the new state, for what there are old ones; those of the optimizer from equal ones."""
+    """The 0-d tensors of the new state that have old sources; the sources of an optimizer's number must be equal."""
     chosen = {name: number for name, number in numbers.items() if not name.startswith("state.optimizer")}
     for name, (sources, anew) in sources_of.items():
-        found = {repr(numbers[source]): source for source in sources}  # a NaN is equal to itself only in words
+        found = {repr(numbers[source]): source for source in sources}  # as text, because NaN != NaN
         if anew and any(numbers[source] for source in sources):
             source = next(source for source in sources if numbers[source])
             raise ValueError(
                 f"reshard: {name} must come from equal numbers, and {source} is {numbers[source]} while the optimizer state of "
-                f"{listed(anew)} begins anew; make the new step with after=, the step or the checkpoint that the state is of, "
-                f"which gives these flat buffers of their own"
+                f"{listed(anew)} begins anew; make the new step with after=, the step or checkpoint of this state, so that "
+                f"these get flat buffers of their own"
             )
         if len(found) > 1:
-            told = ", ".join(f"{source} is {number}" for number, source in found.items())
+            differing = ", ".join(f"{source} is {number}" for number, source in found.items())
             raise ValueError(
-                f"reshard: {name} must come from equal numbers, and {told}; keep apart in the new step what is apart in the old "
-                f"one (units, parameter groups; after=, the step or the checkpoint that the state is of)"
+                f"reshard: {name} must come from equal numbers, and {differing}; give the new step the old one's division into "
+                f"flat buffers (units, parameter groups; after=, the step or checkpoint of this state)"
             )
         if sources:
             chosen[name] = numbers[sources[0]]
@@ -96,12 +96,12 @@ def keep_scale(old: TrainStep, new: TrainStep) -> bool:
 def blank(
     new: TrainStep, rank: int, numbers: Numbers, *, keeps_scale: bool, files: StateFiles | None = None
 ) -> TrainState[Tensor]:
-    """A state of `new` for one rank with the numbers given, its own random state, and flat tensors yet to be filled.
+    """A state of `new` for one rank with the given numbers, its own random state, and flat tensors yet to be filled.
 
-    Padding is zero, in the optimizer state what `init` makes it.
+    Padding is zero; in the optimizer state it is as in `init`.
 
     Args:
-        files: of the new state; without them all of it is on the device, wherever `new` wants it.
+        files: of the new state; without them all of it is on the device, whatever its placements.
     """
 
     def zeros(specs: Any) -> Any:
@@ -169,10 +169,9 @@ def first_optimizer(
 
 
 def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collection[str]) -> None:
-    """Makes the optimizer state of some parameters what `init` makes of their present values.
+    """Initialises the optimizer state of some parameters from their present values.
 
-    The state of `blank` was made of zeros. A transform of a user's own may start from the values; what the configuration names
-    does not.
+    `blank` has initialised it from zeros. That differs only for a user's own transform, which may depend on the values.
     """
     for buffer in new.plan.flat_buffers:
         begins = [name for name in buffer.layout.names if name in names]
@@ -184,8 +183,8 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
             continue
         param, shard = state.params[buffer.key], new.plan.shard_of(rank)
         is_cut = isinstance(buffer.row.optimizer, Sharded)
-        share = own_shard(param, buffer, shard) if is_cut else param
-        values = in_memory(state.master.get(buffer.key, share)).to(new.device)
+        own = own_shard(param, buffer, shard) if is_cut else param
+        values = in_memory(state.master.get(buffer.key, own)).to(new.device)
         fresh = optree.tree_leaves(new.runtime.updater.transform_of(buffer).init(values))
         leaves, specs = (
             optree.tree_leaves(state.optimizer[buffer.key]),
@@ -204,15 +203,15 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
 
 
 def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:
-    """Writes what a rank holds of the masters into its parameters, in their dtype.
+    """Casts a rank's shards of the masters into its parameters.
 
-    A file that fails breaks its state, which is told by `agree`.
+    A file error breaks the state, and raises in `agree`.
     """
     for buffer in new.plan.flat_buffers:
         if buffer.has_master:
             master, param = state.master[buffer.key], state.params[buffer.key]
-            share = param if param.shape == master.shape else own_shard(param, buffer, new.plan.shard_of(rank))
-            tensors, numel = {"master": master, "params": share}, master.numel()
+            own = param if param.shape == master.shape else own_shard(param, buffer, new.plan.shard_of(rank))
+            tensors, numel = {"master": master, "params": own}, master.numel()
             for start in range(0, numel, SUB_GROUP):
                 span = slice(start, min(start + SUB_GROUP, numel))
                 values = TensorSpan("master", span.start, span.stop).read(tensors)
@@ -220,7 +219,7 @@ def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:
 
 
 def rescale(state: TrainState[Tensor], numbers: Numbers) -> None:
-    """Makes what the comm hooks remember that of a loss with the new scale."""
+    """Rescales the states of comm hooks from the old loss scale to the new one."""
     ratio = state.loss_scale.scale / numbers["state.loss_scale.scale"]
     for x in optree.tree_leaves(state.hook_states):
         if x.is_floating_point():

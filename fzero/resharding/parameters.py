@@ -1,6 +1,6 @@
-"""What is one parameter as a whole: its weight, its gradient, its optimizer state? Read and written through a state's shards.
+"""Full weight, gradient and optimizer state of single parameters, read and written through a state's shards.
 
-For tools and scripts that look at single parameters. A step never does: it works on flat buffers.
+For tools and scripts that inspect single parameters; a step itself works on flat buffers.
 
 Shape letters: P padded elements of a flat buffer.
 """
@@ -24,13 +24,13 @@ from sharding import Partial, Replicated, TensorSpec
 from sharding.views import torch_dtype, unflatten
 
 ALSO = {"momentum_buffer": "momentum"}
-"""Names of torch.optim for what has another one here."""
+"""Names in torch.optim that differ from those in fzero."""
 
 
 def full_params(step: TrainStep, state: TrainState[Tensor], names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Copies of whole parameters as the model computes with them, by name, on the step's device.
+    """Copies of full parameters in the model's dtypes, by name, on the step's device.
 
-    *Collective* for what is divided (stage 3): every rank with the same names; one flat buffer is gathered at a time.
+    *Collective* where they are sharded (stage 3): every rank with the same names; one flat buffer is gathered at a time.
 
     Args:
         names: of parameters; None is all, tied ones under all of their names.
@@ -52,7 +52,7 @@ def is_trained(step: TrainStep, name: str) -> bool:
 
 
 def weight_of(step: TrainStep, state: TrainState[Tensor], name: str) -> Tensor:
-    """A whole parameter in fp32 (fp64, if it is): the master's where there is one. *Collective* where it is divided."""
+    """A full parameter in fp32 (or fp64, if it is stored so), from the master if there is one. *Collective* if sharded."""
     buffer = _home(step, name)
     flat, spec = state.master.get(buffer.key), buffer.master
     if flat is None:
@@ -61,7 +61,7 @@ def weight_of(step: TrainStep, state: TrainState[Tensor], name: str) -> Tensor:
 
 
 def with_weight(step: TrainStep, state: TrainState[Tensor], name: str, value: Tensor) -> TrainState[Tensor]:
-    """The state with another value of a parameter, also in its master; written in place. *Collective* where it is divided."""
+    """The state with another value of a parameter, also in its master; written in place. *Collective* if sharded."""
     buffer = _home(step, name)
     _check_written(name, *(flats[buffer.key] for flats in (state.master, state.params) if buffer.key in flats))
     if buffer.key in state.master:
@@ -71,7 +71,7 @@ def with_weight(step: TrainStep, state: TrainState[Tensor], name: str, value: Te
 
 
 def grad_of(step: TrainStep, state: TrainState[Tensor], name: str) -> Tensor:
-    """The whole mean gradient of a parameter as it was collected, unscaled and not clipped, in fp32. *Collective.*"""
+    """The full mean gradient of a parameter, unscaled and before clipping, in fp32. *Collective.*"""
     buffer = _trained(step, name)
     multiple = step.runtime.rules.multiple(None, state.loss_scale.scale)
     return _one(step, buffer, _whole(step, buffer, state.grads[buffer.key], buffer.grads), name).div_(multiple)
@@ -87,7 +87,7 @@ def with_grad(step: TrainStep, state: TrainState[Tensor], name: str, value: Tens
 
 
 def optimizer_state_of(step: TrainStep, state: TrainState[Tensor], name: str, key: str) -> Tensor:
-    """What the optimizer remembers of a parameter under `key` (`exp_avg`, say), whole, in fp32. *Collective* where divided."""
+    """The full optimizer state of a parameter under `key`, such as `exp_avg`, in fp32. *Collective* if sharded."""
     buffer = _trained(step, name)
     flat, spec = _leaf(step, state, buffer, key)
     return _one(step, buffer, _whole(step, buffer, flat, spec), name)
@@ -96,7 +96,7 @@ def optimizer_state_of(step: TrainStep, state: TrainState[Tensor], name: str, ke
 def with_optimizer_state(
     step: TrainStep, state: TrainState[Tensor], name: str, key: str, value: Tensor
 ) -> TrainState[Tensor]:
-    """The state with another value of what the optimizer remembers, written in place. *Collective* where it is divided."""
+    """The state with another value of a parameter's optimizer state, written in place. *Collective* if sharded."""
     buffer = _trained(step, name)
     flat, spec = _leaf(step, state, buffer, key)
     _check_written(name, flat)
@@ -152,7 +152,7 @@ def _short(names: Iterable[str]) -> Iterator[str]:
 
 
 def _whole(step: TrainStep, buffer: FlatParamPlan, flat: Any, spec: TensorSpec) -> Tensor:
-    """The whole flat buffer (P), on the step's device; of gradients that are divided or partial, from reduced shards."""
+    """The full flat buffer (P), on the step's device; sharded or partial gradients are gathered from reduced shards."""
     held: Tensor = in_memory(flat).to(step.device)
     if isinstance(spec.spec, Replicated):
         return held
@@ -168,12 +168,12 @@ def _one(step: TrainStep, buffer: FlatParamPlan, flat_P: Tensor, name: str) -> T
 
 
 def _check_written(name: str, *flats: Any) -> None:
-    """Raises if one of these is in a file, before any is written."""
+    """Raises ValueError if one of these is in a file, before any is written."""
     for flat in flats:
         if isinstance(flat, FileTensor):
             raise ValueError(
                 f"parameter {name!r}: must have its state in memory to be written, and it is in {flat.path}; change it before "
-                f"training, or leave this state out of files (offload_optimizer.device, offload_param.device)"
+                f"training, or keep this state in memory (offload_optimizer.device, offload_param.device)"
             )
 
 

@@ -1,10 +1,10 @@
-"""How does a live state move between the device, host memory and files?
+"""`place`: moves a state between the device, host memory and files.
 
     away = fzero.make_train_step(model, cfg, placements={"optimizer/*": Placement("nvme", path="/fast")})
     state = fzero.place(state, away)    # and back: fzero.place(state, step)
 
-Nothing is sent, and no bit changes: two steps that differ in placements alone go on from each other's states. For another stage,
-number of ranks or layout there is `fzero.reshard`, which ends with this.
+Nothing is sent, and no bit changes: two steps that differ only in placements can continue from each other's states. For another
+stage, number of ranks or layout use `fzero.reshard`, which ends with `place`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fzero.storage.file_tensor import StateFiles
 
 
 def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState[Any]:
-    """The state with every tensor where `step` wants it, and the same bits.
+    """The state with every tensor in the placement of `step`, and the same bits.
 
-    What moves is a tensor at a time, in sub-groups where it goes to files or comes from them. What is there already is the same
-    tensor in both states; so go on with one of them. StateFiles of the old state are removed when nothing holds it any more;
-    until then both are on the disk.
+    Tensors move one at a time; to and from files they move in sub-groups. A tensor that is in place already is shared by both
+    states, so continue with one of them only. Files of the old state are removed with its last reference; until then both
+    states' files are on the disk.
 
-    *Collective* if state goes to files or comes from them: every rank; sends a few bytes.
+    *Collective* if tensors move to or from files: every rank; sends a few bytes.
 
     Args:
         state: of a step with the same model, stage, ranks and dtypes.
         step: with other placements.
 
     Raises:
-        ValueError: a tensor has another shape or dtype than in the step: `reshard` changes these.
-        StoreError, MemoryError: files cannot be made, read or written (on every rank); the state given is as it was.
+        ValueError: a tensor has another shape or dtype than in the step; `reshard` changes these.
+        StoreError, MemoryError: files cannot be made, read or written (on every rank); the given state is unchanged.
     """
     fix = "pass place(state, step)"
     check_kind("step", step, TrainStep | LockstepRanks, "a step", fix)
@@ -50,13 +50,13 @@ def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState
     step.runtime.check_shapes(state)
     old = files_of(state)
     is_served = step.runtime.offload.is_served_by(old)
-    return _brought(state, step, old, old if is_served else step.runtime.offload.make_files(step.runtime.mesh.world))
+    return _moved(state, step, old, old if is_served else step.runtime.offload.make_files(step.runtime.mesh.world))
 
 
 def copied(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState[Any]:
-    """The same state once more, for a step of its own: what lives in files, in files of its own, through the buffers of a stream.
+    """A copy of a state, with files of its own for tensors in files.
 
-    *Collective* if state is in files: every rank. The files go with the copy.
+    *Collective* if state is in files: every rank. The new files are removed with the copy.
 
     Raises:
         ValueError: the state is not one of this step.
@@ -68,13 +68,13 @@ def copied(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainStat
         return found
     step.runtime.check_state(state)
     in_memory: TrainState[Any] = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
-    return _brought(in_memory, step, files_of(state), step.runtime.offload.make_files(step.runtime.mesh.world))
+    return _moved(in_memory, step, files_of(state), step.runtime.offload.make_files(step.runtime.mesh.world))
 
 
-def _brought(
+def _moved(
     state: TrainState[Any], step: TrainStep, old: StateFiles | None, files: StateFiles | None
 ) -> TrainState[Any]:
-    """The state with every tensor where `step` wants it, in these files."""
+    """The state with every tensor in the placement of `step`, in these files."""
     parts: dict[str, Any] = {name: dict(getattr(state, name)) for name in QUANTITIES}
     error: Exception | None = None
     try:

@@ -1,13 +1,13 @@
-"""Which elements of a training state go where, when the stage, the number of ranks, the mesh or the layout changes?
+"""`plan_reshard`: the elements to move between ranks when the stage, the number of ranks, the mesh or the layout changes.
 
-1. A state holds flat tensors: parameters, master and what the optimizer keeps, each cut by the layout of its flat buffer.
-2. Every flat tensor counts as W *pieces*, however many ranks hold each. Ranks stand in the order of the finest shards
-   that a mesh could have (`Plan.ranks`), so that what a rank holds are neighbours: its own piece, those of all ranks, or
-   those of the ranks with which it shares a shard.
+1. A state holds flat tensors: parameters, master and optimizer state, each with the layout of its flat buffer.
+2. Every flat tensor is divided into W *pieces*, one per rank, however many ranks hold each. Ranks are in the order of the
+   finest shards that a mesh can have (`Plan.ranks`), so that the pieces that a rank holds are adjacent: its own piece,
+   those of all ranks, or those of the ranks with the same shard.
 3. A new tensor is filled from the old ones that hold the same quantity of the same parameters: a *flow*. Its moves are
-   those of `sharding.plan_transfer`, piece to piece. They are made when they are asked for, and a process asks for its own.
-4. A process that holds what it needs copies it. What it lacks comes once, from the rank whose own piece it is in: so the
-   sending is spread evenly over all that hold the same.
+   those of `sharding.plan_transfer`, piece to piece. They are computed on demand, each process its own.
+4. A process copies elements that it holds. Each element that it lacks is sent once, by the rank whose own piece has it: so
+   the sending is spread evenly over all ranks that hold the same.
 
 The plan is a value and holds integers and names only; `fzero.reshard` runs it. Shape letters: P padded = W·S, S elements
 of a piece, W ranks.
@@ -40,7 +40,7 @@ from sharding.views import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class JobRank:
-    """A process' rank in the old job and in the new one; None where it has none."""
+    """A process's rank in the old job and in the new one; None where it has none."""
 
     old: int | None
     new: int | None
@@ -48,11 +48,11 @@ class JobRank:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What goes from one flat tensor of the old state to one of the new.
+    """The moves from one flat tensor of the old state to one of the new.
 
     Attributes:
-        source, target: the two.
-        master: where parameters are made of a master that is divided further: a rank makes those that it has the master of.
+        source, target: the two tensors.
+        master: of new parameters whose master has smaller shards; a rank casts the parameters of its master shard itself.
     """
 
     source: FlatTensor
@@ -61,7 +61,7 @@ class Flow:
 
     @property
     def dtype(self) -> str:
-        """In which the elements travel: the narrower of the two."""
+        """The dtype in which the elements are sent: the narrower of the two."""
         return min(self.source.dtype, self.target.dtype, key=itemsize)
 
     def takes(self, holder: int, piece: int) -> bool:
@@ -69,7 +69,7 @@ class Flow:
         return self.master is None or holder not in self.master.holders(piece)
 
     def taken(self, holder: int) -> Iterator[range]:
-        """The pieces that a new rank gets from the old ones, neighbours together."""
+        """The pieces that a new rank gets from the old ones, adjacent ones as one range."""
         held = self.target.holders(holder)
         made = range(held.stop, held.stop) if self.master is None else self.master.holders(holder)
         yield from (pieces for pieces in (range(held.start, made.start), range(made.stop, held.stop)) if pieces)
@@ -77,7 +77,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class ReshardRound:
-    """The flows that run together: those to one unit, or those to the module buffers and random states."""
+    """The flows that run together: those of one unit, or those of the module buffers and random states."""
 
     name: str
     flows: tuple[Flow, ...]
@@ -88,10 +88,10 @@ class ReshardPlan:
     """How the state of one step becomes the state of another. `print(plan)` shows what each process sends.
 
     Attributes:
-        title: from what to what.
+        title: the old and the new job.
         places: the rank of every process in the old job and in the new one.
-        rounds: what moves, in order.
-        numbers: each 0-d tensor of the new optimizer state, with what it is taken from.
+        rounds: the flows, in order.
+        numbers: each 0-d tensor of the new optimizer state, with its sources.
         anew: the parameters whose optimizer state begins anew: frozen in the old step, and trained in the new one.
         senders, receivers: the process of each old piece and of each new one.
     """
@@ -108,27 +108,27 @@ class ReshardPlan:
     _lacking: dict[tuple[range, range], tuple[int, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """The new ranks of a range whose processes are none of a range of old ones, as far as somebody asked."""
+    """A cache: the new ranks of one range whose processes have no old rank in another range."""
 
     def __post_init__(self) -> None:
         for pieces, attribute in ((self.senders, "_sends"), (self.receivers, "_receives")):
             object.__setattr__(self, attribute, {process: piece for piece, process in enumerate(pieces)})
 
     def moves(self, flow: Flow, process: int | None = None) -> Iterator[Move]:
-        """The moves of a flow between processes, whose starts and stops count elements of the tensors that these hold.
+        """The moves of a flow between processes. Starts and stops count elements of the tensors that the processes hold.
 
-        Those from a process to itself, which are copies, come first. Any two processes see their moves in the same order.
-        Nothing of it is kept. Those of a process take time for what it copies, sends and receives, not for all pieces.
+        Moves from a process to itself are copies and come first. Any two processes see their moves in the same order. Moves
+        are computed anew in each call, for one process in time proportional to its own copies and messages.
 
         Args:
-            process: only those that it takes part in, in the order of all; None is all.
+            process: selects its own moves, in the order of all; None selects all.
         """
         processes = range(len(self.places)) if process is None else (process,)
         copies = chain.from_iterable(self._copies(flow, own) for own in processes)
         return merged(chain(copies, self._sent(flow) if process is None else self._sent_by_or_to(flow, process)))
 
     def _copies(self, flow: Flow, process: int) -> Iterator[Move]:
-        """What a process has and needs."""
+        """The elements that a process both has and needs."""
         sent, received = self._sends.get(process), self._receives.get(process)
         if sent is None or received is None:
             return
@@ -139,13 +139,13 @@ class ReshardPlan:
                 yield Move(process, move.source_start, move.source_stop, process, place + move.target_start)
 
     def _sent(self, flow: Flow) -> Iterator[Move]:
-        """What goes from process to process, sorted by new pieces and the ranks that get them."""
+        """The moves between processes, sorted by new pieces and then by receiving ranks."""
         old, new = flow.source.layout, flow.target.layout
         for move in moves_to(old, new, range(new.world_size)):
             yield from (self._sending(flow, move, target) for target in self._reached(flow, move))
 
     def _sent_by_or_to(self, flow: Flow, process: int) -> Iterator[Move]:
-        """The same of one process, which sends from its own piece, and gets what it has not."""
+        """The same for one process, which sends from its own piece, and receives the elements that it lacks."""
         old, new = flow.source.layout, flow.target.layout
         sent, received = self._sends.get(process), self._receives.get(process)
         found: list[tuple[Move, int]] = []
@@ -159,7 +159,7 @@ class ReshardPlan:
         return (self._sending(flow, move, target) for move, target in found)
 
     def _reached(self, flow: Flow, move: Move) -> Iterator[int]:
-        """The new ranks that get what goes from one piece to another, and are on processes that have not got it."""
+        """The new ranks that receive a move between two pieces, because their processes lack its elements."""
         sources, targets = flow.source.holders(move.source_rank), flow.target.holders(move.target_rank)
         if (sources, targets) not in self._lacking:
             self._lacking[sources, targets] = tuple(
@@ -180,7 +180,7 @@ class ReshardPlan:
         return tuple(sent for sent, _, _ in self._traffic())
 
     def _traffic(self) -> list[list[int]]:
-        """The bytes that each process sends, receives, and copies within itself."""
+        """The bytes that each process sends, receives, and copies locally."""
         traffic = [[0, 0, 0] for _ in self.places]
         for flow in (flow for round_ in self.rounds for flow in round_.flows):
             for move in self.moves(flow):
@@ -209,18 +209,18 @@ def plan_reshard(
 ) -> ReshardPlan:
     """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no tensor.
 
-    Stage, mesh, world size, units, order, parameter groups, comm hooks, dtypes and what is frozen may differ, but no master or
-    optimizer state may become narrower. A master comes from the old master, or else from the parameters, which then are the
-    master. A parameter that is frozen in the old step alone brings its values; in the new step alone, it leaves the rest.
+    Stage, mesh, world size, units, order, parameter groups, comm hooks, dtypes and frozen parameters may differ, but no master
+    or optimizer state may become narrower. A master comes from the old master, or from the old parameters if there is none.
+    A parameter that is frozen in one of the two steps keeps its values only; its optimizer state is new, or is dropped.
 
     Args:
-        old, new: `step.plan` of two steps, or what `fzero.plan` gives: plans of one model.
-        places: who is who; None says that rank r of both jobs is the same process.
-        rng: what else each rank has for itself, `step.specs.rng`: a rank of the new job gets that of the same rank.
+        old, new: plans of one model, from `step.plan` or `fzero.plan`.
+        places: the ranks of each process; None: rank r of both jobs is the same process.
+        rng: the specs of each rank's random state, `step.specs.rng`; a new rank gets that of the same old rank.
 
     Raises:
-        ValueError: the models differ in a name or a shape, or in what the
-            optimizer keeps; something would become narrower; or a rank of either job has no process, or several.
+        ValueError: the models differ in a name or a shape; the optimizers keep different tensors; a tensor would become
+            narrower; or a rank of either job has no process, or several.
 
     >>> from fzero.plans.plan import plan
     >>> model = torch.nn.Linear(8, 8)
@@ -236,8 +236,8 @@ def plan_reshard(
     for which, given in (("old", old), ("new", new)):
         if not isinstance(given, Plan):
             raise ValueError(
-                f"plan_reshard: {which} must be a plan, got {type(given).__name__}; pass {which}.plan of a step, or what "
-                f"fzero.plan gives"
+                f"plan_reshard: {which} must be a plan, got {type(given).__name__}; pass {which}.plan of a step, or the result "
+                f"of fzero.plan"
             )
     _check_same("parameter", _shapes_of(old), _shapes_of(new))
     _check_same("module buffer", *({n: spec.shape for n, spec in p.buffers.items()} for p in (old, new)))
@@ -286,15 +286,15 @@ def plan_reshard(
 
 
 def _flows_between(source: BufferTensors, target: BufferTensors, shared: Sequence[str]) -> Iterator[Flow]:
-    """What goes from one flat buffer to another, of the parameters that both hold."""
+    """The flows from one flat buffer to another, for the parameters that both hold."""
     for quantity, tensor in target.tensors.items():
         if quantity not in ("params", "master") and not source.buffer.trainable:
-            continue  # it begins anew
+            continue  # new optimizer state
         master = target.tensors["master"] if quantity == "params" and target.buffer.has_master else None
         if master is not None and master.num_shards == tensor.num_shards:
-            continue  # all made of the rank's own master
+            continue  # cast from the rank's own master
         wanted = quantity_for(quantity, source.buffer.dtypes.param, target.buffer, has_master=source.buffer.has_master)
-        if has_entries(tensor, shared):  # and so has the old one, of the same shapes
+        if has_entries(tensor, shared):  # then the old one has them too, in the same shapes
             yield Flow(source.tensors[wanted], tensor, master)
 
 
@@ -305,13 +305,13 @@ def _module_buffers(old: Plan, new: Plan) -> Iterator[Flow]:
 
 
 def kept_hook_states(old: Plan, new: Plan) -> dict[str, TensorSpec]:
-    """The tensors that the comm hooks of reductions remember and keep, by their names in the whole state. Others start anew."""
+    """The specs of the comm hooks' states that can be continued, by name in the full state. Others start anew."""
     before = hook_states_of(old)
-    return {name: spec for name, (spec, told) in hook_states_of(new).items() if before.get(name, ("", ""))[1] == told}
+    return {name: spec for name, (spec, text) in hook_states_of(new).items() if before.get(name, ("", ""))[1] == text}
 
 
 def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
-    """What each rank has for itself: one piece of all of them, of which the ranks that stay keep theirs."""
+    """The flow of a tensor that each rank has for itself: a flat tensor, a piece per rank. A rank in both jobs keeps its own."""
 
     def tensor(plan: Plan) -> FlatTensor:
         names = tuple(f"rank {rank}" for rank in plan.ranks)
@@ -344,18 +344,18 @@ def _check_same(what: str, old: Mapping[str, tuple[int, ...]], new: Mapping[str,
 
 
 def _check_same_kind(old: BufferTensors, new: BufferTensors, shared: Sequence[str]) -> None:
-    """Raises unless the one buffer's state has all that the other's needs of the parameters that both hold."""
+    """Raises unless the old buffer has all the state that the new one needs for the parameters that both hold."""
     source, target = old.buffer, new.buffer
     name = shared[0]
     if not (source.trainable and target.trainable):
-        return  # weights alone
+        return  # only weights move
     kinds = old.kind, new.kind
     kept = old.dtypes(shared), new.dtypes(shared)
     if kinds[0] != kinds[1] or kept[0].keys() != kept[1].keys():
         theirs = [f"{kind}({', '.join(path[1:] for path in paths)})" for kind, paths in zip(kinds, kept, strict=True)]
         raise ValueError(
-            f"plan_reshard: the optimizer of parameter {name!r} must keep the same in both steps, and keeps {theirs[0]} in the "
-            f"old and {theirs[1]} in the new; start the new step from the weights, init(old.gather(state))"
+            f"plan_reshard: the optimizer of parameter {name!r} must keep the same tensors in both steps, and keeps {theirs[0]} "
+            f"in the old and {theirs[1]} in the new; start the new step from the weights, init(old.gather(state))"
         )
     dtypes = {"master": (source.dtypes.master, target.dtypes.master)}
     dtypes |= {f"state{path}": (kept[0][path], dtype) for path, dtype in kept[1].items()}
@@ -368,7 +368,7 @@ def _check_same_kind(old: BufferTensors, new: BufferTensors, shared: Sequence[st
 
 
 def kept_of(plan: Plan, buffer: FlatParamPlan, names: Sequence[str]) -> dict[str, str]:
-    """What the optimizer keeps of some parameters of a buffer, numbers included: the dtypes, by path."""
+    """The dtypes of the optimizer state of some parameters of a buffer, including 0-d numbers, by path."""
     return BufferTensors(plan, buffer).dtypes(names)
 
 

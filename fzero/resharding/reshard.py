@@ -1,10 +1,10 @@
-"""How does a training state move to another stage, number of ranks, mesh or layout between two steps?
+"""`reshard`: moves a training state to a step with another stage, number of ranks, mesh or layout.
 
     state = fzero.reshard(state, old, new)    # old and new are steps of one model
 
-The plan (`fzero.resharding.plan`) says which elements go where. Two executors run it: `reshard` on real processes, where each
-holds its own part and sends what others lack, and `reshard_all` on the states of all ranks in one process. Neither
-gathers anything that the new step does not hold whole; what moves at a time is one unit.
+The plan (`fzero.resharding.plan`) lists the moves. Two executors run it: `reshard` on real processes, where each
+holds its own part and sends the elements that others lack, and `reshard_all` on the states of all ranks in one process.
+Neither gathers a tensor that the new step does not hold in full; one unit moves at a time.
 """
 
 from __future__ import annotations
@@ -53,36 +53,36 @@ _FIX = "pass the step that made the state"
 
 
 def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> TrainState[Tensor] | None:
-    """The state of `new` that continues where `state`, one of `old`, stands: this process' part.
+    """A state of `new` that continues from `state`, a state of `old`; this process's part.
 
-    Parameters, master, optimizer state, counters, loss scale and module buffers go over bit by bit; where the new dtypes
-    are others, parameters are the master's, rounded. A rank keeps its random state, a further one starts as in `init`. The
-    gradients are zeros: a step collects them anew. The loss scale stays where both steps scale dynamically, else it is the
-    new step's first. What the comm hooks of reductions remember stays where the same ranks send the same flat buffers through the
-    same comm hooks, whatever the stage, and starts anew otherwise, which a warning tells. The state given is left as it is.
-    A parameter that was frozen and is trained brings its values, and its optimizer state begins as in `init`; of one that was
-    trained and is frozen the values stay, and the rest goes.
-    Where the two steps place state differently, it ends where `new` wants it: what goes to files is written as it arrives, and
-    what comes from files is read as it is sent, so that neither is ever in memory as a whole.
+    Parameters, master, optimizer state, counters, loss scale and module buffers are moved bit by bit; under other dtypes,
+    parameters are rounded from the master. A rank keeps its random state; a new rank starts as in `init`. Gradients are zeros,
+    because a step collects them anew. The loss scale is kept if both steps scale dynamically, else it is the new step's initial
+    one. States of comm hooks are kept where the same ranks send the same flat buffers through the same hooks, in any stage;
+    otherwise they start anew, with a warning. The given state is not changed.
+    A parameter that was frozen and is now trained keeps its values, and its optimizer state starts as in `init`. One that was
+    trained and is now frozen keeps only its values.
+    The result has the placements of `new`: tensors for files are written as they arrive, and tensors in files are read as they
+    are sent, so that no full tensor is in memory.
 
     *Collective:* every process of the default group, whichever of the two jobs it is in. Sends `plan_reshard(…).sent_nbytes`,
-    unit by unit, each in one message for every pair of processes, dtype and kind (shards, or what all hold), and the 0-d
-    tensors once. Besides the two states a process holds what it sends and receives of one unit.
+    unit by unit, in one message per pair of processes, dtype and kind (shards or replicated tensors), and the 0-d
+    tensors once. Besides the two states a process holds its messages of one unit.
 
     Args:
-        state: this process' part; None where it is not in the old job.
-        old: the step that `state` is of. Outside of its job, one on `AbstractAxis("data", W)`.
-        new: the step to continue with, of the same model. Outside of its job, one on `AbstractAxis("data", W)`. Simulated steps
-            (`simulate`) have simulated states, and send nothing.
+        state: this process's part; None where it is not in the old job.
+        old: the step of `state`. In a process outside the old job, a step on `AbstractAxis("data", W)`.
+        new: the step to continue with, of the same model. In a process outside the new job, a step on `AbstractAxis("data", W)`.
+            Simulated steps (`simulate`) have simulated states, and send nothing.
 
     Returns:
-        This process' part; None where it is not in the new job.
+        This process's part; None where it is not in the new job.
 
     Raises:
-        MismatchError: the processes have different steps (told on all of them).
-        ValueError: the state is not one of `old`, the models or optimizers differ, or a rank is missing (told on all).
-        StoreError, MemoryError: files cannot be made, read or written (told on all); the state given is as it was.
-        CollectiveError: another process died or did not come.
+        MismatchError: the processes have different steps (on all of them).
+        ValueError: the state is not one of `old`, the models or optimizers differ, or a rank is missing (on all).
+        StoreError, MemoryError: files cannot be made, read or written (on all); the given state is unchanged.
+        CollectiveError: another process died, or does not take part.
     """
     _check_steps(old, new, TrainStep | LockstepRanks)
     if isinstance(old, LockstepRanks) or isinstance(new, LockstepRanks):
@@ -91,13 +91,13 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     for step in (new, old):
         if isinstance(step.runtime.ranks, ProcessAxis) and step.runtime.ranks.observe is not None:
             axis = replace(axis, observe=step.runtime.ranks.observe)
-    mine = tuple(_tell(state, old, new))
-    world = [_Told(*told) for told in collectives.exchange(mine, axis, label=Label("compare"))]
-    _check_told(world)
+    mine = tuple(_report(state, old, new))
+    world = [_Report(*values) for values in collectives.exchange(mine, axis, label=Label("compare"))]
+    _check_reports(world)
     _warn_of_hooks(old, new)
-    places = [JobRank(told.old, told.new) for told in world]
+    places = [JobRank(report.old, report.new) for report in world]
     plan = plan_reshard(old.plan, new.plan, places=places, rng=_rng_specs(old, new))
-    numbers = next(told.numbers for told in world if told.numbers is not None)
+    numbers = next(report.numbers for report in world if report.numbers is not None)
     place = places[axis.rank]
     chosen = chosen_numbers(plan.numbers, numbers)
     files = _make_files(new, axis) if new.runtime.offload.has_files else None
@@ -119,7 +119,7 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
 
 
 def _make_files(new: TrainStep, axis: ProcessAxis) -> StateFiles | None:
-    """The files of this process' part of the new state. *Collective:* every process, whichever job it is in."""
+    """The files of this process's part of the new state. *Collective:* every process, whichever job it is in."""
     files, error = None, None
     if isinstance(new.runtime.ranks, ProcessAxis):
         try:
@@ -134,18 +134,18 @@ def _reshard_simulated(state: TrainState[Tensor] | None, old: AnyStep, new: AnyS
     if not isinstance(old, LockstepRanks) or not isinstance(new, LockstepRanks):
         raise ValueError(
             f"reshard: both steps must be simulated or neither, got {type(old).__name__} and {type(new).__name__}; simulate "
-            f"the other step, too"
+            f"the other step too"
         )
     if state is None:
         raise ValueError(
-            "reshard: the state of simulated steps must be that of all ranks, got None; pass what the old step gave"
+            "reshard: the state of simulated steps must be that of all ranks, got None; pass the state that the old step returned"
         )
     made: TrainState[Tensor] = stacked(reshard_all(unstacked(state, old.world_size), old.steps[0], new.steps[0]))
     return put(made, new) if new.steps[0].runtime.offload.has_files else made
 
 
 def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: TrainStep) -> list[TrainState[Tensor]]:
-    """`reshard` in one process: of the states of all ranks of `old` the states of all ranks of `new`. Sends nothing.
+    """`reshard` in one process: from the states of all ranks of `old` to those of all ranks of `new`. Sends nothing.
 
     The new states are on the device, wherever `new` wants them; `fzero.place` brings them there.
 
@@ -186,9 +186,10 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
 
 
 class _Message(NamedTuple):
-    """What one process sends another in a round, of tensors of which the new ranks hold `num_shards` different parts.
+    """A message to or from another process in a round, with elements of tensors that have `num_shards` shards in the new job.
 
-    They are separate, so that what goes to several processes is packed once, and not once for each.
+    Tensors with different numbers of shards are in separate messages, so that equal messages to several processes are packed
+    once.
     """
 
     process: int
@@ -204,7 +205,7 @@ def _run(
     axis: ProcessAxis,
     device: torch.device,
 ) -> None:
-    """Copies what stays in this process, and exchanges the rest of one round, from `device` to `device`."""
+    """Makes the copies within this process, and exchanges the messages of one round, from `device` to `device`."""
     sent: dict[_Message, list[TensorSpan]] = {}
     received: dict[_Message, list[TensorSpan]] = {}
     for flow in round_.flows:
@@ -237,14 +238,11 @@ def _run(
             span.write(targets, piece)
 
 
-# --- states ------------------------------------------------------------------------------------------------------
-
-
 # --- checks ------------------------------------------------------------------------------------------------------
 
 
-class _Told(NamedTuple):
-    """What every process tells the others."""
+class _Report(NamedTuple):
+    """The values that every process sends to all others before it starts."""
 
     old: int | None
     new: int | None
@@ -255,8 +253,8 @@ class _Told(NamedTuple):
     problem: str | None
 
 
-def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _Told:
-    """Finds what is wrong on this process alone, and does not raise it, for the others would wait."""
+def _report(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _Report:
+    """Checks this process. An error is reported and not raised, because the others would wait."""
     old_rank, new_rank = (
         None if isinstance(step.runtime.ranks, AbstractAxis) else step.runtime.ranks.rank for step in (old, new)
     )
@@ -266,9 +264,9 @@ def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _
         _check_devices(old, new)
         if (state is None) != (old_rank is None):
             raise ValueError(
-                f"state: must be this process' part where old is bound to ranks that are there, and None where it is on an "
-                f"AbstractAxis, got {'None' if state is None else 'a state'} with {old.runtime.ranks}; pass the step that goes "
-                f"with it"
+                f"state: must be this process' part where old is bound to running ranks, and None where it is on an "
+                f"AbstractAxis, got {'None' if state is None else 'a state'} with {old.runtime.ranks}; pass the step that made "
+                f"it"
             )
         if state is not None:
             old.runtime.check_shapes(state, fix=_FIX)
@@ -276,15 +274,15 @@ def _tell(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _
             numbers = numbers_of(state) if old_rank == 0 else None
     except (ValueError, StoreError) as error:
         problem = str(error)
-    return _Told(old_rank, new_rank, zlib.crc32(repr(plans).encode()), numbers, problem)
+    return _Report(old_rank, new_rank, zlib.crc32(repr(plans).encode()), numbers, problem)
 
 
-def _check_told(world: Sequence[_Told]) -> None:
-    """Raises on every process what is wrong on any."""
-    problems = [f"on process {process}: {told.problem}" for process, told in enumerate(world) if told.problem]
+def _check_reports(world: Sequence[_Report]) -> None:
+    """Raises on every process if any has reported a problem, or their steps differ."""
+    problems = [f"on process {process}: {report.problem}" for process, report in enumerate(world) if report.problem]
     if problems:
         raise ValueError(f"reshard: {problems[0]}")
-    differing = [process for process, told in enumerate(world) if told.steps != world[0].steps]
+    differing = [process for process, report in enumerate(world) if report.steps != world[0].steps]
     if differing:
         raise MismatchError(
             f"reshard: old and new must be the same two steps on every process, and those of processes {differing} have other "
@@ -315,7 +313,7 @@ def _warn_of_hooks(old: TrainStep, new: TrainStep) -> None:
         and len(kept_hook_states(old.plan, new.plan)) < len(optree.tree_leaves(new.plan.hook_states))
     ):
         warnings.warn(
-            f"reshard: what reductions lost so far is forgotten where ranks, flat buffers or comm hooks change: from "
+            f"reshard: states of comm hooks (errors fed back) are dropped where ranks, flat buffers or comm hooks change: from "
             f"{old.plan.comm_hooks} on {old.world_size} ranks to {new.plan.comm_hooks} on {new.world_size}",
             stacklevel=3,
         )

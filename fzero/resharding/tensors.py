@@ -1,4 +1,4 @@
-"""The tensors of a training state as flat tensors of named entries, whatever their layout: the view of `plan_reshard`."""
+"""`FlatTensor`: the tensors of a training state as flat tensors of named entries, in any layout; the view of `plan_reshard`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from sharding import FlatLayout, Sharded, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class FlatTensor:
-    """A flat tensor of a state, and what of it the ranks hold.
+    """A flat tensor of a state, and its division over the ranks.
 
     Attributes:
         name: of the tensor.
         layout: of W pieces.
         dtype: of its elements.
-        num_shards: how many different parts of it the ranks hold, each W / `num_shards` neighbouring pieces.
+        num_shards: the number of different shards that the ranks hold, each W / `num_shards` adjacent pieces.
     """
 
     name: str
@@ -35,25 +35,25 @@ class FlatTensor:
 
     @property
     def num_pieces(self) -> int:
-        """Of a shard; as many ranks hold it."""
+        """The number of pieces in a shard, which is also the number of ranks that hold it."""
         return self.layout.world_size // self.num_shards
 
     def start(self, piece: int) -> int:
-        """Where a piece starts in the shard that it is in."""
+        """The first element of a piece within its shard."""
         return piece % self.num_pieces * self.layout.partition.shard_numel
 
     def holders(self, piece: int) -> range:
-        """The ranks that hold a piece, by their own ones."""
+        """The ranks that hold a piece, each as the index of its own piece."""
         first = piece - piece % self.num_pieces
         return range(first, first + self.num_pieces)
 
 
 class Sources(NamedTuple):
-    """What a 0-d tensor of the new optimizer state is taken from.
+    """The sources of a 0-d tensor of the new optimizer state.
 
     Attributes:
-        names: of the old ones, which must be equal; where there is none it is that of a new state.
-        anew: the parameters beside them whose optimizer state begins anew: then the others must not have begun, either.
+        names: of the old 0-d tensors, which must be equal; if empty, the value is that of a new state.
+        anew: parameters of the same buffer with new optimizer state; then the old numbers must be 0.
     """
 
     names: tuple[str, ...]
@@ -61,16 +61,16 @@ class Sources(NamedTuple):
 
 
 def quantity_for(quantity: str, param_dtype: str, target: FlatParamPlan, *, has_master: bool) -> str:
-    """Which old quantity a new one is made of, from parameters of `param_dtype` that may have a master."""
+    """The old quantity that is the source of a new one, for old parameters of `param_dtype` that may have a master."""
     if quantity not in ("params", "master"):
         return quantity
     if quantity == "params" and target.has_master and param_dtype == target.dtypes.param:
-        return "params"  # already rounded, and perhaps whole
+        return "params"  # already rounded, and maybe held in full
     return "master" if has_master else "params"
 
 
 def tensors_of(plan: Plan, buffer: FlatParamPlan) -> dict[str, FlatTensor]:
-    """The flat tensors of one buffer that outlive a step, by quantity. (Gradients do not.)"""
+    """The flat tensors of one buffer that persist between steps, by quantity. (Gradients do not.)"""
     return BufferTensors(plan, buffer).tensors
 
 
@@ -101,7 +101,7 @@ def numbers_of(plan: Plan, buffer: FlatParamPlan) -> dict[str, str]:
 
 
 def optimizer_leaves(plan: Plan, buffer: FlatParamPlan) -> dict[str, tuple[str, TensorSpec]]:
-    """The tensors of the optimizer state: their names in the whole state and specs, by path in their own."""
+    """The tensors of the optimizer state: (name in the full state, spec), by path in the optimizer state."""
     if not buffer.trainable:
         return {}
     accessors, specs, _ = optree.tree_flatten_with_accessor(plan.optimizer[buffer.key])
@@ -111,12 +111,12 @@ def optimizer_leaves(plan: Plan, buffer: FlatParamPlan) -> dict[str, tuple[str, 
 
 def _is_by_element(spec: TensorSpec, master: TensorSpec) -> bool:
     """Whether a tensor of the optimizer state has an element for each of the master."""
-    # All but the dtype and the placement.
+    # Dtype and placement may differ.
     return (spec.shape, spec.spec, spec.multiple_of) == (master.shape, master.spec, master.multiple_of)
 
 
 def _entries_layout(plan: Plan, buffer: FlatParamPlan, path: str) -> FlatLayout:
-    """Where the entries of each parameter stand in Adafactor's means over rows and columns, which every rank has."""
+    """The layout of each parameter's entries in Adafactor's means over rows and columns, which are replicated."""
     if not isinstance(plan.optimizer[buffer.key], AdafactorState):
         raise ValueError(
             f"plan_reshard: the optimizer state of {buffer.key!r} must have tensors with an entry for each element, or one "
@@ -130,7 +130,7 @@ def _entries_layout(plan: Plan, buffer: FlatParamPlan, path: str) -> FlatLayout:
 
 
 def buffers_of(plan: Plan) -> dict[str, FlatTensor]:
-    """The module's own buffers, which every rank has."""
+    """The module's own buffers, which are replicated."""
     layouts = {name: FlatLayout((name,), (spec.shape,), plan.world_size) for name, spec in plan.buffers.items()}
     return {
         name: FlatTensor(f"state.buffers[{name!r}]", layouts[name], spec.dtype, 1)
@@ -139,24 +139,24 @@ def buffers_of(plan: Plan) -> dict[str, FlatTensor]:
 
 
 def hook_states_of(plan: Plan) -> dict[str, tuple[TensorSpec, str]]:
-    """The states of reductions' comm hooks, by name in the whole state: the spec, and a text of what is sent by whom.
+    """The states of reductions' comm hooks, by name in the full state: (spec, text that describes mesh, layout and hook).
 
-    Where the latter is the same in another step, whatever its stage, a rank may go on with what it remembers.
+    Where the text is the same in another step, of any stage, a rank can continue with the state.
     """
     found: dict[str, tuple[TensorSpec, str]] = {}
-    hook_states = plan.hook_states  # made anew for each that asks
+    hook_states = plan.hook_states  # a property that is computed on each access
     for buffer in plan.flat_buffers:
         for axis, specs in hook_states.get(buffer.key, {}).items():
-            told = repr((plan.mesh.axes, buffer.layout, plan.comm_hooks.reduce[axis].name))
+            text = repr((plan.mesh.axes, buffer.layout, plan.comm_hooks.reduce[axis].name))
             accessors, leaves, _ = optree.tree_flatten_with_accessor(specs)
             for accessor, spec in zip(accessors, leaves, strict=True):
-                found[accessor.codify(f"state.hook_states[{buffer.key!r}][{axis!r}]")] = spec, f"{told} {spec}"
+                found[accessor.codify(f"state.hook_states[{buffer.key!r}][{axis!r}]")] = spec, f"{text} {spec}"
     return found
 
 
 @dataclass(frozen=True)
 class BufferTensors:
-    """One flat buffer, and what of it outlives a step: found once, when it is asked for."""
+    """One flat buffer and its tensors that persist between steps, computed on first use."""
 
     plan: Plan
     buffer: FlatParamPlan
@@ -174,7 +174,7 @@ class BufferTensors:
         return {path: name for path, (name, spec) in self.leaves.items() if spec.shape == ()}
 
     def dtypes(self, names: Sequence[str]) -> dict[str, str]:
-        """What the optimizer keeps of some of the parameters."""
+        """The dtypes of the optimizer state of some of the parameters, by path."""
         return {
             path: spec.dtype
             for path, (_, spec) in self.leaves.items()

@@ -392,7 +392,7 @@ def test_what_is_no_whole_checkpoint_is_told(folder: Path) -> None:
     half = files.begin(folder, 3)
     with pytest.raises(fzero.CheckpointError, match=r"was not written to its end"):
         fzero.load(half, step=step)
-    with pytest.raises(fzero.CheckpointError, match=r"nothing else may be writing to .*, and process \d+ on"):
+    with pytest.raises(fzero.CheckpointError, match=r"no other save to .* may be under way, and process \d+ on"):
         fzero.save(state, folder, step=step)
     files.write_manifest(path, files.read_manifest(path) | {"format": 2})
     with pytest.raises(fzero.CheckpointError, match=r"must be at most 1, got 2: a newer fzero wrote it .*update fzero"):

@@ -520,7 +520,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "another optimizer": (
         Odd,
         {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
-        r"must keep the same in both jobs, and kept AdamState\(.exp_avg, .exp_avg_sq, .step\)",
+        r"must keep the same tensors in both jobs, and kept AdamState\(.exp_avg, .exp_avg_sq, .step\)",
     ),
     "a narrower master": (
         Odd,

@@ -250,7 +250,7 @@ def test_what_cannot_be_done_is_told_with_what_to_do_instead() -> None:
     x, y = data(0)
     with pytest.raises(RuntimeError, match="must follow a forward"):
         engine.backward(torch.zeros((), requires_grad=True))
-    with pytest.raises(RuntimeError, match="no backward has come"):
+    with pytest.raises(RuntimeError, match="must follow a backward"):
         engine.step()
     with pytest.raises(ValueError, match="needs a scalar loss"):
         engine.backward(engine(x)["logits"])

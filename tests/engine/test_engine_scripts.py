@@ -237,7 +237,7 @@ def _universal(model: nn.Module) -> dict[str, Any]:
 
 
 WRONG = {
-    _not_the_models: "optimizer: must hold parameters of the model, got a tensor of shape",
+    _not_the_models: "optimizer: must hold parameters of the model, got another tensor, of shape",
     _not_new: "optimizer: must be new, got a Adam that has made steps",
     _not_elementwise: "LBFGS",
     _unknown_key: r"model_parameters\[0\].momentun",

@@ -415,7 +415,7 @@ def test_a_signal_is_passed_on_and_nothing_is_left(tmp_path, number):
     assert_none_left(tmp_path)
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="the keeper finds processes in /proc")
+@pytest.mark.skipif(not Path("/proc").exists(), reason="the reaper finds processes in /proc")
 def test_nothing_is_left_when_fzero_itself_is_killed(tmp_path):
     job = fzero(tmp_path, "tells signals", "--num_procs", "2")
     wait_for(*(tmp_path / f"ready.{rank}" for rank in range(2)))

@@ -344,7 +344,7 @@ def _with_bad_losses(stage: int) -> list[tuple[str, str]]:
         with pytest.raises((ValueError, RuntimeError), match="backward: ") as caught:
             engine.backward(bad(engine, batch))
         found.append((bad.__name__, str(caught.value)))
-        with pytest.raises(RuntimeError, match="no backward has come since the last update"):
+        with pytest.raises(RuntimeError, match="must follow a backward since the last update"):
             engine.step()
     assert all(map(torch.equal, engine.train_step.gather(engine.state).values(), weights.values()))
     engine.backward(engine(*batch))
