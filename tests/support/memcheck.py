@@ -17,6 +17,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -67,14 +68,16 @@ def valgrind() -> list[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks, logs = [], [OUT / f"valgrind.{rank}.log" for rank in range(2)]
+    folder = tempfile.mkdtemp()  # of state in files
     for rank, log in enumerate(logs):
         command = [
             "valgrind", "--undef-value-errors=no", "--num-callers=30", f"--suppressions={SUPPORT / 'valgrind.supp'}",
-            f"--log-file={log}", sys.executable, str(SUPPORT / "memcheck_job.py"), str(rank), str(port),
+            f"--log-file={log}", sys.executable, str(SUPPORT / "memcheck_job.py"), str(rank), str(port), folder,
         ]  # fmt: skip
         environment = os.environ | SIMPLE | {"PYTHONPATH": str(ROOT)}
         ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment))
     codes = [rank.wait() for rank in ranks]
+    shutil.rmtree(folder)
     found = [] if codes == [0, -9] else [f"valgrind: the ranks ended with {codes}, and must with 0 and -9"]
     for log in logs:
         found += [f"{log.name}: {line}" for line in log.read_text().splitlines() if "Invalid " in line]

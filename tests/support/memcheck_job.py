@@ -1,6 +1,6 @@
 """A rank of the job that `memcheck.py` watches: all stages in fp32 and bf16, state in files, and a peer that is killed.
 
-python tests/support/memcheck_job.py RANK PORT
+python tests/support/memcheck_job.py RANK PORT FOLDER
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 
 import torch
 import torch.distributed as dist
@@ -66,16 +65,15 @@ class Killed(nn.Module):
         return nn.functional.mse_loss(self.last(x), y)
 
 
-def main(rank: int, port: int) -> None:
+def main(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     for stage in range(4):
         for extra in ({}, BF16):
             train(2, stage=stage, extra=extra)
-    with tempfile.TemporaryDirectory() as folder:
-        train(2, stage=2, offload_optimizer={"device": "nvme", "nvme_path": folder})
-        train(2, stage=3, offload_optimizer={"device": "cpu"})
+    train(2, stage=2, offload_optimizer={"device": "nvme", "nvme_path": folder})
+    train(2, stage=3, offload_optimizer={"device": "cpu"})
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     cfg = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD"}, "zero_optimization": zero}
     step = fzero.make_train_step(Killed(), cfg)
@@ -86,4 +84,4 @@ def main(rank: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
