@@ -1,4 +1,4 @@
-"""Steps followed without tensors: memory, bytes on the wire and seconds of a plan, and the plan that fits.
+"""Dry runs of a step, without tensors: memory, bytes sent and seconds of a plan, and the plan that fits.
 
 May import: graph, runtime, storage, plans and below; not step. Begin with `fzero.estimation.compare`.
 """
