@@ -170,7 +170,7 @@ def _warn_of_frozen(plan: Plan, frozen: Collection[str], rank: int) -> None:
     anew = [name for name, is_trained in trained.items() if is_trained and name in frozen]
     left = [name for name, is_trained in trained.items() if not is_trained and name not in frozen]
     changes = [f"the optimizer state of {listed(anew)} begins anew, because it was not saved"] if anew else []
-    changes += [f"that of {listed(left)} is not loaded, because they are frozen now"] if left else []
+    changes += [f"that of {listed(left)} is not loaded, because these are frozen now"] if left else []
     if changes and rank == 0:
         warnings.warn(f"load: other parameters were frozen in the job that saved: {'; '.join(changes)}", stacklevel=7)
 

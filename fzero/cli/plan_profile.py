@@ -1,6 +1,6 @@
-"""The commands that plan and profile: `fzero plan --model 7B --world 64`, `fzero profile --model 100M --sequence 256`.
+"""The commands `fzero plan --model 7B --world 64` and `fzero profile --model 100M --sequence 256`.
 
-Each gives 0, or 1 after one line on stderr where what was asked for is wrong.
+Each returns 0, or 1 after one line on stderr for an invalid request.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def positive(word: str) -> float:
 
 
 def parser_of(name: str, description: str, examples: str) -> Parser:
-    """A parser whose help ends with examples and whose words stand as they are written."""
+    """A parser whose help keeps its line breaks and ends with examples."""
     return Parser(
         prog=f"fzero {name}",
         description=description,
@@ -143,7 +143,7 @@ def _default(name: str) -> float:
 
 
 def _machine(given: argparse.Namespace) -> MachineModel:
-    """The rates of a file, and over them those that were given one by one."""
+    """The rates of a file, overridden by those of single flags."""
     machine = MachineModel() if given.rates is None else rates_from(given.rates).machine
     own = {field: getattr(given, name) for name, field in RATES.items() if getattr(given, name) is not None}
     if "flops" in own:
@@ -233,7 +233,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _batch(given: argparse.Namespace, found: Named, world_size: int | None = None) -> tuple[Any, str]:
-    """One micro-batch, and in words which one it is; without a number of ranks its size is that of a micro-batch alone."""
+    """One micro-batch, and its description; without a number of ranks its size is that of a configured micro-batch."""
     if given.sample:
         return sample_from(given.sample), f"the batch of {given.sample}"
     if given.sequence is None:
@@ -268,7 +268,7 @@ def _draw(path: str, title: str, step: DryRun) -> None:
 
 @contextmanager
 def _writing(flag: str, path: str) -> Iterator[None]:
-    """Inside, a file is written that a flag names."""
+    """Inside, the file of a flag is written; an error names the flag."""
     try:
         yield
     except OSError as error:
@@ -276,7 +276,7 @@ def _writing(flag: str, path: str) -> Iterator[None]:
 
 
 def told(make: Callable[[], tuple[RenderableType, dict[str, Any]]], as_json: bool) -> int:
-    """Prints what is made, for people or machines; what is wrong in one line on stderr, and then 1."""
+    """Prints the result as text or JSON and returns 0; an error is one line on stderr, and 1."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ConfigWarning)

@@ -1,7 +1,6 @@
-"""The names by which a DeepSpeed script calls for what fzero has: `import fzero.deepspeed as deepspeed`.
+"""DeepSpeed's names for fzero's functions: `import fzero.deepspeed as deepspeed`.
 
-Thin modules in DeepSpeed's own places; what they give stands elsewhere. A name that is missing here is one that fzero has
-nothing for.
+Thin modules in DeepSpeed's own layout, implemented in other rooms. A name that is missing here has no counterpart in fzero.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 DeepSpeedEngine = Engine
 DeepSpeedOptimizer = EngineOptimizer
 __version__ = "0.19.6"
-"""DeepSpeed's, whose keys and methods these are."""
+"""The version of DeepSpeed whose keys and methods these are."""
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -36,7 +35,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
         f"fzero.deepspeed has no {name!r}: fzero trains with ZeRO 0 to 3 and offload, and has no pipelines, mixtures of experts, "
-        f"tensor parallelism or inference kernels; docs/deepspeed.md lists what there is"
+        f"tensor parallelism or inference kernels; docs/deepspeed.md lists the names that it has"
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 
 class Accelerator:
-    """What scripts ask of a device. Attributes that it has not are those of `torch.cuda`, where there is CUDA."""
+    """The device of this process, with DeepSpeed's methods. Other attributes are those of `torch.cuda`, if CUDA is available."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
@@ -66,5 +66,5 @@ class Accelerator:
 
 @cache
 def get_accelerator() -> Accelerator:
-    """The device that this process computes on."""
+    """The device of this process."""
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: activation checkpointing of a function, which is torch's."""
+"""`deepspeed.checkpointing`: activation checkpointing of a function, by torch's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _configured = False
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """The function's result; what it saves for the backward is computed again there. Inside the engine's module."""
+    """The function's result; the backward recomputes its saved tensors. To be called inside the engine's module."""
     return torch_checkpoint(function, *args, use_reentrant=False)
 
 
@@ -25,10 +25,10 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Refuses what `checkpoint` cannot do; else there is nothing to configure.
+    """Raises for options that `checkpoint` does not support; otherwise does nothing.
 
     Raises:
-        ValueError: activations are to be partitioned, or kept in contiguous memory or on the host.
+        ValueError: partitioned activations, contiguous memory or host memory are requested.
     """
     global _configured
     given = {
@@ -50,4 +50,4 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept between steps."""
+    """Does nothing: no memory is kept between steps."""

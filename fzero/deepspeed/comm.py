@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed, and `init_distributed`, which joins the job that a launcher started."""
+"""`deepspeed.comm`: torch.distributed, and `init_distributed`, which initialises the process group of a launcher's job."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Joins the process group that the launcher describes, if nobody did; without a launcher this process is alone.
+    """Initialises the process group that the launcher describes, if necessary; without a launcher, a group of this process.
 
     *Collective:* every rank of the job.
 
     Args:
         dist_backend: "nccl" or "gloo"; None is the device's.
-        timeout: how long a collective waits for a rank that does not come.
-        init_method, rank, world_size: to join as torch.distributed.init_process_group does.
-        dist_init_required: False joins nothing.
-        auto_mpi_discovery, distributed_port, verbose, config: nothing, here.
+        timeout: how long a collective waits for a missing rank.
+        init_method, rank, world_size: as for torch.distributed.init_process_group.
+        dist_init_required: False initialises nothing.
+        auto_mpi_discovery, distributed_port, verbose, config: ignored.
 
     Raises:
-        ConfigError: `dist_init_required` is False and a launcher started ranks that have not joined.
+        ConfigError: `dist_init_required` is False, and ranks of a launcher have no process group yet.
     """
     if dist.is_initialized():
         return
@@ -63,12 +63,12 @@ def is_initialized() -> bool:
 
 
 def get_rank(group: Any = None) -> int:
-    """This process' rank; 0 where it is alone."""
+    """This process's rank; 0 without a process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def get_world_size(group: Any = None) -> int:
-    """The number of ranks; 1 where this process is alone."""
+    """The number of ranks; 1 without a process group."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
@@ -79,13 +79,13 @@ def barrier(group: Any = None) -> None:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """What all engines with `comms_logger` have sent, and how long this process waited; rank 0 prints it.
+    """Prints on rank 0 the collectives of all engines with `comms_logger`, and how long this process waited for them.
 
     *Collective:* every rank; sends a few bytes.
 
     Args:
-        show_straggler: whether the least and the most that any rank waited are told, too.
-        return_dict: whether this rank's numbers are returned, too: `{"summary": {collective: {bytes: {"count": …}}}, …}`.
+        show_straggler: whether to print also the shortest and longest wait of any rank.
+        return_dict: whether to return this rank's numbers: `{"summary": {collective: {bytes: {"count": …}}}, …}`.
     """
     log = merged([engine.comms_log for engine in live_params.engines() if engine.comms_log is not None])
     waited = collectives.exchange(dict(log.waited), process_group.job()) if show_straggler else [log.waited]

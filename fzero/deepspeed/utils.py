@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: single parameters as a whole, a loader without end, and a logger."""
+"""`deepspeed.utils`: single full parameters, an endless loader, and a logger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("fzero")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs on some ranks; None and -1 are all."""
+    """Logs on the given ranks; None and -1 are all ranks."""
     rank = job().rank
     if ranks is None or rank in ranks or -1 in ranks:
         logger.log(level, "[rank %d] %s", rank, message)
@@ -35,36 +35,36 @@ def _found(param: Tensor) -> tuple[Any, str]:
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The whole master weight; None of a frozen parameter, which has none. *Collective:* every rank."""
+    """The full master weight; None for a frozen parameter, which has none. *Collective:* every rank."""
     engine, name = _found(param)
     return None if _is_frozen(engine, name) else whole.weight_of(engine.train_step, engine.state, name)
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Another master weight, the same on all ranks. *Collective:* every rank."""
+    """Sets the master weight, to the same value on all ranks. *Collective:* every rank."""
     engine, name = _found(param)
     engine.state = whole.with_weight(engine.train_step, engine.state, name, value)
     engine.show_state()
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The whole mean gradient since the last update; None where none was collected. *Collective:* every rank."""
+    """The full mean gradient since the last update; None if none was collected. *Collective:* every rank."""
     engine, name = _with_grads(param)
     return None if engine is None or _is_frozen(engine, name) else whole.grad_of(engine.train_step, engine.state, name)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Another mean gradient for the next update, the same on all ranks. *Collective:* every rank."""
+    """Sets the mean gradient of the next update, to the same value on all ranks. *Collective:* every rank."""
     engine, name = _with_grads(param)
     if engine is None:
         raise RuntimeError(
-            "safe_set_full_grad: no backward has come since the last update; call engine.backward(loss) first"
+            "safe_set_full_grad: must follow a backward since the last update; call engine.backward(loss) first"
         )
     engine.state = whole.with_grad(engine.train_step, engine.state, name, value)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """What the optimizer remembers of a parameter (`exp_avg`, `exp_avg_sq`), whole; None of a frozen one.
+    """The full optimizer state of a parameter (`exp_avg`, `exp_avg_sq`); None for a frozen one.
 
     *Collective:* every rank.
     """
@@ -77,7 +77,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Another value of what the optimizer remembers, the same on all ranks. *Collective:* every rank."""
+    """Sets an optimizer state of a parameter, to the same value on all ranks. *Collective:* every rank."""
     engine, name = _found(param)
     engine.state = whole.with_optimizer_state(engine.train_step, engine.state, name, optim_state_key, value)
 
@@ -101,14 +101,14 @@ def _with_grads(param: Tensor) -> tuple[Any, str]:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The modules of these classes; nothing else: units are gathered when they are used. Name them in `units=`.
+    """The modules of these classes. Changes nothing, because units are gathered when they are used; name them in `units=`.
 
     Args:
-        leaf_module_classes: classes, or their names, with their modules' or without.
-        raise_if_not_found: False gives an empty list where no module is of these classes.
+        leaf_module_classes: classes, or their names, with or without module path.
+        raise_if_not_found: False returns an empty list where no module has one of these classes.
 
     Raises:
-        ValueError: it does not, or what is given is no list of classes.
+        ValueError: no module has one of these classes, or the argument is no list of classes.
     """
     given = leaf_module_classes
     if isinstance(given, str | type) or not all(isinstance(kind, type | str) for kind in given):

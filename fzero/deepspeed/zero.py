@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: whole parameters for a while, and what is not needed here."""
+"""`deepspeed.zero`: `GatheredParameters`, and functions of DeepSpeed that fzero does not need."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from fzero.resharding.parameters import full_params, with_weight
 
 
 class Init:
-    """A model made inside is made as always: whole, in this process' memory. `initialize` divides it and lets go of the rest.
+    """Has no effect on models made inside: they are in this process's memory in full, until `initialize` shards them.
 
-    To make one that does not fit, make it on `meta` and let `fzero.make_train_step` fill it unit by unit
-    (docs/deepspeed.md).
+    A model that does not fit can be made on `meta`, and filled unit by unit by `fzero.make_train_step` (docs/deepspeed.md).
     """
 
     def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
         if enabled:
             warnings.warn(
-                "zero.Init: the model is made whole in this process' memory, and divided by initialize; docs/deepspeed.md says "
+                "zero.Init: the full model is made in this process's memory, and sharded by initialize; docs/deepspeed.md says "
                 "how to make one that does not fit",
                 ConfigWarning,
                 stacklevel=2,
@@ -41,14 +40,14 @@ class Init:
 
 
 class GatheredParameters:
-    """Inside, the parameters are whole: copies, in every stage.
+    """Inside, the parameters are full: copies, in every stage.
 
     *Collective:* every rank, with the same parameters, to enter and to leave.
 
     Args:
-        params: of a module that an engine trains, one or several; others stay as they are.
-        modifier_rank: the rank whose values are taken over when it is left, also by the masters. None changes nothing, and
-            is an error on all ranks when one of them has changed a value.
+        params: one or several, of a module that an engine trains; others are not changed.
+        modifier_rank: the rank whose values are written to the state and its masters on exit. None writes nothing, and
+            raises on all ranks when one of them has changed a value.
         enabled: False does nothing.
     """
 
@@ -103,13 +102,13 @@ class GatheredParameters:
         for rank, names in enumerate(world):
             if names:
                 raise RuntimeError(
-                    f"GatheredParameters: {names[0]!r} was changed on rank {rank} while modifier_rank is None, so that it is "
-                    f"lost; pass modifier_rank={rank}, whose values all ranks take over"
+                    f"GatheredParameters: {names[0]!r} must not change while modifier_rank is None, and was changed on rank "
+                    f"{rank}; pass modifier_rank={rank}, whose values all ranks then get"
                 )
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing: a parameter is gathered whoever uses it, inside the forward of the engine's module."""
+    """Does nothing: a parameter is gathered at any use inside the forward of the engine's module."""
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise TypeError(
             f"register_external_parameter: needs a module and a parameter, got {type(module).__name__} and "
@@ -118,11 +117,11 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing, as `register_external_parameter`."""
+    """Does nothing, as `register_external_parameter`."""
 
 
 def _fingerprint(value: Tensor) -> tuple[Any, ...]:
-    """What changes when an element does, or two are exchanged."""
+    """A checksum that changes when an element changes, or two are exchanged."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = value.detach().contiguous().view(-1).view(kinds[value.element_size()]).to(torch.int64)
     places = torch.arange(1, bits.numel() + 1, device=bits.device)

@@ -1,1 +1,1 @@
-"""Other libraries' training loops with fzero below. Each module needs its library, which fzero itself does not."""
+"""Training loops of other libraries on top of fzero. Each module needs its library; fzero itself does not."""

@@ -1,7 +1,7 @@
-"""Which numbers does a configuration leave to `TrainingArguments`?
+"""Fills `"auto"` values of a configuration from `TrainingArguments`, as transformers does for DeepSpeed.
 
-As transformers does it for DeepSpeed: a value `"auto"` is filled in from the arguments, and any other must be equal to what the
-arguments say. Here a key of the step that is missing counts as `"auto"`, too, so that no argument is ignored in silence.
+A value `"auto"` is filled in from the arguments, and any other value must equal the argument. Here a missing key of the step
+also counts as `"auto"`, so that no argument is silently ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ALWAYS = {
     "fp16.enabled": "fp16",
     "bf16.enabled": "bf16",
 }
-"""Keys that are filled in where they are missing, and the argument that they are."""
+"""Keys that are also filled in where they are missing, each with its argument."""
 _WHERE_GIVEN = {
     "optimizer.params.lr": "learning_rate",
     "optimizer.params.betas": "adam_beta1, adam_beta2",
@@ -34,19 +34,19 @@ _WHERE_GIVEN = {
 
 
 def resolved(source: Mapping[str, Any], args: Any, model: Any, num_updates: int) -> dict[str, Any]:
-    """The configuration without `"auto"` where the arguments or the model say what is meant.
+    """The configuration with `"auto"` replaced by values from the arguments or the model.
 
     Args:
         source: in DeepSpeed's schema.
         args: a `TrainingArguments`.
-        model: whose `config` tells the hidden size.
-        num_updates: of the whole training.
+        model: its `config` has the hidden size.
+        num_updates: of the full training.
 
     Raises:
-        ConfigError: one line for every value that is not what the arguments say.
+        ConfigError: one line per value that differs from the argument.
     """
     found, values = copy.deepcopy(dict(source)), _values(args, num_updates)
-    if "optimizer" in found:  # whose own default would pass learning_rate over
+    if "optimizer" in found:  # else its default would hide learning_rate
         _block(found, "optimizer.params.lr", makes=True).setdefault("lr", "auto")
     wrong = []
     for key, name in (_ALWAYS | _WHERE_GIVEN).items():
@@ -98,7 +98,7 @@ def _values(args: Any, num_updates: int) -> dict[str, Any]:
 
 
 def _block(found: dict[str, Any], key: str, *, makes: bool) -> Any:
-    """The mapping in which the last part of a key stands, or None where there is none."""
+    """The mapping that holds the last part of a key, or None where there is none."""
     block: Any = found
     for part in key.split(".")[:-1]:
         block = block.setdefault(part, {}) if makes else block.get(part)

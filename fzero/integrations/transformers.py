@@ -1,13 +1,13 @@
-"""transformers' `Trainer` with fzero below: one line of a script changes.
+"""transformers' `Trainer` on top of fzero; only the import of a script changes.
 
     from fzero.integrations.transformers import Trainer, TrainingArguments
 
     args = TrainingArguments("out", deepspeed="ds_config.json", bf16=True)
     Trainer(model, args, train_dataset=data).train()
 
-`deepspeed` is a configuration in DeepSpeed's schema, of which `"auto"` is filled in (`fzero.integrations.auto`); the deepspeed
-package is not used. The loop, its callbacks, data, evaluation and files are transformers' own. What is put in their place: the
-model is an `fzero.Engine`, `backward` is the engine's, `optimizer.step` is its update, and its state is saved by it.
+`deepspeed` is a configuration in DeepSpeed's schema, whose `"auto"` values are filled in (`fzero.integrations.auto`); the
+deepspeed package is not used. The loop, its callbacks, data, evaluation and files are transformers' own. Replaced are: the
+model, by an `fzero.Engine`; `backward` and `optimizer.step`, by the engine's; and the checkpoint, which the engine writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 try:
-    import accelerate as accelerate  # which the Trainer asks for later
+    import accelerate as accelerate  # the Trainer needs it later
     import transformers
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -44,35 +44,35 @@ _SCHEDULER = "scheduler.pt"
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
-    """transformers' own, but `deepspeed` is fzero's configuration: a mapping, a path, JSON, or a string of base64."""
+    """transformers' own, except that `deepspeed` is fzero's configuration: a mapping, a path, JSON, or a base64 string."""
 
     deepspeed: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Configuration in DeepSpeed's schema: a file, JSON, or base64."}
     )
 
     def __post_init__(self) -> None:
-        given, self.deepspeed = self.deepspeed, None  # or DeepSpeed would be set up
+        given, self.deepspeed = self.deepspeed, None  # else transformers would set up DeepSpeed
         super().__post_init__()
         self.deepspeed = given
 
     @property
     def place_model_on_device(self) -> bool:
-        """False: the engine does."""
+        """False: the engine moves the model."""
         return False
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """transformers' own, with an engine of fzero in the place of the model.
+    """transformers' own, with an fzero engine instead of the model.
 
-    A subclass of `transformers.Trainer` takes it as its first base: `class Mine(Trainer, Theirs)`.
+    To combine it with another subclass of `transformers.Trainer`, name it first: `class Mine(Trainer, Theirs)`.
 
     *Collective:* every rank makes the same calls, as with transformers' own.
 
     Attributes:
-        engine: what trains; None before the first `train`, when evaluation is that of the plain model on each rank.
+        engine: the engine; None before the first `train`, when each rank evaluates the plain model.
 
     Raises:
-        ConfigError: the arguments ask for what there is not, or contradict the configuration.
+        ConfigError: the arguments request an unsupported feature, or contradict the configuration.
     """
 
     engine: Engine | None = None
@@ -108,7 +108,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         assert engine is not None
         self.create_scheduler(num_training_steps=max_steps)
         self.model_wrapped = engine
-        self.accelerator._models.append(engine)  # or evaluation would prepare the module again
+        self.accelerator._models.append(engine)  # else evaluation would prepare the module again
         self.accelerator._optimizers.append(engine.optimizer)  # for accelerator.optimizer_step_was_skipped
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -117,7 +117,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return engine, train_dataloader
 
     def _make_engine(self, num_updates: int) -> None:
-        """With the configuration's optimizer and scheduler, or where it has none, with those of the arguments."""
+        """Makes the engine with the configuration's optimizer and scheduler, or else with those of the arguments."""
         config = resolved(_mapping(self.args.deepspeed), self.args, self.model, num_updates)
         given = {"optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler}
         for name, block in (("optimizer", "optimizer"), ("lr_scheduler", "scheduler")):
@@ -132,7 +132,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         )
         engine.lr_scheduler = None  # Trainer steps it
         if self.optimizer is not None:
-            self.optimizer._opt_called = True  # a scheduler of it would warn
+            self.optimizer._opt_called = True  # else its scheduler would warn
         self.engine, self.optimizer = engine, Updating(engine)
         if isinstance(self.lr_scheduler, ConfiguredScheduler):
             self.lr_scheduler.optimizer = self.optimizer
@@ -140,16 +140,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def _backward(self, loss: Tensor) -> None:
-        """In the place of `Accelerator.backward`; Trainer has divided the loss."""
+        """Replaces `Accelerator.backward`; the Trainer has divided the loss already."""
         assert self.engine is not None
         self.engine.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def _clip_grad_norm(self, model: Any) -> None:
-        """Nothing: the update clips."""
+        """Does nothing: the update clips."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """Not known before the update."""
+        """None: the norm is not known before the update."""
 
     def _get_learning_rate(self) -> float:
         assert self.engine is not None
@@ -163,9 +163,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     # --- files -------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes what `from_pretrained` loads, in the dtype that the model computes in. *Collective:* every rank.
+        """Writes the files of `from_pretrained`, in the model's dtype. *Collective:* every rank.
 
-        Rank 0 has the whole weights meanwhile.
+        Rank 0 holds the full weights during the call.
         """
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
@@ -182,11 +182,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Only looks whether there is one: the engine loads it, when it is made."""
+        """Checks that the checkpoint exists; the engine loads it once it is made."""
         if not (Path(resume_from_checkpoint) / "latest").exists():
             raise ValueError(
                 f"resume_from_checkpoint: must be a checkpoint of this Trainer, got {resume_from_checkpoint}, which has no file "
-                f"'latest'; for weights alone begin anew with from_pretrained({str(resume_from_checkpoint)!r})"
+                f"'latest'; to use only its weights, start with from_pretrained({str(resume_from_checkpoint)!r})"
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -209,7 +209,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 class Updating(EngineOptimizer):
-    """`Trainer.optimizer`: the engine's, whose `step` is the engine's update."""
+    """`Trainer.optimizer`: the engine's optimizer, whose `step` makes the engine's update."""
 
     def __init__(self, engine: Engine) -> None:
         assert engine.optimizer is not None
@@ -221,7 +221,7 @@ class Updating(EngineOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """What accelerate asks."""
+        """Whether the last update was skipped; accelerate reads it."""
         return self.overflow
 
 
@@ -238,7 +238,7 @@ def _mapping(source: Any) -> Mapping[str, Any]:
 
 
 def _check(args: Any) -> None:
-    """Refuses what would be ignored, or would train something else."""
+    """Raises for arguments that would be ignored, or would change the training."""
     if not isinstance(args, TrainingArguments):
         raise ConfigError(
             f"args: must be a fzero.integrations.transformers.TrainingArguments, got {type(args).__module__}."
@@ -249,7 +249,7 @@ def _check(args: Any) -> None:
             "args.deepspeed: must be a configuration, got None; give at least {'zero_optimization': {'stage': 2}}"
         )
     rules = {
-        "fsdp": "the configuration says what is divided; leave it out",
+        "fsdp": "the configuration says what is sharded; leave it out",
         "torch_compile": "it would compile around the engine; leave it out",
         "auto_find_batch_size": "the batch size is part of the configuration; find it by hand",
         "fp16_full_eval": "evaluation is in the precision of training; use fp16=True",
@@ -261,7 +261,7 @@ def _check(args: Any) -> None:
             raise ConfigError(f"args.{name}: must be off, got {value}: {why}")
     if args.save_only_model and args.load_best_model_at_end:
         raise ConfigError(
-            "args.save_only_model: must be False with load_best_model_at_end, got True: the best model is loaded from a whole "
+            "args.save_only_model: must be False with load_best_model_at_end, got True: the best model is loaded from a full "
             "checkpoint; leave one out"
         )
     if args.n_gpu > 1:

@@ -1,14 +1,14 @@
-"""Does an optimizer transform, an order of parameters or a collective keep the laws that every ZeRO stage relies on?
+"""Checks that an optimizer transform, an order of parameters or a collective keeps the laws that every ZeRO stage relies on.
 
-For the tests of your own: hypothesis tries random layouts, world sizes and numbers, and a law that does not hold is told with
-the smallest example found and what to mend.
+For your own tests: hypothesis tries random layouts, world sizes and numbers. A broken law is reported with the smallest
+example found and the fix.
 
     def test_my_optimizer_works_in_every_stage() -> None:
         check_transform(lambda lr: my_optimizer(lr, beta=0.9), compile="step")
 
 Laws are tried in order (`fzero.testing.transform_laws`, `fzero.testing.order_laws`, `fzero.testing.collective_laws`), and
-the first that is broken is raised. `TrainingMachine` tries whole jobs: it trains, overflows, and changes stage, ranks and
-layout in any order, beside a plain process. Needs the extra `fzero[testing]`.
+the first broken one raises. `TrainingMachine` tries entire jobs: it trains, overflows, and changes stage, ranks and
+layout in any order, and compares with a plain process. Needs the extra `fzero[testing]`.
 
     class MyMachine(TrainingMachine):
         transform = staticmethod(lambda lr: my_optimizer(lr, beta=0.9))
@@ -47,26 +47,26 @@ def check_transform(
     max_examples: int = 25,
     num_updates: int = LONG_RUN,
 ) -> None:
-    """Raises if a transform breaks a law that every ZeRO stage, precision and placement relies on, as far as can be seen.
+    """Raises if a transform breaks a law that every ZeRO stage, precision and placement relies on, in the cases that it tries.
 
-    A check runs the transform; it does not prove anything of what it has not run. Tried are, for each law, `max_examples` drawn
-    examples (up to 4 updates of some hundred elements on up to 5 ranks, in fp32 and fp64, from the first update on or from
-    around the 500th, 1000th, 2048th or 10,000th by the state's own count), a run of `num_updates` updates and, where numbers
-    of elements may matter, 131,072 elements. So an update that does something else every k steps (Shampoo, SOAP, Sophia) is
-    seen where k is at most `num_updates`, or divides one of these counts and the state has it as a 0-d tensor. Unseen stays
-    what depends on numbers that are rare, on more elements or later steps than these, or on a device other than the CPU.
+    A check runs the transform; it proves nothing about other cases. For each law it tries `max_examples` drawn examples (up to
+    4 updates of some hundred elements on up to 5 ranks, in fp32 and fp64, from the first update on or from around the 500th,
+    1000th, 2048th or 10,000th by the state's own count), a run of `num_updates` updates and, where the number of elements may
+    matter, 131,072 elements. So it detects an update that differs every k steps (Shampoo, SOAP, Sophia) if k is at most
+    `num_updates`, or divides one of these counts and the state has the count as a 0-d tensor. It does not detect dependence on
+    rare values, on more elements or later steps than these, or on a device other than the CPU.
 
     Args:
         transform: a `Transform`, or a function of the learning rate that makes one.
-        name: what messages call it.
-        compile: as in `make_train_step`. A step that is compiled as a whole asks more of a transform: it must not read the
-            values of tensors, and take its learning rate as one.
-        lr: the learning rate that such a function is given.
-        max_examples: how many drawn examples of each law are tried.
-        num_updates: of the longest run. Give at least twice the period of what your transform does every so often.
+        name: its name in messages.
+        compile: as in `make_train_step`. A step that is compiled as one graph requires more: the transform must not read the
+            values of tensors, and must accept its learning rate as a tensor.
+        lr: the learning rate for such a function.
+        max_examples: the number of drawn examples of each law.
+        num_updates: of the longest run; at least twice the period of anything that your transform does periodically.
 
     Raises:
-        AssertionError: a law is broken; names it, the example, the smallest that was found, and what to mend.
+        AssertionError: a law is broken; the message has the law, the smallest example found, and the fix.
         ValueError: `transform` is neither, or `num_updates` is less than 1.
 
     >>> from fzero import adamw
@@ -97,13 +97,13 @@ def check_order(order: OrderFunction, *, name: str = "order", max_examples: int 
     """Raises unless a function gives orders that a flat buffer may follow on every rank, as `order=` of `make_train_step`.
 
     Args:
-        order: (how many parameters, on how many ranks) -> their `Order`; or of the first number alone. A second argument
-            that has a default keeps it, unless it is called `world_size`.
-        name: what messages call it.
-        max_examples: how many pairs of numbers are tried for each law.
+        order: a function (number of parameters, number of ranks) -> `Order`, or of the first number alone. A second argument
+            with a default keeps that, unless its name is `world_size`.
+        name: its name in messages.
+        max_examples: the number of pairs tried for each law.
 
     Raises:
-        AssertionError: a law is broken; names it, the smallest example found, and what to mend.
+        AssertionError: a law is broken; the message has the law, the smallest example found, and the fix.
 
     >>> from sharding import declaration, round_robin
     >>> check_order(round_robin)
@@ -123,19 +123,19 @@ example: OrderExample(length=0, world_size=1). Name every index from 0 to length
 def check_collective(
     hook: CommHook, *, max_error: float = 0.0, name: str = "collective", max_examples: int = 25
 ) -> None:
-    """Raises unless a comm hook's gather and reduce-scatter can take the place of the exact ones.
+    """Raises unless a comm hook's gather and reduce-scatter can replace the exact ones.
 
-    Both run on 1 to 4 ranks of this process, some rounds one after the other. A rank that would wait for ever is told.
+    Both run on 1 to 4 ranks of this process, several rounds one after the other. A deadlock is reported as an error.
 
     Args:
         hook: as those of `fzero.comms.comm_hooks`.
-        max_error: how far an element may be off, in any round: of `gather`, as a share of the largest element; of
+        max_error: the allowed error of an element in any round, as a fraction: for `gather`, of the largest element; for
             `reduce_scatter`, of the sum of every rank's largest.
-        name: what messages call it.
-        max_examples: how many examples of each law are tried.
+        name: its name in messages.
+        max_examples: the number of examples of each law.
 
     Raises:
-        AssertionError: a law is broken; names it, the smallest example found, and what to mend.
+        AssertionError: a law is broken; the message has the law, the smallest example found, and the fix.
 
     >>> from fzero.comms import completed, compressed, exact, quantize
     >>> check_collective(exact(), max_examples=2)

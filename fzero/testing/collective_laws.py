@@ -1,8 +1,8 @@
-"""Which laws must a comm hook keep (`fzero.comms.comm_hooks`), so that its gather and its reduce-scatter may take the place of
-the exact ones?
+"""The laws that a comm hook (`fzero.comms.comm_hooks`) must keep, so that its gather and reduce-scatter can replace the exact
+ones.
 
-Both run on all ranks of a job in lockstep (`fzero.comms.lockstep`), some rounds one after the other, each with the state that the
-one before gave. That the two are adjoint, to the error declared, follows from what each must give.
+Both run on all ranks of a job in lockstep (`fzero.comms.lockstep`), several rounds in sequence, each with the state of the
+previous round. From the laws of each it follows that the two are adjoint, up to the declared error.
 Shape letters: W ranks, S elements of a shard, P = W·S.
 """
 
@@ -28,15 +28,15 @@ from fzero.testing.laws import Law
 from sharding.views import torch_dtype
 
 GUARD = 4
-"""Elements of other tensors before and after what a collective is given, in the same memory."""
+"""Elements of other tensors before and after the argument of a collective, in the same memory."""
 LARGE = 512
-"""Elements of a shard from which on more may not be sent than the exact collectives do: what a code book, a scale or a header
-takes beside the numbers is little then."""
+"""From this number of elements in a shard on, a hook must not send more than the exact collectives: overhead such as a code
+book, a scale or a header is small then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Some rounds of a gather and a reduce-scatter of random whole numbers, which all differ in a round.
+    """Rounds of a gather and a reduce-scatter of random whole numbers, which are distinct within a round.
 
     >>> Rounds(world_size=2, shard_numel=1, dtype="float32", num_rounds=1, seed=0).shards[0].shape
     torch.Size([2, 1])
@@ -50,12 +50,12 @@ class Rounds:
 
     @property
     def shards(self) -> Tensor:
-        """What each rank gathers in each round (num_rounds, W, S)."""
+        """The shards that each rank gathers in each round (num_rounds, W, S)."""
         return self._numbers(self.seed).view(self.num_rounds, self.world_size, self.shard_numel)
 
     @property
     def fulls(self) -> Tensor:
-        """What each rank adds in each round (num_rounds, W, P)."""
+        """The summands of each rank in each round (num_rounds, W, P)."""
         by_rank = [self._numbers(self.seed + 1 + rank) for rank in range(self.world_size)]
         return torch.stack(by_rank, dim=1)
 
@@ -68,7 +68,7 @@ class Rounds:
 
 
 def rounds(min_numel: int = 0, max_numel: int = 9) -> st.SearchStrategy[Rounds]:
-    """Rounds on 1 to 4 ranks, with shards of no elements among them and of odd numbers of elements."""
+    """Rounds on 1 to 4 ranks, including empty shards and odd numbers of elements."""
     return st.builds(
         Rounds,
         world_size=st.integers(1, 4),
@@ -93,7 +93,7 @@ class _Counter(Hub):
 
     @property
     def num_left(self) -> int:
-        """Messages that nobody received."""
+        """Messages that no rank received."""
         return len(self._mail)
 
 
@@ -116,18 +116,18 @@ class _Given(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """What a round gave on one rank."""
+    """The results of a round on one rank."""
 
     full: Any
     gather_state: Any
     sum: Any
     reduce_state: Any
     is_unchanged: tuple[bool, bool]
-    """What gather and reduce_scatter were given."""
+    """The arguments of gather and reduce_scatter."""
 
 
 class _Run(NamedTuple):
-    """What the rounds gave: by rank, and by round."""
+    """The results of the rounds, by rank and round."""
 
     first_states: list[tuple[Any, Any]]
     """Of gather and of reduce_scatter."""
@@ -138,7 +138,7 @@ class _Run(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """A comm hook with the error that it may make."""
+    """A comm hook with its allowed error."""
 
     hook: CommHook
     max_error: float
@@ -169,7 +169,7 @@ def _run(declared: Declared, example: Rounds, *, is_late: bool = False) -> _Run:
 
 
 def _reduce(hook: CommHook, full_P: Tensor, axis: LockstepAxis, state: Any, *, is_late: bool) -> tuple[Tensor, Any]:
-    """A reduction as a step makes it: at once, or of what an earlier collective has still to write."""
+    """A reduction as in a step: immediate, or of values that an earlier collective is still writing."""
     if not is_late:
         return hook.reduce_scatter(full_P, axis, state)
     written = torch.full_like(full_P, torch.nan)

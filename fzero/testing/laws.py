@@ -1,7 +1,7 @@
-"""What is a law, and how is one tried?
+"""`Law`, `try_law`: a law as data, and its check by hypothesis.
 
-A law is a row of a table: its sentence, what to mend where it is broken, the examples to try, and a function that looks for a
-fault in one of them. hypothesis tries the examples and finds a small one in which there is a fault.
+A law is a row of a table: its sentence, the fix for a fault, a strategy for examples, and a function that finds a fault in
+an example. hypothesis draws examples, and shrinks one with a fault.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Example = TypeVar("Example")
 
 
 class Law(NamedTuple, Generic[Subject, Example]):
-    """`find_fault` says what is wrong with the subject in an example of `examples`; None is nothing."""
+    """`find_fault` describes the subject's fault in an example of `examples`, or returns None."""
 
     sentence: str
     fix: str
     examples: st.SearchStrategy[Example]
     find_fault: Callable[[Subject, Example], str | None]
     corners: tuple[Example, ...] = ()
-    """Examples that are always tried, after those that are drawn: too large to be drawn often, and to be made smaller."""
+    """Examples that are always tried after the drawn ones, because they are too large to be drawn often or shrunk."""
 
 
 def try_law(law: Law[Subject, Example], subject: Subject, name: str, max_examples: int) -> None:
@@ -35,7 +35,7 @@ def try_law(law: Law[Subject, Example], subject: Subject, name: str, max_example
         cause = None
         try:
             fault = law.find_fault(subject, example)
-        except Exception as error:  # whatever code that is not ours does
+        except Exception as error:  # the subject is the user's code
             fault, cause = f"it raises {type(error).__name__}: {error}", error
         if fault:
             told = f"{name}: {law.sentence}. Found that {fault}. {title}: {example}. {law.fix}"
@@ -58,7 +58,7 @@ def try_law(law: Law[Subject, Example], subject: Subject, name: str, max_example
 
     try:
         holds()
-    except (AssertionError, Flaky):  # what remembers or draws numbers may be right when it is tried again
+    except (AssertionError, Flaky):  # a subject with memory or random numbers may pass when it is tried again
         message, reason = faults[-1]
         raise AssertionError(message) from reason
     for corner in law.corners:

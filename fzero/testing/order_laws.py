@@ -1,4 +1,4 @@
-"""Which laws must an order of parameters keep, so that a flat buffer may follow it on every rank?"""
+"""The laws that an order of parameters must keep, so that a flat buffer can follow it on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fzero.testing.laws import Law
 
 @dataclass(frozen=True, slots=True)
 class OrderExample:
-    """How many parameters, on how many ranks.
+    """A number of parameters, and of ranks.
 
     >>> OrderExample(length=3, world_size=2)
     OrderExample(length=3, world_size=2)
@@ -65,7 +65,7 @@ def _differs_by_rank(order: OrderFunction, example: OrderExample) -> str | None:
 
 @contextmanager
 def _as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """What a process of a job can see of its rank without asking the process group."""
+    """Inside, the environment variables are those of a rank of a job, without a process group."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     with patch.dict(os.environ, {key: str(value) for key, value in told.items()}):
         yield

@@ -1,8 +1,8 @@
-"""What would one process with plain PyTorch compute, that plays the ranks of a job one after the other?
+"""`ReferenceTrainer`: one process with plain PyTorch, which computes the ranks of a job one after the other.
 
-The oracle of `fzero.testing.TrainingMachine`. It knows no flat buffer, shard or unit: a module, its weights by name,
-and an optimizer of one tensor. What it shares with a job is the order in which numbers are added up, which a job promises:
-micro-step by micro-step and over the ranks in rank order, each in the dtype in which it is sent.
+It is the oracle of `fzero.testing.TrainingMachine`. It has no flat buffers, shards or units: only a module, its weights by
+name, and an optimizer of one tensor. It shares with a job the promised order of summation: micro-step by micro-step, and
+over the ranks in rank order, each in the dtype in which it is sent.
 
 Shape letters: A micro-steps, W ranks, B samples of a micro-step on one rank.
 """
@@ -25,15 +25,15 @@ from fzero.optim.transforms import Transform, leaf_names
 Numbers = dict[str, Tensor]
 """Tensors by name."""
 LANES = 32
-"""A kernel rounds the last few elements of a tensor otherwise than the rest. So an update here, as in a flat buffer, has so
-many zeros behind the last element."""
+"""Zeros appended to a tensor for an update, as in a flat buffer, because a kernel may round the last few elements of a tensor
+differently."""
 Precision = Literal["float32", "bfloat16", "float16"]
 COMPUTE: dict[Precision, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a step is made from, besides the model and its optimizer.
+    """The arguments of a step, besides the model and its optimizer.
 
     >>> Job(stage=3, world_size=2).config["zero_optimization"]["stage"]
     3
@@ -47,21 +47,21 @@ class Job:
     clip: float = 0.0
     units: tuple[str, ...] | None = None
     threshold: int = 0
-    """Parameters of fewer elements stay whole in stage 3."""
+    """Parameters with fewer elements are kept in full in stage 3."""
     order: Literal["declaration", "round robin"] = "declaration"
     memory: Literal["donated", "kept"] = "donated"
-    """Whether a step may write into the state that it is given."""
+    """Whether a step may write into its argument state."""
     placement: Literal["device", "host", "nvme", "parameters too"] = "device"
-    """Where masters and optimizer state live."""
+    """The placement of masters and optimizer state."""
     initial_scale_power: int = 8
-    """Of the loss scale, in fp16; so are the next three."""
+    """Of the loss scale in fp16, as are the next three."""
     window: int = 2
     hysteresis: int = 1
     consecutive: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
-        """What fzero is given, but for the optimizer."""
+        """The configuration for fzero, without the optimizer."""
         bf16 = {"enabled": True, "auto_cast": True}
         fp16 = bf16 | {
             "initial_scale_power": self.initial_scale_power,
@@ -99,7 +99,7 @@ class Job:
 
 
 class ReferenceOptimizer(NamedTuple):
-    """An optimizer of one tensor: `init(param)` is its state, `update(grad, param, state)` the new parameter and state."""
+    """An optimizer of one tensor: `init(param)` returns its state, `update(grad, param, state)` the new parameter and state."""
 
     init: Callable[[Tensor], Numbers]
     update: Callable[[Tensor, Tensor, Numbers], tuple[Tensor, Numbers]]
@@ -112,7 +112,7 @@ def optimizer_of_torch(
 
     Args:
         make: makes it of its parameters.
-        names: of the tensors that the state has in fzero, each with torch's name for it.
+        names: torch's name of each tensor of fzero's state, by fzero's name.
     """
 
     def init(param: Tensor) -> Numbers:
@@ -130,7 +130,7 @@ def optimizer_of_torch(
 
 
 def optimizer_of_transform(make: Callable[[], Transform]) -> ReferenceOptimizer:
-    """A transform, which meets each parameter by itself and whole."""
+    """A transform, applied to each full parameter separately."""
 
     def init(param: Tensor) -> Numbers:
         state = make().init(param.clone())
@@ -175,7 +175,7 @@ class ReferenceLossScale:
         return self.rules.hysteresis == 1 or self.left == 1
 
     def step(self, overflow: bool) -> None:
-        """Goes on by one step."""
+        """Advances by one step."""
         if not self.rules.dynamic:
             return
         if overflow:
@@ -198,29 +198,29 @@ class ReferenceLossScale:
 
 
 class ReferenceOutcome(NamedTuple):
-    """What a step of the plain model came to."""
+    """The results of a step of the plain model."""
 
     loss: float
     """The mean over ranks and micro-steps."""
     norm: float
-    """Of the mean gradient."""
+    """The norm of the mean gradient."""
     scale: float
-    """What the loss was multiplied by."""
+    """The factor of the loss."""
     end: Literal["update", "skip", "error"]
     rounding: float
-    """By which share of the gradient's norm a job's numbers may differ; 0 asks for the same bits."""
+    """The allowed difference of a job's numbers, as a fraction of the gradient's norm; 0 requires equal bits."""
 
 
 class ReferenceTrainer:
     """A model in training, in one process.
 
     Attributes:
-        weights: by name, of every parameter that has one of its own: what the optimizer updates; of a frozen one, what the
-            model computes with.
-        state: the optimizer's, by parameter: flat tensors with zeros behind, and 0-d ones.
-        num_updates: made so far.
+        weights: by name, without aliases: for a trained parameter the tensor that the optimizer updates, for a frozen one the
+            tensor that the model computes with.
+        state: the optimizer's, by parameter: flat tensors with zeros appended, and 0-d ones.
+        num_updates: the number of updates so far.
         trained: the names of parameters that are not frozen.
-        compares: whether numbers must be the same bits where the arithmetic is the same, or only to rounding everywhere.
+        compares: "bits" requires equal bits where the arithmetic is the same; "numbers" allows rounding everywhere.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class ReferenceTrainer:
         self.begin(job.scaling)
 
     def compute_in(self, precision: Precision) -> None:
-        """The model computes in these dtypes from now on. What is trained stays in fp32, or in fp64 where it is that."""
+        """Switches the model to these dtypes. Trained weights are kept in fp32, or in fp64 if they are so."""
         self._dtype = COMPUTE[precision]
         for name, param in self._module.named_parameters():
             param.data = self.weights[name].to(self._dtype or self._own_dtypes[name], copy=True)
@@ -243,7 +243,7 @@ class ReferenceTrainer:
                 self.weights[name] = param.data.clone()
 
     def begin(self, scaling: LossScaling) -> None:
-        """Training begins with the weights that there are."""
+        """Starts training from the present weights."""
         self.state = {name: self.optimizer.init(_lengthened(self.weights[name])) for name in self.trained}
         self.num_updates, self.loss_scale = 0, ReferenceLossScale(scaling)
 
@@ -279,14 +279,14 @@ class ReferenceTrainer:
         return ReferenceOutcome(mean, norm, scale, "update", rounding)
 
     def take(self, weights: Numbers, state: Mapping[str, Numbers]) -> None:
-        """Goes on with these numbers."""
+        """Continues with these numbers."""
         self.weights |= {name: weight.to(self.weights[name].dtype).clone() for name, weight in weights.items()}
         for name, numbers in state.items():
             old = self.state[name]
             self.state[name] = {k: _lengthened(numbers[k]) if x.ndim else numbers[k].clone() for k, x in old.items()}
 
     def evaluate(self, job: Job, batch_W: Any) -> float:
-        """The mean loss over ranks, of whole batches."""
+        """The mean loss over ranks, of full batches."""
         self._load()
         self._module.eval()
         whole = [self._loss(job, batch_W, rank).item() for rank in range(job.world_size)]
@@ -294,10 +294,10 @@ class ReferenceTrainer:
         return sum(whole) / len(whole)
 
     def rounding(self, *, clips: bool = False) -> float:
-        """By which share of the gradient's norm numbers of a job may differ.
+        """The allowed difference of a job's numbers, as a fraction of the gradient's norm.
 
-        A norm is a sum in an order that depends on the layout. The parts of the gradient of a parameter with two places are
-        here added up before they are divided, and in a job afterwards.
+        A norm is a sum in an order that depends on the layout. For a tied parameter, the parts of the gradient are summed here
+        before the division, and in a job after it.
         """
         if self.compares == "numbers" or self._adds_parts:
             return {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}.get(self._dtype or torch.float32, 2.0**-18)
@@ -327,7 +327,7 @@ class ReferenceTrainer:
 
 
 def _lengthened(x: Tensor) -> Tensor:
-    """The elements of `x` with zeros behind them."""
+    """The elements of `x` with zeros appended."""
     flat = x.new_zeros(x.numel() + LANES)
     flat[: x.numel()] = x.reshape(-1)
     return flat[: -(-x.numel() // LANES) * LANES]

@@ -1,8 +1,8 @@
-"""Does training go on as one plain process would, whatever is done to it between two steps, and in any order?
+"""`TrainingMachine`: compares training with one plain process, under any sequence of changes between steps.
 
-A state machine of hypothesis holds a job (all ranks of it in this process, with the bits of as many processes) and beside it
-the oracle, `fzero.testing.reference_trainer`. A *rule* does one thing to both, and after each rule all *invariants* are
-checked. hypothesis draws the model, the job and the rules, and shows the shortest run that breaks a law.
+A state machine of hypothesis holds a job (all its ranks in this process, with the bits of as many processes) and the oracle,
+`fzero.testing.reference_trainer`. A *rule* changes both in one way, and after each rule all *invariants* are checked.
+hypothesis draws the model, the job and the rules, and reports the shortest run that breaks a law.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from fzero.simulation import LockstepRanks, simulate
 from fzero.state import Metrics, TrainState
 from fzero.step import make_train_step
 from fzero.storage.file_tensor import FileTensors, in_memory
+from fzero.testing.comparisons import changed, copied, differs, full, names_of, near, raise_first
 from fzero.testing.reference_trainer import (
     Job,
     Numbers,
@@ -41,21 +42,21 @@ from fzero.testing.reference_trainer import (
     optimizer_of_torch,
     optimizer_of_transform,
 )
-from sharding import Partial, Replicated, Sharded, TensorSpec
+from sharding import Partial, Replicated, TensorSpec
 from sharding.testing import models
 from sharding.views import torch_dtype, unflatten
 
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
-"""Where checkpoints are written: a disk that is waited for each time takes longer than all the rest."""
+"""The folder of checkpoints, in memory if possible: waiting for a disk would take most of the time."""
 
 NUM_RULES = 8
-"""Most rules of one run."""
+"""The most rules of one run."""
 
 
 class Optimizer(NamedTuple):
-    """An optimizer of a job, and the plain one that must do the same.
+    """An optimizer of a job, and the equivalent plain one.
 
-    Rates and eps are such that no weight moves further than the gradient does: rounding must not be amplified.
+    Learning rates and eps are such that no weight changes by more than its gradient, so that rounding is not amplified.
     """
 
     config: dict[str, Any]
@@ -105,32 +106,32 @@ jobs = st.builds(
 
 seeds = st.integers(0, 2**16)
 steps = st.lists(seeds, max_size=2)
-"""What a rule trains on when it has done its own: hypothesis leaves rules out of a run, and so would leave out training."""
+"""Seeds of batches that a rule trains on at its end: hypothesis drops rules from a run, and would drop separate training."""
 
 
 class TrainingMachine(RuleBasedStateMachine):
-    """Trains, overflows, changes stage, world size, placement, layout, precision and batch, and begins anew, in any order.
+    """Trains, overflows, changes stage, world size, placement, layout, precision and batch, and restarts, in any order.
 
         class TestTraining(TrainingMachine.TestCase): ...            # of pytest or unittest
 
         class MyMachine(TrainingMachine):
             transform = staticmethod(lambda lr: my_optimizer(lr))
 
-    `MyMachine.TestCase.settings` says how many runs there are: those of hypothesis' profile when the class is made.
+    `MyMachine.TestCase.settings` has the number of runs: that of hypothesis' profile when the class is made.
 
-    A further capability joins as a further rule: a method that gives `self.state` and, with `self.step_of(job)`, `self.step`
-    and `self.job` other values, leaves the numbers as they are, and may end with `self.train(then)` on some `steps`. Where it
-    changes numbers it does so to `self.plain`, too.
+    Add a rule for another capability: a method that sets `self.state` and, with `self.step_of(job)`, `self.step` and
+    `self.job`, does not change numbers, and may end with `self.train(then)` on some `steps`. If it changes numbers, it
+    changes `self.plain` too.
 
     Attributes:
-        transform: in place of the optimizers here: see `make_train_step`. It must be elementwise.
-        lr: the learning rate that it is given.
-        compares: `"numbers"` compares to rounding what a step computes, in fp32 to 2⁻¹⁸ of the gradient's norm: a sum of BLAS
-            may depend on where a matrix is. `"bits"` asks for the same bits, but where gradients are clipped or parameters
-            tied: for models of so few elements that a sum has one order, and transforms that make much of little (a sign).
-        job, model, step, state: what is being trained; the state is stacked (`fzero.simulate`), and in memory when
+        transform: replaces the optimizers here: see `make_train_step`. It must be elementwise.
+        lr: its learning rate.
+        compares: `"numbers"` compares the results of a step up to rounding, in fp32 up to 2⁻¹⁸ of the gradient's norm: a BLAS
+            sum may depend on a matrix's address. `"bits"` requires equal bits, except where gradients are clipped or parameters
+            tied: for models so small that a sum has one order, and transforms that amplify small differences (a sign).
+        job, model, step, state: the job being trained; the state is stacked (`fzero.simulate`), and in memory when
             a rule begins.
-        held: the state in memory, wherever it is.
+        held: the state in memory, whatever its placement.
         plain: the oracle.
     """
 
@@ -150,7 +151,7 @@ class TrainingMachine(RuleBasedStateMachine):
         return models()
 
     def jobs(self) -> st.SearchStrategy[Job]:
-        """What a step is made from; units that a model does not have are left out."""
+        """A step's arguments; units that the model does not have are left out."""
         return jobs
 
     def make_batch(self, num_samples: int, seed: int) -> Any:
@@ -160,7 +161,7 @@ class TrainingMachine(RuleBasedStateMachine):
         return torch.randn(num_samples, features, generator=generator)
 
     def teardown(self) -> None:
-        """Ends a run: its files go."""
+        """Ends a run, and removes its files."""
         self.state: Any = None
         if self.folder is not None:
             self.folder.cleanup()
@@ -190,7 +191,7 @@ class TrainingMachine(RuleBasedStateMachine):
 
     @rule(seed=seeds, rank=st.integers(0, 3), value=st.sampled_from((float("nan"), float("inf"), 1e30)), then=steps)
     def overflow(self, seed: int, rank: int, value: float, then: list[int]) -> None:
-        """A sample of one rank is out of bounds."""
+        """Trains on a batch in which a sample of one rank overflows."""
         batch_W = self._batch(seed)
         for x_W in optree.tree_leaves(batch_W):
             if x_W.is_floating_point():
@@ -203,8 +204,8 @@ class TrainingMachine(RuleBasedStateMachine):
         batch_W, before = self._batch(seed), copied(self.state)
         found, expected = self.step.evaluate(self.state, batch_W).item(), self.plain.evaluate(self.job, batch_W)
         is_near = near(found, expected, max(self.plain.rounding(), 1e-5))
-        tell("evaluate gives the mean loss", None if is_near else f"{found}, not {expected}")
-        tell("evaluate leaves the state as it was", changed(before, self.state))
+        raise_first("evaluate gives the mean loss", None if is_near else f"{found}, not {expected}")
+        raise_first("evaluate leaves the state as it was", changed(before, self.state))
         self.train(then)
 
     @rule(stage=st.integers(0, 3), then=steps)
@@ -221,8 +222,8 @@ class TrainingMachine(RuleBasedStateMachine):
     def train_elsewhere(
         self, placement: Literal["host", "nvme", "parameters too"], stage: int, then: list[int]
     ) -> None:
-        """The state moves to host memory or files (in stage 3 with the parameters, or without), trains there, changes its stage
-        on the way back, and goes on."""
+        """Moves the state to host memory or files (in stage 3 with or without the parameters), trains there, and moves it back
+        to another stage."""
         self._place(placement)
         self.train(then)
         self.every_law_holds()
@@ -231,14 +232,14 @@ class TrainingMachine(RuleBasedStateMachine):
 
     @rule(other=st.runner().flatmap(lambda machine: machine.jobs()), then=steps)
     def change_all(self, other: Job, then: list[int]) -> None:
-        """All but the precision at once: also the layout, the batch, and how gradients are clipped."""
+        """Changes everything but the precision at once, also layout, batch and clipping."""
         kept = ("precision", "initial_scale_power", "window", "hysteresis", "consecutive")
         self.move(replace(other, **{field: getattr(self.job, field) for field in kept}))
         self.train(then)
 
     @rule(other=st.runner().flatmap(lambda machine: machine.jobs()), then=steps)
     def change_precision(self, other: Job, then: list[int]) -> None:
-        """The loss scale stays where it is dynamic before and after."""
+        """Changes the precision; the loss scale is kept if it is dynamic before and after."""
         old = self.job.scaling
         self.move(replace(self.job, precision=other.precision))
         self.plain.compute_in(self.job.precision)
@@ -248,13 +249,13 @@ class TrainingMachine(RuleBasedStateMachine):
 
     @rule(other=st.runner().flatmap(lambda machine: machine.jobs()), then=steps)
     def save_and_load(self, other: Job, then: list[int]) -> None:
-        """On other ranks, in another stage, layout and precision; the loss scale stays where it is dynamic before and after."""
+        """Loads on other ranks, in another stage, layout and precision; the loss scale is kept if dynamic before and after."""
         kept = ("initial_scale_power", "window", "hysteresis", "consecutive")
         job = self._fitting(replace(other, **{field: getattr(self.job, field) for field in kept}))
         old, step, before = self.job, self.step_of(job), copied(self.state)
         with TemporaryDirectory(dir=MEMORY) as folder:
             save(self.state, folder, step=self.step)
-            tell("saving leaves the state as it was", changed(before, self.state))
+            raise_first("saving leaves the state as it was", changed(before, self.state))
             state = load(folder, step=step).state
         self.job, self.step, self.state = job, step, state
         self.plain.compute_in(job.precision)
@@ -264,7 +265,7 @@ class TrainingMachine(RuleBasedStateMachine):
 
     @rule(then=steps)
     def gather_and_init_again(self, then: list[int]) -> None:
-        """The weights stay, all else begins anew."""
+        """Keeps the weights, and initialises the rest."""
         self.state = self.step.init(self.step.gather(self.state))
         self.plain.begin(self.job.scaling)
         self.train(then)
@@ -286,11 +287,11 @@ class TrainingMachine(RuleBasedStateMachine):
             found = tuple(x_W.shape), x_W.dtype
             return f"is {found} and its spec says {expected}" if found != expected else None
 
-        tell("every tensor is as the specs say", *self._faults(fault))
+        raise_first("every tensor is as the specs say", *self._faults(fault))
         specs = optree.tree_leaves(self.step.specs)
         for spec, x in zip(specs, optree.tree_leaves(self.state), strict=True):
             told = f"{spec} is {x!r}" if isinstance(x, FileTensors) != (spec.placement.kind == "nvme") else None
-            tell("every tensor lives where the specs say", told)
+            raise_first("every tensor lives where the specs say", told)
 
     def all_ranks_agree_on_what_they_all_hold(self) -> None:
         def fault(spec: TensorSpec, x_W: Tensor) -> str | None:
@@ -299,13 +300,13 @@ class TrainingMachine(RuleBasedStateMachine):
             different = [rank for rank in range(len(x_W)) if not same_bits(x_W[rank], x_W[0])]
             return f"of rank {different[0]} is another than that of rank 0" if different else None
 
-        tell("all ranks agree on what they all hold", *self._faults(fault))
+        raise_first("all ranks agree on what they all hold", *self._faults(fault))
 
     def padding_is_zero(self) -> None:
         for name, buffer, spec, x_W in self._flat_tensors():
             if not isinstance(spec.spec, Partial):
-                padding = whole(x_W, spec)[buffer.layout.numel :]
-                tell("padding is zero", f"{name} ends in {padding.tolist()[:4]}…" if padding.any() else None)
+                padding = full(x_W, spec)[buffer.layout.numel :]
+                raise_first("padding is zero", f"{name} ends in {padding.tolist()[:4]}…" if padding.any() else None)
 
     def the_numbers_are_those_of_a_plain_process(self) -> None:
         self._compare(rounding=0.0, norm=0.0)
@@ -314,7 +315,7 @@ class TrainingMachine(RuleBasedStateMachine):
         full, held = self.step.gather(self.state), self.weights()
         for key, name in self.step.steps[0].runtime.stored_names.items():
             fault = None if torch.equal(full[key], held[name].to(full[key].dtype)) else f"{key} is another"
-            tell("gather gives what the ranks hold, by the model's own names", fault)
+            raise_first("gather gives what the ranks hold, by the model's own names", fault)
 
     def counts_and_loss_scale_are_those_of_a_plain_process(self) -> None:
         scale, plain = self.state.loss_scale, self.plain.loss_scale
@@ -323,9 +324,11 @@ class TrainingMachine(RuleBasedStateMachine):
         if not plain.rules.dynamic:
             found, expected = found[:2], expected[:2]
         told = f"(updates, scale, hysteresis, good steps) are {found}, not {expected}"
-        tell("an overflow makes no update, and the loss scale is DeepSpeed's", told if found != expected else None)
+        raise_first(
+            "an overflow makes no update, and the loss scale is DeepSpeed's", told if found != expected else None
+        )
 
-    # --- what rules are made of ----------------------------------------------------------------------------------
+    # --- parts of rules ------------------------------------------------------------------------------------------
 
     def step_of(self, job: Job) -> LockstepRanks:
         """The step of a job."""
@@ -343,7 +346,7 @@ class TrainingMachine(RuleBasedStateMachine):
         return simulate(step, job.world_size, by="lockstep")
 
     def move(self, job: Job) -> None:
-        """Goes on with another job."""
+        """Continues with another job."""
         job = self._fitting(job)
         old, new = self.step, self.step_of(job)
         state = reshard(self.state, old, new)
@@ -354,23 +357,23 @@ class TrainingMachine(RuleBasedStateMachine):
         self.job = self._fitting(replace(self.job, placement=placement))
         self.step, before = self.step_of(self.job), copied(self.state)
         self.state = place(self.state, self.step)
-        tell("a state that moves stays as it was", changed(before, self.state))
+        raise_first("a state that moves stays as it was", changed(before, self.state))
 
     @property
     def held(self) -> TrainState[Tensor]:
-        """The state in memory, wherever it lives."""
+        """The state in memory, whatever its placement."""
         found: TrainState[Tensor] = in_memory(self.state)
         return found
 
     def weights(self) -> Numbers:
-        """What is updated of every parameter, or what the model computes with where it is frozen."""
+        """The updated weight of every parameter, or the model's own where it is frozen."""
         found: Numbers = {}
         state = self.held
         specs = self.step.specs
         for buffer in self.step.plan.flat_buffers:
             part = "master" if buffer.has_master else "params"
             flat_W, spec = getattr(state, part)[buffer.key], getattr(specs, part)[buffer.key]
-            found |= unflatten(whole(flat_W, spec), buffer.layout)
+            found |= unflatten(full(flat_W, spec), buffer.layout)
         return found
 
     def optimizer_state(self) -> dict[str, Numbers]:
@@ -383,7 +386,7 @@ class TrainingMachine(RuleBasedStateMachine):
             tree, specs = state.optimizer[buffer.key], self.step.specs.optimizer[buffer.key]
             for leaf, x_W, spec in zip(leaf_names(tree), optree.tree_leaves(tree), optree.tree_leaves(specs)):
                 is_flat = spec.shape == (buffer.padded_numel,)
-                views = unflatten(whole(x_W, spec), buffer.layout) if is_flat else {}
+                views = unflatten(full(x_W, spec), buffer.layout) if is_flat else {}
                 for name in buffer.layout.names:
                     found.setdefault(name, {})[leaf] = views.get(name, x_W[0])
         return found
@@ -399,10 +402,10 @@ class TrainingMachine(RuleBasedStateMachine):
     def _fitting(self, job: Job) -> Job:
         names = [name for name, _ in self.model.named_parameters()]
         units = tuple(unit for unit in job.units or () if any(name.startswith(f"{unit}.") for name in names))
-        # In fp16 a sum of two parts of a gradient may overflow, and the sum of their shares not.
+        # In fp16 the sum of two parts of a gradient may overflow where the sum of the divided parts does not.
         is_tied = len(names) < sum(1 for _ in self.model.named_parameters(remove_duplicate=False))
         precision = "bfloat16" if is_tied and job.precision == "float16" else job.precision
-        # There is one generation of files.
+        # Files hold one generation only.
         in_files = job.placement in ("nvme", "parameters too")
         placement = "host" if job.memory == "kept" and in_files else job.placement
         return replace(job, units=units or None, precision=precision, placement=placement)
@@ -420,19 +423,19 @@ class TrainingMachine(RuleBasedStateMachine):
             self.state, metrics = self.step(given, batch_W)
         except FloatingPointError as error:
             told = f"{error}, but {expected}" if expected.end != "error" else None
-            tell("a step ends as that of a plain process", told)
-            tell("a step that raises leaves the state as it was", changed(before, given, but=("grads",)))
+            raise_first("a step ends as that of a plain process", told)
+            raise_first("a step that raises leaves the state as it was", changed(before, given, but=("grads",)))
         if metrics is not None:
             end = "skip" if metrics.overflow else "update"
             told = f"{end} with {metrics}, but {expected}" if expected.end != end else None
-            tell("a step ends as that of a plain process", told)
+            raise_first("a step ends as that of a plain process", told)
             self._check_metrics(metrics, expected)
         if expected.end == "skip":
-            tell("a skipped step changes nothing", changed(before, self.state, but=("grads", "loss_scale")))
+            raise_first("a skipped step changes nothing", changed(before, self.state, but=("grads", "loss_scale")))
         if self.job.memory == "kept":
-            tell("a step that donates nothing leaves the state as it was", changed(before, given))
+            raise_first("a step that donates nothing leaves the state as it was", changed(before, given))
         if expected.end == "update" and expected.rounding:
-            # Compared before the oracle takes these numbers, so that the rounding of two steps does not add up.
+            # The oracle then continues with these numbers, so that the rounding of two steps does not add up.
             self._compare(rounding=expected.rounding, norm=expected.norm)
             self.plain.take(self.weights(), self.optimizer_state())
 
@@ -442,25 +445,29 @@ class TrainingMachine(RuleBasedStateMachine):
             pairs["grad_norm"] = (metrics.grad_norm, expected.norm)
         for name, (found, value) in pairs.items():
             is_near = near(found.item(), value, max(expected.rounding, 1e-5))
-            tell("metrics are those of a plain process", None if is_near else f"{name} is {found.item()}, not {value}")
+            raise_first(
+                "metrics are those of a plain process", None if is_near else f"{name} is {found.item()}, not {value}"
+            )
 
     def _compare(self, *, rounding: float, norm: float) -> None:
-        """Raises unless weights and optimizer state are the oracle's: to a share of the gradient's norm, 0 for the bits."""
+        """Raises unless weights and optimizer state equal the oracle's, up to `rounding` times the gradient's norm."""
         sentence = "the numbers are those of a plain process"
         weights, state = self.weights(), self.optimizer_state()
         for name, expected in self.plain.weights.items():
-            tell(sentence, differs(weights[name], expected, rounding, norm, f"weight {name!r}"))
+            raise_first(sentence, differs(weights[name], expected, rounding, norm, f"weight {name!r}"))
         for name in self.plain.trained:
             for leaf, expected in self.plain.state[name].items():
                 found = state[name][leaf]
                 like = expected[: found.numel()].view(found.shape) if expected.ndim else expected
-                tell(sentence, differs(found, like, rounding, norm, f"{leaf} of {name!r}"))
+                raise_first(sentence, differs(found, like, rounding, norm, f"{leaf} of {name!r}"))
 
     def _faults(self, fault: Callable[[TensorSpec, Tensor], str | None]) -> Iterator[str | None]:
-        """What is wrong with tensors of the state, but for the random generators, which are each rank's own."""
+        """The faults of the state's tensors, without the random states, which differ between ranks."""
         specs, state = (tree._replace(rng={}) for tree in (self.step.specs, self.held))
-        tell("the state is as the specs say", None if _names(specs) == _names(state) else f"it has {_names(state)}")
-        for name, spec, x_W in zip(_names(specs), optree.tree_leaves(specs), optree.tree_leaves(state)):
+        raise_first(
+            "the state is as the specs say", None if names_of(specs) == names_of(state) else f"it has {names_of(state)}"
+        )
+        for name, spec, x_W in zip(names_of(specs), optree.tree_leaves(specs), optree.tree_leaves(state)):
             found = fault(spec, x_W)
             yield f"{name} {found}" if found else None
 
@@ -476,69 +483,10 @@ class TrainingMachine(RuleBasedStateMachine):
 
 
 def limit_rules(machine: type[TrainingMachine]) -> None:
-    """Gives the tests of a machine short runs: many of them find more than a few long ones."""
+    """Limits the runs of a machine's tests: many short runs find more than a few long ones."""
     machine.TestCase.settings = settings(
         stateful_step_count=NUM_RULES, deadline=None, suppress_health_check=list(HealthCheck)
     )
 
 
 limit_rules(TrainingMachine)
-
-
-# --- helpers -----------------------------------------------------------------------------------------------------
-
-
-def tell(sentence: str, *faults: str | None) -> None:
-    """Raises with the law and the first fault, if there is one."""
-    for fault in faults:
-        if fault:
-            raise AssertionError(f"{sentence}. Found that {fault}")
-
-
-def whole(x_W: Tensor, spec: TensorSpec) -> Tensor:
-    """A flat tensor (P,) of what all ranks hold of it."""
-    return x_W.reshape(-1) if isinstance(spec.spec, Sharded) else x_W[0]
-
-
-def copied(state: TrainState[Tensor]) -> TrainState[Tensor]:
-    copy: TrainState[Tensor] = optree.tree_map(torch.clone, in_memory(state))
-    return copy
-
-
-def changed(before: TrainState[Tensor], after: TrainState[Tensor], *, but: tuple[str, ...] = ()) -> str | None:
-    """The first tensor that has other bits, those of some fields left out."""
-    nothing: dict[str, Any] = {field: {} for field in but}
-    before, after = in_memory(before)._replace(**nothing), in_memory(after)._replace(**nothing)
-    for name, x, y in zip(_names(before), optree.tree_leaves(before), optree.tree_leaves(after), strict=True):
-        if not same_bits(x, y):
-            return f"{name} changed"
-    return None
-
-
-def near(found: float, expected: float, rounding: float = 1e-5) -> bool:
-    if expected != expected:
-        return found != found
-    return found == expected or abs(found - expected) <= rounding * max(abs(found), abs(expected))
-
-
-def differs(found: Tensor, expected: Tensor, rounding: float, norm: float, name: str) -> str | None:
-    """What is different about a tensor.
-
-    Args:
-        rounding: by which share of the gradient's norm elements may differ, and a little of their own; 0 for equal bits.
-        norm: of the gradient.
-    """
-    if found.shape != expected.shape:
-        return f"{name} has shape {tuple(found.shape)}, not {tuple(expected.shape)}"
-    found, expected = found.double(), expected.double()
-    if torch.equal(found, expected):
-        return None
-    gap = (found - expected).abs().max().item()
-    allowed = rounding * max(norm, norm**2) + (2.0**-18 * expected.abs().max().item() if rounding else 0.0)
-    if gap <= allowed:
-        return None
-    return f"{name} is {found.tolist()}, not {expected.tolist()}: {gap:.3g} apart where {allowed:.3g} is rounding"
-
-
-def _names(state: TrainState[Any]) -> list[str]:
-    return [accessor.codify("state") for accessor in optree.tree_accessors(state)]

@@ -1,15 +1,15 @@
-"""Which laws must an optimizer transform keep, so that every ZeRO stage, precision and placement can use it?
+"""The laws that an optimizer transform must keep, so that every ZeRO stage, precision and placement can use it.
 
-The examples are updates of one flat buffer, cut into shards as fzero cuts them. A fault is told in words: what differs, from
-what, and in which tensor. Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard, W ranks.
+The examples are updates of one flat buffer, cut into shards as in fzero. A fault is described in words, with the tensor that
+differs. Shape letters: P padded elements of a flat buffer = W·S, S elements of a shard, W ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -22,95 +22,16 @@ from fzero.optim.precision import mixed_precision
 from fzero.optim.transforms import Transform, leaf_names, same_bits, skip_if
 from fzero.plans.flat_params import ALIGNMENT
 from fzero.testing.laws import Law
+from fzero.testing.update_examples import Cut, Skips, Updates, several_updates, updates
 from sharding import FlatLayout, TensorSpec
-from sharding.testing import layouts, overflow_patterns, shapes, tensor_specs, world_sizes
+from sharding.testing import overflow_patterns, tensor_specs, world_sizes
 from sharding.views import dtype_name, torch_dtype
 
 GUARD = 8 * ALIGNMENT
 """Elements of other tensors before and after a shard, in the same memory."""
 
-# --- examples ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Updates:
-    """Some updates of one flat buffer: random numbers of quite different sizes, zeros in the padding.
-
-    >>> layout = FlatLayout(("w",), ((3,),), world_size=2, multiple_of=32)
-    >>> updates = Updates(layout, "float32", num_updates=4, seed=0)
-    >>> updates.param.shape, updates.grads.shape, updates.param[3:].any().item()
-    (torch.Size([64]), torch.Size([4, 64]), False)
-    """
-
-    layout: FlatLayout
-    dtype: str
-    num_updates: int
-    seed: int
-    start: int = 0
-    """The updates that came before, by the state's own counts (`fzero.optim.elementwise.started`)."""
-
-    @property
-    def param(self) -> Tensor:
-        """The parameter before the first update (P,)."""
-        return self._random(1, self.seed)[0]
-
-    @property
-    def grads(self) -> Tensor:
-        """The gradient of each update (num_updates, P)."""
-        return self._random(self.num_updates, self.seed + 1) * torch.logspace(-3, 2, self.numel).to(
-            torch_dtype(self.dtype)
-        )
-
-    @property
-    def numel(self) -> int:
-        """P."""
-        return self.layout.partition.padded_numel
-
-    def _random(self, num_rows: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        rows = torch.randn(num_rows, self.numel, generator=generator)
-        rows[:, self.layout.numel :] = 0
-        return rows.to(torch_dtype(self.dtype))
-
-
-def updates(min_parameters: int = 0, max_parameters: int = 4) -> st.SearchStrategy[Updates]:
-    """Updates of buffers on a few ranks: empty ones too, and such that some ranks hold padding only."""
-    parameters = shapes() | st.tuples(st.integers(ALIGNMENT + 1, 6 * ALIGNMENT))  # these are on several ranks
-    aligned = layouts(max_parameters, 5, min_parameters=min_parameters, parameters=parameters).map(
-        lambda layout: replace(layout, multiple_of=ALIGNMENT)
-    )
-    return st.builds(
-        Updates,
-        aligned,
-        st.sampled_from(["float32", "float64"]),
-        num_updates=st.integers(1, 4),
-        seed=st.integers(0, 999),
-        start=st.sampled_from((0, *LATE_STARTS)),
-    )
-
-
-def several_updates() -> st.SearchStrategy[list[Updates]]:
-    """Updates of several buffers of one dtype, not all of which are updated equally often."""
-    return st.lists(updates(), min_size=1, max_size=4).map(lambda them: [replace(x, dtype=them[0].dtype) for x in them])
-
-
-class Skips(NamedTuple):
-    """Updates between which others are skipped."""
-
-    updates: Updates
-    overflows: tuple[tuple[bool, ...], ...]
-    """Of each step: on which rank a gradient is not finite."""
-
-
-class Cut(NamedTuple):
-    """A parameter's spec, and the ranks that it is for."""
-
-    spec: TensorSpec
-    world_size: int
-
-
 Make = Callable[[], Transform]
-"""Makes one more instance of the transform."""
+"""Makes a new instance of the transform."""
 
 
 def _run(transform: Transform, param: Tensor, grads: Sequence[Tensor] | Tensor, start: int) -> Any:
@@ -139,7 +60,7 @@ def _differs(found: Any, expected: Any) -> str | None:
 
 
 def _misplaced(make: Make, cut: Cut) -> str | None:
-    """Whether `place` tells of every tensor that `init` makes, and of no other, the right thing."""
+    """Whether `specs` does not describe exactly the tensors that `init` makes."""
     spec, world_size = cut
     param = torch.ones(spec.local_shape(world_size), dtype=torch_dtype(spec.dtype))
     transform = make()
@@ -162,13 +83,13 @@ def _misplaced(make: Make, cut: Cut) -> str | None:
 
 
 def _fails(make: Make, example: Updates) -> str | None:
-    """Whether an update raises, which is told by whoever calls this."""
+    """Whether an update raises; the caller reports the error."""
     _run(make(), example.param, example.grads, example.start)
     return None
 
 
 def _changed_kind(make: Make, example: Updates) -> str | None:
-    """Whether an update gives back another structure, shape or dtype than it was given."""
+    """Whether an update returns another structure, shape or dtype than its arguments have."""
     transform, param = make(), example.param
     state = started(transform, param, example.start)
     for grad in example.grads:
@@ -189,7 +110,7 @@ def _changed_kind(make: Make, example: Updates) -> str | None:
 
 
 def _aliased(make: Make, example: Updates) -> str | None:
-    """Whether two tensors that live on between updates share memory."""
+    """Whether two tensors that persist between updates share memory."""
     transform, param = make(), example.param
     state = transform.init(param)
     for index, grad in enumerate([None, *example.grads]):
@@ -203,7 +124,7 @@ def _aliased(make: Make, example: Updates) -> str | None:
 
 
 def _trespasses(make: Make, example: Updates) -> str | None:
-    """Whether something is written besides the three arguments of an update; a shard is a view into more memory."""
+    """Whether an update writes outside its three arguments; a shard is a view into larger memory."""
     transform = make()
 
     def guarded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +150,7 @@ def _trespasses(make: Make, example: Updates) -> str | None:
 
 
 def _remembers(make: Make, example: Updates) -> str | None:
-    """Whether the same updates give something else when they are made again."""
+    """Whether the same updates give other results when they are repeated."""
     expected = _run(make(), example.param, example.grads, example.start)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(example.seed + 1)
@@ -241,13 +162,13 @@ def _remembers(make: Make, example: Updates) -> str | None:
 
 
 def _is_disturbed(make: Make, example: Updates) -> str | None:
-    """Whether updates go another way when others come between them, or when their tensors are copies."""
+    """Whether updates give other results when others run between them, or when their tensors are copies."""
     expected = _run(make(), example.param, example.grads, example.start)
     transform, other = make(), make()
     others = Updates(example.layout, example.dtype, example.num_updates, example.seed + 2)
     extra = torch.ones(ALIGNMENT, dtype=torch_dtype(example.dtype))
     param, state = example.param, started(transform, example.param, example.start)
-    for grad in example.grads:  # each with tensors at another place in memory, as after a checkpoint
+    for grad in example.grads:  # tensors at other addresses for each, as after loading a checkpoint
         param, state = _copy((param, state))
         _, param, state = transform.update(grad.clone(), param, state)
     if differs := _differs((param, state), expected):
@@ -263,7 +184,7 @@ def _is_disturbed(make: Make, example: Updates) -> str | None:
 
 
 def _sees_others(make: Make, example: Updates) -> str | None:
-    """Whether the shards of the ranks, updated one by one, are not those of the whole."""
+    """Whether shards that are updated separately differ from the shards of the full update."""
     bounds = [example.layout.partition.bounds(rank) for rank in range(example.layout.world_size)]
     differs = find_cut(make(), example.param, example.grads, bounds, start=example.start)
     return (
@@ -292,7 +213,7 @@ def _is_not_skipped(make: Make, example: Skips) -> str | None:
 
 
 def _is_not_widened(make: Make, example: Updates) -> str | None:
-    """Whether fzero's call for 16 bits is not the update in 32 bits, rounded at the end."""
+    """Whether fzero's 16-bit call differs from the 32-bit update, rounded at the end."""
     transform, factor = make(), torch.tensor(0.25)
     param, grads = example.param.float(), example.grads.bfloat16()
     expected = _run(transform, param, grads.float() * factor, example.start)
@@ -319,14 +240,14 @@ def _is_not_widened(make: Make, example: Updates) -> str | None:
 
 
 def _several_differ(make: Make, example: list[Updates]) -> str | None:
-    """Whether one call for several buffers does something else than their updates one by one."""
+    """Whether one call for several buffers differs from their separate updates."""
     transform, last = make(), max(of.num_updates for of in example)
     if not transform.is_fused:
         return None
     side_by_side = torch.cat([of.param for of in example])
     params = torch.split(side_by_side, [of.numel for of in example])
     states = [started(transform, param, of.start) for of, param in zip(example, params, strict=True)]
-    for to_go in range(last, 0, -1):  # all end together, so that one may begin when others have been updated before
+    for to_go in range(last, 0, -1):  # all end together, so some begin after others
         now = [index for index, of in enumerate(example) if of.num_updates >= to_go]
         grads = [example[index].grads[-to_go] for index in now]
         news = transform.update_each(grads, [params[index] for index in now], [states[index] for index in now])
@@ -341,7 +262,7 @@ def _several_differ(make: Make, example: list[Updates]) -> str | None:
 
 
 class _Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers which operators gave the value of a tensor to the host."""
+    """Records the operators that read the value of a tensor to the host."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -356,7 +277,7 @@ class _Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _reads(make: Make, example: Updates) -> str | None:
     """Whether an update depends on a value that the host reads."""
     with _Reading() as reading:
-        _run(make(), example.param, example.grads, start=0)  # finding the counts of a state reads values, too
+        _run(make(), example.param, example.grads, start=0)  # finding the counts of a state also reads values
     return f"the host reads a value by {reading.operators[0]}" if reading.operators else None
 
 
@@ -385,19 +306,19 @@ EMPTY = st.builds(
 
 
 def _long(num_updates: int) -> Updates:
-    """The run on two ranks that is always tried: what an update does every so many steps shows in it."""
+    """The run on two ranks that is always tried, to detect what an update does periodically."""
     return Updates(FlatLayout(("p",), ((2 * ALIGNMENT,),), 2, multiple_of=ALIGNMENT), "float32", num_updates, seed=0)
 
 
 LARGE = Updates(FlatLayout(("p",), ((1 << 17,),), 2, multiple_of=ALIGNMENT), "float32", num_updates=2, seed=0)
-"""The buffer that is always tried: what an update does from so many elements on shows in it."""
+"""The buffer that is always tried, to detect what an update does for many elements only."""
 
 
 def transform_laws(num_updates: int = LONG_RUN) -> tuple[Law[Make, Any], ...]:
-    """The laws in the order in which they are tried: the first ones say most clearly what is wrong.
+    """The laws in the order in which they are tried; the first ones have the clearest messages.
 
     Args:
-        num_updates: of the run that is always tried.
+        num_updates: of the long run that is always tried.
     """
     long, large = _long(num_updates), LARGE
     late = tuple(replace(long, num_updates=4, start=start) for start in LATE_STARTS)
@@ -483,7 +404,7 @@ def transform_laws(num_updates: int = LONG_RUN) -> tuple[Law[Make, Any], ...]:
 
 
 def capture_laws(num_updates: int = LONG_RUN) -> tuple[Law[Make, Any], ...]:
-    """What a step that is compiled as a whole asks besides."""
+    """The additional laws for a step that is compiled as one graph."""
     long = _long(num_updates)
     return (
         Law(
@@ -497,7 +418,7 @@ def capture_laws(num_updates: int = LONG_RUN) -> tuple[Law[Make, Any], ...]:
 
 
 def rate_law(num_updates: int = LONG_RUN) -> Law[Callable[[Any], Transform], Updates]:
-    """What a step that is compiled as a whole asks of a function of the learning rate."""
+    """The law for a function of the learning rate in a step that is compiled as one graph."""
     long = _long(num_updates)
     return Law(
         "a learning rate in a 0-d tensor must be data, for a captured step has no other",

@@ -376,7 +376,7 @@ def test_another_model_or_optimizer_is_told_by_name(wrong: str, folder: Path) ->
         )
     else:
         cfg = config(1) | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
-        message = r"must not become narrower, and is float32 in the checkpoint and bfloat16"
+        message = r"must not become narrower, and is float32 in the checkpoint but bfloat16"
     with pytest.raises(ValueError, match=message):
         fzero.load(folder, step=ranks(model, cfg))
 

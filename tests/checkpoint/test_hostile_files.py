@@ -319,7 +319,7 @@ def test_one_job_alone_saves_to_a_folder(tmp_path: Path) -> None:
     parent = claims._started(os.getppid())
     owned_by(pid=os.getppid(), started=parent)  # lives
     with pytest.raises(
-        fzero.CheckpointError, match=rf"only one job may save to .*, and process {os.getppid()} on .* does, too"
+        fzero.CheckpointError, match=rf"only one job may save to .*, and process {os.getppid()} on .* does too"
     ):
         fzero.save(state, tmp_path, step=step)
     owned_by(host="another")  # came after this process had saved

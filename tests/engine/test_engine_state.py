@@ -223,7 +223,9 @@ def test_changes_of_gathered_parameters_count_with_a_modifier_rank_and_are_an_er
         assert (after["head.weight"] != 0.25).any() and (
             after["head.weight"] - 0.25
         ).abs().max() < 0.02  # by the master
-    with pytest.raises(RankError, match=r"'head\.weight' was changed on rank 1 while modifier_rank is None"):
+    with pytest.raises(
+        RankError, match=r"'head\.weight' must not change while modifier_rank is None, and was changed on rank 1"
+    ):
         ranks(2, _modifies, stage, None)
 
 
@@ -414,7 +416,7 @@ def test_states_that_are_away_are_missed() -> None:
 
 
 def test_what_init_cannot_do_is_told() -> None:
-    with pytest.warns(ConfigWarning, match="made whole in this process' memory"), deepspeed.zero.Init():
+    with pytest.warns(ConfigWarning, match="full model is made in this process's memory"), deepspeed.zero.Init():
         model = make(Net)
     deepspeed.zero.register_external_parameter(model, model.head.weight)
     assert not isinstance(model.head.weight, PartitionedParameter)
