@@ -55,7 +55,7 @@ REPORT = "fzero-failure: "  # prefix of the line that reports a failure to a lau
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How the first failed rank of a host ended; the code is that of a shell, 128 + number for a signal."""
+    """The end of a host's first failed rank; the code is that of a shell, 128 + number for a signal."""
 
     rank: int
     host: str

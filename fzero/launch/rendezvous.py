@@ -144,7 +144,7 @@ class OneHost(RendezvousHandler):
         return BACKEND
 
     def get_run_id(self) -> str:
-        """Of the job."""
+        """The job's name."""
         return self._run_id
 
     def is_closed(self) -> bool:

@@ -85,7 +85,7 @@ class ReshardRound:
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """How the state of one step becomes the state of another. `print(plan)` shows what each process sends.
+    """The moves from a state of one step to a state of another. `print(plan)` shows the bytes that each process sends.
 
     Attributes:
         title: the old and the new job.

@@ -249,7 +249,7 @@ class _Report(NamedTuple):
     steps: int
     """A checksum of the two steps' plans."""
     numbers: Numbers | None
-    """Of old rank 0."""
+    """The numbers of old rank 0."""
     problem: str | None
 
 

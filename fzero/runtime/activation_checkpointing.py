@@ -104,7 +104,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointing:
-    """Which modules of a model are checkpointed, and where their inputs wait.
+    """The checkpointed modules of a model, and the memory of their saved inputs.
 
     Attributes:
         names: of the modules.
@@ -151,7 +151,7 @@ class Checkpointing:
 
 
 class _Slot(NamedTuple):
-    """Where a module keeps one of its buffers, and the buffer's full name."""
+    """A module's entry for one of its buffers, and the buffer's full name."""
 
     module: nn.Module
     key: str

@@ -126,7 +126,7 @@ class Gathers:
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """The model's device."""
         return self._transfer.device
 
     # --- live buffers --------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ Parts = dict[str, Any]
 
 
 class Home(NamedTuple):
-    """Where a flat tensor of one rank's state lives, its dtype and its elements."""
+    """The placement of a flat tensor of one rank's state, its dtype and its elements."""
 
     placement: Placement
     dtype: str

@@ -123,14 +123,14 @@ class _Round(NamedTuple):
     sum: Any
     reduce_state: Any
     is_unchanged: tuple[bool, bool]
-    """The arguments of gather and reduce_scatter."""
+    """Whether the arguments of gather and of reduce_scatter are unchanged."""
 
 
 class _Run(NamedTuple):
     """The results of the rounds, by rank and round."""
 
     first_states: list[tuple[Any, Any]]
-    """Of gather and of reduce_scatter."""
+    """The initial states of gather and of reduce_scatter, by rank."""
     rounds: list[list[_Round]]
     sent: list[list[CommRecord]]
     sent_nbytes: list[int]

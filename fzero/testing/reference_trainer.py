@@ -91,7 +91,7 @@ class Job:
 
     @property
     def num_samples(self) -> int:
-        """Of one rank in one step."""
+        """Samples of one rank in one step."""
         return self.micro_batch * self.num_micro_steps
 
 

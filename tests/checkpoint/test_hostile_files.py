@@ -323,7 +323,7 @@ def test_one_job_alone_saves_to_a_folder(tmp_path: Path) -> None:
     ):
         fzero.save(state, tmp_path, step=step)
     owned_by(host="another")  # came after this process had saved
-    with pytest.raises(fzero.CheckpointError, match=r"and process \d+ on another does, too; nothing was written"):
+    with pytest.raises(fzero.CheckpointError, match=r"and process \d+ on another does too; nothing was written"):
         fzero.save(state, tmp_path, step=step)
     assert sorted(tmp_path.rglob("*")) == before
     files._CLAIMED.clear()  # as of a job that goes on where one on another machine stood

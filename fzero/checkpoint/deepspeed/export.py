@@ -1,4 +1,4 @@
-"""How does DeepSpeed go on where fzero stopped?
+"""`export_deepspeed`: writes a checkpoint from which DeepSpeed continues.
 
     fzero.checkpoint.export_deepspeed("checkpoints", "out")      # then, with "checkpoint": {"load_universal": true}:
     engine.load_checkpoint("out")
@@ -36,28 +36,28 @@ if TYPE_CHECKING:
     from fzero.checkpoint.dcp_format import DcpReader
 
 VERSION = "0.19.6"
-"""The DeepSpeed whose form is written."""
+"""The version of DeepSpeed whose format is written."""
 
 
 def export_deepspeed(dir: str | Path, out: str | Path, *, steps: Literal["number", "tensor"] = "number") -> Path:
-    """Writes a checkpoint of fzero as a universal checkpoint of DeepSpeed; in this process alone, a tensor at a time.
+    """Writes a checkpoint of fzero as a universal checkpoint of DeepSpeed, in this process alone, one tensor at a time.
 
-    Masters, optimizer state, counters, loss scale and the learning rate of the next update go over. DeepSpeed takes
-    hyperparameters from its own configuration, and module buffers, frozen parameters and random state from its model: what a
-    universal checkpoint has of these it does not read. (fzero does, with `import_deepspeed`.)
+    Masters, optimizer state, counters, loss scale and the learning rate of the next update are transferred. DeepSpeed takes
+    hyperparameters from its own configuration, and module buffers, frozen parameters and random state from its model; it does
+    not read those of a universal checkpoint. (fzero does, with `import_deepspeed`.)
 
     Args:
         dir: as for `load`.
         out: a folder for `load_checkpoint`, which is made. `latest_universal` in it names the new checkpoint.
-        steps: how DeepSpeed's optimizer counts its updates: its own (FusedAdam, DeepSpeedCPUAdam) as `"number"`, those of torch
-            (`torch_adam`, or one that a script makes) as `"tensor"`.
+        steps: the type of the optimizer's update count: `"number"` for DeepSpeed's own (FusedAdam, DeepSpeedCPUAdam), `"tensor"`
+            for those of torch (`torch_adam`, or one that a script makes).
 
     Returns:
         The checkpoint's own folder.
 
     Raises:
-        CheckpointError: there is no checkpoint, its bytes are others than were written, or `out` has this one already.
-        ValueError: the optimizer is none that DeepSpeed knows.
+        CheckpointError: there is no checkpoint, it is damaged, or `out` has this one already.
+        ValueError: DeepSpeed does not have the optimizer.
     """
     source = files.find(Path(dir))
     contents = files.read_contents(source)
@@ -66,7 +66,7 @@ def export_deepspeed(dir: str | Path, out: str | Path, *, steps: Literal["number
     folder, beside = Path(out) / name, Path(out) / f".{name}.new"
     if folder.exists():
         raise CheckpointError(f"export: {folder} must not be there yet, and is; remove it, or export to another folder")
-    leaves_by_name = {name: _leaves(name, told) for name, told in contents["optimizer"].items()}
+    leaves_by_name = {name: _leaves(name, stored) for name, stored in contents["optimizer"].items()}
     folders = {name: files.inside(beside / "zero", name, source / files.CONTENTS) for name in leaves_by_name}
     _make(beside)
     try:
@@ -85,7 +85,7 @@ def export_deepspeed(dir: str | Path, out: str | Path, *, steps: Literal["number
 
 
 def _make(folder: Path) -> None:
-    """Makes a folder anew. What an earlier export left under its name goes, unless it is a link."""
+    """Makes a new folder. Removes an earlier export's folder of that name, unless it is a link."""
     try:
         refuse_link(folder)
         shutil.rmtree(folder, ignore_errors=True)
@@ -96,17 +96,17 @@ def _make(folder: Path) -> None:
         ) from error
 
 
-def _leaves(name: str, told: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """The tensors of a parameter's optimizer state, each with DeepSpeed's name of it; None of a frozen one."""
-    if told is None:
+def _leaves(name: str, stored: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """The tensors of a parameter's optimizer state, each with DeepSpeed's name; None for a frozen parameter."""
+    if stored is None:
         return None
     known = dict(KINDS.values())
-    leaves = known.get(told["kind"], {})
-    kept = [leaf for leaf in told["keeps"] if leaf != ".step"]
+    leaves = known.get(stored["kind"], {})
+    kept = [leaf for leaf in stored["keeps"] if leaf != ".step"]
     if not set(kept) <= set(leaves):
         raise ValueError(
             f"export: the optimizer of parameter {name!r} must be one that DeepSpeed knows ({', '.join(known)}), and is "
-            f"{told['kind']} with {', '.join(kept)}; export the weights alone (without --format)"
+            f"{stored['kind']} with {', '.join(kept)}; export the weights alone (without --format)"
         )
     return {leaf: leaves[leaf] for leaf in kept}
 
@@ -143,7 +143,7 @@ def _read(found: DcpReader, key: str) -> Tensor:
 
 
 def _optimizer_state(contents: Mapping[str, Any], steps: Literal["number", "tensor"]) -> dict[str, Any]:
-    """What belongs to all parameters."""
+    """The optimizer's values that are not per parameter."""
     numbers, rates = contents["numbers"], set(contents.get("rates", {}).values())
     if len(rates) > 1:
         warnings.warn(
@@ -153,7 +153,7 @@ def _optimizer_state(contents: Mapping[str, Any], steps: Literal["number", "tens
             stacklevel=3,
         )
     settings = {"lr": next(iter(rates))} if len(rates) == 1 else {}
-    trained = [name for name, told in contents["optimizer"].items() if told is not None]
+    trained = [name for name, stored in contents["optimizer"].items() if stored is not None]
     count = _count(numbers[key_of(".step", trained[0])], steps)
     rules = contents.get("loss_scaling", {})
     state = {
@@ -169,7 +169,7 @@ def _optimizer_state(contents: Mapping[str, Any], steps: Literal["number", "tens
 
 
 class _Scaler(StandIn):
-    """What becomes a DynamicLossScaler when DeepSpeed reads it."""
+    """An object that DeepSpeed reads as a DynamicLossScaler."""
 
 
 def _scaler(numbers: Mapping[str, float | int], rules: Mapping[str, Any]) -> _Scaler:

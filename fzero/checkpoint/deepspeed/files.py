@@ -1,6 +1,6 @@
-"""Which files does a checkpoint of DeepSpeed have, and what is in them, read without running code?
+"""The files of a DeepSpeed checkpoint, read without running code.
 
-    DIR/latest                                              the name of the newest one
+    DIR/latest                                              the name of the newest checkpoint
     DIR/global_step500/
         mp_rank_00_model_states.pt                          counters, names and shapes, module buffers; ZeRO 0-2: parameters
         zero_pp_rank_R_mp_rank_00_model_states.pt           ZeRO 3: the same of rank R, with its shards of frozen parameters
@@ -9,11 +9,11 @@
     DIR/global_step500_universal/
         mp_rank_00_model_states.pt (or as for ZeRO 3)
         zero/optimizer_state.pt                             loss scale, optimizer groups
-        zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt  whole tensors
+        zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt  full tensors
 
 All are pickles of torch.save. They are read with its restricted loader, which makes tensors and containers; DeepSpeed's own few
-classes become stand-ins that have their attributes and no behaviour. DeepSpeed is never imported. Tensors are mapped into memory,
-so that only what is looked at is read.
+classes become stand-ins with attributes but no behaviour. DeepSpeed is never imported. Tensors are memory-mapped, so that only
+the elements used are read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ELSEWHERE = {
     "*mp_rank_01*": "tensor or pipeline parallelism",
     "offloaded_tensors": "optimizer state on NVMe, which stayed in DeepSpeed's swap files",
 }
-"""Files by which one knows a checkpoint that is not read here."""
+"""Files that identify unsupported checkpoints."""
 KEYS_ELSEWHERE = {
     "num_experts": "a mixture of experts (deepspeed.moe)",
     "ds_autoep_layers": "a mixture of experts (AutoEP)",
@@ -55,11 +55,11 @@ WEIGHTS_ALONE = (
 
 
 class StandIn:
-    """What is made of an object of DeepSpeed's: its attributes."""
+    """A stand-in for an object of DeepSpeed, with its attributes."""
 
 
 class ZeroStage(int):
-    """What is made of its ZeroStageEnum."""
+    """A stand-in for DeepSpeed's ZeroStageEnum."""
 
 
 ALLOWED: dict[str, type] = {
@@ -68,14 +68,14 @@ ALLOWED: dict[str, type] = {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": StandIn,
     "deepspeed.utils.tensor_fragment.fragment_address": StandIn,
 }
-"""The classes of a checkpoint that are read besides what torch itself deems safe, and what becomes of them."""
+"""The classes that are allowed in a checkpoint besides those that torch considers safe, each with its stand-in."""
 
 
 def read(path: Path) -> Any:
-    """What is in a file. Its tensors are mapped into memory.
+    """The contents of a file; its tensors are memory-mapped.
 
     Raises:
-        CheckpointError: it is missing, truncated, or needs a class that is not deemed safe; names file and class.
+        CheckpointError: it is missing, truncated, or needs a class that is not allowed; the message has file and class.
     """
     try:
         return load_tensors(path, mmap=True, known=ALLOWED)
@@ -94,7 +94,7 @@ def read(path: Path) -> Any:
 
 
 def find(dir: Path) -> Path:
-    """The folder of one checkpoint: `dir` itself, or what its `latest` names.
+    """The folder of one checkpoint: `dir` itself, or the one that its `latest` names.
 
     Raises:
         CheckpointError: there is none.
@@ -122,7 +122,7 @@ def is_one(folder: Path) -> bool:
 
 
 def is_deepspeeds(dir: Path) -> bool:
-    """Whether a folder looks like one that DeepSpeed saved to. (fzero has a `latest`, too.)"""
+    """Whether a folder looks like one that DeepSpeed saved to. (fzero also writes a `latest`.)"""
     latest = next((name for name in LATEST if (dir / name).is_file()), None)
     return is_one(dir) or (latest is not None and is_one(dir / latest_of(dir, latest)))
 
@@ -158,7 +158,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_model(path: Path, model: Mapping[str, Any]) -> None:
-    """Raises where what is in the model's file is of a job with more than data parallelism."""
+    """Raises where the model's file is from a job with more than data parallelism."""
     for key, what in KEYS_ELSEWHERE.items():
         if model.get(key) is not None:
             raise _elsewhere(f"{path} with {key!r}", what)

@@ -1,13 +1,13 @@
-"""Where in the files of a DeepSpeed checkpoint is each element of a parameter, of its master and of its optimizer state?
+"""`Place`: the position of each element of a parameter, its master and its optimizer state in DeepSpeed's files.
 
-In flat tensors, which all have the same layout, whatever the quantity:
+The files hold flat tensors, which have the same layout for all quantities:
 
 - **ZeRO 1 and 2**: the parameters of a group follow one another in one flat buffer, which is cut into W equal shards; rank r's
-  file has shard r. Of the master the padding at the end was cut off.
+  file has shard r. The master is stored without the padding at the end.
 - **ZeRO 3**: each parameter is cut into W equal shards, the last one padded, and rank r's file has those of a group of
   parameters, one after the other.
-- **Universal**: a file for each parameter and quantity.
-- **Stage 0**: a whole tensor for each parameter, or a flat one for all of them beside 16-bit parameters.
+- **Universal**: one file per parameter and quantity.
+- **Stage 0**: a full tensor per parameter, or, with 16-bit parameters, one flat tensor of all masters.
 
 So element e of a parameter is in the flat tensor of rank (a + e) // q, at b + (a + e) % q, where a, b and q are the
 parameter's own: a `Place`.
@@ -33,7 +33,7 @@ MASTER = "fp32"
 
 
 class Place(NamedTuple):
-    """Where the elements of a parameter are; the module's docstring says what a (`before`), b (`offset`) and q (`run`) are.
+    """The position of a parameter's elements; the module's docstring explains a (`before`), b (`offset`) and q (`run`).
 
     >>> list(Place(0, before=5, offset=0, run=4).spans(1, 7))  # after 5 others, in shards of 4
     [(1, 1, 2, 2), (3, 2, 0, 4)]
@@ -47,7 +47,7 @@ class Place(NamedTuple):
     run: int
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Of elements [start, stop) of the parameter: the first one, rank, place in the rank's flat tensor, and how many."""
+        """Elements [start, stop) of the parameter, as (first element, rank, index in the rank's flat tensor, count)."""
         while start < stop:
             rank, within = divmod(self.before + start, self.run)
             numel = min(stop - start, self.run - within)
@@ -59,13 +59,13 @@ class Flats(NamedTuple):
     """The flat tensors of a checkpoint.
 
     Attributes:
-        shapes: of the trained parameters, by name; and `places`, where they are.
+        shapes, places: of the trained parameters, by name.
         leaves: the tensors that the optimizer keeps of each, by DeepSpeed's names.
         flat: the flat tensor of a quantity (`"fp32"`, or a leaf), rank and group; and its `dtype`, the same on all ranks.
-        step: how many updates a group has had; None where nothing says so.
-        settings: the optimizer's groups without their parameters; and the loss `scaler`, as far as there is one.
-        where: the file that has the flat tensors of a rank and group.
-        stage: that wrote them; 0 is also a universal checkpoint.
+        step: the number of a group's updates; None if unknown.
+        settings: the optimizer's groups without their parameters; `scaler`: the loss scaler's attributes, if any.
+        where: the file of the flat tensors of a rank and group.
+        stage: of the saving job; 0 also for a universal checkpoint.
     """
 
     shapes: Shapes
@@ -81,10 +81,10 @@ class Flats(NamedTuple):
 
 
 def need(content: Any, key: str, path: Path) -> Any:
-    """What a file has under a key.
+    """The value in a file under a key.
 
     Raises:
-        CheckpointError: nothing.
+        CheckpointError: the key is missing.
     """
     if not isinstance(content, Mapping) or content.get(key) is None:
         raise CheckpointError(
@@ -94,10 +94,10 @@ def need(content: Any, key: str, path: Path) -> Any:
     return content[key]
 
 
-def scaler_of(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer's file tells of its loss scale."""
-    scaler = told.get("loss_scaler")
-    return {**({} if scaler is None else vars(scaler)), "is_dynamic": bool(told.get("dynamic_loss_scale"))}
+def scaler_of(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The loss scaler's attributes in an optimizer's file."""
+    scaler = saved.get("loss_scaler")
+    return {**({} if scaler is None else vars(scaler)), "is_dynamic": bool(saved.get("dynamic_loss_scale"))}
 
 
 def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ def leaves_of(state: Any) -> tuple[str, ...]:
 
 
 def places_in_turn(group: Group, shapes: Mapping[str, tuple[int, ...]], run: int) -> dict[str, Place]:
-    """Of parameters that follow one another in a buffer with shards of `run` elements."""
+    """The places of parameters that follow one another in a buffer with shards of `run` elements."""
     places, before = {}, 0
     for name, shape in shapes.items():
         places[name] = Place(group, before, 0, run)
@@ -120,7 +120,7 @@ def places_in_turn(group: Group, shapes: Mapping[str, tuple[int, ...]], run: int
 
 
 def places_cut(group: Group, shapes: Mapping[str, tuple[int, ...]], world_size: int) -> dict[str, Place]:
-    """Of parameters of which each is cut into `world_size` shards."""
+    """The places of parameters that are each cut into `world_size` shards."""
     places, offset = {}, 0
     for name, shape in shapes.items():
         run = -(-math.prod(shape) // world_size)
@@ -133,30 +133,30 @@ def places_cut(group: Group, shapes: Mapping[str, tuple[int, ...]], world_size: 
 
 
 class _Rank(NamedTuple):
-    """What the file of one rank has."""
+    """The contents of one rank's file."""
 
     masters: Sequence[Tensor]
-    """Of each group."""
+    """The masters of each group."""
     states: Mapping[int, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
     settings: list[dict[str, Any]]
     step: float | None
-    """Of all groups, where their state has none."""
+    """The number of updates of all groups, where their state has none."""
     scaler: Mapping[str, Any]
     stage: int
     world_size: int
 
 
 def _rank(path: Path) -> _Rank:
-    told = need(read(path), "optimizer_state_dict", path)
-    stage, counts = int(told.get("zero_stage", 1)), need(told, "partition_count", path)
-    base = need(told, "optimizer_state_dict" if stage == 3 else "base_optimizer_state", path)
+    saved = need(read(path), "optimizer_state_dict", path)
+    stage, counts = int(saved.get("zero_stage", 1)), need(saved, "partition_count", path)
+    base = need(saved, "optimizer_state_dict" if stage == 3 else "base_optimizer_state", path)
     elastic = isinstance(base, list)  # elastic_checkpoint
     return _Rank(
-        masters=need(told, "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups", path),
+        masters=need(saved, "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups", path),
         states=base if elastic else need(base, "state", path),
         settings=[] if elastic else need(base, "param_groups", path),
-        step=told.get("base_optimizer_state_step"),
-        scaler=scaler_of(told),
+        step=saved.get("base_optimizer_state_step"),
+        scaler=scaler_of(saved),
         stage=stage,
         world_size=max(counts) if isinstance(counts, list) else counts,
     )
@@ -167,7 +167,7 @@ def of_ranks(found: Mapping[int, Path], model: Mapping[str, Any], path: Path) ->
 
     Args:
         found: these files, by rank.
-        model: what the file `path` has.
+        model: the contents of the file `path`.
     """
     opened = cache(lambda rank: _rank(found[rank]))
     folder = path.parent

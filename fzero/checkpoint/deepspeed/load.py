@@ -1,11 +1,10 @@
-"""How does training go on in fzero where DeepSpeed stopped?
+"""`import_deepspeed`, `convert_deepspeed`: continue in fzero from a checkpoint of DeepSpeed.
 
     state, client, path = fzero.checkpoint.import_deepspeed("checkpoints", step=step)     # on the ranks of a job, of any number
     fzero.checkpoint.convert_deepspeed("checkpoints", "out")                # as a checkpoint of fzero, in one process
 
-Checkpoints of ZeRO 0 to 3 and universal ones, saved on any number of ranks. What the files hold counts here as stored under the
-keys of fzero's own checkpoints, so that what a rank reads, and into which tensors, is the rule of `fzero.load`. A rank reads the
-ranges that it holds.
+Both read checkpoints of ZeRO 0 to 3 and universal ones, saved on any number of ranks. The files are read under the keys of
+fzero's own checkpoints, so that the rules of `fzero.load` apply. A rank reads the ranges that it holds.
 """
 
 from __future__ import annotations
@@ -31,31 +30,31 @@ from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
 
 MOST_NBYTES = 1 << 28
-"""Of a file that `convert_deepspeed` writes, where no tensor is larger: as much is in memory."""
+"""The most bytes of a file of `convert_deepspeed`, unless a tensor is larger; as many are in memory."""
 
 
 def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
-    """The state of `step` that continues where DeepSpeed's checkpoint stands, this rank's part.
+    """A state of `step` that continues from DeepSpeed's checkpoint; this rank's part.
 
-    Masters, optimizer state, counters, module buffers and loss scale are DeepSpeed's; the learning rate goes on where its
-    scheduler stood. Hyperparameters are those of `step`. Ranks, stage, placement and dtypes may be others, as for `load`.
+    Masters, optimizer state, counters, module buffers and loss scale are DeepSpeed's; the learning rate continues from its
+    scheduler's position. Hyperparameters are those of `step`. Ranks, stage, placement and dtypes may differ, as for `load`.
     Module buffers that `state_dict` leaves out and the random state are as in `init`.
 
     *Collective:* every rank of the step; sends some numbers. Each rank reads the ranges that it holds, mapped into memory,
     without running code of the files.
 
     Args:
-        dir: the folder that `save_checkpoint` was given, of which `latest` (or `latest_universal`) is taken, or one checkpoint.
+        dir: the folder passed to `save_checkpoint`, whose `latest` (or `latest_universal`) is loaded, or one checkpoint.
         step: to continue with, of the same model.
 
     Returns:
         The state; as `client` DeepSpeed's `client_state`, with its counters and settings under `"deepspeed"`; and the folder.
 
     Raises:
-        CheckpointError: told on every rank: there is no checkpoint, a file is missing or cut, needs code to be read, or is of
-            a job with pipeline, tensor or expert parallelism; names the file.
-        ValueError: told on every rank: the model or the optimizer is another, or something would become narrower.
-        CollectiveError: another rank died or did not come.
+        CheckpointError: on every rank: there is no checkpoint, a file is missing or truncated, needs code to be read, or is
+            from a job with pipeline, tensor or expert parallelism; the message has the file.
+        ValueError: on every rank: the model or the optimizer differs, or a tensor would become narrower.
+        CollectiveError: another rank died, or does not take part.
     """
     if isinstance(step, LockstepRanks):
         loaded = step.on_each(lambda rank: import_deepspeed(dir, step=step.steps[rank]))
@@ -77,9 +76,9 @@ def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
 
 
 def convert_deepspeed(dir: str | Path, out: str | Path) -> Path:
-    """Writes DeepSpeed's checkpoint as one of fzero, which `load`, `load_weights` and `export` take; in this process alone.
+    """Writes DeepSpeed's checkpoint as one of fzero for `load`, `load_weights` and `export`, in this process alone.
 
-    Needs no model. Some 256 MB are in memory, or the largest tensor.
+    Needs no model. About 256 MB are in memory, or the largest tensor.
 
     Args:
         dir: as for `import_deepspeed`.

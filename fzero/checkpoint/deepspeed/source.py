@@ -1,8 +1,8 @@
-"""What does a checkpoint of DeepSpeed hold, told as if it was stored under the keys of fzero's own?
+"""`DeepSpeedFiles`: a checkpoint of DeepSpeed, read under the keys of fzero's own checkpoints.
 
-`DeepSpeedFiles` is a `fzero.checkpoint.loading.Source`: it has shapes and dtypes by key, and fills flat tensors with
-ranges of what is stored. Where the elements are is known from `fzero.checkpoint.deepspeed.flat`; frozen parameters and
-module buffers are in the model's file, and in ZeRO 3 a shard of each frozen parameter in that of each rank.
+It is a `fzero.checkpoint.loading.Source`: it has shapes and dtypes by key, and fills flat tensors with ranges of the stored
+ones. `fzero.checkpoint.deepspeed.flat` has the positions of elements. Frozen parameters and module buffers are in the model's
+file; in ZeRO 3 each rank's file has a shard of each frozen parameter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS: dict[tuple[str, ...], tuple[str, dict[str, str]]] = {
     ("sum",): ("AdagradState", {".sum": "sum"}),
     ("momentum_buffer",): ("SGDState", {".momentum": "momentum_buffer"}),
 }
-"""Which optimizer state keeps such tensors of a parameter, and what each of its quantities is called in the files."""
+"""fzero's optimizer state for each set of tensors per parameter, with DeepSpeed's names of its quantities."""
 
 RULES = {
     "dynamic": "is_dynamic",
@@ -56,12 +56,12 @@ class DeepSpeedFiles:
         folder: that has its files.
 
     Attributes:
-        stored: what there is, by key.
-        aliases: the further keys of tied parameters, each with the first one.
+        stored: shape and dtype of each tensor, by key.
+        aliases: the other keys of tied parameters, each with the first one.
         names: the keys of the model's state dict, each with the name under which its tensor is stored.
         numbers: the 0-d tensors of a state.
-        optimizer: what optimizer state each parameter has.
-        scales_dynamically: whether the loss scale changes by itself.
+        optimizer: the kind of optimizer state of each parameter.
+        scales_dynamically: whether the loss scale is dynamic.
         rates: the learning rate of each parameter's next update, where all have the same.
         loss_scaling: the rules of the loss scale.
         client: the user's `client_state`, and under `"deepspeed"` the counters and settings of DeepSpeed.
@@ -93,7 +93,7 @@ class DeepSpeedFiles:
         self.numbers = self._numbers()
         self.scales_dynamically = bool(self._flats.scaler.get("is_dynamic"))
         self.loss_scaling = {n: self._flats.scaler[key] for n, key in RULES.items() if key in self._flats.scaler}
-        self.optimizer = dict(self._told())
+        self.optimizer = dict(self._optimizer_kinds())
         self.client = self._client()
         rates = {float(group["lr"]) for group in self._flats.settings if "lr" in group}
         self.rates = dict.fromkeys(self._flats.shapes, rates.pop()) if len(rates) == 1 else {}
@@ -117,14 +117,14 @@ class DeepSpeedFiles:
         return {name: tuple(x.shape) for name, x in self._module.items() if name not in others}
 
     def _frozen_shapes(self) -> dict[str, tuple[int, ...]]:
-        told = self._model.get("frozen_param_shapes")
-        if told is not None:
-            return {name: tuple(shape) for name, shape in told.items()}
+        shapes = self._model.get("frozen_param_shapes")
+        if shapes is not None:
+            return {name: tuple(shape) for name, shape in shapes.items()}
         if self._path.name != MODEL:  # saved without
             return {}
         return {name: shape for name, shape in self._declared().items() if name not in self._flats.shapes}
 
-    # --- what is told --------------------------------------------------------------------------------------------
+    # --- contents --------------------------------------------------------------------------------------------
 
     def _all_stored(self) -> Iterator[tuple[str, Stored]]:
         leaves = self._kind()[1]
@@ -164,7 +164,7 @@ class DeepSpeedFiles:
             f"weights alone, fzero.load_weights of this folder"
         )
 
-    def _told(self) -> Iterator[tuple[str, Any]]:
+    def _optimizer_kinds(self) -> Iterator[tuple[str, Any]]:
         kind, leaves = self._kind()
         for name, shape in self._flats.shapes.items():
             yield name, {"kind": kind, "keeps": sorted([".step", *(leaves if math.prod(shape) else ())])}
@@ -188,7 +188,7 @@ class DeepSpeedFiles:
         return numbers
 
     def _num_updates(self) -> int:
-        """Where the learning rate stands, which is a function of this number; without a scheduler, the updates made."""
+        """The number of updates by which the scheduler computes the learning rate; without a scheduler, that of all updates."""
         schedule = self._model.get("lr_scheduler") or {}
         if "last_batch_iteration" in schedule:  # DeepSpeed's, which count from -1
             return int(schedule["last_batch_iteration"]) + 1
@@ -198,17 +198,17 @@ class DeepSpeedFiles:
 
     def _client(self) -> dict[str, Any]:
         counters = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "dp_world_size", "ds_version")
-        told = {key: self._model[key] for key in counters if key in self._model}
+        known = {key: self._model[key] for key in counters if key in self._model}
         users = {key: value for key, value in self._model.items() if key not in THEIRS}
-        return users | {"deepspeed": told | {"param_groups": self._flats.settings}}
+        return users | {"deepspeed": known | {"param_groups": self._flats.settings}}
 
-    # --- what is read --------------------------------------------------------------------------------------------
+    # --- reading --------------------------------------------------------------------------------------------
 
     def read(self, fragments: Iterable[tuple[StoredSlice, Tensor]]) -> None:
         """Fills each flat tensor with the elements of its part, cast to its dtype.
 
         Raises:
-            CheckpointError: a file is missing or cut, or has other elements than the others tell of.
+            CheckpointError: a file is missing or truncated, or contradicts the others.
         """
         for part, flat in fragments:
             source, name = self._sources[part.key]
@@ -216,7 +216,7 @@ class DeepSpeedFiles:
                 flat[start - part.start :][: piece.numel()].copy_(piece.detach())  # DeepSpeed's masters are parameters
 
     def _pieces(self, source: str, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Where in the parameter each piece of elements [start, stop) begins, and the piece."""
+        """(First element, values) of each contiguous piece of elements [start, stop) of the parameter."""
         if source == "buffer":
             yield start, self._module[name].reshape(-1)[start:stop]
         elif source == "frozen":

@@ -1,4 +1,4 @@
-"""Where are the elements of a parameter in DeepSpeed's universal checkpoints, and in those of stage 0: in whole tensors?"""
+"""The flat tensors of DeepSpeed's universal checkpoints, and of those of stage 0."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fzero.checkpoint.folders import CheckpointError, inside
 
 
 def universal(folder: Path, model: Mapping[str, Any], path: Path) -> Flats:
-    """The flat tensors of a universal checkpoint, in a file for each parameter and quantity.
+    """The flat tensors of a universal checkpoint, one file per parameter and quantity.
 
     Args:
-        model: what the file `path` has.
+        model: the contents of the file `path`.
     """
     zero = folder / "zero"
-    told = read(zero / "optimizer_state.pt")
+    saved = read(zero / "optimizer_state.pt")
     shapes: Shapes = {n: tuple(s) for group in need(model, "param_shapes", path) for n, s in group.items()}
     missing = [name for name in shapes if not (inside(zero, name, path) / f"{MASTER}.pt").exists()]
     if missing:
@@ -41,8 +41,8 @@ def universal(folder: Path, model: Mapping[str, Any], path: Path) -> Flats:
             f"{WORD}: {zero} must have a folder with {MASTER}.pt of each parameter, and {missing[0]!r} has none ({len(missing)} "
             f"such names); convert the checkpoint again (ds_to_universal)"
         )
-    inner = told.get("optimizer_state_dict", {})  # where ZeRO 3 saved it
-    settings = told.get("param_groups") or inner.get("param_groups") or []
+    inner = saved.get("optimizer_state_dict", {})  # where ZeRO 3 saved it
+    settings = saved.get("param_groups") or inner.get("param_groups") or []
     steps = [x["step"] for x in (*inner.get("state", {}).values(), *settings) if "step" in x]
 
     def flat(quantity: str, rank: int, group: Group) -> Tensor:
@@ -71,7 +71,7 @@ def universal(folder: Path, model: Mapping[str, Any], path: Path) -> Flats:
         dtype=cache(lambda quantity, group: flat(quantity, 0, first).dtype),
         step=step,
         settings=settings_of(settings),
-        scaler=scaler_of(told),
+        scaler=scaler_of(saved),
         where=lambda rank, group: zero / str(group) / f"{MASTER}.pt",
     )
 
@@ -95,16 +95,16 @@ def tensor_in(path: Path) -> Tensor:
 
 
 def whole(model: Mapping[str, Any], path: Path, shapes: Shapes) -> Flats:
-    """The tensors of a checkpoint of stage 0, which tells no names: the parameters must be of one group, all of them trained.
+    """The tensors of a checkpoint of stage 0, which has no names: all parameters must be trained, and in one group.
 
     Args:
         shapes: of all parameters, as they are declared.
     """
-    told = need(model, "optimizer", path)
-    base = told.get("optimizer_state_dict", told)  # beside 16-bit parameters
+    saved = need(model, "optimizer", path)
+    base = saved.get("optimizer_state_dict", saved)  # beside 16-bit parameters
     states, settings = need(base, "state", path), need(base, "param_groups", path)
-    is_flat = "fp32_groups_flat" in told
-    masters = told["fp32_groups_flat"] if is_flat else [x for group in told.get("fp32_groups", ()) for x in group]
+    is_flat = "fp32_groups_flat" in saved
+    masters = saved["fp32_groups_flat"] if is_flat else [x for group in saved.get("fp32_groups", ()) for x in group]
     leaves, numels, names = leaves_of(states.get(0)), [*map(math.prod, shapes.values())], list(shapes)
     found = [state[leaf].numel() for state in states.values() for leaf in leaves[:1]]
     if len(settings) != 1 or found != ([sum(numels)] if is_flat else numels):
@@ -121,7 +121,7 @@ def whole(model: Mapping[str, Any], path: Path, shapes: Shapes) -> Flats:
         return cast(Tensor, masters[index] if masters else model["module"][names[index]]).reshape(-1)
 
     each = {name: Place(index, 0, 0, numel) for index, (name, numel) in enumerate(zip(names, numels))}
-    scaler = {key: told[key] for key in ("cur_scale", "cur_iter", "last_overflow_iter") if key in told}
+    scaler = {key: saved[key] for key in ("cur_scale", "cur_iter", "last_overflow_iter") if key in saved}
     return Flats(
         shapes=shapes,
         places=places_in_turn(0, shapes, sum(numels)) if is_flat else each,
@@ -130,6 +130,6 @@ def whole(model: Mapping[str, Any], path: Path, shapes: Shapes) -> Flats:
         dtype=lambda quantity, group: flat(quantity, 0, group).dtype,
         step=lambda group: float(states[int(group)]["step"]),
         settings=settings_of(settings),
-        scaler=scaler | scaler_of(told),
+        scaler=scaler | scaler_of(saved),
         where=lambda rank, group: path,
     )
