@@ -1,9 +1,9 @@
-"""When does a ZeRO step compute, when does it communicate, and what is alive meanwhile? A picture of all four stages.
+"""A picture of all four ZeRO stages: when a step computes, when it communicates, and which tensors are live.
 
     python examples/explain_stages.py --out docs/schedules.png
 
-`step.explain(batch)` captures the step as one graph on tensors without memory, schedules it, and puts it in time over a
-simple model of a machine. Nothing runs: the eight ranks are a number (`fzero.comms.AbstractAxis`), and the model stays on `meta`.
+`step.explain(batch)` captures the step as one graph on tensors without memory, schedules it, and computes its timeline from
+a simple machine model. Nothing runs: the eight ranks are abstract (`fzero.comms.AbstractAxis`), and the model is on `meta`.
 """
 
 import argparse
@@ -15,9 +15,8 @@ from gpt import GPT, SIZES
 import fzero
 
 NUM_ROWS = 4  # of each rank's batch
-MACHINE = fzero.graph.MachineModel(
-    flops=4e12, memory=1e12, network=8e9, latency=1e-5
-)  # rates at which neither lane is idle
+# At these rates neither lane is idle.
+MACHINE = fzero.graph.MachineModel(flops=4e12, memory=1e12, network=8e9, latency=1e-5)
 
 
 def main() -> None:

@@ -1,17 +1,15 @@
-"""A training script that was written for DeepSpeed, and runs on fzero.
-
-What had to change is one line:
+"""A training script that was written for DeepSpeed, and runs on fzero. One line changed:
 
     - import deepspeed
     + import fzero.deepspeed as deepspeed
 
     fzero --num_procs 2 examples/from_deepspeed.py --deepspeed_config examples/ds_config.json   # before: deepspeed --num_gpus 2 …
-    fzero --num_procs 2 examples/from_deepspeed.py --deepspeed_config examples/ds_config.json --steps 80   # goes on
+    fzero --num_procs 2 examples/from_deepspeed.py --deepspeed_config examples/ds_config.json --steps 80   # continues
 
-It has what such scripts have: a command line with `add_config_arguments`, a model that returns logits, a loss of the script's
-between `engine(...)` and `engine.backward(...)`, a dataset for `training_data`, checkpoints that it goes on from, an evaluation,
-and a file with the weights. The model learns to add: it reads the digits of two numbers and says those of their sum.
-docs/deepspeed.md tells what is the same and what differs.
+It has the usual parts of such scripts: a command line with `add_config_arguments`, a model that returns logits, the script's own
+loss between `engine(...)` and `engine.backward(...)`, a dataset for `training_data`, checkpoints from which it resumes, an
+evaluation, and a file with the weights. The model learns to add: it reads the digits of two numbers and predicts those of their
+sum. docs/deepspeed.md lists the differences.
 """
 
 import argparse
@@ -64,7 +62,7 @@ class Adder(nn.Module):
 
 
 def evaluate(engine: deepspeed.DeepSpeedEngine, data: Dataset) -> float:
-    """The share of digits that are right."""
+    """The fraction of digits that are right."""
     engine.eval()
     digits, sums = (torch.stack(column).to(engine.device) for column in zip(*(data[i] for i in range(len(data)))))
     with torch.no_grad():

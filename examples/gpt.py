@@ -1,8 +1,8 @@
-"""What does the demo train? A byte-level GPT: 256 tokens, no tokenizer, plain PyTorch.
+"""The model of the demo: a byte-level GPT with 256 tokens and no tokenizer, in plain PyTorch.
 
-Nothing here knows about ranks or shards. Two habits make a model easy to shard: its repeated blocks sit in an
-`nn.ModuleList`, and each becomes a unit, gathered and released by itself; every module with parameters has
-a `reset_parameters`, so that a model built on the meta device, without memory, can be filled in unit by unit.
+The model is independent of ranks and shards. Two habits make it easy to shard. Its repeated blocks are in an
+`nn.ModuleList`; each block becomes a unit, gathered and released separately. Every module with parameters has a
+`reset_parameters`, so that a model built on the meta device, without memory, can be initialised unit by unit.
 
 Shape letters: B sequences of a batch, T bytes of a sequence, D width, H heads, d width of a head.
 """
@@ -18,9 +18,9 @@ NUM_BYTES = 256  # the vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a GPT is."""
+    """The size of a GPT."""
 
-    context: int  # bytes that it sees at once
+    context: int  # bytes of a sequence
     width: int
     depth: int
     num_heads: int
@@ -35,7 +35,7 @@ SIZES = {
 
 
 class Embedding(nn.Embedding):
-    """One row per symbol; rows start normal with a standard deviation of our choice."""
+    """One row per symbol; rows are normally distributed with the given standard deviation."""
 
     def __init__(self, num_rows: int, width: int, *, std: float) -> None:
         self.std = std  # set first: the constructor below calls reset_parameters
@@ -46,16 +46,16 @@ class Embedding(nn.Embedding):
 
 
 def trigrams(tokens_BT: Tensor, num_trigrams: int) -> Tensor:
-    """For each byte a hash of it and the two before it: the row of a table in which trigrams share rows by chance.
+    """For each byte, a hash of it and the two before it: a row of a table, in which trigrams may collide.
 
-    A token of a few bytes says more than a byte. This gives a byte-level model some of that for one lookup.
+    A token of a few bytes holds more information than a byte. One lookup gives a byte-level model a part of it.
     """
     one_before, two_before = F.pad(tokens_BT, (1, -1)), F.pad(tokens_BT, (2, -2))
     return (31337 * tokens_BT + 1009 * one_before + 23757 * two_before) % num_trigrams
 
 
 class Attention(nn.Module):
-    """Causal self-attention: a byte looks at the bytes before it."""
+    """Causal self-attention."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A byte-level GPT that returns its own loss when it is given targets."""
+    """A byte-level GPT that returns its own loss if it gets targets."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, NUM_BYTES, bias=False)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """The mean cross-entropy in nats per byte, or without targets the logits of the next byte at every position."""
+        """The mean cross-entropy in nats per byte; without targets, the logits of the next byte at every position."""
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = (
             self.byte(tokens_BT)

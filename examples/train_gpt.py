@@ -1,16 +1,16 @@
-"""How do you train a model with ZeRO? A byte-level GPT learns Python, its state divided among the ranks.
+"""The demo: a byte-level GPT learns Python, with its state sharded over the ranks.
 
     make demo                                   stage 3 on two processes
     make demo ARGS="--stage 1 --ranks 3"        another stage, another number of ranks
     make demo ARGS="--dtype bf16"               parameters in bf16 beside an fp32 master
-    make demo ARGS="--comm-hooks zero++"       fewer bits on the way, shown beside the same run with all of them
+    make demo ARGS="--comm-hooks zero++"        quantized communication, compared with an exact run
     make demo ARGS="--offload nvme"             optimizer state in files, under --out; the same numbers
-    make demo ARGS="--save out/saved"           saves there now and then, and goes on from there when it is started again
-    make demo ARGS="--config my.json"           what this file says, a DeepSpeed configuration say
-    fzero --num_procs 2 examples/train_gpt.py --stage 2    started as any script is, on one machine or on many
+    make demo ARGS="--save out/saved"           saves there every 100 steps, and resumes from there
+    make demo ARGS="--config my.json"           a configuration file, such as DeepSpeed's
+    fzero --num_procs 2 examples/train_gpt.py --stage 2    started like any script, on one machine or on many
 
-`train` is what every rank runs: describe the model without memory, plan who holds what, `learn` (fill in this rank's part,
-call `state, metrics = step(state, batch)`), `score`. `report` and `draw` tell what happened, `launch` starts the ranks.
+Every rank runs `train`. It describes the model without memory and plans the shards; `learn` initialises this rank's shards and
+calls `state, metrics = step(state, batch)`; `score` evaluates. `report` and `draw` show the results, `launch` starts the ranks.
 """
 
 import argparse
@@ -41,14 +41,14 @@ import fzero
 BATCH_SIZE = 8  # windows per rank and step
 SCORING_BATCH_SIZE = 32  # the same without gradients, which take most of the memory
 STAGES = (0, 1, 2, 3)
-# Model state (ZeRO §3): the first stage that divides it among the ranks, and bytes per element in 32 bits and in 16.
+# Model state (ZeRO §3): the first stage that shards it, and bytes per element in 32 bits and in 16.
 FORMULA = {"parameters": (3, 4, 2), "master": (1, 0, 4), "optimizer": (1, 8, 8), "gradients": (2, 4, 2)}
 DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
 LOCO = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
 COMM_HOOKS = {
     "weights": {"zero_quantized_weights": True},  # gathers in 8 bits
     "gradients": {"zero_quantized_gradients": True},  # reductions in 4 bits
-    "loco": LOCO,  # the same, and what is lost is added to what is sent next
+    "loco": LOCO,  # the same with error feedback
     "zero++": {"zero_quantized_weights": True, **LOCO},
 }
 BITS = 1 / math.log(2)  # the loss is in nats per byte, compressors count bits
@@ -56,23 +56,21 @@ BITS = 1 / math.log(2)  # the loss is in nats per byte, compressors count bits
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on the Python standard library with ZeRO.")
-    parser.add_argument("--stage", type=int, choices=STAGES, help="how much is divided among the ranks (default 3)")
-    parser.add_argument("--dtype", choices=DTYPES, help="what the model computes with (default fp32)")
+    parser.add_argument("--stage", type=int, choices=STAGES, help="ZeRO stage (default 3)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the compute (default fp32)")
     parser.add_argument(
-        "--comm-hooks", choices=COMM_HOOKS, help="what is sent in few bits; trains twice, first with all of them"
+        "--comm-hooks", choices=COMM_HOOKS, help="quantized communication; trains twice, first without it"
     )
     parser.add_argument(
-        "--offload", choices=("host", "nvme"), help="where optimizer state lives, in place of the device"
+        "--offload", choices=("host", "nvme"), help="memory of the optimizer state, instead of the device"
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a configuration, in place of stage and dtype")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a configuration, instead of stage and dtype")
     parser.add_argument("--ranks", type=int, default=2, help="number of processes")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
     parser.add_argument("--size", default="small", choices=SIZES, help="size of the model")
-    parser.add_argument("--seed", type=int, default=0, help="decides the weights, the batches and the sample")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the sample")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of the picture and the numbers")
-    parser.add_argument(
-        "--save", type=Path, metavar="DIR", help="save there every 100 steps, and go on from what is there"
-    )
+    parser.add_argument("--save", type=Path, metavar="DIR", help="save there every 100 steps, and resume from there")
     options = parser.parse_args()
     if options.config and (options.stage is not None or options.dtype or options.comm_hooks or options.offload):
         parser.error(
@@ -84,20 +82,20 @@ def parse_options() -> argparse.Namespace:
 
 def config(stage: int, dtype: str, **keys: Any) -> fzero.Config:
     optimizer = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}}
-    # By default stage 3 keeps parameters below 100,000 elements whole on every rank. This model has few others.
+    # By default stage 3 replicates parameters below 100,000 elements. This model has few others.
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **keys}
     settings = {"train_micro_batch_size_per_gpu": BATCH_SIZE, "optimizer": optimizer, "zero_optimization": zero}
-    return fzero.Config.load(settings | DTYPES[dtype])  # a file with this JSON would do as well
+    return fzero.Config.load(settings | DTYPES[dtype])  # a file with this JSON works as well
 
 
 def train(options: argparse.Namespace) -> None:
-    """What every rank runs."""
-    stop = threading.Event()  # a signal only asks: the ranks agree between two steps, and leave together
+    """The program of every rank."""
+    stop = threading.Event()  # a signal only sets a flag: the ranks agree between two steps, and stop together
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     size = SIZES[options.size]
     with torch.device("meta"):
-        model = GPT(size)  # names and shapes: while it trains, no rank holds the whole model
+        model = GPT(size)  # names and shapes: during training no rank holds the full model
 
     def smaller_at_the_end(num_updates: int) -> float:
         return 3e-3 if num_updates < 0.75 * options.steps else 5e-4
@@ -108,7 +106,7 @@ def train(options: argparse.Namespace) -> None:
         stage, dtype = 3 if options.stage is None else options.stage, options.dtype or "fp32"
         offload: dict[str, Any] = {}
         if options.offload:
-            # Files that a run left which was killed are in nobody's way.
+            # Remove files that a killed run left.
             files = {"nvme_path": str(options.out / "files"), "leftover": "clean"} if options.offload == "nvme" else {}
             offload = {"offload_optimizer": {"device": {"host": "cpu"}.get(options.offload, "nvme"), **files}}
         configs, schedule = {"": config(stage, dtype, **offload)}, smaller_at_the_end
@@ -134,12 +132,12 @@ def train(options: argparse.Namespace) -> None:
         if agree(stop):
             console.print(f"stopped at step {len(losses)}")
             break
-        weights = step.gather(state, to="rank0")  # whole, in fp32, on rank 0; nothing on the others
+        weights = step.gather(state, to="rank0")  # in full, in fp32, on rank 0; nothing on the others
         held = (state.params, state.master, state.grads, state.optimizer)
         results[name] = {
             "training_bits_per_byte": losses,
             "validation_bits_per_byte": sum(scores) / len(scores),
-            "gzip_bits_per_byte": gzip_bits_per_byte(scored),  # of the very bytes that the model was scored on
+            "gzip_bits_per_byte": gzip_bits_per_byte(scored),  # of the same bytes that the model was scored on
             "num_bytes_scored": len(scored),
             "state_nbytes": sum(x.nbytes for x in optree.tree_leaves(held)),
             "nbytes_by_memory": step.plan.bytes_by_memory,
@@ -161,7 +159,7 @@ def learn(
     folder: Path | None,
     stop: threading.Event,
 ) -> tuple[fzero.TrainState[torch.Tensor], list[float]]:
-    """The state after so many steps, and the bits per byte of each."""
+    """The state after `options.steps` steps, and the bits per byte of each step."""
     state, losses, context = step.init(), [], SIZES[options.size].context
     if folder and (folder / "latest").exists():
         state, losses, path = fzero.load(folder, step=step)
@@ -170,7 +168,7 @@ def learn(
     num_before = len(losses)
     micro_batch, num_micro_steps = cfg.batch_sizes(step.world_size)[1:]
     batch_size = (micro_batch or BATCH_SIZE) * num_micro_steps
-    live = console.is_terminal  # a line that changes; a log gets a new line now and then
+    live = console.is_terminal  # a terminal has one changing line; a log gets ten lines
     started = time.perf_counter()
     with Progress(TextColumn("{task.description}"), BarColumn(10), console=console, disable=not live) as progress:
         task = progress.add_task("the first step", total=options.steps)
@@ -209,14 +207,14 @@ def score(
 
 
 def agree(stop: threading.Event) -> bool:
-    """Whether any rank was asked to stop. *Collective*: one that left alone would leave the others waiting for it."""
+    """Whether any rank was asked to stop. *Collective*: a rank that stopped alone would leave the others waiting."""
     asked = torch.tensor(float(stop.is_set()))
     mean = fzero.reduce_scatter_grads(asked, fzero.specs_of(asked), fzero.join())
     return mean.item() > 0
 
 
 def describe(losses: list[float], num_steps: int, pace: float, *, num_tokens: int) -> str:
-    """The line about training; `pace` is in seconds per step, `num_tokens` per step of all ranks."""
+    """The progress line; `pace` is in seconds per step, `num_tokens` per step of all ranks."""
     loss = sum(losses[-20:]) / len(losses[-20:])
     minutes, seconds = divmod(round(pace * (num_steps - len(losses))), 60)
     line = f"step {len(losses)}/{num_steps}: {loss:.3f} bits per byte, {num_tokens / pace:,.0f} tokens/s"
@@ -231,7 +229,7 @@ def report(
     model: GPT,
     weights: Any,
 ) -> None:
-    """What rank 0 tells at the end: a sample, the score, the picture, and what to try next."""
+    """The final report of rank 0: a sample, the score, the picture, and a suggestion."""
     options.out.mkdir(parents=True, exist_ok=True)
     *_, result = results.values()
     (options.out / "demo.json").write_text(json.dumps(result | {"runs": results} if len(results) > 1 else result))
@@ -256,7 +254,7 @@ def report(
 
 
 def draw(results: dict[str, dict[str, Any]], model: GPT, cfg: fzero.Config) -> Figure:
-    """The loss curve, and the bytes of model state per rank in every stage beside the formula of the ZeRO paper."""
+    """The loss curve, and the bytes of model state per rank in every stage, beside the ZeRO paper's formula."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for color, (name, result) in enumerate(results.items()):
@@ -301,11 +299,11 @@ def draw(results: dict[str, dict[str, Any]], model: GPT, cfg: fzero.Config) -> F
 def launch(num_ranks: int) -> int:
     """Runs this command line in `num_ranks` processes, as torchrun would; returns the exit code.
 
-    Every rank gets a session of its own, so Ctrl-C reaches only this process, which asks the ranks to stop and waits.
+    Every rank has a session of its own, so Ctrl-C reaches only this process, which asks the ranks to stop and waits.
     """
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        # Without GPUs: the demo is for every machine, and two ranks cannot share one.
+        # Without GPUs: the demo is for every machine, and two ranks cannot share a GPU.
         job = {
             "CUDA_VISIBLE_DEVICES": "",
             "MASTER_ADDR": "localhost",
@@ -316,14 +314,14 @@ def launch(num_ranks: int) -> int:
         signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(num_ranks):  # with one thread each, unless told otherwise
+        for rank in range(num_ranks):  # with one thread each by default
             env = {"OMP_NUM_THREADS": "1"} | os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=env, start_new_session=True))
         while any(process.poll() is None for process in ranks) and not any(process.poll() for process in ranks):
             time.sleep(0.1)
         return int(any(process.poll() for process in ranks))
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # asking once is enough
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ask only once
         for process in ranks:
             process.terminate()
         deadline = time.monotonic() + 10
@@ -332,7 +330,7 @@ def launch(num_ranks: int) -> int:
         return 128 + signal.SIGINT
     finally:
         for process in ranks:
-            process.kill()  # none is left behind; does nothing to one that has ended
+            process.kill()  # no effect on a process that has ended
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """transformers' Trainer with ZeRO-3 on two processes: a small Llama learns to continue arithmetic progressions.
 
     fzero --num_procs 2 examples/trainer.py --out /tmp/llama        # or: torchrun --nproc-per-node 2 examples/trainer.py
-    fzero --num_procs 1 examples/trainer.py --out /tmp/llama --steps 80 --resume        # goes on, on one process
+    fzero --num_procs 1 examples/trainer.py --out /tmp/llama --steps 80 --resume        # resumes on one process
 
-Such a script changes in the line that imports Trainer and TrainingArguments, and `deepspeed=` says what is divided:
+Such a script changes only in its import of Trainer and TrainingArguments, and `deepspeed=` sets the stage:
 
     - from transformers import Trainer, TrainingArguments
     + from fzero.integrations.transformers import Trainer, TrainingArguments
 
-docs/trainer.md tells what is the same and what differs. Needs transformers and accelerate.
+docs/trainer.md lists the differences. Needs transformers and accelerate.
 """
 
 import argparse
@@ -40,8 +40,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="out/trainer")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
-    parser.add_argument("--cpu", action="store_true", help="also where there is a GPU")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --out")
+    parser.add_argument("--cpu", action="store_true", help="even if there is a GPU")
     options = parser.parse_args()
 
     torch.manual_seed(0)

@@ -1,11 +1,11 @@
-"""What does a ZeRO-3 step send, and over which links? Two nodes of two ranks, all of them in this process.
+"""The traffic of a ZeRO-3 step on each link: two nodes of two ranks, all of them in this process.
 
     python examples/what_is_sent.py --out out/what_is_sent.png
 
-`fzero.profiling.trace_comm` listens to a step: a row for each collective, with its bytes, axis, unit and phase. With the state
-sharded over a node (hybrid sharding) gradients are all-reduced between the nodes. With hpZ they are reduce-scattered, and
-updated shards joined: the same bytes, and a quarter of the optimizer state on each rank in place of half of it.
-`fzero.profiling.plan_comm` tells as much of ranks that are not there.
+`fzero.profiling.trace_comm` records a step: a row for each collective, with its bytes, axis, unit and phase. If the state is
+sharded over a node (hybrid sharding), gradients are all-reduced between the nodes. With hpZ they are reduce-scattered, and
+updated shards are all-gathered: the same bytes, and each rank holds a quarter of the optimizer state instead of half of it.
+`fzero.profiling.plan_comm` predicts the same for ranks that do not exist.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 
 def trace(**zero: int) -> fzero.profiling.CommTrace:
-    """What rank 0 of four sends, by running all of them in turn."""
+    """The traffic of rank 0 of four, from a run of all four in lockstep."""
     mesh = fzero.comms.AbstractAxis.of(NODES)
     step = fzero.make_train_step(Model(), {"optimizer": {"type": "AdamW"}, "zero_optimization": ZERO | zero}, mesh=mesh)
     ranks = fzero.simulate(step, by="lockstep")

@@ -1,11 +1,11 @@
-"""May the stage and the number of ranks change in mid-training? Twice here, and the losses are those of a run that never did.
+"""A job changes its stage and number of ranks twice during training, and its losses are those of an unchanged run.
 
     python examples/lab/change_stage.py
 
-The state of a step is a value with specs, so to change the stage is to move a value from old specs to new ones:
-`fzero.reshard(state, old, new)`. Here stage 1 on 2 ranks becomes stage 3 on 4 and then stage 2 on 3, as if machines came
-and went. The global batch stays the same, and is dealt to as many ranks as there are. What differs from the run that
-never changed is rounding: a mean over 2, 3 or 4 ranks adds in another order.
+The state of a step is a value with specs, so a change of stage moves a value from old specs to new ones:
+`fzero.reshard(state, old, new)`. Here stage 1 on 2 ranks becomes stage 3 on 4 and then stage 2 on 3, as if machines joined
+and left. The global batch is constant and is split over the current ranks. The only difference from the unchanged run is
+rounding: a mean over 2, 3 or 4 ranks adds in another order.
 """
 
 from itertools import pairwise
@@ -23,7 +23,7 @@ KINDS = ("parameters", "gradients", "optimizer")
 
 
 def train(phases: tuple[tuple[int, int], ...], num_steps: int) -> tuple[list[float], list[fzero.Plan]]:
-    """The loss of every step, and the plan that it was made by."""
+    """The loss and the plan of every step."""
     model = make_model()
     ranks, state, losses, plans = None, None, [], []
     for index in range(num_steps):

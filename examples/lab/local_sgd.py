@@ -1,13 +1,13 @@
-"""How seldom may workers talk? DiLoCo (arXiv:2311.08105): K steps alone, then one outer step on the mean difference.
+"""DiLoCo (arXiv:2311.08105): K local steps per worker, then one outer step on the mean difference.
 
     python examples/lab/local_sgd.py
 
-A train step is a function and a worker's state a value, so that one `step` serves all workers: a worker is a line in a
-list. Each makes K AdamW steps on data of its own. Then the *outer* optimizer, SGD with Nesterov momentum, takes how far
-the workers went on average for a gradient, and all go on from where it arrives; the state of AdamW stays with its worker.
-Plain data parallelism sends the gradients in every step, this sends the parameters every K steps.
+A train step is a function and a worker's state a value, so one `step` serves all workers: a worker is an item of a list.
+Each worker makes K AdamW steps on its own data. Then the *outer* optimizer, SGD with Nesterov momentum, takes the mean
+change of the workers' parameters as a gradient, and all workers continue from the result; each keeps its AdamW state.
+Plain data parallelism sends the gradients in every step; this sends the parameters every K steps.
 
-The outer step works on flat buffers, element by element: were each worker a ZeRO-3 job, it would be the same on shards.
+The outer step works on flat buffers, element by element: if each worker were a ZeRO-3 job, it would work on shards.
 """
 
 import torch
@@ -24,7 +24,7 @@ Curve = list[tuple[int, float, float]]
 
 
 def megabytes() -> float:
-    """What a worker sends to take part in one mean over workers: of the gradients, or of the parameters."""
+    """The traffic of a worker for one mean over workers, of the gradients or of the parameters."""
     plan = fzero.plan(make_model(), config(stage=0, lr=INNER_LR), world_size=WORKERS)
     return 4 * sum(plan.sent_per_step.values()) / 1e6
 

@@ -1,14 +1,14 @@
-"""What does it take to train with an optimizer of your own under ZeRO-3? Three pure functions, in 15 lines.
+"""An optimizer of your own under ZeRO-3: three pure functions, in 15 lines.
 
     python examples/lab/new_optimizer.py
 
-*Accord* keeps two running means of each gradient element, of its value and of its size. Their ratio lies between -1 and
-1: how far the recent gradients agree about the sign. The step is the learning rate times that. Both means start from
-zero with the same factor, so that nothing needs correcting; like Lion it is a sign where all gradients agree, like Adam
-it goes carefully where they do not.
+*Accord* keeps two running means of each gradient element, of its value and of its size. Their ratio lies between -1 and 1:
+the agreement of recent gradients about the sign. The step is the learning rate times this ratio. Both means start from zero
+with the same factor, so they need no bias correction. If all gradients agree, the step is a sign, as in Lion; if they do
+not, it is small, as in Adam.
 
-It never learns whether it is given a whole buffer or a shard: every element goes its own way. `check_transform` tries
-that, and all else that the stages rely on, on random layouts and numbers.
+The optimizer does not know whether it gets a full buffer or a shard: it is elementwise. `check_transform` checks this, and
+the other laws that the stages rely on, on random layouts and numbers.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ RANKS, NUM_ROWS = 8, 32
 
 
 class AccordState(NamedTuple):
-    """Tensors as long as the parameter; in `place`, their specs."""
+    """Tensors as long as the parameter; in `specs`, their specs."""
 
     mean: Tensor
     size: Tensor
@@ -41,7 +41,7 @@ def accord(lr: float | Tensor, *, beta: float = 0.9, weight_decay: float = 0.01,
         return grad, param, AccordState(mean, size)
 
     def specs(param: TensorSpec) -> AccordState:
-        return AccordState(param, param)  # both are divided as the parameter is
+        return AccordState(param, param)  # both are sharded like the parameter
 
     return fzero.Transform(init, update, specs)
 

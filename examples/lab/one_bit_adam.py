@@ -1,15 +1,15 @@
-"""How few bits may a gradient have? 1-bit Adam (arXiv:2102.02888): the signs of the momentum, and what they lost the next time.
+"""1-bit Adam (arXiv:2102.02888): workers send the signs of the momentum, with error feedback.
 
     python examples/lab/one_bit_adam.py
 
-After some steps of Adam its second moment hardly changes. From then on it stays as it is, and what is left is SGD with
-momentum, in a fixed metric: linear, so that an error made in one step can be made good in the next. Each worker adds
-its own gradient to the common momentum and sends *signs*, with a scale for each block; so does each worker that added up a
-part of them. What both of them lost, they add to what they send next.
+After some steps Adam's second moment hardly changes. It is then frozen, and the rest is SGD with momentum in a fixed metric.
+That is linear, so a later step can correct an earlier error. Each worker adds its own gradient to the common momentum and
+sends *signs*, with a scale for each block; the worker that sums a part of them does the same. Both add the error of this
+step to the values of the next one.
 
-The codec is this page's own, 20 lines: `fzero.comms.compressed` makes a comm hook of it, `fzero.comms.error_feedback`
-remembers, and `check_collective` tries the laws that comm hooks keep. Without feedback, the third curve, the same bits teach
-less.
+This page defines the codec, in 20 lines. `fzero.comms.compressed` makes a comm hook of it, `fzero.comms.error_feedback` keeps
+the error, and `check_collective` checks the laws of comm hooks. Without feedback, in the third curve, training with the same
+bits is slower.
 
 Shape letters: W workers (the leading dimension), P elements of all parameters, B bytes.
 """
@@ -32,7 +32,7 @@ from sharding.views import flatten, unflatten
 
 WORKERS, NUM_ROWS, BLOCK = 4, 16, 64
 LR, BETA_1, BETA_2 = 0.004, 0.9, 0.97
-AXIS = fzero.comms.Sim("data", WORKERS)  # all workers in this process; a Real axis would do as well
+AXIS = fzero.comms.Sim("data", WORKERS)  # all workers in this process; an axis of processes works as well
 POWERS = 2 ** torch.arange(8, dtype=torch.uint8)
 
 
@@ -49,13 +49,13 @@ def one_bit(block: int) -> fzero.comms.Codec:
         signs = (bits * POWERS).sum(-1, dtype=torch.uint8)
         return torch.cat([signs, scales_of(x).contiguous().view(torch.uint8)], dim=-1)
 
-    def decode(hook: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    def decode(code: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         if not numel:
-            return hook.to(dtype)
+            return code.to(dtype)
         length = -(-numel // 8)
-        is_negative = (hook[..., :length, None] & POWERS).flatten(-2)[..., :numel] != 0
+        is_negative = (code[..., :length, None] & POWERS).flatten(-2)[..., :numel] != 0
         sizes = (
-            hook[..., length:]
+            code[..., length:]
             .clone(memory_format=torch.contiguous_format)
             .view(torch.float32)
             .repeat_interleave(block, -1)[..., :numel]
@@ -69,7 +69,7 @@ def one_bit(block: int) -> fzero.comms.Codec:
 
 
 def gradients_of(batch_W: tuple[Tensor, ...], model: torch.nn.Module, layout: FlatLayout) -> Callable[[Tensor], Any]:
-    """Of the parameters (P) the mean loss of all workers and the gradient of each (W, P)."""
+    """A function from the parameters (P) to the mean loss of all workers and the gradient of each (W, P)."""
 
     def of_one(params_P: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
         loss: Tensor = torch.func.functional_call(model, unflatten(params_P, layout), batch)
@@ -84,14 +84,14 @@ def gradients_of(batch_W: tuple[Tensor, ...], model: torch.nn.Module, layout: Fl
 
 
 def mean_over(hook: fzero.comms.CommHook, x_WP: Tensor, states: tuple[Any, Any]) -> tuple[Tensor, tuple[Any, Any]]:
-    """The mean over workers, sent twice: a part of the sum to each worker, and that part of the mean to all."""
+    """The mean over workers: each worker sums its shard (reduce-scatter), then all gather the shards of the mean."""
     sum_WS, of_workers = hook.reduce_scatter(x_WP, AXIS, states[0])
     mean_WP, of_parts = hook.gather(sum_WS / WORKERS, AXIS, states[1])
     return mean_WP[0], (of_workers, of_parts)  # the same on every worker
 
 
 def train(num_steps: int, num_exact: int, hook: fzero.comms.CommHook) -> tuple[list[float], list[float]]:
-    """After every step the loss, and the megabytes that a worker has sent; from step `num_exact` on through `hook`."""
+    """The loss after every step, and the megabytes that a worker has sent; `hook` is used from step `num_exact` on."""
     model = make_model()
     params = {name: param.detach() for name, param in model.named_parameters()}
     shapes = tuple(tuple(param.shape) for param in params.values())
@@ -104,12 +104,12 @@ def train(num_steps: int, num_exact: int, hook: fzero.comms.CommHook) -> tuple[l
         if index == num_exact:
             now = hook
             states = hook.init(torch.zeros(WORKERS, params_P.numel())), hook.init(torch.zeros(WORKERS, shard_numel))
-            v_P = v_P.maximum(v_P.mean() / 10)  # signs move elements, too, that hardly ever had a gradient
+            v_P = v_P.maximum(v_P.mean() / 10)  # signs also move elements that hardly ever had a gradient
         batch_W = draw_batch(index, num_rows=NUM_ROWS, world_size=WORKERS)
         loss, grads_WP = gradients_of(batch_W, model, layout)(params_P)
         m_P, states = mean_over(now, BETA_1 * m_P + (1 - BETA_1) * grads_WP, states)
         if index < num_exact:
-            grad_P = grads_WP.mean(0)  # which is on its way in m_P already
+            grad_P = grads_WP.mean(0)  # already sent as a part of m_P
             v_P = BETA_2 * v_P + (1 - BETA_2) * grad_P**2
         m_scale, v_scale = 1 - BETA_1 ** (index + 1), 1 - BETA_2 ** min(index + 1, num_exact)
         params_P = params_P - LR * (m_P / m_scale) / ((v_P / v_scale).sqrt() + 1e-8)
@@ -121,7 +121,7 @@ def train(num_steps: int, num_exact: int, hook: fzero.comms.CommHook) -> tuple[l
 def main() -> None:
     options = parse(__doc__.splitlines()[0], steps=200)
     signs = fzero.comms.compressed(one_bit(BLOCK))
-    check_collective(signs, max_error=1.0)  # an element is at most as far off as the largest is large
+    check_collective(signs, max_error=1.0)  # the error of an element is at most the largest element
     print("the codec keeps the laws of collectives")
     num_exact = max(1, options.steps // 4)
     runs: dict[str, Callable[[], tuple[list[float], list[float]]]] = {

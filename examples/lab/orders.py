@@ -1,17 +1,17 @@
-"""Who copies when? Declaration order against round robin, if each rank offloads its gradients as the backward goes.
+"""When each rank copies its gradients to the host during the backward: declaration order against round robin.
 
     python examples/lab/orders.py
 
-The backward makes gradients from the last parameter to the first. Each rank keeps its shard of them and copies it to
-its host, a piece as soon as its gradient is there, over a link of its own. Three ways to lay a model out:
+The backward makes gradients from the last parameter to the first. Each rank keeps its shard of them and copies a fragment to
+its host as soon as its gradient exists, over a link of its own. The page compares three layouts:
 
-- one flat buffer in declaration order: a shard is a stretch of layers, so that the copies come rank after rank, and
-  rank 0 can start only when the backward is nearly over;
+- one flat buffer in declaration order: a shard is a range of layers, so the ranks copy one after the other, and rank 0 starts
+  only near the end of the backward;
 - one flat buffer in round robin (DeepSpeed's `round_robin_gradients`): every rank has parameters of all depths;
-- one flat buffer for each block, as fzero has: every rank has an equal part of every block, in either order.
+- one flat buffer for each block, as in fzero: every rank has an equal part of every block, in either order.
 
-Integers only; no tensor is made. A gradient takes as long as its parameter has elements, and reductions take no time.
-(fzero reduces a block at once, when its last gradient is there: up to a block later than here.)
+The page uses integers only and makes no tensor. The time of a gradient is the number of its elements, and reductions take no
+time. (fzero reduces a block at once, after its last gradient: up to a block later than here.)
 """
 
 from collections.abc import Iterator
@@ -35,11 +35,11 @@ BLOCK = {
 }
 SHAPES = {f"blocks.{index}.{name}": shape for index in range(DEPTH) for name, shape in BLOCK.items()}
 COPY = 0.8
-"""The time that a rank's link needs for its shard, in backwards."""
+"""The time of a rank's link for its shard; the unit is one backward."""
 
 
 class Copy(NamedTuple):
-    """A piece of one parameter's gradient on its way to the host; times in backwards."""
+    """The copy of a fragment of one parameter's gradient to the host; the unit of time is one backward."""
 
     name: str
     start: float
@@ -56,13 +56,13 @@ def lay_out(names: list[str], order: Order, world_size: int) -> FlatLayout:
 
 
 def ready_times() -> dict[str, float]:
-    """When the backward has made the gradient of each parameter."""
+    """The time at which the backward has made the gradient of each parameter."""
     layout = FlatLayout(tuple(SHAPES), tuple(SHAPES.values()), world_size=1)
     return {name: 1 - layout.bounds(name)[0] / layout.numel for name in SHAPES}
 
 
 def copies(layouts: list[FlatLayout], rank: int) -> Iterator[Copy]:
-    """What a rank copies, first come, first served."""
+    """The copies of a rank, first come, first served."""
     ready, free = ready_times(), 0.0
     per_element = COPY / sum(layout.partition.shard_numel for layout in layouts)
     fragments = [fragment for layout in layouts for fragment in layout.fragments(rank)]

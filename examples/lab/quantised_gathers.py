@@ -1,13 +1,13 @@
-"""What do fewer bits on the way cost? ZeRO++ (arXiv:2306.10209): parameters in 8 bits, gradients in 4, and what that does.
+"""ZeRO++ (arXiv:2306.10209): parameters sent in 8 bits, gradients in 4, and the effect on the loss.
 
     python examples/lab/quantised_gathers.py
 
-Left: the error of a gather. A block of elements shares a scale, so a small block errs less and has more scales to send.
-The parameters are those of the demo's model, the error is its size over theirs (root mean squares).
+Left: the error of a gather. A block of elements shares a scale, so smaller blocks have a smaller error and more scales to send.
+The parameters are those of the demo's model; the error is relative to them (root mean squares).
 
-Right: four ranks of ZeRO-3 train through comm hooks; the curves are their losses, less those of the exact run. Gathers in 8 bits
-(qwZ) are hardly seen. Reductions in 4 bits (qgZ) are, where a block has numbers of very different size, and remembering
-what was lost (LoCo) makes good for much of it.
+Right: four ranks of ZeRO-3 train through comm hooks; the curves are their losses minus those of the exact run. Gathers in 8 bits
+(qwZ) have almost no effect. Reductions in 4 bits (qgZ) do, if the numbers of a block differ much in size; error feedback (LoCo)
+corrects much of it.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ import fzero
 RANKS, NUM_ROWS = 4, 16
 BLOCKS = (16, 64, 256, 1024, 4096)
 REDUCTIONS = fzero.comms.compressed(fzero.comms.quantize(4, 1024))
-WIRES: dict[str, dict[str, Any]] = {
+COMM_HOOKS: dict[str, dict[str, Any]] = {
     "exact": {},
     "8-bit gathers": {"gather_hook": fzero.comms.compressed(fzero.comms.quantize(8, 256))},
     "4-bit reductions": {"reduce_hook": REDUCTIONS},
@@ -34,7 +34,7 @@ WIRES: dict[str, dict[str, Any]] = {
 
 
 def error_of(codec: fzero.comms.Codec, x: torch.Tensor) -> tuple[float, float]:
-    """Bytes for an element, and the size of the error beside that of the elements."""
+    """Bytes per element, and the relative error."""
     arrived = codec.decode(codec.encode(x), x.numel(), x.dtype)
     assert ((arrived - x).double().abs() <= codec.bound(x)).all()
     return codec.nbytes(x.numel()) / x.numel(), ((arrived - x).norm() / x.norm()).item()
@@ -71,7 +71,7 @@ def main() -> None:
     errors.set_title("Parameters in fewer bits", loc="left")
     errors.legend(frameon=False)
     exact: list[float] = []
-    for name, hooks in WIRES.items():
+    for name, hooks in COMM_HOOKS.items():
         losses, nbytes = train(options.steps, **hooks)
         exact = exact or losses
         print(f"{name}: loss {losses[0]:.3f} -> {sum(losses[-5:]) / 5:.3f}, {nbytes:,} bytes sent in a step")

@@ -1,4 +1,4 @@
-"""What do the pages of the lab share? The demo's model and text, batches for any number of ranks, and a picture's file.
+"""The common parts of the lab: the demo's model and text, batches for any number of ranks, and the picture's file.
 
 Shape letters: W ranks (the leading dimension), B rows of a rank's batch, T bytes of a row.
 """
@@ -17,15 +17,15 @@ sys.path.append(str(Path(__file__).parents[1]))
 from gpt import GPT, SIZES
 from text import random_batch, read_text
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # simulated ranks are on the CPU, and a model on meta would go to a GPU
-torch.set_num_threads(1)  # in a model this small threads would only wait for each other
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # simulated ranks are on the CPU; a model on meta would be placed on a GPU
+torch.set_num_threads(1)  # more threads would only slow down a model this small
 SIZE = SIZES["tiny"]
 TRAINING, HELD_OUT = read_text()
 
 
-def parse(question: str, **numbers: int) -> argparse.Namespace:
-    """The options of a page: where its picture goes, and its numbers with their defaults."""
-    parser = argparse.ArgumentParser(description=question)
+def parse(description: str, **numbers: int) -> argparse.Namespace:
+    """The options of a page: the folder of its picture, and its numbers with their defaults."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=Path("out/lab"), help="folder of the picture")
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{default} by default")
@@ -39,13 +39,13 @@ def make_model() -> GPT:
 
 
 def config(stage: int, lr: float) -> dict:
-    """AdamW, and a model this small is divided all the same."""
+    """AdamW; stage 3 shards even the small parameters."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     return {"optimizer": {"type": "AdamW", "params": {"lr": lr}}, "zero_optimization": zero}
 
 
 def draw_batch(step: int, *, num_rows: int, world_size: int) -> tuple[Tensor, ...]:
-    """The batch of a step, dealt to the ranks: however many these are, together they see the same rows.
+    """The batch of a step, split over the ranks: any number of ranks together get the same rows.
 
     Returns:
         tokens and targets, each [W, B, T].
@@ -55,7 +55,7 @@ def draw_batch(step: int, *, num_rows: int, world_size: int) -> tuple[Tensor, ..
 
 
 def smooth(losses: list[float], *, width: int) -> tuple[range, Tensor]:
-    """The means of so many neighbors, and the steps at which each ends."""
+    """The means of `width` neighbours, and the step at which each ends."""
     means = torch.tensor(losses).unfold(0, min(width, len(losses)), 1).mean(-1)
     return range(len(losses) - len(means) + 1, len(losses) + 1), means
 

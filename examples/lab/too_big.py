@@ -1,12 +1,12 @@
-"""What if the model does not fit a rank? Plan it before there is a machine, then train it in pieces that do fit.
+"""A model that does not fit a rank: plan it before a machine exists, then train it in shards that fit.
 
     python examples/lab/too_big.py
 
-1. A GPT of 6.6 billion parameters is built on `meta`, where tensors have shapes and no memory, and planned for 1 to 64
-   ranks in each stage: what a rank would hold in bf16 with AdamW (an fp32 master and two moments), beside a budget of
-   24 GB. Activations come on top.
-2. A small one of the same kind is trained under ZeRO-3 on 8 simulated ranks. It starts on `meta` too: `init` fills one
-   unit after the other straight into the ranks' shards, so that in a job no process ever has the whole model.
+1. A GPT of 6.6 billion parameters is built on `meta`, where tensors have shapes and no memory, and planned for 1 to 64 ranks
+   in each stage. The picture compares the bytes of a rank in bf16 with AdamW (an fp32 master and two moments) with a budget
+   of 24 GB. Activations are not included.
+2. A small model of the same kind is trained under ZeRO-3 on 8 simulated ranks. It starts on `meta`, too: `init` fills one
+   unit after the other directly into the ranks' shards, so in a job no process ever has the full model.
 """
 
 from dataclasses import replace
@@ -28,13 +28,13 @@ BUDGET, RANKS, NUM_ROWS = 24e9, 8, 16
 
 
 def plans(model: GPT, stage: int) -> dict[int, fzero.Plan]:
-    """By number of ranks."""
+    """The plans by number of ranks."""
     cfg = {**config(stage, lr=1e-3), "bf16": {"enabled": True}}
     return {world_size: fzero.plan(model, cfg, world_size=world_size) for world_size in WORLD_SIZES}
 
 
 def draw(axes: Axes, planned: dict[int, fzero.Plan]) -> None:
-    """A stacked bar for each number of ranks; those within the budget stand out."""
+    """A stacked bar for each number of ranks; bars above the budget are pale."""
     for place, plan in enumerate(planned.values()):
         held, bottom = plan.bytes_per_rank, 0.0
         for kind, color in COLORS.items():
@@ -48,7 +48,7 @@ def draw(axes: Axes, planned: dict[int, fzero.Plan]) -> None:
 
 
 def train(num_steps: int) -> None:
-    """The small one, and what each rank holds of it."""
+    """Trains the small model, and prints the bytes of each rank."""
     with torch.device("meta"):
         model = GPT(SMALL)
     ranks = fzero.simulate(fzero.make_train_step(model, config(stage=3, lr=0.01)), RANKS)

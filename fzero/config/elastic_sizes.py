@@ -79,7 +79,7 @@ def elastic_batch(
         most: the cap, `max_train_batch_size`.
         min_ranks: smaller numbers of ranks are not counted.
         max_ranks: larger numbers of ranks are not counted.
-        prefer_larger: whether the larger or the smaller one is taken of batches that equally many numbers of ranks can train.
+        prefer_larger: among batches that equally many numbers of ranks can train, true chooses the largest, false the smallest.
 
     Raises:
         ValueError: no batch fits, or a number is not positive.

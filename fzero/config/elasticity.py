@@ -40,7 +40,7 @@ class Elasticity(Block):
     model_parallel_size: Annotated[Count, AfterValidator(_one)] = 1
     """Must be 1: there is no model-parallel axis."""
     prefer_larger_batch: bool = True
-    """Whether the larger or the smaller one is taken of batches that equally many numbers of ranks can train."""
+    """If several batches can be trained by equally many numbers of ranks: true chooses the largest, false the smallest."""
     ignore_non_elastic_batch_info: bool = False
     """Whether batch sizes given beside this block are ignored instead of an error."""
     version: Annotated[Number, AfterValidator(_known)] = 0.2
