@@ -5,14 +5,14 @@
     trace.export_chrome_trace("trace.json")
 
 A range is called `fzero::VERB NAME`: `forward`, `unit h.3`, `gather h.3`, `backward`, `reduce_scatter h.3`, `update`,
-`join h.3/bfloat16`, and `wait reduce h.3/bfloat16` while the host waits for a collective.
+`all_gather h.3/bfloat16`, and `wait reduce h.3/bfloat16` while the host waits for a collective.
 
 Transfers between memories have the name of their tensor:
 
-- Full shards in a forward or backward: `bring h.3/bfloat16` and `put h.3/bfloat16/grads` at their start, `wait bring …` and
-  `wait put …` while the host waits.
-- Sub-groups of an update, with their elements: `fetch h.3/bfloat16 0:64`, `update …`, `put …` and their waits. Those read
-  during a backward are `ahead …`.
+- Full shards in a forward or backward: `load h.3/bfloat16` and `write_back h.3/bfloat16/grads` at their start, `wait load …` and
+  `wait write_back …` while the host waits.
+- Sub-groups of an update, with their elements: `fetch h.3/bfloat16 0:64`, `update …`, `write_back …` and their waits. Those read
+  during a backward are `prefetch …`.
 - Blocks of files, in the threads that move them: `read …` and `write …`. They need a trace of all threads, such as that of
   `fzero.profiling.save_trace`.
 """

@@ -165,7 +165,7 @@ class DryPass:
         nbytes, spec = shard_nbytes(buffer, self.plan), buffer.params
         if not self.ledger.is_here(spec):
             self.ledger.add("gathers", nbytes)
-        return nbytes, self.ledger.fetch(spec, nbytes, f"bring {buffer.key}")
+        return nbytes, self.ledger.fetch(spec, nbytes, f"load {buffer.key}")
 
     def _end_gather(self, unit: str) -> list[Taken]:
         gather = self._gathering.pop(unit)
@@ -294,7 +294,9 @@ class DryPass:
                 while len(self._leaving) >= MOST_LEAVING and buffer.grads.placement.kind == "nvme":
                     self.ledger.lanes.wait(buffer.key, self._leaving.popleft())
                 nbytes = self._grad_nbytes(buffer)
-                self._leaving.append(self.ledger.write_back(buffer.grads, nbytes, f"put {buffer.key}", adds=adds))
+                self._leaving.append(
+                    self.ledger.write_back(buffer.grads, nbytes, f"write_back {buffer.key}", adds=adds)
+                )
         self.ledger.add("arrivals", -reduction.arriving)
         for taken in reduction.full:
             self.ledger.give(taken)
@@ -310,7 +312,7 @@ class DryPass:
         while self._in_flight:
             self._end_reduce()
         while self._leaving:
-            self.ledger.lanes.wait("put", self._leaving.popleft())
+            self.ledger.lanes.wait("write_back", self._leaving.popleft())
         self._drop_gathers()
         self._release_all_but("")
         self.ledger.activations = 0

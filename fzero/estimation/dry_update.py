@@ -126,4 +126,4 @@ def _stream(ledger: MemoryLedger, buffers: Sequence[FlatParamPlan]) -> None:
         lanes.wait("update", fetched.popleft())
         lanes.compute(f"update {group.label}", group.compute)
         for lane, time in group.put.items():
-            lanes.start(lane, f"put {group.label}", time)
+            lanes.start(lane, f"write_back {group.label}", time)

@@ -342,6 +342,6 @@ def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> lis
     for update in updates:
         key, shard_S = update.buffer.key, cast(Tensor, update.param)  # parameters in files are not gathered here
         if shard_S is not params[key]:
-            with profiler_range("join", key):
+            with profiler_range("all_gather", key):
                 started.append(update.join(shard_S, params[key]))
     return started

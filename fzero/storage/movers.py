@@ -78,7 +78,7 @@ class FileMover:
         if part not in self._coming and self.pool.num_free:
             buffer = self.pool.take()
             try:
-                with profiler_range("ahead", part):
+                with profiler_range("prefetch", part):
                     wait = self.store.read(part.name, part.start, part.stop, buffer)
             except BaseException:
                 self.pool.give_back(buffer)

@@ -126,7 +126,7 @@ class ShardTransfer:
     def _start(self, name: str, x: Leaf) -> Callable[[], Tensor]:
         if isinstance(x, Tensor) and x.device == self.device:
             return lambda: x
-        with profiler_range("bring", name):
+        with profiler_range("load", name):
             return self._start_file(name, x) if isinstance(x, FileTensor) else self._start_copy(x)
 
     def _start_copy(self, x: Tensor) -> Callable[[], Tensor]:
@@ -151,7 +151,7 @@ class ShardTransfer:
         wait = kept(x, lambda: x.files.start_read(x.name, flat))
 
         def finish() -> Tensor:
-            with profiler_range("wait bring", name):
+            with profiler_range("wait load", name):
                 is_read = wait is not None and kept(x, wait) is not None
             if not is_read:
                 flat.zero_()
@@ -178,10 +178,10 @@ class ShardTransfer:
         """
         self._measured.pop(name, None)
         if isinstance(home, FileTensor):
-            with profiler_range("put", name):
+            with profiler_range("write_back", name):
                 here = self._put_in_file(name, home, values, adds=adds)
         elif home.device != values.device:
-            with profiler_range("put", name):
+            with profiler_range("write_back", name):
                 here = self._put_in_memory(home, values, adds=adds)
         else:
             here = self._put_in_memory(home, values, adds=adds)
@@ -224,7 +224,7 @@ class ShardTransfer:
     def _end_copies_out(self) -> None:
         """Waits until the host may read the copies."""
         if self._copies_out is not None:
-            with profiler_range("wait put", "to host memory"):
+            with profiler_range("wait write_back", "to host memory"):
                 self._copies_out.synchronize()
             self._copies_out = None
 
@@ -243,7 +243,7 @@ class ShardTransfer:
 
     def _end_leaving(self) -> None:
         name, home, flat, wait = self._leaving.popleft()
-        with profiler_range("wait put", name):
+        with profiler_range("wait write_back", name):
             kept(home, wait)
         del wait
         self.scratch.give(flat)

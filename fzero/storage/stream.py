@@ -141,7 +141,7 @@ def stream_update(
                 with profiler_range("fetch", following):
                     fetched.append(mover.fetch(following))
             _update_fetched(update, sub_group, fetched.popleft())
-            with profiler_range("put", sub_group):
+            with profiler_range("write_back", sub_group):
                 written.append((sub_group, mover.put(sub_group)))
             if len(written) > write_behind:
                 _end_put(*written.popleft())
@@ -165,7 +165,7 @@ def _update_fetched(
 
 
 def _end_put(sub_group: SubGroup, wait: Callable[[], object]) -> None:
-    with profiler_range("wait put", sub_group):
+    with profiler_range("wait write_back", sub_group):
         wait()
 
 

@@ -366,18 +366,20 @@ def test_a_trace_names_what_moves_between_files_and_a_step_and_shows_that_it_ove
     numels = {buffer.key: buffer.layout.numel for buffer in step.plan.flat_buffers}
     for key in KEYS:  # shards of parameters come once for the forward, and again for the backward but for the last
         num = 1 if key == KEYS[-1] else 2
-        assert names.count(f"bring {key}") == names.count(f"wait bring {key}") == num
-        assert names.count(f"put {key}/grads") == names.count(f"wait put {key}/grads") == 1
+        assert names.count(f"load {key}") == names.count(f"wait load {key}") == num
+        assert names.count(f"write_back {key}/grads") == names.count(f"wait write_back {key}/grads") == 1
         at = f"{key} 0:{-(-numels[key] // 32) * 32}"
-        order = [spans[f"{verb} {at}"] for verb in ("fetch", "wait fetch", "update", "put", "wait put")]
+        order = [spans[f"{verb} {at}"] for verb in ("fetch", "wait fetch", "update", "write_back", "wait write_back")]
         assert all(a[1] <= b[0] for a, b in pairwise(order))
         assert all(spans["update"][0] <= a <= b <= spans["update"][1] for a, b in order)
-    by_verb = {verb: [name for name in names if name.startswith(f"{verb} ")] for verb in ("fetch", "update", "ahead")}
+    by_verb = {
+        verb: [name for name in names if name.startswith(f"{verb} ")] for verb in ("fetch", "update", "prefetch")
+    }
     assert len(by_verb["fetch"]) == len(by_verb["update"]) == len(KEYS)
     for name, following in pairwise(by_verb["update"]):  # the next one comes meanwhile
         assert spans[following.replace("update", "fetch")][1] <= spans[name][0]
     forward, backward = spans["forward"], spans["backward"]
-    assert by_verb["ahead"] and all(forward[1] <= spans[name][0] < backward[0] for name in by_verb["ahead"])
+    assert by_verb["prefetch"] and all(forward[1] <= spans[name][0] < backward[0] for name in by_verb["prefetch"])
     # Threads read and write, and the step goes on.
     own_thread = next(e["tid"] for e in events if e["name"] == "fzero::update")
     moved = [e for e in events if e["name"].startswith(("fzero::read ", "fzero::write "))]
@@ -399,8 +401,8 @@ def test_in_a_profile_of_ones_own_the_steps_thread_is_named_and_what_does_not_mo
         step(state, data(1))
     recorded.export_chrome_trace(str(tmp_path / "trace.json"))
     verbs = {name.split()[0] for name, _, _ in ranges_of(tmp_path / "trace.json")}
-    moves = {"fetch", "put", "ahead"} if device == "nvme" else set()  # host memory is the model's own
-    assert verbs & {"fetch", "put", "ahead", "bring", "read", "write"} == moves
+    moves = {"fetch", "write_back", "prefetch"} if device == "nvme" else set()  # host memory is the model's own
+    assert verbs & {"fetch", "write_back", "prefetch", "load", "read", "write"} == moves
 
 
 def test_sub_groups_from_host_memory_are_named_with_their_elements(tmp_path: Path) -> None:
@@ -411,7 +413,7 @@ def test_sub_groups_from_host_memory_are_named_with_their_elements(tmp_path: Pat
         stream_update(lambda _, tensors: [tensor.add_(1) for tensor in tensors] and None, mover, groups)
     recorded.export_chrome_trace(str(tmp_path / "trace.json"))
     names = [name for name, _, _ in ranges_of(tmp_path / "trace.json")]
-    for verb in ("fetch", "wait fetch", "update", "put", "wait put"):
+    for verb in ("fetch", "wait fetch", "update", "write_back", "wait write_back"):
         found = [name for name in names if name.startswith(f"{verb} ")]
         assert found == [f"{verb} h.0 {at}" for at in ("0:64", "64:128", "128:160")]
     assert torch.equal(x, torch.arange(160.0) + 1)
@@ -426,8 +428,8 @@ def test_of_a_step_with_a_graph_what_moves_is_named_and_the_graph_holds_no_names
     recorded.export_chrome_trace(str(tmp_path / "trace.json"))
     names = [name for name, _, _ in ranges_of(tmp_path / "trace.json")]
     assert names.count("step in one graph") == names.count("update") == 1
-    assert {f"put {key}/grads" for key in KEYS} <= {*names}
-    assert {"fetch", "put"} <= {name.split()[0] for name in names}
+    assert {f"write_back {key}/grads" for key in KEYS} <= {*names}
+    assert {"fetch", "write_back"} <= {name.split()[0] for name in names}
     nodes = step.explain().liveness.nodes
     assert len(nodes) > 50 and not any("record_function" in name for name in nodes)
 
