@@ -288,7 +288,9 @@ class VmapRanks(LockstepRanks):
         state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         hook_states = optree.tree_map(torch.clone, state.hook_states)
-        step.runtime.updater.turn(self._program.hyperparams, step.runtime.updater.hyper(int(state.step[0])))
+        step.runtime.updater.write_hyperparams(
+            self._program.hyperparams, step.runtime.updater.hyper(int(state.step[0]))
+        )
         numbers = torch.zeros(self.world_size, 2, dtype=torch.float64)  # there is one pass, of one step
         self._stacked.random = drawn = RandomByRank(state.rng["cpu"]) if self._backend is None else None
         with _quietly():

@@ -423,9 +423,17 @@ class TrainStep:
         # Forwards write in copies, so that the given state stays valid if this step raises.
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        stage = self.runtime.offload.stage(self.runtime.scratch, self.runtime.rules.of_shard, in_memory=measures_early)
+        transfer = self.runtime.offload.transfer(
+            self.runtime.scratch, self.runtime.rules.of_shard, in_memory=measures_early
+        )
         work = ForwardBackward(
-            self.plan, self.runtime.mesh, state.params, state.grads, self._orders, stage, hook_states=state.hook_states
+            self.plan,
+            self.runtime.mesh,
+            state.params,
+            state.grads,
+            self._orders,
+            transfer,
+            hook_states=state.hook_states,
         )
         return AccumulationWindow(state, work, buffers, before)
 
@@ -579,7 +587,7 @@ class TrainStep:
             work = window.work
             new = finish(
                 self.runtime, self._check, state, stats_AW5[..., :2], buffers, rng, hook_states, is_sum=window.is_sum,
-                stage=work.transfer, still=work.still_buffers,
+                transfer=work.transfer, still=work.still_buffers,
             )  # fmt: skip
         if self.observer:
             self.observer.has_updated()
@@ -653,7 +661,7 @@ class TrainStep:
             for module, mode in modes:
                 module.training = mode
         row = loss_row(loss, weight, self._num_passes)
-        stats_W3 = collectives.stack(row, self.runtime.mesh.world, label=Label("loss_stats", phase="turn"))
+        stats_W3 = collectives.stack(row, self.runtime.mesh.world, label=Label("loss_stats", phase="boundary"))
         check_passes(stats_W3[:, 2])
         check_rows(stats_W3[:, :2], is_sum=weight is not None)
         return mean_of(stats_W3[:, :2], is_sum=weight is not None)[0].float()
@@ -688,7 +696,7 @@ class TrainStep:
             state.params,
             None,
             self._orders,
-            self.runtime.offload.stage(self.runtime.scratch),
+            self.runtime.offload.transfer(self.runtime.scratch),
         )
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         with (

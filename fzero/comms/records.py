@@ -13,7 +13,7 @@ Purpose = Literal[
     "gather", "reduce", "all_gather_params", "loss_stats", "norm", "optimizer", "momentum", "buffers", "agree",
     "negotiate", "overflow", "init", "compare", "reshard", "files", "save", "other",
 ]  # fmt: skip
-Phase = Literal["", "forward", "turn", "backward", "update"]
+Phase = Literal["", "forward", "boundary", "backward", "update"]
 
 PURPOSES: dict[Purpose, str] = {
     "gather": "gather",
@@ -44,7 +44,7 @@ class Label:
     Args:
         purpose: one of `PURPOSES`.
         buffer: the key of the flat buffer that it moves, or another name of its contents; "" for none.
-        phase: of the step; "turn" is between forward and backward, "" outside of a step.
+        phase: of the step; "boundary" is between forward and backward, "" outside of a step.
 
     >>> print(Label("gather", "blocks.0/float32", "forward"))
     gather blocks.0/float32

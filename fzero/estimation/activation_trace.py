@@ -56,7 +56,7 @@ class TraceEvent(NamedTuple):
 
     Attributes:
         kind: `fetch`: the forward reads the parameter; `unpack`: the backward reads it again; `grad`: its gradient is ready;
-            `turn`: the forward/backward boundary.
+            `boundary`: the forward/backward boundary.
         name: of the parameter.
         most, now: bytes of activations: the peak until the next event, and those when it starts.
         work: of the operators.
@@ -64,7 +64,7 @@ class TraceEvent(NamedTuple):
         leaves, returns: bytes of such inputs that are copied to host memory until the next event, and back.
     """
 
-    kind: Literal["begin", "fetch", "turn", "unpack", "grad"]
+    kind: Literal["begin", "fetch", "boundary", "unpack", "grad"]
     name: str = ""
     most: int = 0
     now: int = 0
@@ -111,7 +111,7 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for x in tensors:
             self._seen[x.untyped_storage()] = 0
 
-    def mark(self, kind: Literal["fetch", "turn", "unpack", "grad"], name: str = "") -> None:
+    def mark(self, kind: Literal["fetch", "boundary", "unpack", "grad"], name: str = "") -> None:
         """Ends the current event and begins the next."""
         self.events.append(
             self._event._replace(
@@ -243,9 +243,9 @@ def trace_activations(
             alive,
         ):
             loss, _ = loss_of(model, loss_fn, fake_batch, reduces_by_sum=False, autocast=autocast, device="cpu")
-            recorder.turn()
+            recorder.boundary()
             loss.backward()  # type: ignore[no-untyped-call]
-    alive.mark("turn")  # ends the last event
+    alive.mark("boundary")  # ends the last event
     return Traced(alive.most, alive.flops, tuple(alive.events))
 
 
@@ -291,8 +291,8 @@ class _Recorder:
         self.alive.mark("fetch", name)
         return self._leaves[name]
 
-    def turn(self) -> None:
-        self.alive.mark("turn")
+    def boundary(self) -> None:
+        self.alive.mark("boundary")
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, str]:
         return tensor.detach(), self._names.get(tensor.untyped_storage()._cdata, "")

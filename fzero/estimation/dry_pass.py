@@ -72,7 +72,7 @@ class DryPass:
 
     def _follow(self, part: Part) -> None:
         ledger, unit = self.ledger, self._units.get(part.unit)
-        if part.kind == "turn":
+        if part.kind == "boundary":
             self._advance_to(part.kind, "")
             self._drop_gathers()
             self._in_forward = False
@@ -117,7 +117,7 @@ class DryPass:
 
     def _advance_to(self, kind: str, unit: str) -> None:
         while (event := self._next) is not None:
-            if event.kind == "turn" and kind == "gather" and self._in_forward:
+            if event.kind == "boundary" and kind == "gather" and self._in_forward:
                 return
             self._issue(event)
             if event == (kind, unit):

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from fzero.estimation.activation_trace import Traced, TraceEvent
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan
-from fzero.plans.unit_scheduler import TURN, Event, early
+from fzero.plans.unit_scheduler import BOUNDARY, Event, early
 from sharding import Sharded
 
 
@@ -30,7 +30,7 @@ class Part(NamedTuple):
         waiting, leaves, returns: as in `TraceEvent`.
     """
 
-    kind: Literal["begin", "fetch", "turn", "unpack", "use", "grad"]
+    kind: Literal["begin", "fetch", "boundary", "unpack", "use", "grad"]
     unit: str = ""
     key: str = ""
     ends: bool = False
@@ -50,7 +50,7 @@ def parts_of(plan: Plan, trace: Traced | None, machine: MachineModel) -> tuple[P
 
 def _declared(plan: Plan) -> Iterator[Part]:
     yield from (Part("fetch", unit.name) for unit in plan.units)
-    yield Part("turn")
+    yield Part("boundary")
     for unit in reversed(plan.units):
         yield Part("unpack", unit.name)
         trained = [buffer for buffer in unit.buffers if buffer.trainable]
@@ -97,7 +97,7 @@ def order_of(plan: Plan, parts: Sequence[Part]) -> tuple[Event, ...]:
     forward, backward, live = list[Event](), list[Event](), ""
     events, reduced = forward, set[str]()
     for part in parts:
-        if part.kind == "turn":
+        if part.kind == "boundary":
             forward, events = events, backward
         elif part.kind in ("fetch", "unpack"):
             if units[part.unit].gathered_numel and live != part.unit:
@@ -108,4 +108,4 @@ def order_of(plan: Plan, parts: Sequence[Part]) -> tuple[Event, ...]:
             reduced.add(part.unit)
     rest = [unit.name for unit in reversed(plan.units) if unit.trainable and unit.name not in reduced]
     backward += [Event("reduce", name) for name in rest]
-    return (*forward, TURN, *early(backward, plan.may_start_early))
+    return (*forward, BOUNDARY, *early(backward, plan.may_start_early))

@@ -102,7 +102,7 @@ class GraphProgram:
     ) -> tuple[State, Metrics]:  # fmt: skip
         """Writes the hyper-parameters where the graph reads them, runs it, and raises the errors that it found."""
         hyper = run.updater.hyper(int(state.step))
-        run.updater.turn(self.hyperparams, hyper)
+        run.updater.write_hyperparams(self.hyperparams, hyper)
         checksum = check.checksum(run.updater, state, hyper)
         (outcome, is_sum), rng, hook_states = self._run(
             self.compiled, run, state, buffers, micro_batches, (number, checksum)
@@ -119,7 +119,7 @@ class GraphProgram:
         number: int,
     ) -> tuple[State, Metrics]:  # fmt: skip
         """The graph up to its gradients, which are moved to where they live; and the update as in an eager step."""
-        stage = run.offload.stage(run.scratch, run.rules.of_shard, in_memory=True)
+        transfer = run.offload.transfer(run.scratch, run.rules.of_shard, in_memory=True)
         if run.offload.has_files:
             run.offload.read_ahead(state)
         grads = {
@@ -135,14 +135,16 @@ class GraphProgram:
         for key, home in state.grads.items():
             grad = grads.pop(key)
             if grad is not home:
-                stage.put(f"{key}/grads", home, grad, adds=False, measures=True)
+                transfer.write_back(f"{key}/grads", home, grad, adds=False, measures=True)
                 run.scratch.give(grad)
         del grad
-        stage.settle()
+        transfer.settle()
         run.agree_on_files(state)
         check_alike(told_AW4[..., 2:].flatten(0, 1), run.mesh.world, check.named)
         with profiler_range("update"):
-            return finish(run, check, state, told_AW4[..., :2], buffers, rng, hook_states, is_sum=is_sum, stage=stage)
+            return finish(
+                run, check, state, told_AW4[..., :2], buffers, rng, hook_states, is_sum=is_sum, transfer=transfer
+            )
 
     def _run(
         self, graph: Callable[..., T], run: StepRuntime, state: State, buffers: dict[str, Tensor],

@@ -72,7 +72,7 @@ def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[CommRe
 
 def _phase_of(purpose: str, phase: Phase) -> Phase:
     if purpose == "loss_stats":
-        return "turn"
+        return "boundary"
     return "update" if purpose in _UPDATE else phase
 
 

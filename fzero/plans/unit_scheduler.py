@@ -27,16 +27,16 @@ class ScheduleError(RuntimeError):
 
 
 class Event(NamedTuple):
-    """The collectives of one unit: `gather` its parameters or `reduce` its gradients. `turn` is the forward/backward boundary."""
+    """A unit's collective: `gather` its parameters, or `reduce` its gradients; or the `boundary` of forward and backward."""
 
-    kind: Literal["gather", "reduce", "turn"]
+    kind: Literal["gather", "reduce", "boundary"]
     unit: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.unit}".strip()
 
 
-TURN = Event("turn")
+BOUNDARY = Event("boundary")
 
 Run = tuple[str | int | frozenset[str], ...]
 """The key of an order: runs with the same key have the same order of collectives.
@@ -140,9 +140,9 @@ def early(schedule: Sequence[Event], may_start: Callable[[str, str], bool]) -> t
         schedule: as recorded.
         may_start: whether the second unit's gather may start while the first is still in use.
 
-    >>> recorded = [TURN, Event("reduce", "b"), Event("gather", "a"), Event("reduce", "a")]
+    >>> recorded = [BOUNDARY, Event("reduce", "b"), Event("gather", "a"), Event("reduce", "a")]
     >>> print(*early(recorded, lambda present, following: True), sep=", ")
-    turn, gather a, reduce b, reduce a
+    boundary, gather a, reduce b, reduce a
     """
     events = list(schedule)
     for index in range(1, len(events)):

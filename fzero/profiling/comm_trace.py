@@ -44,7 +44,7 @@ class CommRow(NamedTuple):
         unit: of the flat buffer; "" if it belongs to no unit.
         buffer: the key of the flat buffer.
         purpose: see `fzero.comms.Label`.
-        phase: when it starts: in the forward, at the forward/backward boundary (`turn`), in the backward or in the update.
+        phase: when it starts: in the forward, at the forward/backward boundary (`boundary`), in the backward or in the update.
         num_elements: that this rank sends to all others together, before a comm hook encodes them.
         nbytes: bytes sent, after the encoding.
         is_joined: whether one call sends this and neighbouring rows (buckets of a compiled step).
@@ -249,7 +249,7 @@ _COLORS: dict[str, str] = {
     "buffers": "tab:purple",
 }
 _NUMBERS = "0.45"  # the color of collectives of a few numbers
-_PHASES = {"forward": "#f3f6fa", "turn": "#ffffff", "backward": "#fbf3ea", "update": "#eef6ee"}
+_PHASES = {"forward": "#f3f6fa", "boundary": "#ffffff", "backward": "#fbf3ea", "update": "#eef6ee"}
 
 
 def _draw(comm: CommTrace) -> Any:

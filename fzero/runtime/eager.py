@@ -206,7 +206,9 @@ class ForwardBackward:
         with self._running(self._expect(loss)):
             self._reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
             self.forwards.go_back(keeps=keeps)
-            self._loss_stats = collectives.start_stack(row, self.mesh.world, label=Label("loss_stats", phase="turn"))
+            self._loss_stats = collectives.start_stack(
+                row, self.mesh.world, label=Label("loss_stats", phase="boundary")
+            )
             rows = None
             if check is not None:
                 rows, self._loss_stats = self._loss_stats.wait(), None

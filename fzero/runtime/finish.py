@@ -15,7 +15,7 @@ from fzero.storage.shard_io import ShardTransfer
 
 def finish(
     run: StepRuntime, check: HyperCheck, state: TrainState[Tensor], losses: Tensor, buffers: dict[str, Tensor],
-    rng: dict[str, Tensor], hook_states: dict[str, dict[str, Any]], *, is_sum: bool, stage: ShardTransfer,
+    rng: dict[str, Tensor], hook_states: dict[str, dict[str, Any]], *, is_sum: bool, transfer: ShardTransfer,
     still: Collection[str] = (),
 ) -> tuple[TrainState[Tensor], Metrics]:  # fmt: skip
     """The state after the update with the gradients that it holds. *Collective:* see `StepMetrics.metrics`, `Updater.update`.
@@ -24,7 +24,7 @@ def finish(
         losses: of every micro-step and rank, with their weights (A, W, 2).
         buffers, rng, hook_states: of the next state.
         is_sum: whether each loss is a sum, to be divided by the sum of the weights.
-        stage: the transfer of the backward, which may know what a gradient adds to the norm.
+        transfer: the transfer of the backward, which may know what a gradient adds to the norm.
         still: the keys of flat buffers that are not updated.
 
     Raises:
@@ -32,7 +32,7 @@ def finish(
     """
     hyper = run.updater.hyper(int(state.step))
     check.used(hyper)
-    metrics, factor = run.metrics.metrics(losses, state, is_sum=is_sum, rate=hyper.rates[0], stage=stage)
+    metrics, factor = run.metrics.metrics(losses, state, is_sum=is_sum, rate=hyper.rates[0], transfer=transfer)
     state = taken(state)  # before the first write: a state whose update raised must not be used again
     state = run.updater.update(state, factor, metrics.overflow, hyper=hyper, still=still)
     loss_scale = state.loss_scale

@@ -35,7 +35,7 @@ Named = Callable[[], dict[str, dict[str, str]]]
 class Outcome(NamedTuple):
     """The results of one compiled step that the host reads."""
 
-    told: Tensor
+    loss_stats: Tensor
     """Per micro-step and rank: loss, weight or -1, number of the forward-backward, checksum of the hyper-parameters (A, W, 4)."""
     loss: Tensor
     norm: Tensor
@@ -64,7 +64,7 @@ class StepMetrics:
     model: nn.Module
 
     def metrics(
-        self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool, rate: float, stage: ShardTransfer
+        self, losses: Tensor, state: TrainState[Tensor], *, is_sum: bool, rate: float, transfer: ShardTransfer
     ) -> tuple[Metrics, Tensor | None]:
         """The metrics, and the factor that the gradients still need (None for 1). *Collective* where they are sharded.
 
@@ -73,12 +73,12 @@ class StepMetrics:
             state: holds the gradients.
             is_sum: whether each loss is a sum, to be divided by the sum of the weights.
             rate: the learning rate.
-            stage: the backward's transfer, which may have measured a gradient's contribution to the norm.
+            transfer: the backward's transfer, which may have measured a gradient's contribution to the norm.
         """
         check_rows(losses.flatten(0, 1), is_sum=is_sum)
         mean_loss, weight = mean_of(losses.flatten(0, 1), is_sum=is_sum)
         multiple = self.measure.multiple(weight, state.loss_scale.scale)
-        norm = self._norm(state, stage) / multiple
+        norm = self._norm(state, transfer) / multiple
         overflow = ~(norm + mean_loss).isfinite()
         if self.skips_overflow:
             self._check_loss_scale(state, overflow)
@@ -91,7 +91,7 @@ class StepMetrics:
         scale = state.loss_scale.scale.clone()
         return Metrics(mean_loss.float(), norm.float(), lr, overflow, scale), factor
 
-    def _norm(self, state: TrainState[Any], stage: ShardTransfer) -> Tensor:
+    def _norm(self, state: TrainState[Any], transfer: ShardTransfer) -> Tensor:
         """The global norm of the collected gradients (0-d float64), from the same numbers in the same order in all stages."""
         mesh = self.mesh
         held = [shard for shard in range(mesh.num_shards) if self.plan.stage == 0 or shard == mesh.shard]
@@ -99,9 +99,9 @@ class StepMetrics:
 
         def numbers(shard: int) -> Iterator[Tensor]:
             homes = [(f"{b.key}/grads", own_shard(state.grads[b.key], b, shard)) for b in cut]
-            known = [stage.known(*named) for named in homes]
+            known = [transfer.known(*named) for named in homes]
             unknown = [named for named, number in zip(homes, known, strict=True) if number is None]
-            rest = map(self.measure.of_shard, stage.each(unknown))
+            rest = map(self.measure.of_shard, transfer.each(unknown))
             return (next(rest) if number is None else number for number in known)
 
         parts = [self.measure.joined(numbers(shard), self.offload.device) for shard in held]
@@ -115,7 +115,7 @@ class StepMetrics:
         first, mesh = len(order), self.mesh
         trained = [buffer for buffer in self.plan.flat_buffers if buffer.trainable]
         shards = ((b.key, own_shard(state.grads[b.key], b, mesh.shard)) for b in trained)
-        for buffer, grad_S in zip(trained, self.offload.stage(self.scratch).each(shards), strict=True):
+        for buffer, grad_S in zip(trained, self.offload.transfer(self.scratch).each(shards), strict=True):
             for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
                 if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
                     first = order[name]
@@ -127,11 +127,11 @@ class StepMetrics:
         if outcome.ok.device.type != "cpu":
             torch._assert_async(outcome.ok, "fzero: the loss or the gradient norm is not finite, or the ranks differ")
         elif not outcome.ok:
-            check_alike(outcome.told[..., 2:].flatten(0, 1), self.mesh.world, hyper)
-            check_rows(outcome.told[..., :2].flatten(0, 1), is_sum=is_sum)
+            check_alike(outcome.loss_stats[..., 2:].flatten(0, 1), self.mesh.world, hyper)
+            check_rows(outcome.loss_stats[..., :2].flatten(0, 1), is_sum=is_sum)
             if self.skips_overflow:
                 self._check_loss_scale(state, outcome.overflow)
-            raise FloatingPointError(self._what_is_not_finite(outcome.told[..., :2], state, outcome.norm))
+            raise FloatingPointError(self._what_is_not_finite(outcome.loss_stats[..., :2], state, outcome.norm))
 
     def _check_loss_scale(self, state: TrainState[Tensor], overflow: Tensor) -> None:
         """Raises on every rank when the loss scale would have to shrink below its minimum."""

@@ -100,7 +100,7 @@ class Offload:
         """Whether a forward or backward reads or writes files."""
         return any(name in self._files for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
 
-    def stage(
+    def transfer(
         self, scratch: BufferPool, measure: Callable[[Tensor], Tensor] | None = None, *, in_memory: bool = False
     ) -> ShardTransfer:
         """The transfer of one forward-backward: loads its shards of parameters, writes its gradients and may `measure` each."""
@@ -358,7 +358,7 @@ class Offload:
             del param, grad, own, updated, transform  # so that `scratch` can reuse the memory
             for name in [name for name in here if here[name] is not homes[name]]:
                 if name != leaves.grad:
-                    transfer.put(name, homes[name], here[name], adds=False)
+                    transfer.write_back(name, homes[name], here[name], adds=False)
                 scratch.give(here.pop(name))
         transfer.settle()
 

@@ -173,7 +173,7 @@ class Reductions:
                 if not self._is_last and self._is_full(buffer):
                     self._held.add(buffer.key)
                     if not self._is_here(buffer):
-                        self._transfer.put(f"{buffer.key}/grads", self._grads[buffer.key], flat_P, adds=False)
+                        self._transfer.write_back(f"{buffer.key}/grads", self._grads[buffer.key], flat_P, adds=False)
                         self._give_back(filling.flats.pop(buffer.key), buffer.key)
                     continue
                 started.append((buffer, self._reduce(flat_P, buffer, phase), self._adds(buffer)))
@@ -212,7 +212,7 @@ class Reductions:
                 self.hook_states[buffer.key] = states
             kept = self._grads[buffer.key] if mean.numel() == buffer.padded_numel else self._own(buffer)
             measures = self._is_last and kept.numel() == buffer.shard_numel
-            self._transfer.put(f"{buffer.key}/grads", kept, mean, adds=is_late, measures=measures)
+            self._transfer.write_back(f"{buffer.key}/grads", kept, mean, adds=is_late, measures=measures)
         del sending, mean, kept
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)

@@ -18,7 +18,7 @@ from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label, Phase
 from fzero.plans.plan import Plan, UnitPlan
-from fzero.plans.unit_scheduler import TURN, Event, Orders, Run, ScheduleError, early, is_whole
+from fzero.plans.unit_scheduler import BOUNDARY, Event, Orders, Run, ScheduleError, early, is_whole
 from fzero.runtime.gathers import Gathers
 from fzero.runtime.reductions import Reductions
 from sharding import Replicated
@@ -26,8 +26,8 @@ from sharding import Replicated
 PATIENCE = 20.0
 """Seconds that a rank whose order departs from the schedule waits for all others to depart from it too."""
 
-KINDS: tuple[Literal["gather", "reduce", "turn"], ...] = ("gather", "reduce", "turn")
-"""The kinds of events, indexed by the number that ranks exchange; `turn` is the forward-backward boundary."""
+KINDS: tuple[Literal["gather", "reduce", "boundary"], ...] = ("gather", "reduce", "boundary")
+"""The kinds of events, indexed by the number that ranks exchange; `boundary` is the forward-backward boundary."""
 
 
 class Sequencer:
@@ -89,7 +89,7 @@ class Sequencer:
 
     def end_forward(self) -> None:
         """Issues the events up to the forward-backward boundary."""
-        self.advance_to(TURN)
+        self.advance_to(BOUNDARY)
 
     def complete(self, unit: str) -> None:
         """Called when the gradients of a unit are complete. Issues the reductions that the schedule allows now."""
@@ -144,7 +144,7 @@ class Sequencer:
             self._negotiate(wanted)
             return
         for event in self.schedule[len(self.executed) :]:
-            if event.kind == "turn" and wanted.kind == "gather" and self.in_forward:
+            if event.kind == "boundary" and wanted.kind == "gather" and self.in_forward:
                 break
             if event.kind == "reduce" and event != wanted and event.unit in self.entered - self.ready:
                 break
@@ -215,7 +215,7 @@ class Sequencer:
 
     def _issue(self, event: Event) -> None:
         self.executed.append(event)
-        if event.kind == "turn":
+        if event.kind == "boundary":
             return
         unit = self._units[event.unit]
         with profiler_range(_verb(event, unit), event.unit):

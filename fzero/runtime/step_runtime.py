@@ -229,7 +229,7 @@ class StepRuntime:
 
         The views are valid until the next is asked for.
         """
-        shards = self.offload.stage(self.scratch).each(list(self.weights(state).items()))
+        shards = self.offload.transfer(self.scratch).each(list(self.weights(state).items()))
         for buffer, flat in zip(self.plan.flat_buffers, shards, strict=True):
             if flat.numel() != buffer.padded_numel:
                 spec = buffer.row.optimizer if buffer.key in state.master else buffer.row.params

@@ -293,7 +293,7 @@ class Updater:
             torch.zeros(NUM_SALTS, dtype=torch.int64, device=device),
         )
 
-    def turn(self, hyperparams: TracedHyperparams, hyper: Hyper) -> None:
+    def write_hyperparams(self, hyperparams: TracedHyperparams, hyper: Hyper) -> None:
         """Writes the hyper-parameters that the graph reads."""
         for lr, rate in zip(hyperparams.lr, hyper.rates, strict=True):
             lr.fill_(rate)

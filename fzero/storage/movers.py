@@ -117,7 +117,7 @@ class FileMover:
         self._here[sub_group] = buffers
         return lambda: [wait() for wait in waits]
 
-    def put(self, sub_group: SubGroup) -> Callable[[], object]:
+    def write_back(self, sub_group: SubGroup) -> Callable[[], object]:
         """See `Mover`."""
         buffers = self._here.pop(sub_group)
         for name in sub_group.names:
@@ -194,7 +194,7 @@ class DeviceMover:
 
         return finish
 
-    def put(self, sub_group: SubGroup) -> Callable[[], object]:
+    def write_back(self, sub_group: SubGroup) -> Callable[[], object]:
         """See `Mover`."""
         self._check()
         copies = self._here.pop(sub_group)
@@ -249,7 +249,7 @@ class Resident:
         """See `Mover`."""
         return lambda: [self.tensors[name][sub_group.start : sub_group.stop] for name in sub_group.names]
 
-    def put(self, sub_group: SubGroup) -> Callable[[], object]:
+    def write_back(self, sub_group: SubGroup) -> Callable[[], object]:
         """See `Mover`: the views have changed the tensors already."""
         return lambda: None
 
@@ -287,9 +287,9 @@ class ByName:
 
         return finish
 
-    def put(self, sub_group: SubGroup) -> Callable[[], object]:
+    def write_back(self, sub_group: SubGroup) -> Callable[[], object]:
         """See `Mover`."""
-        waits = [mover.put(part) for mover, part in self._parts(sub_group)]
+        waits = [mover.write_back(part) for mover, part in self._parts(sub_group)]
         return lambda: [wait() for wait in waits]
 
     def fence(self) -> None:

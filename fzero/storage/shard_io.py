@@ -165,7 +165,7 @@ class ShardTransfer:
 
     # --- writing back --------------------------------------------------------------------------------------------
 
-    def put(self, name: str, home: Leaf, values: Tensor, *, adds: bool, measures: bool = False) -> None:
+    def write_back(self, name: str, home: Leaf, values: Tensor, *, adds: bool, measures: bool = False) -> None:
         """Writes values to a shard's home, or adds them to it. The caller may free `values` when this returns, and change them
         unless they are the home's own memory.
 

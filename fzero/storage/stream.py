@@ -63,7 +63,7 @@ class SubGroup:
 
 
 class Mover(Protocol):
-    """Moves sub-groups to the device of the update and back. The functions that `fetch` and `put` return wait for completion."""
+    """Moves sub-groups to the device of the update and back. `fetch` and `write_back` return functions that wait."""
 
     def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
         """Raises a ValueError unless there is room for `num_alive` of these at once."""
@@ -74,7 +74,7 @@ class Mover(Protocol):
         The contents of its `made` tensors are undefined.
         """
 
-    def put(self, sub_group: SubGroup) -> Callable[[], object]:
+    def write_back(self, sub_group: SubGroup) -> Callable[[], object]:
         """Starts to write the present values of a fetched sub-group back, except its `kept` tensors, which are discarded."""
 
     def fence(self) -> None:
@@ -142,7 +142,7 @@ def stream_update(
                     fetched.append(mover.fetch(following))
             _update_fetched(update, sub_group, fetched.popleft())
             with profiler_range("write_back", sub_group):
-                written.append((sub_group, mover.put(sub_group)))
+                written.append((sub_group, mover.write_back(sub_group)))
             if len(written) > write_behind:
                 _end_put(*written.popleft())
         for put in written:

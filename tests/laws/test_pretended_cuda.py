@@ -405,32 +405,32 @@ def test_a_wait_that_a_mover_leaves_out_is_found(
 
 
 def pass_over_shards(*, pinned: bool = True, asks_ahead: bool = True) -> None:
-    """What a forward and a backward ask of a stage: shards in turn, of which gradients are made, some in two additions."""
+    """What a forward and a backward ask of a transfer: shards in turn, of which gradients are made, some in two additions."""
     shards = {f"h.{number}": torch.arange(float(64 + number)) for number in range(4)}
     grads = {name: torch.ones(len(x)) for name, x in shards.items()}
     with PretendedCuda() as card:
         if pinned:
             shards, grads = ({name: x.pin_memory() for name, x in of.items()} for of in (shards, grads))
-        stage, names = ShardTransfer(torch.device("cuda", 0), BufferPool(), measure=lambda x: x.sum()), list(shards)
+        transfer, names = ShardTransfer(torch.device("cuda", 0), BufferPool(), measure=lambda x: x.sum()), list(shards)
         for name, following in zip(names, [*names[1:], None]):
-            here = stage.load(name, shards[name])
+            here = transfer.load(name, shards[name])
             if following is not None and asks_ahead:
-                stage.prefetch(following, shards[following])
+                transfer.prefetch(following, shards[following])
             values = here * 2
-            stage.put(name, grads[name], values, adds=False)
+            transfer.write_back(name, grads[name], values, adds=False)
             if name == "h.1":
-                stage.put(name, grads[name], torch.ones(65, device="cuda"), adds=True)
-            stage.scratch.give(here)
+                transfer.write_back(name, grads[name], torch.ones(65, device="cuda"), adds=True)
+            transfer.scratch.give(here)
             del here, values
-        stage.settle()
-        norms = [here.sum() for here in stage.each(grads.items())]
+        transfer.settle()
+        norms = [here.sum() for here in transfer.each(grads.items())]
         for name, x in shards.items():
             assert same_bits(grads[name], 2 * x + (name == "h.1"))
         assert [norm.item() for norm in norms] == [grads[name].sum().item() for name in names]
         nbytes = sum(4 * len(x) for x in shards.values())
         assert card.crossed == Crossed(2 * nbytes, nbytes + 4 * 65 + 4 * 4)
-        stage.prefetch("h.0", shards["h.0"])
-        stage.abandon()
+        transfer.prefetch("h.0", shards["h.0"])
+        transfer.abandon()
 
 
 @pytest.mark.parametrize("pinned", [True, False])

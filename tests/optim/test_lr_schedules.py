@@ -249,7 +249,7 @@ def test_a_graph_of_a_step_finds_the_checksums_that_differ_and_updates_nothing()
         outcome, _ = simulated._program.compiled(
             given, {}, {}, [batch], torch.tensor([[1.0, 8.0], [1.0, checksum]]).double()
         )
-        assert outcome.ok.tolist() == [is_ok, is_ok] and outcome.told[0, 0, :, 3].tolist() == [8.0, checksum]
+        assert outcome.ok.tolist() == [is_ok, is_ok] and outcome.loss_stats[0, 0, :, 3].tolist() == [8.0, checksum]
         before, after = (optree.tree_leaves((x.params, x.optimizer)) for x in (state, given))
         assert all(map(torch.equal, before, after)) != is_ok
 

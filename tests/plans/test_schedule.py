@@ -14,7 +14,7 @@ import fzero
 from fzero.plans import Event
 from fzero.plans.plan import FlatParamPlan
 from fzero.plans.stages import STAGES
-from fzero.plans.unit_scheduler import TURN, early
+from fzero.plans.unit_scheduler import BOUNDARY, early
 from fzero.runtime.reductions import zero_gaps
 from fzero.runtime.sequencer import KINDS, serve
 from fzero.storage.shard_io import own_shard
@@ -30,8 +30,8 @@ def schedules(draw: st.DrawFn) -> list[Event]:
     """Gathers, a turn, then gathers and reductions in any order; every event is another one."""
     forward = draw(st.integers(0, 4))
     backward = draw(st.lists(st.sampled_from(["gather", "reduce"]), max_size=10))
-    kinds = ["gather"] * forward + ["turn"] + backward
-    return [TURN if kind == "turn" else Event(kind, f"unit {index}") for index, kind in enumerate(kinds)]  # type: ignore[arg-type]
+    kinds = ["gather"] * forward + ["boundary"] + backward
+    return [BOUNDARY if kind == "boundary" else Event(kind, f"unit {index}") for index, kind in enumerate(kinds)]  # type: ignore[arg-type]
 
 
 @st.composite
@@ -62,8 +62,8 @@ def test_early_keeps_the_order_of_gathers_and_that_of_reductions(
 @given(schedules(), either)
 def test_nothing_moves_across_the_turn(schedule: list[Event], allowed: set[tuple[str, str]] | None) -> None:
     found = early(schedule, lambda *pair: allowed is None or pair in allowed)
-    assert found.index(TURN) == schedule.index(TURN)
-    assert list(found[: found.index(TURN)]) == schedule[: schedule.index(TURN)]
+    assert found.index(BOUNDARY) == schedule.index(BOUNDARY)
+    assert list(found[: found.index(BOUNDARY)]) == schedule[: schedule.index(BOUNDARY)]
 
 
 @given(schedules(), either)
@@ -91,15 +91,15 @@ def test_nothing_moves_that_may_not_start(schedule: list[Event]) -> None:
 
 def test_early_asks_about_the_unit_in_use_and_the_one_that_follows() -> None:
     asked = []
-    events = [TURN, Event("reduce", "c"), Event("gather", "b"), Event("reduce", "b"), Event("gather", "a")]
+    events = [BOUNDARY, Event("reduce", "c"), Event("gather", "b"), Event("reduce", "b"), Event("gather", "a")]
     found = early(events, lambda present, following: bool(asked.append((present, following))) or following == "a")
     assert asked == [("c", "b"), ("b", "a")]
-    assert list(map(str, found)) == ["turn", "reduce c", "gather b", "gather a", "reduce b"]
+    assert list(map(str, found)) == ["boundary", "reduce c", "gather b", "gather a", "reduce b"]
 
 
 # --- who is served -----------------------------------------------------------------------------------------------
 
-GATHER, REDUCE, TURNS = (KINDS.index(kind) for kind in ("gather", "reduce", "turn"))
+GATHER, REDUCE, BOUNDARIES = (KINDS.index(kind) for kind in ("gather", "reduce", "boundary"))
 NOTHING = [-1, -1]
 
 
@@ -111,8 +111,8 @@ NOTHING = [-1, -1]
         ([NOTHING, [REDUCE, 1]], [REDUCE, 1], [REDUCE, 1]),
         ([[REDUCE, 3], [GATHER, 1], [GATHER, 2]], [GATHER, 1], [REDUCE, 3]),
         ([[REDUCE, 1], [REDUCE, 2], [GATHER, 2]], [GATHER, 2], [GATHER, 2]),
-        ([[TURNS, -1], [GATHER, 1]], [GATHER, 1], [GATHER, 1]),
-        ([[TURNS, -1], [TURNS, -1]], [TURNS, -1], [TURNS, -1]),
+        ([[BOUNDARIES, -1], [GATHER, 1]], [GATHER, 1], [GATHER, 1]),
+        ([[BOUNDARIES, -1], [BOUNDARIES, -1]], [BOUNDARIES, -1], [BOUNDARIES, -1]),
     ],
 )
 def test_the_unit_declared_first_is_served_and_in_the_backward_the_last_one(
@@ -124,11 +124,11 @@ def test_the_unit_declared_first_is_served_and_in_the_backward_the_last_one(
 
 @st.composite
 def wishes_of_a_rank(draw: st.DrawFn) -> list[list[int]]:
-    """What one rank needs in a pass, in its order: gathers, the turn, gathers and reductions."""
+    """What one rank needs in a pass, in its order: gathers, the boundary, gathers and reductions."""
     units = st.integers(0, 4)
     forward = [[GATHER, unit] for unit in draw(st.lists(units, max_size=5))]
     backward = [[kind, unit] for kind, unit in draw(st.lists(st.tuples(st.sampled_from([GATHER, REDUCE]), units)))]
-    return [*forward, [TURNS, -1], *backward]
+    return [*forward, [BOUNDARIES, -1], *backward]
 
 
 @st.composite
@@ -143,7 +143,7 @@ def _pass_over(units: list[int], num_units: int) -> list[list[int]]:
     """The pass of a rank that runs `units`, and after them one unit that stays for the backward."""
     last = num_units
     backward = [wish for unit in reversed(units) for wish in ([GATHER, unit], [REDUCE, unit])]
-    return [*([GATHER, unit] for unit in [*units, last]), [TURNS, -1], [REDUCE, last], *backward]
+    return [*([GATHER, unit] for unit in [*units, last]), [BOUNDARIES, -1], [REDUCE, last], *backward]
 
 
 @given(ranks_that_skip_units())
@@ -159,7 +159,7 @@ def negotiate(wishes: list[list[list[int]]]) -> list[list[int]]:
     events: list[list[int]] = []
     while True:
         rows = [mine[at] if at < len(mine) else NOTHING for mine, at in zip(wishes, places, strict=True)]
-        served = serve(rows, in_forward=[TURNS, -1] not in events)
+        served = serve(rows, in_forward=[BOUNDARIES, -1] not in events)
         if served is None:
             assert places == [len(mine) for mine in wishes]
             return events
@@ -171,7 +171,7 @@ def negotiate(wishes: list[list[list[int]]]) -> list[list[int]]:
 @given(st.lists(wishes_of_a_rank(), min_size=1, max_size=4))
 def test_every_wish_of_every_rank_is_served_in_its_order_with_one_turn(wishes: list[list[list[int]]]) -> None:
     events = negotiate(wishes)
-    assert events.count([TURNS, -1]) == 1
+    assert events.count([BOUNDARIES, -1]) == 1
     for mine in wishes:
         remaining = iter(events)
         assert all(wish in remaining for wish in mine), "a rank's wishes are no subsequence of the schedule"

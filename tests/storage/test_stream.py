@@ -77,7 +77,7 @@ def contents(mover: Mover, buffer: Streamed, sub_group_numel: int) -> list[Tenso
     parts = []
     for group in cut(buffer.names, buffer.numel, sub_group_numel):
         parts.append([x.clone() for x in mover.fetch(group)()])
-        mover.put(group)()
+        mover.write_back(group)()
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
@@ -192,8 +192,8 @@ class Recorder:
 
         return wait
 
-    def put(self, group: SubGroup) -> Callable[[], object]:
-        self._tell("put", group)
+    def write_back(self, group: SubGroup) -> Callable[[], object]:
+        self._tell("write_back", group)
 
         def wait() -> None:
             self._tell("is away", group)
@@ -228,13 +228,13 @@ def test_neighbours_move_while_a_sub_group_is_updated(num: int, read_ahead: int,
 
 
 def test_without_neighbours_it_is_one_after_the_other() -> None:
-    steps = ("fetch", "is here", "update", "put", "is away")
+    steps = ("fetch", "is here", "update", "write_back", "is away")
     expected = [f"{step} {index}" for index in range(2) for step in steps]
     assert run(Recorder(), 2, read_ahead=0, write_behind=0) == [*expected, "fence"]
 
 
 @given(
-    what=st.sampled_from(["fetch", "is here", "update", "put", "is away", "fence"]),
+    what=st.sampled_from(["fetch", "is here", "update", "write_back", "is away", "fence"]),
     where=st.integers(0, 3),
     read_ahead=st.integers(0, 2),
     write_behind=st.integers(0, 2),
