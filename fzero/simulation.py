@@ -34,7 +34,9 @@ from fzero.config.config import ConfigError
 from fzero.graph.schedule import CompileError
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.plan import Plan
+from fzero.runtime.finish import next_state
 from fzero.runtime.init_state import InitFn
+from fzero.runtime.outcome import check_outcome
 from fzero.runtime.own_params import Origin
 from fzero.runtime.step_spec import StepSpec
 from fzero.state import Metrics, TrainState, is_donated, taken
@@ -223,31 +225,41 @@ class VmapRanks(LockstepRanks):
         self._way: Literal["vmap", "either", "lockstep"] = way
         self._backend = compile
         self._stacked = Stacked(self.plan.mesh, self.plan.axes)
-        self.one_step, self._program = self._make(compile)
+        self.one_step = self._make(compile)
 
     @property
     def is_in_lockstep(self) -> bool:
         """Whether the ranks run in lockstep now."""
         return self._way == "lockstep"
 
+    @property
+    def program(self) -> GraphProgram:
+        """The graph of all ranks."""
+        assert self.one_step.program is not None
+        return self.one_step.program
+
     def check_state(self, state: TrainState[Tensor]) -> None:
         """Raises unless `state` is a state of all ranks."""
         self.steps[0].runtime.check_state(unstacked(state, self.world_size)[0])  # other rows have the same shapes
 
-    def _make(self, compile: BackendName | None) -> tuple[TrainStep, GraphProgram]:
+    def _make(self, compile: BackendName | None) -> TrainStep:
+        """A step of all ranks at once."""
         from fzero.graph.program import GraphProgram
 
         own = replace(self._recipe, model=_twin(self._recipe.model), compile=None)
         step = TrainStep(own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
-        return step, GraphProgram.make(step.runtime, compile, self._stacked, until="update")
+        program = GraphProgram.make(step.runtime, compile, self._stacked, until="update")
+        step.runtime = replace(step.runtime, runs=program)
+        return step
 
     def _look(self, state: TrainState[Tensor], batch: Any) -> None:
         """Raises VmapError for a model with a backward that a capture would ignore, found in a forward of a copy of it."""
-        step, program = self._make(None)
+        step = self._make(None)
+        assert step.program is not None
         self._stacked.random = RandomByRank(state.rng["cpu"])
         with _functions() as found, torch.no_grad(), _quietly():
             buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
-            program.compiled.forward(state.params, buffers, step.runtime.batches.cast(batch))
+            step.program.compiled.forward(state.params, buffers, step.runtime.batches.cast(batch))
         if found:
             raise VmapError(
                 f"{found[0]} is a torch.autograd.Function, whose backward a capture under torch.vmap ignores; pass compile=None"
@@ -266,7 +278,7 @@ class VmapRanks(LockstepRanks):
         versions = [x._version for x in kept]
         try:
             with _own_random_state():
-                if self._backend is not None and not self._program.compiled.backend.num_captured:
+                if self._backend is not None and not self.program.compiled.backend.num_captured:
                     self._look(state, micro_batches[0])
                 return self._step_of_all(state, micro_batches)
         except (RuntimeError, VmapError, CompileError) as error:
@@ -284,30 +296,17 @@ class VmapRanks(LockstepRanks):
         return result
 
     def _step_of_all(self, state: TrainState[Tensor], micro_batches: list[Any]) -> tuple[TrainState[Tensor], Metrics]:
-        step = self.one_step
+        run = self.one_step.runtime
         state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
-        buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
-        hook_states = optree.tree_map(torch.clone, state.hook_states)
-        step.runtime.updater.write_hyperparams(
-            self._program.hyperparams, step.runtime.updater.hyper(int(state.step[0]))
-        )
-        numbers = torch.zeros(self.world_size, 2, dtype=torch.float64)  # there is one pass, of one step
-        self._stacked.random = drawn = RandomByRank(state.rng["cpu"]) if self._backend is None else None
         with _quietly():
-            batches = [step.runtime.batches.cast(b) for b in micro_batches]
-            outcome_W, is_sum = self._program.compiled(state, buffers, hook_states, batches, numbers)
+            collected = run.program(state, micro_batches)
+        outcome_W, is_sum = collected.outcome, collected.is_sum
+        assert outcome_W is not None
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
         if not outcome.ok:
-            states = unstacked(state, self.world_size)
-            self.on_each(
-                lambda rank: self.steps[rank].runtime.metrics.check_outcome(outcome, states[rank], dict, is_sum=is_sum)
-            )
-        rng = state.rng if drawn is None else {"cpu": torch.stack(drawn.rng)}
-        scale = state.loss_scale.scale[0].clone()
-        metrics = Metrics(outcome.loss, outcome.norm, self._program.hyperparams.lr[0].float(), outcome.overflow, scale)
-        return step.runtime.updater.next_state(
-            taken(state), metrics, outcome_W.loss_scale, buffers, rng, hook_states
-        ), metrics
+            runs, states = [step.runtime for step in self.steps], unstacked(state, self.world_size)
+            self.on_each(lambda rank: check_outcome(runs[rank], outcome, states[rank], dict, is_sum=is_sum))
+        return next_state(run.rules, collected, taken(state), outcome._replace(loss_scale=outcome_W.loss_scale))
 
 
 def simulate(

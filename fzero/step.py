@@ -13,64 +13,51 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
-import optree
-import torch
 from torch import Tensor, nn
 
-from fzero.common.arguments import check_callable, check_kind, check_no_inference, check_trains, shown
+from fzero.common.arguments import check_callable
 from fzero.common.profiler_ranges import profiler_range
-from fzero.comms import collectives
 from fzero.comms.axes import AbstractAxis, Bound, ProcessAxis
-from fzero.comms.failures import meet
-from fzero.comms.records import CommRecord, Label
-from fzero.config.config import Config, ConfigError
+from fzero.comms.records import CommRecord
+from fzero.config.config import Config
 from fzero.config.optimizers import Optimizer
 from fzero.optim.lr_schedules import Schedule
 from fzero.plans.comm_hooks import GivenHook
-from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.placements import GivenPlacements
-from fzero.plans.plan import Plan, starts_of
-from fzero.plans.unit_scheduler import Event, Orders
+from fzero.plans.plan import starts_of
+from fzero.plans.unit_scheduler import Event
+from fzero.runtime import parts
 from fzero.runtime.activation_checkpointing import Choice
-from fzero.runtime.eager import ForwardBackward
-from fzero.runtime.finish import finish
-from fzero.runtime.hooks import observer_of
-from fzero.runtime.hyper_check import HyperCheck
+from fzero.runtime.finish import next_state
 from fzero.runtime.init_state import InitFn
-from fzero.runtime.loss import LossFn, check_rows, loss_of, loss_row, mean_of
-from fzero.runtime.metrics import assert_alike, check_alike, check_passes, mark_of
-from fzero.runtime.module_binding import bound, is_bound, random_state
-from fzero.runtime.module_buffers import make_equal, moved
-from fzero.runtime.own_params import Origin, OwnGrads
-from fzero.runtime.step_runtime import StepRuntime, check_not_donated
+from fzero.runtime.loss import LossFn
+from fzero.runtime.outcome import first_overflow
+from fzero.runtime.parts import AccumulationWindow
+from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, bind
-from fzero.runtime.trainability import FixedFlags
-from fzero.runtime.weights import state_dict, with_weights
+from fzero.runtime.weights import first_state, state_dict, with_weights
 from fzero.state import Metrics, TrainState
-from sharding import Mesh, TensorSpec
+from sharding import Mesh
 
 __all__ = ["AccumulationWindow", "TrainStep", "make_train_step"]
 
 if TYPE_CHECKING:
-    from torch.fx import Graph
-
-    from fzero.graph.blocks import CompiledBlocks
     from fzero.graph.captured import Captured
     from fzero.graph.program import GraphProgram
     from fzero.graph.timeline import Timeline
     from fzero.plans.machine_model import MachineModel
 
-
 T = TypeVar("T")
+AnyStep = TypeVar("AnyStep", bound="TrainStep")
+State = TrainState[Tensor]
 
 
 def make_train_step(
@@ -189,22 +176,6 @@ def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict
     return {name: known.get(name, new) for name, _ in model.named_parameters()}
 
 
-class AccumulationWindow(NamedTuple):
-    """The forwards and backwards since the last update; their gradients are in `state.grads`."""
-
-    state: TrainState[Tensor]
-    work: ForwardBackward
-    buffers: dict[str, Tensor]
-    """Copies of the module buffers, in which forwards write."""
-    before: dict[str, tuple[Tensor, int]]
-    """The same buffers with their versions when the window began."""
-    loss_stats: tuple[Tensor, ...] = ()
-    """Per backward, every rank's (loss, weight or -1, number of module buffers that changed for the first time, number of
-    forwards and backwards so far, checksum of hyper-parameters), shape (W, 5)."""
-    is_sum: bool = False
-    """Whether losses are sums."""
-
-
 class TrainStep:
     """`step(state, batch)` → `(state, metrics)`; made by `make_train_step`.
 
@@ -212,8 +183,8 @@ class TrainStep:
     both are the same for every state.
 
     Attributes:
+        runtime: its parts on this rank: mesh, rules, offload, updater, what was learned.
         recipe: the arguments of `make_train_step`.
-        runtime: its parts on this rank: mesh, rules of the loss, offload, updater.
         plan: units, flat buffers, bytes and what is sent; `print(step.plan)`.
         specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
         rank, world_size: of this process.
@@ -221,124 +192,26 @@ class TrainStep:
     """
 
     def __init__(self, recipe: StepSpec, axis: Bound | AbstractAxis) -> None:
-        self.runtime = StepRuntime.make(recipe, axis)
-        self.recipe, self.plan, self.rank, self.world_size = recipe, self.runtime.plan, axis.rank, axis.size
-        self.device = recipe.device
-        self._holds_still = False  # whether a forward ever held trained parameters still
-        self._orders = Orders() if recipe.schedule == "learned" else None
-        self._num_passes = 0
-        self._check = HyperCheck(recipe.group_names, tuple(map(repr, recipe.optimizers)))
-        self._moving_buffers: frozenset[str] | None = None  # names of module buffers that a step changes
-        self._compared: set[str] = set()  # kinds of forwards whose parameters have been compared
-        self.origin = Origin(recipe.model)
-        self._own_grads: OwnGrads | None = None  # looked for in the first step
-        self._statistics = recipe.statistics & set(self.plan.buffers)
-        self._flags = FixedFlags(recipe.model, _trained(self.plan)) if recipe.trained is None else None
-        self.program: GraphProgram | None = None
-        self._blocks: CompiledBlocks | None = None
-        if recipe.compile == "step":
-            from fzero.graph.program import GraphProgram  # importing Dynamo takes longer than all of fzero
+        self.runtime = run = _with_program(StepRuntime.make(recipe, axis))
+        self.recipe, self.plan, self.specs, self.device = recipe, run.plan, run.specs, run.device
+        self.rank, self.world_size = axis.rank, axis.size
 
-            self.program = GraphProgram.make(self.runtime, recipe.compile_backend)
-        elif recipe.compile == "block":
-            from fzero.graph.blocks import CompiledBlocks
-
-            self._blocks = CompiledBlocks(recipe.blocks_to_compile, recipe.compile_backend)
-        self.observer = observer_of(axis, recipe.model, recipe.cfg, recipe.loss_fn, self.device)
+    @property
+    def program(self) -> GraphProgram | None:
+        """The graphs of the step, with `compile="step"`."""
+        return None if self.runtime.runs is parts.forward_backward else cast("GraphProgram", self.runtime.runs)
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:
         """The events of a micro-step in order, once it is learned (as a rule, after the first step)."""
-        learned = self._orders.learned if self._orders else {}
-        halves = [learned.get(run) for run in (("forward", "train"), ("backward", 0, "train", 0))]
-        return None if None in halves else tuple(chain(*filter(None, halves)))
+        return self.runtime.learned.schedule
 
     @property
-    def specs(self) -> TrainState[TensorSpec]:
-        """The spec and placement of every tensor of the state, in the state's own structure."""
-        return self.runtime.specs
+    def has_agreed(self) -> bool:
+        """Whether the ranks have agreed on everything that a first step agrees on; a step in one graph agrees on nothing."""
+        return self.program is not None or self.runtime.learned.moving_buffers is not None
 
-    # --- state ---------------------------------------------------------------------------------------------------
-
-    def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> TrainState[Tensor]:
-        """This rank's part of a new state.
-
-        *Collective:* every rank. Rank 0's values are used: each flat buffer is broadcast once.
-
-        Args:
-            params: a full state dict; None takes the model's present weights. Weights on `meta` are initialized.
-            init_fn: `init_fn(module)` fills the parameters of a module on `meta`; None calls `reset_parameters`.
-
-        Raises:
-            ValueError: a name or shape does not fit, or nothing initializes a module on `meta`.
-        """
-        check_no_inference("init")
-        check_callable("init_fn", init_fn, "a function of a module that fills it", optional=True)
-        if params is not None:
-            _check_values(params)
-            params = {self.runtime.stored_names.get(key, key): tensor for key, tensor in params.items()}
-        meet("TrainStep.init", self.runtime.mesh.world)
-        self.origin.look(given=params is not None)
-        return self.runtime.builder.make(self.runtime.mesh, params, init_fn)
-
-    def gather(self, state: TrainState[Tensor], *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
-        """The full state dict: the model's own names, floating tensors in fp32 (or fp64, if they are), on the CPU.
-
-        The weights are the masters' where there are masters.
-
-        *Collective:* every rank; in stage 3, and in stages 1 and 2 with masters, each sends `(W-1)/W` of the parameters. One
-        unit is gathered at a time.
-
-        Args:
-            to: `"all"` returns it on every rank, `"rank0"` on rank 0 alone and `{}` on the others.
-
-        Raises:
-            StoreError: on every rank, when files of one failed; the state cannot be used any more.
-        """
-        if to not in ("all", "rank0"):
-            raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
-        self.runtime.check_state(state)
-        meet("TrainStep.gather", self.runtime.mesh.world)
-        return state_dict(self.runtime, state, keep=to == "all" or self.rank == 0)
-
-    def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
-        """This rank's part of the weights by flat buffer: the master where there is one, else the parameters.
-
-        The state's own tensors, to be averaged into a tree of the same structure, say, for `with_weights`. Sends nothing.
-        """
-        self.runtime.check_state(state)
-        return self.runtime.weights(state)
-
-    def with_weights(self, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
-        """The state with other weights, for `evaluate`, `gather`, `save` and `save_16bit_model`: masters and parameters both.
-
-            ema = optree.tree_map(lambda mean, weight: torch.lerp(mean, weight, 0.01), ema, step.weights(state))
-            loss = step.evaluate(step.with_weights(state, ema), batch)
-
-        (`state._replace(master=…)` alone does not change the parameters that the model computes with.) The new state shares all
-        other tensors with the old one, so a step that takes one of them ends both. Weights of the right dtype and device are
-        not copied, so a donating step overwrites them.
-
-        *Collective* where a rank holds a shard of the weights and full parameters: every rank; sends `(W-1)/W` of them.
-
-        Args:
-            state: of this step. It is not changed.
-            weights: by flat buffer as in `weights`, in any floating dtype; other flat buffers keep their weights.
-
-        Raises:
-            ValueError: a name or a shape is not that of the state's weights, or the weights live in files.
-        """
-        self.runtime.check_state(state)
-        return with_weights(self.runtime, state, weights)
-
-    def _check_flags(self) -> None:
-        """Raises if a parameter was frozen or unfrozen since the step was made: the plan does not follow."""
-        if self._flags is not None:
-            self._flags.check()
-
-    # --- the step ------------------------------------------------------------------------------------------------
-
-    def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
+    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One optimizer step on this rank's `batch`.
 
         *Collective:* every rank, with batches of the same size. Sends `plan.sent_per_step`, and a few numbers.
@@ -349,48 +222,22 @@ class TrainStep:
                 leading dimension of its tensors; or it is an iterator of micro-batches, and the next ones are taken.
 
         Raises:
-            ValueError: the batch has another size than configured, or the loss is not a scalar, or a parameter was frozen or
-                unfrozen since the step was made.
+            ValueError: the batch has another size than configured, the loss is no scalar, or a parameter was frozen or unfrozen.
             FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated). On CUDA
                 a device-side assertion ends the process instead, so that no step waits for the device.
             ScheduleError: on this rank alone the units ran in an order that does not fit the learned one.
             CollectiveError: another rank died or did not call.
         """
-        if self.observer:
-            self.observer.sees(batch)
-        if is_bound(self.recipe.model):
-            raise RuntimeError(
-                "step: must not be called inside a forward of its own model, got a call inside; call it after the forward, or "
-                "compute there with the model itself"
-            )
-        self.runtime.check_state(state)
-        self._check_flags()
-        # Before random_state: the user's iterator must not draw from the state's generators.
-        micro_batches = list(self.runtime.batches.split(batch))
-        if not self.recipe.donate:
-            state = optree.tree_map(torch.clone, state)
-        window = self._begin(state)
-        if self.program is not None:
-            self._num_passes += 1
-            new = self.program(self.runtime, self._check, state, window.buffers, micro_batches, number=self._num_passes)
-            if self.observer:
-                self.observer.has_updated()
-            return new
-        with random_state(state.rng, self.device) as rng:
-            for index, micro_batch in enumerate(micro_batches):
-                loss, weight = self.forward(window, partial(self._loss, micro_batch))
-                is_last = index == self.plan.num_micro_steps - 1
-                # A mean is divided here; a sum when all weights are known, in the update.
-                parts = self.plan.num_micro_steps if weight is None else 1
-                window = self.backward(window, loss, weight=weight, num_parts=parts, is_last=is_last)
-        return self.update(window, rng)
+        run = self.runtime
+        state, micro_batches = parts.check(run, state, batch)
+        collected = run.program(state, micro_batches)  # forwards and backwards: eager, or in one graph
+        with profiler_range("update"):
+            finished = parts.finish_step(run, collected)
+            state = parts.update(run, collected, finished)
+            return next_state(run.rules, collected, state, finished.outcome)
 
-    # --- its parts, for loops with code of their own between them ------------------------------------------------
-
-    def begin(self, state: TrainState[Tensor], *, measures_early: bool = False) -> AccumulationWindow:
-        """Starts an accumulation window; the state is donated to it.
-
-        A step is `forward` and `backward`, once or several times, then `update`:
+    def begin(self, state: State, *, measures_early: bool = False) -> AccumulationWindow:
+        """Starts an accumulation window, to which the state is donated: `forward` and `backward`, once or often, then `update`.
 
             window = step.begin(state)
             outputs = step.forward(window, lambda: model(x))
@@ -403,48 +250,12 @@ class TrainStep:
             measures_early: whether each gradient is measured for the norm when it is collected, while it is in the cache, as
                 `step(state, batch)` does. Then change gradients only in ways that PyTorch counts: in place, but not through
                 `.data`, a collective, NumPy or DLPack.
-
-        Raises:
-            ValueError: the state is not one of this step, or a parameter was frozen or unfrozen since it was made.
-            StoreError: the state is stale, or its files failed.
         """
-        self.runtime.check_state(state)
-        self._check_flags()
-        return self._begin(state, measures_early=measures_early)
-
-    def _begin(self, state: TrainState[Tensor], *, measures_early: bool = True) -> AccumulationWindow:
-        check_trains("step")
-        collectives.next_step(self.runtime.mesh.world)
-        if self.observer:
-            self.observer.begins()
-        self.origin.leave()
-        if not self.has_agreed:
-            self._own_grads = OwnGrads(self.recipe.model)
-        # Forwards write in copies, so that the given state stays valid if this step raises.
-        buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
-        before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-        transfer = self.runtime.offload.transfer(
-            self.runtime.scratch, self.runtime.rules.of_shard, in_memory=measures_early
-        )
-        work = ForwardBackward(
-            self.plan,
-            self.runtime.mesh,
-            state.params,
-            state.grads,
-            self._orders,
-            transfer,
-            hook_states=state.hook_states,
-        )
-        return AccumulationWindow(state, work, buffers, before)
+        return parts.begin(self.runtime, state, measures_early=measures_early)
 
     def forward(
-        self,
-        window: AccumulationWindow,
-        function: Callable[[], T],
-        *,
-        run: str = "train",
-        still: frozenset[str] = frozenset(),
-    ) -> T:
+        self, window: AccumulationWindow, function: Callable[[], T], *, run: str = "train", still: frozenset[str] = frozenset()
+    ) -> T:  # fmt: skip
         """Calls `function`, which may call the model, and returns its result; tensors in it carry the graph.
 
         Uses the process' random state. Autograd keeps no gathered parameter; no collective is under way afterwards.
@@ -460,31 +271,12 @@ class TrainStep:
                 its parameters are still in all forwards of a window.
         """
         check_callable("forward", function, "a function without arguments that calls the model")
-        self._num_passes += 1  # ranks compare it, to find one that has raised
-        work, self._holds_still = window.work, self._holds_still or bool(still)
-        with (
-            profiler_range("forward"),
-            self._bound_to(window),
-            work.forward(run, still=still, compares=self._compares(run)),
-        ):
-            result = function()
-        self._compared.add(run)
-        return result
-
-    def _compares(self, run: str) -> bool:
-        """Whether a forward's parameters are compared before and after: in the first of its kind, or always if configured."""
-        return run not in self._compared or self.recipe.check_params == "always"
+        return parts.forward(self.runtime, window, function, kind=run, still=still)
 
     def backward(
-        self,
-        window: AccumulationWindow,
-        loss: Tensor,
-        *,
-        weight: Tensor | None = None,
-        num_parts: int = 1,
-        is_last: bool = True,
-        keeps: bool = False,
-    ) -> AccumulationWindow:
+        self, window: AccumulationWindow, loss: Tensor, *, weight: Tensor | None = None, num_parts: int = 1,
+        is_last: bool = True, keeps: bool = False,
+    ) -> AccumulationWindow:  # fmt: skip
         """Adds the gradients of a loss, of one or several forwards of this window, to those of the state.
 
         *Collective:* every rank; see `Plan.sent_per_step`. An error ends the window, as in `forward`.
@@ -498,301 +290,94 @@ class TrainStep:
                 after it reduces its own gradients, and adds them.
             keeps: whether the graph is kept, for another backward.
         """
-        if not isinstance(loss, Tensor) or loss.dim():
-            given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
-            raise ValueError(f"backward: loss must be a 0-d tensor, got {given}; take its mean or sum")
-        self._num_passes += 1
-        work, scale = window.work, window.state.loss_scale.scale
-        newly_moved = moved(window.buffers, window.before) - (self._moving_buffers or set())
-        scaled = loss
-        if self.recipe.cfg.scales_loss:
-            scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
-        if is_last and self.runtime.offload.has_files:
-            self.runtime.offload.read_ahead(window.state, work.still_buffers)
-        checksum = self._check.checksum(self.runtime.updater, window.state, num_parts=num_parts)
-        with profiler_range("backward"), self._bound_to(window):
-            stats_W5 = work.backward(
-                scaled, loss_row(loss, weight, len(newly_moved), self._num_passes + mark_of(work.still), checksum),
-                grad_scale=1 / (self.runtime.rules.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last,
-                keeps=keeps,
-                check=(lambda rows: check_passes(rows[:, 3])) if self._holds_still else None,
-            )  # fmt: skip
-        check_alike(stats_W5[:, 3:], self.runtime.mesh.world, partial(self._check.named, num_parts))
-        if self._own_grads is not None:
-            self._own_grads.check()
-        return window._replace(loss_stats=(*window.loss_stats, stats_W5), is_sum=weight is not None)
+        how: dict[str, Any] = {"weight": weight, "num_parts": num_parts, "is_last": is_last, "keeps": keeps}
+        return parts.backward(self.runtime, window, loss, **how)
 
-    @contextmanager
-    def passing(self, window: AccumulationWindow, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
+    def passing(self, window: AccumulationWindow, loss: Tensor, *, keeps: bool = False) -> AbstractContextManager[None]:
         """Inside, a backward of another step may run through forwards of this one (a generator's loss, through its
-        discriminator); it adds no gradients to the parameters of this step.
+        discriminator); it adds no gradients to the parameters of this step. Arguments as for `backward`.
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
-
-        Args:
-            window, keeps: as for `backward`.
-            loss: the loss of the other step's backward.
         """
-        with self._bound_to(window), window.work.passing(loss, keeps=keeps):
-            yield
+        return parts.passing(self.runtime, window, loss, keeps=keeps)
 
-    def update(
-        self, window: AccumulationWindow, rng: dict[str, Tensor] | None = None
-    ) -> tuple[TrainState[Tensor], Metrics]:
-        """Clips, skips an overflow, and updates with the gradients of a window, which ends here.
+    def update(self, window: AccumulationWindow) -> tuple[State, Metrics]:
+        """Clips, skips an overflow, and updates with the gradients of a window, which ends here. Raises as `__call__` does.
 
         *Collective:* every rank; gathers updated parameters that every rank holds in full, and a few numbers.
-
-        Args:
-            window: with at least one backward.
-            rng: the random state of the next state; None is the one of the state.
-
-        Raises:
-            FloatingPointError: see `__call__`.
         """
-        check_kind(
-            "update",
-            window,
-            AccumulationWindow,
-            "given the AccumulationWindow of the last backward",
-            "pass what step.backward(...) returned",
-        )
-        check_not_donated(window.state)
-        if window.work.is_over:
-            raise RuntimeError(
-                "update: must be of a window that no error has ended, and an error did, so that gradients are missing; begin "
-                "another window with the same state"
-            )
-        if not window.loss_stats:
-            raise ValueError(
-                "update: needs a backward since the last one, and there was none; call backward(loss) first"
-            )
+        parts.check_window(window)
+        run = self.runtime
         with profiler_range("update"):
-            state, buffers = window.state, window.buffers
-            window.work.close()
-            if self.runtime.offload.passes_use_files:
-                self.runtime.agree_on_files(state)
-            stats_AW5 = torch.stack(window.loss_stats)
-            if self.device.type != "cpu":
-                assert_alike(stats_AW5)
-            changed, moving = moved(buffers, window.before), self._moving_buffers
-            if moving is None:  # kernels such as BatchNorm's change a buffer without its version
-                changed |= self._statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
-            # On CUDA the host would wait for the device to read whether any rank has a newly moved buffer.
-            has_news = bool(stats_AW5[..., 2].any()) if self.device.type == "cpu" else self.recipe.schedule != "learned"
-            self._moving_buffers = make_equal(buffers, changed, moving, self.runtime.mesh.world, has_news=has_news)
-            self._own_grads = None
-            hook_states: dict[str, Any] = window.work.hook_states
-            rng = state.rng if rng is None else rng
-            work = window.work
-            new = finish(
-                self.runtime, self._check, state, stats_AW5[..., :2], buffers, rng, hook_states, is_sum=window.is_sum,
-                transfer=work.transfer, still=work.still_buffers,
-            )  # fmt: skip
-        if self.observer:
-            self.observer.has_updated()
-        return new
+            collected = parts.collect(run, window)
+            finished = parts.finish_step(run, collected)
+            state = parts.update(run, collected, finished)
+            return next_state(run.rules, collected, state, finished.outcome)
 
-    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None = None) -> Self:
-        """The same step with other learning rates, and optimizers with other hyper-parameters.
+    def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> State:
+        """This rank's part of a new state.
 
-        It shares with this step all that was learned, and takes the same states.
+        *Collective:* every rank. Rank 0's values are used: each flat buffer is broadcast once.
 
         Args:
-            rates: of each parameter group, in place of every schedule. Group 0 holds the parameters that no group of
-                `param_groups` takes (it may be empty), group i is `param_groups[i - 1]`. The same on all ranks.
-            optimizers: of each parameter group, with the same state structure; None keeps those of this step.
-
-        Raises:
-            ValueError: there is not one rate, or optimizer, for each group, or a rate is no finite number.
+            params: a full state dict; None takes the model's present weights. Weights on `meta` are initialized.
+            init_fn: `init_fn(module)` fills the parameters of a module on `meta`; None calls `reset_parameters`.
         """
-        names = self.recipe.group_names
-        for field, given in (("rates", rates), ("optimizers", rates if optimizers is None else optimizers)):
-            if not isinstance(given, Sequence) or len(given) != len(names):
-                got = f"{len(given)}: {list(given)!r}" if isinstance(given, Sequence) else repr(given)
-                raise ValueError(
-                    f"following: {field} must be a list with one for each of the {len(names)} parameter groups "
-                    f"({', '.join(names)}), got {got}; give that of every group in this order"
-                )
-        twin = copy.copy(self)
-        twin.runtime = self.runtime.with_updater(self.runtime.updater.following(rates, optimizers))
-        twin.runtime.updater.hyper(0)  # raises for what is no rate
-        if optimizers is not None:
-            placed = optimizer_specs([b for b in self.plan.flat_buffers if b.trainable], optimizers)
-            if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
-                raise ConfigError(
-                    "optimizer.params: must not change the structure of the optimizer's state during training (a momentum from "
-                    "or to 0), and did; make the step with it from the start"
-                )
-        return twin
+        return first_state(self.runtime, params, init_fn)
 
-    @contextmanager
-    def _bound_to(self, window: AccumulationWindow) -> Iterator[None]:
-        """Inside, the model computes with the tensors of a window."""
-        with (
-            bound(self.recipe.model, self.plan.aliases, window.work.fetch, window.buffers),
-            self._blocks.applied(self.recipe.model) if self._blocks else nullcontext(),
-            self.runtime.checkpointing.applied(
-                self.recipe.model, device=self.device, recomputing=window.work.recomputing, aliases=self.plan.aliases,
-                moving=self._moving_buffers,
-            ),
-        ):  # fmt: skip
-            yield
+    def gather(self, state: State, *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
+        """The full state dict: the model's own names, floating tensors in fp32 (or fp64, if they are), on the CPU.
 
-    def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
+        The weights are the masters' where there are masters. `to="rank0"` returns it on rank 0 alone, and `{}` on the others.
+
+        *Collective:* every rank; in stage 3, and with masters, each sends `(W-1)/W` of the parameters, unit by unit.
+        """
+        return state_dict(self.runtime, state, to=to)
+
+    def weights(self, state: State) -> dict[str, Tensor]:
+        """This rank's part of the weights by flat buffer: the master where there is one, else the parameters.
+
+        The state's own tensors, to be averaged into a tree of the same structure, say, for `with_weights`. Sends nothing.
+        """
+        self.runtime.check_state(state)
+        return self.runtime.weights(state)
+
+    def with_weights(self, state: State, weights: Mapping[str, Tensor]) -> State:
+        """The state with other weights, for `evaluate`, `gather`, `save` and `save_16bit_model`: masters and parameters both.
+
+            ema = optree.tree_map(lambda mean, weight: torch.lerp(mean, weight, 0.01), ema, step.weights(state))
+            loss = step.evaluate(step.with_weights(state, ema), batch)
+
+        (`state._replace(master=…)` alone does not change the parameters that the model computes with.) The new state shares
+        tensors with the old one and with `weights`, so a donating step that takes one of them ends both.
+        `weights` holds flat buffers as in `step.weights`, in any floating dtype; others keep their weights.
+
+        *Collective* where a rank holds a shard of the weights and full parameters: every rank; sends `(W-1)/W` of them.
+        """
+        return with_weights(self.runtime, state, weights)
+
+    def evaluate(self, state: State, batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
 
         The model computes with `state.params`; `with_weights` makes a state of other weights.
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
-        self.runtime.check_state(state)
-        meet("TrainStep.evaluate", self.runtime.mesh.world)
-        modes = [(module, module.training) for module in self.recipe.model.modules()]
+        return parts.evaluate(self.runtime, state, batch)
 
-        def loss_of_batch() -> tuple[Tensor, Tensor | None]:
-            self.recipe.model.eval()  # here, because the model's own eval() may read its tensors
-            return self._loss(batch)
-
-        try:
-            with torch.no_grad(), random_state(state.rng, self.device):
-                loss, weight = self._inspect(state, loss_of_batch, "evaluate")
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        row = loss_row(loss, weight, self._num_passes)
-        stats_W3 = collectives.stack(row, self.runtime.mesh.world, label=Label("loss_stats", phase="boundary"))
-        check_passes(stats_W3[:, 2])
-        check_rows(stats_W3[:, :2], is_sum=weight is not None)
-        return mean_of(stats_W3[:, :2], is_sum=weight is not None)[0].float()
-
-    def inspect(self, state: TrainState[Tensor], function: Callable[[], T], *, run: str = "inspect") -> T:
+    def inspect(self, state: State, function: Callable[[], T], *, run: str = "inspect") -> T:
         """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is
-        unchanged.
+        unchanged. Arguments as for `forward`.
 
         For evaluation, and for gradients with respect to inputs, by autograd or torch.func: these keep alive the gathered
         parameters that they need.
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
-
-        Args:
-            function, run: as for `forward`.
-
-        Raises:
-            ValueError: the state is not one of this step.
-            StoreError: the state is stale, or its files failed, now (on every rank) or before.
         """
         check_callable("inspect", function, "a function without arguments that calls the model")
-        self.runtime.check_state(state)
-        if self.plan.stage == 3:
-            meet("TrainStep.inspect", self.runtime.mesh.world)
-        return self._inspect(state, function, run)
+        return parts.inspect(self.runtime, state, function, run)
 
-    def _inspect(self, state: TrainState[Tensor], function: Callable[[], T], run: str) -> T:
-        self._num_passes += 1
-        work = ForwardBackward(
-            self.plan,
-            self.runtime.mesh,
-            state.params,
-            None,
-            self._orders,
-            self.runtime.offload.transfer(self.runtime.scratch),
-        )
-        buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
-        with (
-            bound(self.recipe.model, self.plan.aliases, work.fetch, buffers),
-            self._blocks.applied(self.recipe.model) if self._blocks else nullcontext(),
-            work.forward(run, saves=False, compares=self._compares(run)),
-        ):
-            result = function()
-        self._compared.add(run)
-        work.close()
-        if self.runtime.offload.passes_use_files:
-            self.runtime.agree_on_files(state)
-        return result
-
-    def _loss(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """The loss of a batch, and its weight if `loss_fn` returns a sum and a weight."""
-        run = self.runtime
-        try:
-            return loss_of(
-                self.recipe.model, self.recipe.loss_fn, run.batches.cast(batch),
-                reduces_by_sum=not run.rules.is_mean, autocast=run.autocast, device=self.device.type,
-            )  # fmt: skip
-        except RuntimeError as error:
-            param_dtype = self.recipe.cfg.precision.param_dtype
-            if param_dtype is not None and ("dtype" in str(error) or "scalar type" in str(error)):
-                error.add_note(
-                    f"fzero: the parameters are {param_dtype} (step.plan shows every dtype), the batch is cast to that "
-                    f"with auto_cast in fp16 or bf16, and module buffers with data_types.buffer_dtype"
-                )
-            raise
-
-    def trace(self, batch: Any) -> list[Captured]:
-        """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured but not yet scheduled.
-
-        Works in every step, whatever its `compile` is, and on one rank alone. It computes, allocates, sends and changes
-        nothing: state and batch are tensors without memory (`FakeTensorMode`).
-
-        Args:
-            batch: this rank's samples, as for a step; tensors may be on `meta`. Takes the next micro-batches of an iterator.
-
-        Raises:
-            ConfigError, CompileError, ValueError: the step cannot be captured, or the batch is not what was configured.
-        """
-        from fzero.graph.program import GraphProgram
-
-        micro_batches = list(self.runtime.batches.split(batch))
-        program = self.program
-        if program is None or program.until == "gradients":  # in a dry run all state is on the device
-            program = GraphProgram.make(self.runtime, "aot_eager", until="update")
-        return program.trace(self.runtime, micro_batches)
-
-    def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Timeline:
-        """The schedule of a step: compute and collectives over time, and the gathered bytes under them.
-
-        With a `batch`, the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). It
-        works before the first step, too, and on one rank alone. An eager step enters and leaves its units at the same places;
-        Inductor fuses compute, and keeps the collectives and their order. Without a batch, for `compile="step"` and after the
-        first step, the schedule of the largest graph that ran.
-
-        `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
-
-        Raises:
-            ValueError: no batch is given, and no graph has run; and what `trace` raises.
-        """
-        from fzero.graph.explain import explain
-
-        return explain(self, batch, machine=machine)
-
-    @property
-    def graphs(self) -> tuple[Graph, ...]:
-        """The graphs that have run, with `compile="step"`."""
-        return () if self.program is None else tuple(self.program.compiled.backend.graphs)
-
-    @property
-    def graph_axes(self) -> Any:
-        """The axes of the mesh, as the nodes of the graphs name them."""
-        return None if self.program is None else self.program.compiled.axes
-
-    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same step, which also reports its collectives to `observe`; it shares the model and what is captured.
-
-        It learns its order of collectives by itself. Each rank may call it or not.
-        """
-        check_callable("observe", observe, "a function of a fzero.comms.CommRecord")
-        twin = copy.copy(self)
-        twin.runtime = self.runtime.observed(observe)
-        twin._orders = None if self._orders is None else self._orders.copy()
-        twin.program = None if self.program is None else self.program.observed(observe)
-        return twin
-
-    @property
-    def has_agreed(self) -> bool:
-        """Whether the ranks have agreed on everything that a first step agrees on; a step in one graph agrees on nothing."""
-        return self.program is not None or self._moving_buffers is not None
-
-    def first_overflow(self, state: TrainState[Tensor]) -> str | None:
+    def first_overflow(self, state: State) -> str | None:
         """The name of the first parameter, in order of declaration, whose gradient is not finite; None if all are finite.
 
         For the state that a step with `metrics.overflow` returned. Reads the gradients, so on CUDA it waits for the device.
@@ -800,22 +385,69 @@ class TrainStep:
         *Collective:* every rank; sends one number.
         """
         self.runtime.check_state(state)
-        return self.runtime.metrics.first_overflow(state)
+        return first_overflow(self.runtime, state)
+
+    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None = None) -> Self:
+        """The same step with other learning rates, and optimizers with other hyper-parameters; it takes the same states.
+
+        Args:
+            rates: of each parameter group, in place of every schedule; the same on all ranks. Group 0 holds the parameters
+                that no group of `param_groups` takes (it may be empty), group i is `param_groups[i - 1]`.
+            optimizers: of each parameter group, with the same state structure; None keeps those of this step.
+        """
+        return _twin(self, self.runtime.following(rates, optimizers))
+
+    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
+        """The same step, which also reports its collectives to `observe`; it shares the model and what is captured.
+
+        It learns its order of collectives by itself. Each rank may call it or not.
+        """
+        check_callable("observe", observe, "a function of a fzero.comms.CommRecord")
+        run, program = self.runtime.observed(observe), self.program
+        return _twin(self, run if program is None else replace(run, runs=program.observed(observe)))
+
+    def trace(self, batch: Any) -> list[Captured]:
+        """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured but not yet scheduled.
+
+        Works in every step, whatever its `compile` is, and on one rank alone. It computes, allocates, sends and changes
+        nothing: state and batch are tensors without memory (`FakeTensorMode`), and tensors of `batch` may be on `meta`.
+        """
+        from fzero.graph.explain import trace
+
+        return trace(self, batch)
+
+    def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Timeline:
+        """The schedule of a step: compute and collectives over time, and the gathered bytes under them.
+
+        With a `batch`, the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). An eager
+        step enters and leaves its units at the same places; Inductor fuses compute, and keeps the collectives and their order.
+        Without a batch, after a step with `compile="step"`, the schedule of the largest graph that ran.
+
+        `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
+        """
+        from fzero.graph.explain import explain
+
+        return explain(self, batch, machine=machine)
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
 
 
-def _trained(plan: Plan) -> dict[str, bool]:
-    """Whether each parameter is trained."""
-    return {name: buffer.trainable for buffer in plan.flat_buffers for name in buffer.layout.names}
+def _with_program(run: StepRuntime) -> StepRuntime:
+    """The runtime with the program that its recipe asks for."""
+    if run.recipe.compile == "step":
+        from fzero.graph.program import GraphProgram  # importing Dynamo takes longer than all of fzero
+
+        return replace(run, runs=GraphProgram.make(run, run.recipe.compile_backend))
+    if run.recipe.compile == "block":
+        from fzero.graph.blocks import CompiledBlocks
+
+        run = replace(run, blocks=CompiledBlocks(run.recipe.blocks_to_compile, run.recipe.compile_backend))
+    return replace(run, runs=parts.forward_backward)
 
 
-def _check_values(params: object) -> None:
-    """Raises unless it is a state dict."""
-    check_kind("params", params, Mapping, "a state dict", "pass model.state_dict()")
-    assert isinstance(params, Mapping)
-    for name, value in params.items():
-        check_kind(
-            f"params[{name!r}]", value, Tensor, "a tensor", "pass model.state_dict(), or torch.from_numpy(array)"
-        )
+def _twin(step: AnyStep, runtime: StepRuntime) -> AnyStep:
+    """The same step with another runtime."""
+    twin = copy.copy(step)
+    twin.runtime = runtime
+    return twin

@@ -152,7 +152,7 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
     wanted: dict[str, list[StoredSlice]] = {}
     for quantity, parts in parts_to_load(plan, rank, source.stored, without=missing, frozen=frozen):
         wanted.setdefault(quantity, []).extend(parts)
-    keeps_scale = saved.scales_dynamically and step.runtime.scaling.dynamic
+    keeps_scale = saved.scales_dynamically and step.runtime.rules.scaling.dynamic
     state = blank(step, rank, numbers, keeps_scale=keeps_scale, files=scratch)
     wanted["own"] = parts_of_own(rank, _kept_own(step, saved.hook_states), source.stored)
     read_into(state, wanted.values(), source)

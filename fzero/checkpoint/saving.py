@@ -295,10 +295,10 @@ class Contents(NamedTuple):
 
 
 def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Mapping[str, float]) -> Contents:
-    plan = step.plan
+    plan, scaling = step.plan, step.runtime.rules.scaling
     return Contents(
         *stored_by(plan, step.runtime.aliases), numbers_by_name(plan, numbers), kinds_of(plan), describe_hook_states(plan),
-        step.runtime.stored_names, rates, asdict(step.runtime.scaling), plan.stage, plan.mesh.axes, step.runtime.scaling.dynamic,
+        step.runtime.stored_names, rates, asdict(scaling), plan.stage, plan.mesh.axes, scaling.dynamic,
     )  # fmt: skip
 
 

@@ -264,8 +264,8 @@ class Engine(HoldsModule, KeepsFiles):
 
         is_func = torch._C._are_functorch_transforms_active()
         trains = torch.is_grad_enabled() and not is_func and self.optimizer is not None
-        if step.observer and trains:
-            step.observer.sees((inputs, kwargs), is_call=True)
+        if step.runtime.observer and trains:
+            step.runtime.observer.sees((inputs, kwargs), is_call=True)
         with self._watch.of("forward", self.global_steps, trains=trains):
             if not trains:
                 return step.inspect(self.state, call, run=f"{run} {'func' if is_func else 'alone'}")

@@ -75,7 +75,7 @@ class HoldsModule(Accessors):
             held: the names of the parameters that the optimizer holds.
         """
         self.module, self._held = module, held
-        self.train_step.origin.close()  # from here on the module's parameters are views of the state
+        self.train_step.runtime.learned.origin.close()  # from here on the module's parameters are views of the state
         self.live, self._flags = LiveParams(module, self.train_step.plan), Flags(module)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)

@@ -71,7 +71,7 @@ class Settings:
         return False
 
     def dynamic_loss_scale(self) -> bool:
-        return self.train_step.runtime.scaling.dynamic
+        return self.train_step.runtime.rules.scaling.dynamic
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The dtypes of the largest flat buffer's parameters and of its accumulated gradients."""

@@ -49,8 +49,8 @@ from fzero.optim.loss_scale import LossScale
 from fzero.optim.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.optim.transforms import skip_if
 from fzero.plans.plan import Plan
-from fzero.runtime.loss import LossFn, agreed_buffers, is_agreed, mean_of
-from fzero.runtime.metrics import Outcome
+from fzero.runtime.finish import Outcome, finish, norm_parts
+from fzero.runtime.loss import LossFn, agreed_buffers
 from fzero.runtime.module_binding import with_own_code
 from fzero.runtime.own_params import enter, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
@@ -96,7 +96,7 @@ class CompiledStep:
         self.backend = Backend(
             backend or "aot_eager", pass_options(plan), units, modules, own, exchanges, bool(stacked)
         )
-        self._is_captured = backend is not None
+        self.is_captured = backend is not None
         torch._dynamo.allow_in_graph(as_parameter)  # type: ignore[no-untyped-call]
         if stacked is not None:
             torch._dynamo.allow_in_graph(over_ranks)  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ class CompiledStep:
         self._flats = tuple(Flat.of(buffer, plan) for buffer in plan.flat_buffers)
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
-        reduces_by_sum = not rules.measures.is_mean
+        reduces_by_sum = not rules.end.loss.is_mean
         self._module = WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
         self._full = self._compile(self._full_step, self.backend)
         self._micro = self._compile(self._micro_step, self.backend)
@@ -124,7 +124,7 @@ class CompiledStep:
         self._observers = (axis.observe,) if isinstance(axis, ProcessAxis) and axis.observe is not None else ()
 
     def _compile(self, function: Callable[..., Any], backend: TorchBackend) -> Callable[..., Any]:
-        if not self._is_captured:
+        if not self.is_captured:
             return function
         return torch.compile(with_own_code(function), fullgraph=True, dynamic=False, backend=backend)
 
@@ -223,7 +223,7 @@ class CompiledStep:
         if len(self.backend.graphs) > num_graphs:
             self._graph_of[function] = self.backend.graphs[-1]
             self._sent_by.pop(function, None)
-        if self._is_captured:
+        if self.is_captured:
             self._report_sent(function)
         return result
 
@@ -447,27 +447,12 @@ class CompiledStep:
         is_sum: bool,
     ) -> Outcome:
         """The metrics and the update, from the sums over ranks `reduced` and the rows (A, W, 4)."""
-        rules, rows = self._rules, rows_A.flatten(0, 1)
-        mean_loss, weight = mean_of(rows[:, :2], is_sum=is_sum)
-        multiple = rules.measures.multiple(weight, loss_scale.scale)
-        norm = self._norm(reduced) / multiple
-        overflow = ~(norm + mean_loss).isfinite()
-        ok = is_agreed(rows[:, :2], is_sum=is_sum) & (rows[:, 2:] == rows[0, 2:]).all()
-        if is_sum:
-            ok = ok & (rows[:, 1] > 0).any()
-        if rules.skips_overflow:
-            skip = overflow | ~ok
-            new_scale = rules.scaling.update(loss_scale, overflow)
-            ok = ok & ~rules.scaling.is_exhausted(loss_scale, overflow)
-        else:
-            ok = ok & (mean_loss + norm).isfinite()
-            skip, new_scale = ~ok, loss_scale
-        factor = rules.measures.factor(norm, multiple, overflow, weight)
+        outcome, skip, factor = finish(self._rules.end, rows_A, self._norm_parts(reduced), loss_scale, is_sum=is_sum)
+        assert skip is not None
         for flat in self._trained:
             self._update_flat(flat, params, master, reduced[flat.key], optimizer, skip, factor)
         self._agree(buffers)
-        new_scale = LossScale(*(x.clone() for x in new_scale))
-        return Outcome(rows_A, mean_loss.float(), norm.float(), overflow, ok, new_scale)
+        return outcome._replace(loss_scale=LossScale(*(x.clone() for x in outcome.loss_scale)))
 
     def _value_and_grad(
         self,
@@ -489,11 +474,11 @@ class CompiledStep:
             are_sums.append(weight is not None)
             loss_and_weight = [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double()]
             row = torch.cat([torch.stack(loss_and_weight), numbers]).detach()
-            if self._rules.measures.scales_loss:
+            if self._rules.end.loss.scales_loss:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
             return loss, row
 
-        with self._ranks.drawing(), nullcontext() if self._is_captured else self._unchanged(tensors):
+        with self._ranks.drawing(), nullcontext() if self.is_captured else self._unchanged(tensors):
             loss, row = self._ranks.each(forward)(tensors, buffers, batch, numbers, loss_scale.scale)
         if any(leaf.grad is not None for leaf in leaves.values()):
             raise RuntimeError(INSIDE)
@@ -530,9 +515,9 @@ class CompiledStep:
         for alias, owner in self._aliases.items():
             tensors[alias] = tensors[owner]
         given = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        with nullcontext() if self._is_captured else self._reads_from(tensors):
+        with nullcontext() if self.is_captured else self._reads_from(tensors):
             loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
-        if not self._is_captured:
+        if not self.is_captured:
             for name, tensor in tensors.items():
                 if given[f"model.{name}"] is not tensor and name not in buffers:
                     raise late("parameter", name)
@@ -566,7 +551,7 @@ class CompiledStep:
 
     def _grad_scale(self, is_sum: bool) -> float:
         """The factor on a micro-step's gradients."""
-        return 1 / (self._rules.measures.predivide * (1 if is_sum else self._num_micro_steps))
+        return 1 / (self._rules.end.loss.predivide * (1 if is_sum else self._num_micro_steps))
 
     def _flattened(self, grads: dict[str, Tensor]) -> Iterator[tuple[Flat, Tensor]]:
         """The flat gradients (P)."""
@@ -632,21 +617,20 @@ class CompiledStep:
                 joined = self._graph.all_gather(updated, self._graph.axes[flat.num_param_axes :])
             param.copy_(joined)
 
-    def _norm(self, reduced: dict[str, Tensor]) -> Tensor:
-        measures, graph = self._rules.measures, self._graph
-        parts = []
-        for shard in range(graph.num_shards if self._stage == 0 else 1):
-            shards = []
-            for flat in self._trained:
-                if flat.shard_numel:  # stage 0 has all shards, the other stages this rank's
-                    start = shard * flat.shard_numel
-                    shards.append(reduced[flat.key][start : start + flat.shard_numel])
-            parts.append(measures.norm_part(shards, self._device))
-        if self._stage == 0:
-            return measures.norm(torch.stack(parts))
-        with labelled("norm"):
-            rows = graph.stack_shards(parts[0])
-        return measures.norm(rows)
+    def _norm_parts(self, reduced: dict[str, Tensor]) -> Tensor:
+        rules, graph = self._rules.end.loss, self._graph
+        cut = [flat for flat in self._trained if flat.shard_numel]
+
+        def measured(shard: int) -> list[Tensor]:
+            start_of = [(flat, shard * flat.shard_numel) for flat in cut]
+            return [rules.of_shard(reduced[flat.key][start : start + flat.shard_numel]) for flat, start in start_of]
+
+        def stack(part: Tensor) -> Tensor:
+            with labelled("norm"):
+                return graph.stack_shards(part)
+
+        shards = range(graph.num_shards) if self._stage == 0 else (0,)  # `reduced` holds all, or this rank's alone
+        return norm_parts(rules, measured, shards, graph.num_shards, stack=stack, device=self._device)
 
     def _agree(self, buffers: dict[str, Tensor]) -> None:
         """Makes module buffers equal on all ranks as in the eager step, but also those that did not change."""

@@ -1,33 +1,38 @@
-"""`explain`: the timeline of a train step, from the graphs that `compile="step"` captures."""
+"""`trace` and `explain`: the graphs that `compile="step"` captures, and the timeline of a train step from them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from fzero.common.arguments import check_kind
+from fzero.graph.program import GraphProgram
 from fzero.graph.timeline import Timeline, joined, make_timeline
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Protocol
-
-    from torch.fx import Graph
 
     from fzero.graph.captured import Captured
     from fzero.plans.plan import Plan
+    from fzero.runtime.step_runtime import StepRuntime
 
     class Explained(Protocol):
         """The members of a train step that are read here."""
 
+        runtime: StepRuntime
+        plan: Plan
+
         @property
-        def plan(self) -> Plan: ...
-        @property
-        def graphs(self) -> Sequence[Graph]: ...
-        @property
-        def graph_axes(self) -> Any: ...
-        def trace(self, batch: Any) -> list[Captured]: ...
+        def program(self) -> GraphProgram | None: ...
+
+
+def trace(step: Explained, batch: Any) -> list[Captured]:
+    """See `TrainStep.trace`."""
+    micro_batches, program = list(step.runtime.batches.split(batch)), step.program
+    if program is None or program.until == "gradients":  # in a dry run all state is on the device
+        program = GraphProgram.make(step.runtime, "aot_eager", until="update")
+    return program.trace(step.runtime, micro_batches)
 
 
 def explain(step: Explained, batch: Any, *, machine: MachineModel | None) -> Timeline:
@@ -41,14 +46,15 @@ def explain(step: Explained, batch: Any, *, machine: MachineModel | None) -> Tim
     )
     title = f"stage {step.plan.stage} on {describe(step.plan.mesh)}"
     if batch is None:
-        if not step.graphs:
+        graphs = step.program.compiled.backend.graphs if step.program else []
+        if step.program is None or not graphs:
             raise ValueError(
                 "explain: needs a batch where no graph of the full step has run, got none; pass one, explain(batch), or "
                 "make the step with compile='step' and call the step once"
             )
-        graph = max(step.graphs, key=lambda graph: len(graph.nodes))
-        return make_timeline(graph, machine, axes=step.graph_axes, title=title)
-    captured = step.trace(batch)
+        graph = max(graphs, key=lambda graph: len(graph.nodes))
+        return make_timeline(graph, machine, axes=step.program.compiled.axes, title=title)
+    captured = trace(step, batch)
     different = {id(c.graph): c for c in captured}  # micro-steps share a graph
     timelines = {key: c.scheduled().timeline(machine, title=title) for key, c in different.items()}
     return joined([timelines[id(c.graph)] for c in captured])

@@ -1,8 +1,9 @@
-"""`GraphProgram`: a train step of one rank that runs as one graph, up to its gradients or with its update."""
+"""`GraphProgram`: a train step that runs as one graph, up to its gradients or with its update, on one rank or all at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeVar
 
@@ -14,19 +15,17 @@ from torch._subclasses import FakeTensorMode
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, LockstepAxis
 from fzero.comms.records import CommRecord
-from fzero.comms.stacked import Stacked
+from fzero.comms.stacked import RandomByRank, Stacked
 from fzero.config.config import ConfigError
 from fzero.graph.capture import CompiledStep
 from fzero.graph.captured import Captured
 from fzero.graph.step_inputs import Rules
 from fzero.runtime.batches import without_memory
-from fzero.runtime.finish import finish
-from fzero.runtime.hyper_check import HyperCheck
-from fzero.runtime.metrics import check_alike
+from fzero.runtime.finish import Collected
 from fzero.runtime.module_binding import random_state
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import TracedHyperparams
-from fzero.state import Metrics, TrainState, taken
+from fzero.state import TrainState
 from sharding.views import torch_dtype
 
 T = TypeVar("T")
@@ -41,11 +40,13 @@ class GraphProgram:
         compiled: the graph, captured in the first call for each shape of batch.
         hyperparams: the tensors from which the graph reads what changes about its update.
         until: what the graph ends with.
+        stacked: the ranks, where one graph runs all of them; tensors then have a leading dimension of ranks.
     """
 
     compiled: CompiledStep
     hyperparams: TracedHyperparams
     until: Literal["gradients", "update"]
+    stacked: Stacked | None = None
 
     @classmethod
     def make(
@@ -66,9 +67,7 @@ class GraphProgram:
             until = "gradients" if any(map(run.offload.is_away, run.plan.flat_buffers)) else "update"
         hyperparams = run.updater.hyperparams(run.device)
         transforms = run.updater.transforms_by(hyperparams) if until == "update" else {}
-        rules = Rules(
-            run.rules, run.scaling, run.recipe.cfg.skips_overflow, transforms, run.updater.places, hyperparams.salts
-        )
+        rules = Rules(run.rules, transforms, run.updater.places, hyperparams.salts)
         axis = run.ranks
         if isinstance(axis, LockstepAxis):  # this graph is never run
             axis = AbstractAxis(axis.name, axis.size, axis.rank, "gloo", axis.mesh)
@@ -77,49 +76,28 @@ class GraphProgram:
             loss_fn=run.recipe.loss_fn, autocast=run.autocast, backend=backend,
             checkpoint=run.checkpointing.names, stacked=stacked,
         )  # fmt: skip
-        return cls(compiled, hyperparams, until)
+        return cls(compiled, hyperparams, until, stacked)
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same program, whose collectives are also reported to `observe`."""
         return replace(self, compiled=self.compiled.observed(observe))
 
-    def __call__(
-        self, run: StepRuntime, check: HyperCheck, state: State, buffers: dict[str, Tensor], micro_batches: list[Any],
-        *, number: int,
-    ) -> tuple[State, Metrics]:  # fmt: skip
-        """One step on this rank's micro-batches. *Collective:* every rank.
+    def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
+        """One step on this rank's micro-batches, or on those of all ranks, without its end. *Collective:* every rank."""
+        call = self._with_update if self.until == "update" else self._to_gradients
+        return call(run, state, micro_batches)
 
-        Args:
-            buffers: copies of the state's module buffers, in which the graph writes.
-            number: how many forwards and backwards this rank has run; the ranks compare it.
-        """
-        call = self._with_update if self.until == "update" else self._then_update
-        return call(run, check, state, buffers, micro_batches, number)
-
-    def _with_update(
-        self, run: StepRuntime, check: HyperCheck, state: State, buffers: dict[str, Tensor], micro_batches: list[Any],
-        number: int,
-    ) -> tuple[State, Metrics]:  # fmt: skip
-        """Writes the hyper-parameters where the graph reads them, runs it, and raises the errors that it found."""
-        hyper = run.updater.hyper(int(state.step))
+    def _with_update(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
+        """Writes the hyper-parameters where the graph reads them, and runs it."""
+        hyper = run.updater.hyper(int(state.step.reshape(-1)[0]))
         run.updater.write_hyperparams(self.hyperparams, hyper)
-        checksum = check.checksum(run.updater, state, hyper)
-        (outcome, is_sum), rng, hook_states = self._run(
-            self.compiled, run, state, buffers, micro_batches, (number, checksum)
-        )
-        run.metrics.check_outcome(outcome, state, check.named, is_sum=is_sum)
-        metrics = Metrics(
-            outcome.loss, outcome.norm, self.hyperparams.lr[0].float(), outcome.overflow, state.loss_scale.scale.clone()
-        )
-        new = run.updater.next_state(taken(state), metrics, outcome.loss_scale, buffers, rng, hook_states)
-        return new, metrics
+        checksum = run.learned.hyper.checksum(run.updater, state, hyper)
+        (outcome, is_sum), buffers, rng, hook_states = self._run(self.compiled, run, state, micro_batches, checksum)
+        return Collected(state, outcome.loss_stats, is_sum, buffers, rng, hook_states, hyper, outcome=outcome)
 
-    def _then_update(
-        self, run: StepRuntime, check: HyperCheck, state: State, buffers: dict[str, Tensor], micro_batches: list[Any],
-        number: int,
-    ) -> tuple[State, Metrics]:  # fmt: skip
-        """The graph up to its gradients, which are moved to where they live; and the update as in an eager step."""
-        transfer = run.offload.transfer(run.scratch, run.rules.of_shard, in_memory=True)
+    def _to_gradients(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
+        """The graph up to its gradients, which are moved to where they live."""
+        transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=True)
         if run.offload.has_files:
             run.offload.read_ahead(state)
         grads = {
@@ -128,9 +106,9 @@ class GraphProgram:
             else run.scratch.take(x.numel(), x.dtype, run.device)
             for key, x in state.grads.items()
         }
-        checksum = check.checksum(run.updater, state)
-        (told_AW4, is_sum), rng, hook_states = self._run(
-            self.compiled.collect, run, state._replace(grads=grads), buffers, micro_batches, (number, checksum)
+        checksum = run.learned.hyper.checksum(run.updater, state)
+        (stats_AW4, is_sum), buffers, rng, hook_states = self._run(
+            self.compiled.collect, run, state._replace(grads=grads), micro_batches, checksum
         )
         for key, home in state.grads.items():
             grad = grads.pop(key)
@@ -140,24 +118,35 @@ class GraphProgram:
         del grad
         transfer.settle()
         run.agree_on_files(state)
-        check_alike(told_AW4[..., 2:].flatten(0, 1), run.mesh.world, check.named)
-        with profiler_range("update"):
-            return finish(
-                run, check, state, told_AW4[..., :2], buffers, rng, hook_states, is_sum=is_sum, transfer=transfer
-            )
+        hyper = run.updater.hyper(int(state.step))
+        return Collected(state, stats_AW4, is_sum, buffers, rng, hook_states, hyper, transfer)
 
     def _run(
-        self, graph: Callable[..., T], run: StepRuntime, state: State, buffers: dict[str, Tensor],
-        micro_batches: list[Any], numbers: tuple[int, int],
-    ) -> tuple[T, dict[str, Tensor], dict[str, dict[str, Any]]]:  # fmt: skip
-        """The result of a graph, then the random state and the states of comm hooks after it."""
+        self, graph: Callable[..., T], run: StepRuntime, state: State, micro_batches: list[Any], checksum: int
+    ) -> tuple[T, dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
+        """The result of a graph, then the module buffers, the random state and the states of comm hooks after it."""
+        run.learned.num_passes += 1
         batches = [run.batches.cast(batch) for batch in micro_batches]
-        hook_states = optree.tree_map(torch.clone, state.hook_states)
-        with random_state(state.rng, run.device) as rng, profiler_range("step", "in one graph"):
-            numbers_2 = torch.full((2,), float(numbers[0]), dtype=torch.float64, device=run.device)
-            numbers_2[1:].fill_(numbers[1])  # fills do not wait for the device
-            result = graph(state, buffers, hook_states, batches, numbers_2)
-        return result, rng, hook_states
+        buffers, hook_states = optree.tree_map(torch.clone, (state.buffers, state.hook_states))  # the graph writes them
+        with self._drawing(run, state) as rng, profiler_range("step", "in one graph"):
+            shape = (2,) if self.stacked is None else (self.stacked.size, 2)
+            numbers = torch.full(shape, float(run.learned.num_passes), dtype=torch.float64, device=run.device)
+            numbers[..., 1].fill_(checksum)  # fills do not wait for the device
+            result = graph(state, buffers, hook_states, batches, numbers)
+        return result, buffers, rng, hook_states
+
+    @contextmanager
+    def _drawing(self, run: StepRuntime, state: State) -> Iterator[dict[str, Tensor]]:
+        """Inside, random numbers are drawn from the states of the state's generators; yields those of the next state."""
+        if self.stacked is None:
+            with random_state(state.rng, run.device) as rng:
+                yield rng
+            return
+        rng = dict(state.rng)  # a graph of all ranks draws nothing
+        self.stacked.random = drawn = None if self.compiled.is_captured else RandomByRank(state.rng["cpu"])
+        yield rng
+        if drawn is not None:
+            rng["cpu"] = torch.stack(drawn.rng)
 
     def trace(self, run: StepRuntime, micro_batches: list[Any]) -> list[Captured]:
         """The graphs of a step on these micro-batches; see `TrainStep.trace`."""

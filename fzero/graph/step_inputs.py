@@ -12,10 +12,10 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero.optim.loss_scale import LossScaling
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.loss import LossFn, LossRules, loss_of
+from fzero.runtime.finish import StepRules
+from fzero.runtime.loss import LossFn, loss_of
 from sharding import Replicated, Sharded
 from sharding.views import torch_dtype
 
@@ -90,14 +90,13 @@ class Rules(NamedTuple):
     """The arithmetic of a compiled step.
 
     Attributes:
+        end: by which a step ends.
         transforms: by flat buffer. Their learning rates and momentum are 0-d tensors that the caller fills before a step. (Dynamo
             first takes a 0-d float64 or int64 tensor on the CPU for a number, which costs a second capture.)
         places: by flat buffer, the index of its first element in the random stream of stochastic rounding; None without it.
     """
 
-    measures: LossRules
-    scaling: LossScaling
-    skips_overflow: bool
+    end: StepRules
     transforms: dict[str, Transform]
     places: dict[str, int] | None
     salts: Tensor

@@ -90,7 +90,7 @@ def chosen_numbers(sources_of: Mapping[str, Sources], numbers: Numbers) -> Numbe
 
 
 def keep_scale(old: TrainStep, new: TrainStep) -> bool:
-    return new.runtime.scaling.dynamic and old.runtime.scaling.dynamic
+    return new.runtime.rules.scaling.dynamic and old.runtime.rules.scaling.dynamic
 
 
 def blank(
@@ -125,7 +125,7 @@ def blank(
             )
             for part, tensors in first.items():
                 parts[part][buffer.key] = tensors
-    loss_scale = new.runtime.scaling.init(new.device)
+    loss_scale = new.runtime.rules.scaling.init(new.device)
     if keeps_scale:
         values = (numbers[f"state.loss_scale.{field}"] for field in LossScale._fields)
         loss_scale = LossScale(*(x.fill_(value) for x, value in zip(loss_scale, values, strict=True)))

@@ -73,14 +73,14 @@ def with_weight(step: TrainStep, state: TrainState[Tensor], name: str, value: Te
 def grad_of(step: TrainStep, state: TrainState[Tensor], name: str) -> Tensor:
     """The full mean gradient of a parameter, unscaled and before clipping, in fp32. *Collective.*"""
     buffer = _trained(step, name)
-    multiple = step.runtime.rules.multiple(None, state.loss_scale.scale)
+    multiple = step.runtime.rules.loss.multiple(None, state.loss_scale.scale)
     return _one(step, buffer, _whole(step, buffer, state.grads[buffer.key], buffer.grads), name).div_(multiple)
 
 
 def with_grad(step: TrainStep, state: TrainState[Tensor], name: str, value: Tensor) -> TrainState[Tensor]:
     """The state with another mean gradient of a parameter, written in place. *Collective.*"""
     buffer = _trained(step, name)
-    multiple = step.runtime.rules.multiple(None, state.loss_scale.scale)
+    multiple = step.runtime.rules.loss.multiple(None, state.loss_scale.scale)
     _check_written(name, state.grads[buffer.key])
     _write(step, buffer, state.grads[buffer.key], buffer.grads, name, value.to(multiple.device) * multiple)
     return state

@@ -1,41 +1,177 @@
-"""`finish`: from collected gradients to the next state. Loss, norm, overflow, factor, update."""
+"""`finish` and `next_state`: from the losses and gradients of all ranks to loss, norm, overflow, factor, and the next state.
+
+Functions of tensors, which do not wait for a device. The eager step calls `finish` on tensors, a captured one inside its
+graph, and one of all ranks at once under `torch.vmap`. `fzero.runtime.outcome` raises for what it found.
+
+Shape letters: A micro-steps, W ranks, M = A·W rows, F shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
+import optree
+import torch
 from torch import Tensor
 
-from fzero.runtime.hyper_check import HyperCheck
-from fzero.runtime.step_runtime import StepRuntime
-from fzero.state import Metrics, TrainState, taken
+from fzero.optim.loss_scale import LossScale, LossScaling
+from fzero.runtime.loss import LossRules, is_agreed, mean_of
+from fzero.runtime.update import Hyper
+from fzero.state import Metrics, TrainState
 from fzero.storage.shard_io import ShardTransfer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """The rules by which a step ends.
+
+    Attributes:
+        loss: of loss, norm and clipping.
+        scaling: of the loss scale.
+        skips_overflow: whether a step with an overflow makes no update; if not, it is an error.
+    """
+
+    loss: LossRules
+    scaling: LossScaling
+    skips_overflow: bool
+
+
+class Outcome(NamedTuple):
+    """The results of a step that the host reads."""
+
+    loss_stats: Tensor
+    """Per micro-step and rank: loss, weight or -1, number of the forward-backward, checksum of the hyper-parameters (A, W, 4)."""
+    loss: Tensor
+    norm: Tensor
+    overflow: Tensor
+    ok: Tensor
+    """Whether the step updates, or skips an overflow that may be skipped; if not, only `state.grads` is written."""
+    loss_scale: LossScale[Tensor]
+    """Of the next step."""
+
+
+class Finished(NamedTuple):
+    """The outcome of a step, and how the update uses the gradients."""
+
+    outcome: Outcome
+    skip: Tensor | None = None
+    """Whether nothing is updated; None where a graph has made the update."""
+    factor: Tensor | None = None
+    """The factor that the gradients still need; None is 1."""
+
+
+class Collected(NamedTuple):
+    """A step after its forwards and backwards: the gradients are in `state.grads`, and nothing else is written."""
+
+    state: TrainState[Tensor]
+    loss_stats: Tensor
+    """See `Outcome`."""
+    is_sum: bool
+    """Whether losses are sums."""
+    buffers: dict[str, Tensor]
+    """The module buffers of the next state; `rng` and `hook_states` likewise."""
+    rng: dict[str, Tensor]
+    hook_states: dict[str, dict[str, Any]]
+    hyper: Hyper
+    transfer: ShardTransfer | None = None
+    """The transfer of the backward, which may have measured a gradient's contribution to the norm."""
+    still: Collection[str] = ()
+    """The keys of flat buffers that are not updated."""
+    outcome: Outcome | None = None
+    """Of a graph that has also finished the step, and updated the state."""
 
 
 def finish(
-    run: StepRuntime, check: HyperCheck, state: TrainState[Tensor], losses: Tensor, buffers: dict[str, Tensor],
-    rng: dict[str, Tensor], hook_states: dict[str, dict[str, Any]], *, is_sum: bool, transfer: ShardTransfer,
-    still: Collection[str] = (),
-) -> tuple[TrainState[Tensor], Metrics]:  # fmt: skip
-    """The state after the update with the gradients that it holds. *Collective:* see `StepMetrics.metrics`, `Updater.update`.
+    rules: StepRules, stats_AW4: Tensor, norm_parts_F: Tensor, loss_scale: LossScale[Tensor], *, is_sum: bool
+) -> Finished:
+    """The outcome of a step, from what all ranks have collected.
 
     Args:
-        losses: of every micro-step and rank, with their weights (A, W, 2).
-        buffers, rng, hook_states: of the next state.
+        stats_AW4: see `Outcome.loss_stats`.
+        norm_parts_F: see `norm_parts`.
+        loss_scale: by which the losses were multiplied.
         is_sum: whether each loss is a sum, to be divided by the sum of the weights.
-        transfer: the transfer of the backward, which may know what a gradient adds to the norm.
-        still: the keys of flat buffers that are not updated.
-
-    Raises:
-        FloatingPointError: on every rank, when loss or gradient are not finite and no overflow is skipped.
     """
-    hyper = run.updater.hyper(int(state.step))
-    check.used(hyper)
-    metrics, factor = run.metrics.metrics(losses, state, is_sum=is_sum, rate=hyper.rates[0], transfer=transfer)
-    state = taken(state)  # before the first write: a state whose update raised must not be used again
-    state = run.updater.update(state, factor, metrics.overflow, hyper=hyper, still=still)
-    loss_scale = state.loss_scale
-    if run.recipe.cfg.skips_overflow:
-        loss_scale = run.scaling.update(loss_scale, metrics.overflow)
-    return run.updater.next_state(state, metrics, loss_scale, buffers, rng, hook_states), metrics
+    rows_M2 = stats_AW4.flatten(0, 1)[:, :2]
+    loss, weight = mean_of(rows_M2, is_sum=is_sum)
+    multiple = rules.loss.multiple(weight, loss_scale.scale)
+    norm = rules.loss.norm(norm_parts_F) / multiple
+    overflow = ~(norm + loss).isfinite()
+    ok = is_agreed(rows_M2, is_sum=is_sum) & (stats_AW4[..., 2:] == stats_AW4[:, :1, 2:]).all()
+    if is_sum:
+        ok = ok & (rows_M2[:, 1] > 0).any()
+    if rules.skips_overflow:
+        skip, next_scale = overflow | ~ok, rules.scaling.update(loss_scale, overflow)
+        ok = ok & ~rules.scaling.is_exhausted(loss_scale, overflow)
+    else:
+        ok = ok & ~overflow
+        skip, next_scale = ~ok, loss_scale
+    factor = rules.loss.factor(norm, multiple, overflow, weight)
+    return Finished(Outcome(stats_AW4, loss.float(), norm.float(), overflow, ok, next_scale), skip, factor)
+
+
+def norm_parts(
+    rules: LossRules,
+    measured: Callable[[int], Iterable[Tensor]],
+    shards: Sequence[int],
+    num_shards: int,
+    *,
+    stack: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> Tensor:
+    """The parts (F,) of the norm of the collected gradients: the same numbers, added in the same order, in all stages.
+
+    *Collective* where a rank has not the gradients of all shards: sends one number.
+
+    Args:
+        measured: the contributions of the flat gradients of one shard (`LossRules.of_shard`), in the order of the plan.
+        shards: the shards whose gradients this rank has: all, or its own.
+        stack: the numbers of all shards (F,), from that of this rank's own.
+    """
+    parts = [rules.joined(measured(shard), device) for shard in shards]
+    return torch.stack(parts) if len(parts) == num_shards else stack(parts[0])
+
+
+def next_state(
+    rules: StepRules, collected: Collected, state: TrainState[Tensor], outcome: Outcome
+) -> tuple[TrainState[Tensor], Metrics]:
+    """The state after an update, and the metrics. A skipped update keeps step, module buffers, random state and hook states.
+
+    Args:
+        state: updated; its counter is written in place, because the step has taken the state. Of all ranks, with a leading
+            dimension, where the ranks are simulated at once.
+        outcome: of one rank, but for the loss scale, which is that of the state.
+    """
+    overflow, scale = outcome.overflow, state.loss_scale.scale
+    buffers, rng, hook_states = collected.buffers, collected.rng, collected.hook_states
+    num_updates = state.step.add_(1)
+    if rules.skips_overflow:
+        num_updates.sub_(overflow.to(num_updates.dtype))
+        buffers = _chosen(overflow, state.buffers, buffers)
+        if overflow.device.type == "cpu":  # elsewhere the host would have to wait for the overflow
+            rng = _chosen(overflow, state.rng, rng)
+        hook_states = _chosen(overflow, state.hook_states, hook_states)
+    if rules.loss.scales_loss:  # errors that comm hooks feed back are multiples of the loss scale
+        ratio = outcome.loss_scale.scale / scale
+        hook_states = optree.tree_map(lambda x: _times_each(x, ratio) if x.is_floating_point() else x, hook_states)
+    lr = torch.full((), collected.hyper.rates[0], device=overflow.device)  # a fill does not wait for the device
+    metrics = Metrics(outcome.loss, outcome.norm, lr, overflow, scale.reshape(-1)[0].clone())
+    new = state._replace(
+        step=num_updates, buffers=buffers, loss_scale=outcome.loss_scale, rng=rng, hook_states=hook_states
+    )
+    return new, metrics
+
+
+def _times_each(x: Tensor, factor: Tensor) -> Tensor:
+    """A tensor times a number; for simulated ranks, each rank's row times its own number."""
+    return x * factor.to(x.dtype).reshape(factor.shape + (1,) * (x.dim() - factor.dim()))
+
+
+def _chosen(skip: Tensor, before: dict[str, T], after: dict[str, T]) -> dict[str, T]:
+    """The tree `before` where `skip` is true, else `after`."""
+    chosen: dict[str, T] = optree.tree_map(lambda old, new: torch.where(skip, old, new), before, after)
+    return chosen

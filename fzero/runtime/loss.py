@@ -134,10 +134,6 @@ class LossRules:
     def _over(self, weight: Tensor | None) -> int:
         return self.world_size if self.is_mean and weight is None else 1
 
-    def norm_part(self, shards: Iterable[Tensor], device: torch.device) -> Tensor:
-        """One shard's part of the norm (0-d float64), from the same numbers in the same order in all stages."""
-        return self.joined(map(self.of_shard, shards), device)
-
     def of_shard(self, grad_S: Tensor) -> Tensor:
         """One flat shard's contribution to a part of the norm (0-d float64)."""
         if self.is_inf:
@@ -146,7 +142,7 @@ class LossRules:
         return norm.double().square()
 
     def joined(self, measured: Iterable[Tensor], device: torch.device) -> Tensor:
-        """A part of the norm, from the contributions of its flat shards."""
+        """One shard's part of the norm (0-d float64), from the contributions of its flat gradients."""
         part = torch.zeros((), dtype=torch.float64, device=device)
         for number in measured:
             part = torch.maximum(part, number) if self.is_inf else part + number

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import optree
 import torch
@@ -15,22 +15,45 @@ from torch import Tensor
 from fzero.comms.axes import AbstractAxis, Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import CommRecord
-from fzero.optim.loss_scale import LossScale, LossScaling
+from fzero.config.config import ConfigError
+from fzero.config.optimizers import Optimizer
+from fzero.optim.loss_scale import LossScale
+from fzero.plans.flat_params import optimizer_specs
+from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
 from fzero.runtime.activation_checkpointing import Checkpointing
 from fzero.runtime.batches import Batches
 from fzero.runtime.file_agreement import agree
+from fzero.runtime.finish import Collected, StepRules
+from fzero.runtime.hooks import Observer, observer_of
 from fzero.runtime.init_state import StateBuilder
-from fzero.runtime.loss import LossRules
-from fzero.runtime.metrics import StepMetrics
+from fzero.runtime.learned import Learned
 from fzero.runtime.offload import Offload
 from fzero.runtime.step_spec import StepSpec, check_same
+from fzero.runtime.trainability import FixedFlags
 from fzero.runtime.update import Updater
 from fzero.state import TrainState, is_donated
 from fzero.storage.file_tensor import handles_of
 from fzero.storage.shard_io import BufferPool
 from sharding import TensorSpec
 from sharding.views import torch_dtype, unflatten
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+
+class Program(Protocol):
+    """The forwards and backwards of a step: eager, as one graph, or of all ranks at once."""
+
+    def __call__(self, run: StepRuntime, state: TrainState[Tensor], micro_batches: list[Any], /) -> Collected: ...
+
+
+class Blocks(Protocol):
+    """Blocks of a model that run compiled."""
+
+    def applied(self, model: nn.Module) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -41,22 +64,42 @@ class StepRuntime:
         recipe: the arguments of `make_train_step`.
         plan: units, flat buffers and their specs.
         ranks: the axis of all ranks; an `AbstractAxis` describes ranks that do not run.
+        device: where the state is, and batches must be.
         scratch: memory for gathered parameters and unreduced gradients.
         offload: moves state that lives off the device.
         updater: updates flat buffers.
+        rules: by which a step ends: of loss, norm, clipping and loss scale.
+        batches: cuts batches into micro-batches.
+        builder: makes first states.
+        learned: what the first calls found out; shared by the step and by those that follow it.
         checkpointing: the modules that run again in the backward.
         stored_names: the keys of the model's state dict, each with the name under which its tensor is stored.
+        flags: raises where a parameter was frozen or unfrozen; None where the step follows that.
+        statistics: the names of module buffers with running statistics.
+        observer: sees batches and updates.
+        runs: the program of a step.
+        blocks: those that are compiled, if some are.
     """
 
     recipe: StepSpec
     plan: Plan
     ranks: Bound | AbstractAxis
     bound: RankMesh | None
+    device: torch.device
     scratch: BufferPool
     offload: Offload
     updater: Updater
+    rules: StepRules
+    batches: Batches
+    builder: StateBuilder
+    learned: Learned
     checkpointing: Checkpointing
     stored_names: dict[str, str]
+    flags: FixedFlags | None
+    statistics: frozenset[str]
+    observer: Observer | None
+    runs: Program | None = None
+    blocks: Blocks | None = None
 
     @classmethod
     def make(cls, recipe: StepSpec, ranks: Bound | AbstractAxis) -> Self:
@@ -66,41 +109,73 @@ class StepRuntime:
             MismatchError: on every rank, when ranks differ.
             ConfigError: the configuration does not fit the model.
         """
-        plan, cfg = recipe.plan(ranks.size, ranks.mesh), recipe.cfg
+        plan, cfg, device = recipe.plan(ranks.size, ranks.mesh), recipe.cfg, recipe.device
         if not isinstance(ranks, AbstractAxis):
             check_same(ranks, recipe.fingerprint(plan))
         recipe.check_placements(plan)
         recipe.check_compiled(plan)
-        offload, scratch = Offload(plan, recipe.device), BufferPool()
+        offload, scratch = Offload(plan, device), BufferPool()
         bound = None if isinstance(ranks, AbstractAxis) else RankMesh.of(ranks, plan)
         keys = [buffer.key for buffer in plan.flat_buffers]
         starts = accumulate((buffer.padded_numel for buffer in plan.flat_buffers), initial=0)
         updater = Updater(
             plan, bound, shard=plan.shard_of(ranks.rank), offload=offload, scratch=scratch,
             optimizers=recipe.optimizers, rates=recipe.rates, momentum=recipe.momentum,
-            skips_overflow=cfg.skips_overflow, scales_loss=cfg.scales_loss,
             places=dict(zip(keys, starts, strict=False)) if cfg.precision.stochastic_rounding else None,
         )  # fmt: skip
+        trained = {name: buffer.trainable for buffer in plan.flat_buffers for name in buffer.layout.names}
+        cast = None if cfg.casts_batch_to is None else torch_dtype(cfg.casts_batch_to)
         # Read from the model now: it must not be read while it is bound to the tensors of a state.
         return cls(
-            recipe, plan, ranks, bound, scratch, offload, updater,
-            checkpointing=recipe.checkpointing, stored_names=recipe.stored_names,
+            recipe, plan, ranks, bound, device, scratch, offload, updater,
+            rules=StepRules(recipe.measures(ranks.size), cfg.loss_scaling(), cfg.skips_overflow),
+            batches=Batches(ranks.size, plan.num_micro_steps, cfg.batch_sizes(ranks.size).micro, cast),
+            builder=StateBuilder(recipe, plan, offload=offload, updater=updater, rank=ranks.rank, device=device),
+            learned=Learned.nothing(recipe), checkpointing=recipe.checkpointing, stored_names=recipe.stored_names,
+            flags=FixedFlags(recipe.model, trained) if recipe.trained is None else None,
+            statistics=frozenset(recipe.statistics & set(plan.buffers)),
+            observer=observer_of(ranks, recipe.model, cfg, recipe.loss_fn, device),
         )  # fmt: skip
 
-    def with_updater(self, updater: Updater) -> Self:
-        """The same parts, with another updater."""
-        return replace(self, updater=updater)
+    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None) -> Self:
+        """The same parts, with other learning rates and optimizers; see `TrainStep.following`.
+
+        Raises:
+            ValueError: there is not one rate, or optimizer, for each group, or a rate is no finite number.
+            ConfigError: the optimizers would change the structure of the state.
+        """
+        names = self.recipe.group_names
+        for field, given in (("rates", rates), ("optimizers", rates if optimizers is None else optimizers)):
+            if not isinstance(given, Sequence) or len(given) != len(names):
+                got = f"{len(given)}: {list(given)!r}" if isinstance(given, Sequence) else repr(given)
+                raise ValueError(
+                    f"following: {field} must be a list with one for each of the {len(names)} parameter groups "
+                    f"({', '.join(names)}), got {got}; give that of every group in this order"
+                )
+        updater = self.updater.following(rates, optimizers)
+        updater.hyper(0)  # raises for what is no rate
+        if optimizers is not None:
+            placed = optimizer_specs([b for b in self.plan.flat_buffers if b.trainable], optimizers)
+            if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
+                raise ConfigError(
+                    "optimizer.params: must not change the structure of the optimizer's state during training (a momentum from "
+                    "or to 0), and did; make the step with it from the start"
+                )
+        return replace(self, updater=updater, builder=replace(self.builder, updater=updater))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same parts, whose collectives are also reported to `observe`."""
+        """The same parts, whose collectives are also reported to `observe`; it learns its order of collectives by itself."""
         mesh = self.mesh.observed(observe)
-        return replace(self, bound=mesh, updater=replace(self.updater, mesh=mesh))
+        return replace(
+            self, bound=mesh, updater=replace(self.updater, mesh=mesh), learned=self.learned.with_own_orders()
+        )
+
+    def program(self, state: TrainState[Tensor], micro_batches: list[Any]) -> Collected:
+        """The forwards and backwards of a step, eager or as a graph. *Collective:* every rank."""
+        assert self.runs is not None, "a runtime without a step"
+        return self.runs(self, state, micro_batches)
 
     # --- parts that follow from these ------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        return self.recipe.device
 
     @property
     def mesh(self) -> RankMesh:
@@ -116,43 +191,11 @@ class StepRuntime:
             )
         return self.bound
 
-    @cached_property
-    def rules(self) -> LossRules:
-        """The rules of loss, norm and clipping."""
-        return self.recipe.measures(self.ranks.size)
-
-    @cached_property
-    def scaling(self) -> LossScaling:
-        """The rules of the loss scale."""
-        return self.recipe.cfg.loss_scaling()
-
-    @cached_property
-    def batches(self) -> Batches:
-        """Cuts batches into micro-batches."""
-        cfg, size = self.recipe.cfg, self.ranks.size
-        dtype = None if cfg.casts_batch_to is None else torch_dtype(cfg.casts_batch_to)
-        return Batches(size, self.plan.num_micro_steps, cfg.batch_sizes(size).micro, dtype)
-
-    @cached_property
+    @property
     def autocast(self) -> torch.dtype | None:
         """The dtype of `torch.autocast`, if the model runs under it."""
         autocast = self.recipe.cfg.precision.autocast
         return None if autocast is None else torch_dtype(autocast)
-
-    @cached_property
-    def metrics(self) -> StepMetrics:
-        """The metrics of a step."""
-        return StepMetrics(
-            self.plan, self.mesh, offload=self.offload, scratch=self.scratch, measure=self.rules,
-            scaling=self.scaling, skips_overflow=self.recipe.cfg.skips_overflow, model=self.recipe.model,
-        )  # fmt: skip
-
-    @cached_property
-    def builder(self) -> StateBuilder:
-        """Makes initial states."""
-        return StateBuilder(
-            self.recipe, self.plan, offload=self.offload, updater=self.updater, rank=self.ranks.rank, device=self.device
-        )
 
     @cached_property
     def aliases(self) -> dict[str, str]:

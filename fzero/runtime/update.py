@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
-from typing import Any, NamedTuple, Self, SupportsFloat, TypeVar, cast
+from typing import Any, NamedTuple, Self, SupportsFloat, cast
 
-import optree
 import torch
 from torch import Tensor
 
@@ -26,7 +25,6 @@ from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizers import Optimizer, TorchOptimizer
 from fzero.optim.fragments import ShardContents
-from fzero.optim.loss_scale import LossScale
 from fzero.optim.lr_schedules import Schedule, constant
 from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
@@ -34,12 +32,10 @@ from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.offload import Offload
 from fzero.runtime.offload_leaves import Update
-from fzero.state import Metrics, TrainState
+from fzero.state import TrainState
 from fzero.storage.shard_io import BufferPool, own_shard
 from sharding import Sharded
 from sharding.views import torch_dtype
-
-T = TypeVar("T")
 
 MOST_TOGETHER = 1 << 24
 """Elements of several flat buffers that one call updates; the next call runs during the all-gather of these."""
@@ -85,8 +81,6 @@ class Updater:
         shard: the index of this rank's shard in the finest division.
         optimizers, rates: of each parameter group; a rate is a function of the number of updates so far.
         momentum: the first beta likewise, where a schedule changes it.
-        skips_overflow: whether an overflow leaves the state unchanged.
-        scales_loss: whether the loss is multiplied by a scale.
         places: the first element of each flat buffer among all elements, where rounding is stochastic.
     """
 
@@ -98,8 +92,6 @@ class Updater:
     optimizers: Sequence[Optimizer | UserTransform]
     rates: Sequence[Schedule]
     momentum: Schedule | None
-    skips_overflow: bool
-    scales_loss: bool
     places: dict[str, int] | None
     _changed: tuple[str, ...] = ()
     """The optimizers, where the step's have been replaced."""
@@ -132,7 +124,7 @@ class Updater:
         self,
         state: TrainState[Tensor],
         factor: Tensor | None,
-        overflow: Tensor,
+        skip: Tensor | None,
         *,
         hyper: Hyper,
         still: Collection[str] = (),
@@ -140,9 +132,11 @@ class Updater:
         """Updates this rank's shard of each flat buffer and, where every rank holds all of it, all-gathers the shards.
 
         Args:
+            factor: of the gradients; None is 1.
+            skip: whether nothing is updated; None is never.
             still: the keys of flat buffers that do not change, nor their masters and optimizer state.
         """
-        skip, mesh = overflow if self.skips_overflow else None, self._ranks
+        mesh = self._ranks
 
         @cache  # one copy per device: the host waits for each
         def numbers_on(device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -181,25 +175,6 @@ class Updater:
         for joined in pending:
             joined.wait()
         return state
-
-    def next_state(
-        self, state: TrainState[Tensor], metrics: Metrics, loss_scale: LossScale[Tensor], buffers: dict[str, Tensor],
-        rng: dict[str, Tensor], hook_states: dict[str, dict[str, Any]],
-    ) -> TrainState[Tensor]:  # fmt: skip
-        """The state after an update; an overflow keeps step, module buffers and random state where it skips the update."""
-        num_updates = state.step.add_(1)  # in place, because the step has taken the state
-        if self.skips_overflow:
-            num_updates.sub_(metrics.overflow.to(num_updates.dtype))
-            buffers = _chosen(metrics.overflow, state.buffers, buffers)
-            if self.offload.device.type == "cpu":  # elsewhere the host would have to wait for the overflow
-                rng = _chosen(metrics.overflow, state.rng, rng)
-            hook_states = _chosen(metrics.overflow, state.hook_states, hook_states)
-        if self.scales_loss:  # errors that comm hooks feed back are multiples of the loss scale
-            ratio = loss_scale.scale / state.loss_scale.scale
-            hook_states = optree.tree_map(lambda x: _times_each(x, ratio) if x.is_floating_point() else x, hook_states)
-        return state._replace(
-            step=num_updates, buffers=buffers, loss_scale=loss_scale, rng=rng, hook_states=hook_states
-        )
 
     def _alike(self, updates: Sequence[Update]) -> Iterator[list[Update]]:
         """Adjacent buffers that one call may update, up to `MOST_TOGETHER` elements: elementwise, with equal transforms, and
@@ -323,17 +298,6 @@ class Updater:
                     lr=hyperparams.lr[buffer.group], momentum=hyperparams.beta, kind=buffer.rule
                 )
         return transforms
-
-
-def _times_each(x: Tensor, factor: Tensor) -> Tensor:
-    """A tensor times a number; for simulated ranks, each rank's row times its own number."""
-    return x * factor.to(x.dtype).reshape(factor.shape + (1,) * (x.dim() - factor.dim()))
-
-
-def _chosen(skip: Tensor, before: dict[str, T], after: dict[str, T]) -> dict[str, T]:
-    """The tree `before` where `skip` is true, else `after`."""
-    chosen: dict[str, T] = optree.tree_map(lambda old, new: torch.where(skip, old, new), before, after)
-    return chosen
 
 
 def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:

@@ -1,4 +1,4 @@
-"""The weights of a state: its full state dict, and the same state with other weights."""
+"""The weights of a state: a first state from weights, the full state dict, and the same state with other weights."""
 
 from __future__ import annotations
 
@@ -7,14 +7,37 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fzero.common.arguments import check_callable, check_kind, check_no_inference
+from fzero.comms.failures import meet
+from fzero.runtime.init_state import InitFn
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 from fzero.storage.file_tensor import FileTensor
 from sharding.views import torch_dtype
 
 
-def state_dict(run: StepRuntime, state: TrainState[Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """The full state dict in portable dtypes on the CPU, or `{}` unless `keep`; see `TrainStep.gather`. *Collective.*"""
+def first_state(run: StepRuntime, params: Mapping[str, Tensor] | None, init_fn: InitFn | None) -> TrainState[Tensor]:
+    """See `TrainStep.init`. *Collective.*"""
+    check_no_inference("init")
+    check_callable("init_fn", init_fn, "a function of a module that fills it", optional=True)
+    if params is not None:
+        check_kind("params", params, Mapping, "a state dict", "pass model.state_dict()")
+        fix = "pass model.state_dict(), or torch.from_numpy(array)"
+        for name, value in params.items():
+            check_kind(f"params[{name!r}]", value, Tensor, "a tensor", fix)
+        params = {run.stored_names.get(key, key): tensor for key, tensor in params.items()}
+    meet("TrainStep.init", run.mesh.world)
+    run.learned.origin.look(given=params is not None)
+    return run.builder.make(run.mesh, params, init_fn)
+
+
+def state_dict(run: StepRuntime, state: TrainState[Tensor], *, to: str) -> dict[str, Tensor]:
+    """See `TrainStep.gather`. *Collective.*"""
+    if to not in ("all", "rank0"):
+        raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
+    run.check_state(state)
+    meet("TrainStep.gather", run.mesh.world)
+    keep = to == "all" or run.ranks.rank == 0
     full: dict[str, Tensor] = {}
     for views in run.full_weights(state):
         if keep:
@@ -28,6 +51,7 @@ def state_dict(run: StepRuntime, state: TrainState[Tensor], *, keep: bool) -> di
 
 def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
     """See `TrainStep.with_weights`. *Collective* where a rank holds a shard of the weights and full parameters."""
+    run.check_state(state)
     own = run.weights(state)
     for key, weight in weights.items():
         if key not in own or not isinstance(weight, Tensor) or weight.shape != own[key].shape:

@@ -201,7 +201,9 @@ def _reduces(script: int) -> dict[Any, Counter[str]]:
     engine = made(3)
     for loss in SCRIPTS[script](engine, lambda part_: mine(engine, data(part_))):
         engine.backward(loss)
-    runs = {run: events for run, events in engine.train_step._orders.learned.items() if run[0] == "backward"}
+    runs = {
+        run: events for run, events in engine.train_step.runtime.learned.orders.learned.items() if run[0] == "backward"
+    }
     return {run: Counter(event.unit for event in events if event.kind == "reduce") for run, events in runs.items()}
 
 

@@ -10,8 +10,6 @@ from test_rooms import MODULES, files, imports, name_of, tree_of
 FILE, CLASS, FUNCTION, ATTRIBUTES = 500, 300, 60, 15
 
 LARGER = {
-    "fzero.step": "half of it is the documentation of make_train_step's arguments and of the parts of a step",
-    "fzero.step.TrainStep": "the public methods of a step with their documentation; what they do is in the runtime",
     "fzero.runtime.eager.ForwardBackward": "one state machine, driven by calls of the model, of autograd and of the step",
     "fzero.runtime.offload.Offload": "one update in three placements; its streams and leaves are files of their own",
     "fzero.graph.capture": "the captured rules of a step: they go where the eager ones are, once both are one program",

@@ -20,8 +20,7 @@ import fzero
 from fzero.comms import collectives
 from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.optim.transforms import Transform
-from fzero.runtime import loss as measure, reductions, update as updater
-from fzero.runtime.metrics import StepMetrics
+from fzero.runtime import finish, loss as measure, parts, reductions, update as updater
 from fzero.runtime.update import Updater
 from fzero.step import TrainStep
 from fzero.testing import Job, TrainingMachine, training_machine
@@ -156,14 +155,14 @@ def missing_rank_1() -> Any:
 
 def overflowing_alone() -> Any:
     """A rank skips the update when its own loss is not finite."""
-    told = StepMetrics.metrics
+    finish_step = parts.finish_step
 
-    def broken(self: StepMetrics, losses: Tensor, *args: Any, **kwargs: Any) -> Any:
-        metrics, factor = told(self, losses, *args, **kwargs)
-        own = ~losses[:, self.mesh.world.rank, 0].isfinite().all()
-        return metrics._replace(overflow=own), factor
+    def broken(run: Any, collected: Any) -> Any:
+        found = finish_step(run, collected)
+        own = ~collected.loss_stats[:, run.mesh.world.rank, 0].isfinite().all()
+        return found._replace(outcome=found.outcome._replace(overflow=own), skip=own)
 
-    return patch.object(StepMetrics, "metrics", broken)
+    return patch.object(parts, "finish_step", broken)
 
 
 def clipping_by_the_norm_of_one_rank() -> Any:
@@ -179,7 +178,7 @@ def leaving_a_trace_of_a_skipped_update() -> Any:
 
         return transform._replace(update=update, update_skip_if=None)
 
-    return patch.object(updater, "unless", broken)
+    return patch.object(updater, "skip_if", broken)
 
 
 def dropping_the_last_micro_step() -> Any:
@@ -201,13 +200,13 @@ def writing_into_what_is_kept() -> Any:
 
 
 def counting_what_is_skipped() -> Any:
-    next_ = Updater.next_state
+    next_ = finish.next_state
 
-    def broken(self: Updater, *args: Any) -> Any:
-        state = next_(self, *args)
-        return state._replace(step=state.step + args[1].overflow)
+    def broken(*args: Any) -> Any:
+        state, metrics = next_(*args)
+        return state._replace(step=state.step + metrics.overflow), metrics
 
-    return patch.object(Updater, "next_state", broken)
+    return patch("fzero.step.next_state", broken)
 
 
 NUMBERS, AGREE, PADDING = "the numbers are those", "all ranks agree", "padding is zero"

@@ -1,0 +1,54 @@
+"""`Learned`: what the first calls of a step find out. It is the same for every state, and holds no tensor of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Self
+
+from fzero.plans.unit_scheduler import Event, Orders, Run
+from fzero.runtime.hyper_check import HyperCheck
+from fzero.runtime.own_params import Origin, OwnGrads
+from fzero.runtime.step_spec import StepSpec
+
+
+@dataclass(slots=True)
+class Learned:
+    """What a step has found out so far, on one rank.
+
+    Attributes:
+        orders: of collectives, by run; None where every step negotiates them.
+        hyper: the hyper-parameters that this rank has compared with the others.
+        origin: the model's own values, until the first step.
+        num_passes: the number of forwards, backwards and graphs so far; the ranks compare it.
+        moving_buffers: the names of module buffers that steps change, once the ranks have agreed on them.
+        compared: the kinds of forwards whose parameters have been compared.
+        own_grads: looks for gradients of the module's own parameters, in the first step.
+        holds_still: whether a forward ever held trained parameters still.
+    """
+
+    orders: Orders | None
+    hyper: HyperCheck
+    origin: Origin
+    num_passes: int = 0
+    moving_buffers: frozenset[str] | None = None
+    compared: set[str] = field(default_factory=set)
+    own_grads: OwnGrads | None = None
+    holds_still: bool = False
+
+    @classmethod
+    def nothing(cls, recipe: StepSpec) -> Self:
+        """Before the first call of a step."""
+        orders = Orders() if recipe.schedule == "learned" else None
+        return cls(orders, HyperCheck(recipe.group_names, tuple(map(repr, recipe.optimizers))), Origin(recipe.model))
+
+    @property
+    def schedule(self) -> tuple[Event, ...] | None:
+        """The events of a micro-step in order, once it is learned."""
+        runs: list[Run] = [("forward", "train"), ("backward", 0, "train", 0)]
+        halves = [self.orders.learned.get(run) for run in runs] if self.orders else [None]
+        return None if None in halves else tuple(chain(*filter(None, halves)))
+
+    def with_own_orders(self) -> Self:
+        """The same, with orders of its own from here on."""
+        return replace(self, orders=None if self.orders is None else self.orders.copy())

@@ -1,0 +1,138 @@
+"""The host's part in the end of a step: it raises for what `fzero.runtime.finish` found.
+
+On the CPU, an error names the first parameter whose gradient is not finite. On a device the host does not wait; a device-side
+assertion ends the process. Shape letters: A micro-steps, W ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fzero.comms.axes import Bound, CollectiveError
+from fzero.comms.records import Label
+from fzero.runtime.finish import Outcome
+from fzero.runtime.loss import check_rows
+from fzero.runtime.step_runtime import StepRuntime
+from fzero.runtime.step_spec import MismatchError, check_same
+from fzero.state import TrainState
+from fzero.storage.shard_io import own_shard
+
+Named = Callable[[], dict[str, dict[str, str]]]
+"""Values as text, by subject and name."""
+
+
+def check_outcome(run: StepRuntime, outcome: Outcome, state: TrainState[Tensor], named: Named, *, is_sum: bool) -> None:
+    """Raises on every rank unless the step may go on: an update, or an overflow that is skipped.
+
+    Args:
+        state: holds the gradients of the step.
+        named: as in `check_alike`.
+        is_sum: whether each loss is a sum.
+
+    Raises:
+        CollectiveError, MismatchError: see `check_alike`.
+        ValueError: see `check_rows`.
+        FloatingPointError: the loss or the gradient is not finite, or the loss scale would shrink below its minimum.
+    """
+    stats_AW4, skips = outcome.loss_stats, run.rules.skips_overflow
+    if outcome.ok.device.type != "cpu":
+        is_alike = (stats_AW4[..., 2:] == stats_AW4[:, :1, 2:]).all()
+        torch._assert_async(is_alike, "fzero: the ranks are in different steps, or have other learning rates")
+        check_rows(stats_AW4[..., :2].flatten(0, 1), is_sum=is_sum)
+        found = (
+            "an overflow with the loss scale at its minimum" if skips else "the loss or the gradient norm is not finite"
+        )
+        torch._assert_async(outcome.ok, f"fzero: {found}")
+    elif not outcome.ok:
+        for rows_W4 in stats_AW4:
+            check_alike(rows_W4[:, 2:], run.mesh.world, named)
+        check_rows(stats_AW4[..., :2].flatten(0, 1), is_sum=is_sum)
+        if skips:
+            raise FloatingPointError(
+                f"fp16.min_loss_scale: the gradient overflows with the loss scale at its minimum "
+                f"{state.loss_scale.scale.item():g}, first in {first_overflow(run, state)!r}; the state was not updated: "
+                f"look at this batch, lower the learning rate, or use bf16"
+            )
+        raise FloatingPointError(_what_is_not_finite(run, outcome, state))
+
+
+def first_overflow(run: StepRuntime, state: TrainState[Tensor]) -> str | None:
+    """The first parameter whose gradient is not finite; see `TrainStep.first_overflow`. *Collective.*"""
+    order = {name: index for index, (name, _) in enumerate(run.recipe.model.named_parameters())}
+    first, mesh = len(order), run.mesh
+    trained = [buffer for buffer in run.plan.flat_buffers if buffer.trainable]
+    shards = ((b.key, own_shard(state.grads[b.key], b, mesh.shard)) for b in trained)
+    for buffer, grad_S in zip(trained, run.offload.transfer(run.scratch).each(shards), strict=True):
+        for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
+            if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
+                first = order[name]
+    found = int(mesh.stack(torch.tensor(first, device=run.device), label=Label("overflow")).min())
+    return dict(zip(order.values(), order, strict=True)).get(found)
+
+
+def _what_is_not_finite(run: StepRuntime, outcome: Outcome, state: TrainState[Tensor]) -> str:
+    losses_AW = outcome.loss_stats[..., 0]
+    by_rank = losses_AW.mean(dim=0).tolist()
+    ranks = [rank for rank, value in enumerate(by_rank) if not math.isfinite(value)]
+    mean = losses_AW.mean().item()
+    what = f"loss is not finite on ranks {ranks}" if ranks else f"loss is {mean:.6g}, its gradient is not finite"
+    name = first_overflow(run, state)
+    return (
+        f"step {int(state.step)}: {what} (losses {by_rank}, gradient norm {outcome.norm.item():.6g}"
+        + (f", first parameter {name!r}" if name else "")
+        + "); the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
+    )
+
+
+def check_alike(numbers_M2: Tensor, world: Bound, hyper: Named) -> None:
+    """Raises on every rank when the number of the forward-backward or the hyper-parameters differ between ranks.
+
+    Only on the CPU, where reading is free; on a device `check_outcome` checks.
+
+    Args:
+        numbers_M2: number of the forward-backward and checksum of the hyper-parameters, from every rank at least once.
+        world: the ranks.
+        hyper: this rank's hyper-parameters as text, by subject and name.
+
+    Raises:
+        CollectiveError: the ranks are in different steps.
+        MismatchError: their hyper-parameters differ.
+    """
+    if numbers_M2.device.type != "cpu" or (numbers_M2 == numbers_M2[0]).all():
+        return
+    check_passes(numbers_M2[:, 0])
+    check_same(
+        world, hyper(),
+        fix="compute it from what is the same on all ranks (metrics.loss is the mean over them), or on rank 0 for all",
+    )  # fmt: skip
+    raise MismatchError(
+        "hyper-parameters: must be the same on all ranks, and differ; compute them from the same numbers"
+    )
+
+
+@lru_cache(maxsize=16)
+def mark_of(names: frozenset[str]) -> float:
+    """A checksum in [0, 1) of a set of parameter names, to be added to the number of a forward-backward; 0 for no names."""
+    return zlib.crc32(" ".join(sorted(names)).encode()) / 2**32 if names else 0.0
+
+
+def check_passes(numbers_W: Tensor) -> None:
+    """Raises on every rank when the numbers of the ranks' forward-backwards differ. On a device it does nothing."""
+    if numbers_W.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
+        if (numbers_W.floor() == numbers_W[0].floor()).all():
+            raise CollectiveError(
+                "requires_grad: must be the same on all ranks for each parameter, and differs; freeze and unfreeze on every "
+                "rank, before the same forward"
+            )
+        raise CollectiveError(
+            f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes. Either an error was raised "
+            f"at different places on different ranks, or only some ranks called a collective method (trace_comm, evaluate); "
+            f"end the job, and start it again from a checkpoint"
+        )

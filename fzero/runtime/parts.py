@@ -1,0 +1,372 @@
+"""The parts of an eager step, as functions of its runtime: begin, forward, backward, collect, finish, update; and evaluation.
+
+`TrainStep` documents them for users. `forward_backward` composes the first four for a batch; loops with code of their own
+between the parts call them one by one, on an `AccumulationWindow`.
+
+Shape letters: A micro-steps, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.common.arguments import check_kind, check_trains, shown
+from fzero.common.profiler_ranges import profiler_range
+from fzero.comms import collectives
+from fzero.comms.failures import meet
+from fzero.comms.records import Label
+from fzero.runtime.eager import ForwardBackward
+from fzero.runtime.finish import Collected, Finished, finish, norm_parts
+from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
+from fzero.runtime.module_binding import bound, is_bound, random_state
+from fzero.runtime.module_buffers import make_equal, moved
+from fzero.runtime.outcome import check_alike, check_outcome, check_passes, mark_of
+from fzero.runtime.own_params import OwnGrads
+from fzero.runtime.step_runtime import StepRuntime, check_not_donated
+from fzero.state import TrainState, taken
+from fzero.storage.shard_io import own_shard
+
+T = TypeVar("T")
+State = TrainState[Tensor]
+
+
+class AccumulationWindow(NamedTuple):
+    """The forwards and backwards since the last update; their gradients are in `state.grads`."""
+
+    state: State
+    work: ForwardBackward
+    buffers: dict[str, Tensor]
+    """Copies of the module buffers, in which forwards write."""
+    before: dict[str, tuple[Tensor, int]]
+    """The same buffers with their versions when the window began."""
+    loss_stats: tuple[Tensor, ...] = ()
+    """Per backward, every rank's (loss, weight or -1, number of forwards and backwards so far, checksum of hyper-parameters,
+    number of module buffers that changed for the first time), shape (W, 5)."""
+    is_sum: bool = False
+    """Whether losses are sums."""
+
+
+# --- a step on a batch -------------------------------------------------------------------------------------------
+
+
+def check(run: StepRuntime, state: State, batch: Any) -> tuple[State, list[Any]]:
+    """The state that a step may write into, and its micro-batches. Raises as `TrainStep.__call__` says."""
+    if run.observer:
+        run.observer.sees(batch)
+    if is_bound(run.recipe.model):
+        raise RuntimeError(
+            "step: must not be called inside a forward of its own model, got a call inside; call it after the forward, or "
+            "compute there with the model itself"
+        )
+    _check_state(run, state)
+    # Before random_state: the user's iterator must not draw from the state's generators.
+    micro_batches = list(run.batches.split(batch))
+    _enter(run)
+    return state if run.recipe.donate else optree.tree_map(torch.clone, state), micro_batches
+
+
+def forward_backward(run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
+    """The forwards and backwards of an eager step. *Collective:* every rank."""
+    window = _window(run, state, measures_early=True)
+    with random_state(state.rng, run.device) as rng:
+        for index, micro_batch in enumerate(micro_batches):
+            loss, weight = forward(run, window, partial(_loss, run, micro_batch))
+            # A mean is divided here; a sum when all weights are known, in the update.
+            num_parts, is_last = len(micro_batches) if weight is None else 1, index == len(micro_batches) - 1
+            window = backward(run, window, loss, weight=weight, num_parts=num_parts, is_last=is_last)
+    return collect(run, window, rng)
+
+
+# --- its parts ---------------------------------------------------------------------------------------------------
+
+
+def begin(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
+    """See `TrainStep.begin`."""
+    _check_state(run, state)
+    _enter(run)
+    return _window(run, state, measures_early=measures_early)
+
+
+def _check_state(run: StepRuntime, state: State) -> None:
+    run.check_state(state)
+    if run.flags is not None:
+        run.flags.check()
+
+
+def _enter(run: StepRuntime) -> None:
+    """The work of a step begins."""
+    check_trains("step")
+    collectives.next_step(run.mesh.world)
+    if run.observer:
+        run.observer.begins()
+    run.learned.origin.leave()
+
+
+def _window(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
+    learned = run.learned
+    if learned.moving_buffers is None:
+        learned.own_grads = OwnGrads(run.recipe.model)
+    # Forwards write in copies, so that the given state stays valid if this step raises.
+    buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+    before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
+    transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=measures_early)
+    work = ForwardBackward(
+        run.plan, run.mesh, state.params, state.grads, learned.orders, transfer, hook_states=state.hook_states
+    )
+    return AccumulationWindow(state, work, buffers, before)
+
+
+def forward(
+    run: StepRuntime,
+    window: AccumulationWindow,
+    function: Callable[[], T],
+    *,
+    kind: str = "train",
+    still: frozenset[str] = frozenset(),
+) -> T:
+    """See `TrainStep.forward`; `kind` is its `run`."""
+    learned = run.learned
+    learned.num_passes += 1  # ranks compare it, to find one that has raised
+    learned.holds_still |= bool(still)
+    compares = _compares(run, kind)
+    with profiler_range("forward"), _bound_to(run, window), window.work.forward(kind, still=still, compares=compares):
+        result = function()
+    learned.compared.add(kind)
+    return result
+
+
+def backward(
+    run: StepRuntime,
+    window: AccumulationWindow,
+    loss: Tensor,
+    *,
+    weight: Tensor | None = None,
+    num_parts: int = 1,
+    is_last: bool = True,
+    keeps: bool = False,
+) -> AccumulationWindow:
+    """See `TrainStep.backward`."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
+        raise ValueError(f"backward: loss must be a 0-d tensor, got {given}; take its mean or sum")
+    learned, rules, work = run.learned, run.rules.loss, window.work
+    learned.num_passes += 1
+    newly_moved = moved(window.buffers, window.before) - (learned.moving_buffers or set())
+    scaled = loss
+    if rules.scales_loss:
+        scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * window.state.loss_scale.scale
+    if is_last and run.offload.has_files:
+        run.offload.read_ahead(window.state, work.still_buffers)
+    checksum = learned.hyper.checksum(run.updater, window.state, num_parts=num_parts)
+    with profiler_range("backward"), _bound_to(run, window):
+        stats_W5 = work.backward(
+            scaled, loss_row(loss, weight, learned.num_passes + mark_of(work.still), checksum, len(newly_moved)),
+            grad_scale=1 / (rules.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last, keeps=keeps,
+            check=(lambda rows: check_passes(rows[:, 2])) if learned.holds_still else None,
+        )  # fmt: skip
+    check_alike(stats_W5[:, 2:4], run.mesh.world, partial(learned.hyper.named, num_parts))
+    if learned.own_grads is not None:
+        learned.own_grads.check()
+    return window._replace(loss_stats=(*window.loss_stats, stats_W5), is_sum=weight is not None)
+
+
+@contextmanager
+def passing(run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps: bool) -> Iterator[None]:
+    """See `TrainStep.passing`."""
+    with _bound_to(run, window), window.work.passing(loss, keeps=keeps):
+        yield
+
+
+def check_window(window: AccumulationWindow) -> None:
+    """Raises unless the window holds the gradients of at least one backward."""
+    check_kind(
+        "update",
+        window,
+        AccumulationWindow,
+        "given the AccumulationWindow of the last backward",
+        "pass what step.backward(...) returned",
+    )
+    check_not_donated(window.state)
+    if window.work.is_over:
+        raise RuntimeError(
+            "update: must be of a window that no error has ended, and an error did, so that gradients are missing; begin "
+            "another window with the same state"
+        )
+    if not window.loss_stats:
+        raise ValueError("update: needs a backward since the last one, and there was none; call backward(loss) first")
+
+
+def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor] | None = None) -> Collected:
+    """Ends a window: its gradients are collected, and module buffers that steps change become equal on all ranks.
+
+    *Collective:* every rank.
+
+    Args:
+        rng: the random state of the next state; None is the one of the state.
+    """
+    state, work, buffers, learned = window.state, window.work, window.buffers, run.learned
+    work.close()
+    if run.offload.passes_use_files:
+        run.agree_on_files(state)
+    stats_AW5 = torch.stack(window.loss_stats)
+    changed, moving = moved(buffers, window.before), learned.moving_buffers
+    if moving is None:  # kernels such as BatchNorm's change a buffer without its version
+        changed |= run.statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
+    # On CUDA the host would wait for the device to read whether any rank has a newly moved buffer.
+    has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
+    learned.moving_buffers = make_equal(buffers, changed, moving, run.mesh.world, has_news=has_news)
+    learned.own_grads = None
+    hook_states: dict[str, Any] = work.hook_states
+    return Collected(
+        state, stats_AW5[..., :4], window.is_sum, buffers, state.rng if rng is None else rng, hook_states,
+        run.updater.hyper(int(state.step)), transfer=work.transfer, still=work.still_buffers,
+    )  # fmt: skip
+
+
+def finish_step(run: StepRuntime, collected: Collected) -> Finished:
+    """Loss, norm, overflow and factor of a step, checked. *Collective* where gradients are sharded: sends one number.
+
+    Raises:
+        FloatingPointError: on every rank, when loss or gradient are not finite and no overflow is skipped.
+    """
+    state, result = collected.state, collected.outcome and Finished(collected.outcome)
+    if result is None:
+        parts_F = _norm_parts(run, collected)
+        result = finish(run.rules, collected.loss_stats, parts_F, state.loss_scale, is_sum=collected.is_sum)
+    check_outcome(run, result.outcome, state, run.learned.hyper.named, is_sum=collected.is_sum)
+    return result
+
+
+def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
+    mesh, grads, transfer = run.mesh, collected.state.grads, collected.transfer
+    assert transfer is not None
+    cut = [b for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
+
+    def measured(shard: int) -> Iterator[Tensor]:
+        homes = [(f"{b.key}/grads", own_shard(grads[b.key], b, shard)) for b in cut]
+        known = [transfer.known(*named) for named in homes]
+        unknown = [named for named, number in zip(homes, known, strict=True) if number is None]
+        rest = map(run.rules.loss.of_shard, transfer.each(unknown))
+        return (next(rest) if number is None else number for number in known)
+
+    return norm_parts(
+        run.rules.loss, measured, range(mesh.num_shards) if run.plan.stage == 0 else (mesh.shard,), mesh.num_shards,
+        stack=partial(mesh.stack, label=Label("norm", phase="update")), device=run.device,
+    )  # fmt: skip
+
+
+def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
+    """The updated state; its counter is still that of the step. *Collective:* see `Updater.update`."""
+    state = taken(collected.state)  # before the first write: a state whose update raised must not be used again
+    run.learned.hyper.used(collected.hyper)
+    if collected.outcome is None:  # else a graph has made the update
+        skip = result.skip if run.rules.skips_overflow else None
+        state = run.updater.update(state, result.factor, skip, hyper=collected.hyper, still=collected.still)
+    if run.observer:
+        run.observer.has_updated()
+    return state
+
+
+# --- without gradients -------------------------------------------------------------------------------------------
+
+
+def evaluate(run: StepRuntime, state: State, batch: Any) -> Tensor:
+    """See `TrainStep.evaluate`."""
+    run.check_state(state)
+    meet("TrainStep.evaluate", run.mesh.world)
+    model = run.recipe.model
+    modes = [(module, module.training) for module in model.modules()]
+
+    def loss_of_batch() -> tuple[Tensor, Tensor | None]:
+        model.eval()  # here, because the model's own eval() may read its tensors
+        return _loss(run, batch)
+
+    try:
+        with torch.no_grad(), random_state(state.rng, run.device):
+            loss, weight = _inspect(run, state, loss_of_batch, "evaluate")
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    row = loss_row(loss, weight, run.learned.num_passes)
+    stats_W3 = collectives.stack(row, run.mesh.world, label=Label("loss_stats", phase="boundary"))
+    check_passes(stats_W3[:, 2])
+    check_rows(stats_W3[:, :2], is_sum=weight is not None)
+    return mean_of(stats_W3[:, :2], is_sum=weight is not None)[0].float()
+
+
+def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
+    """See `TrainStep.inspect`; `kind` is its `run`."""
+    run.check_state(state)
+    if run.plan.stage == 3:
+        meet("TrainStep.inspect", run.mesh.world)
+    return _inspect(run, state, function, kind)
+
+
+def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
+    learned = run.learned
+    learned.num_passes += 1
+    transfer = run.offload.transfer(run.scratch)
+    work = ForwardBackward(run.plan, run.mesh, state.params, None, learned.orders, transfer)
+    buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+    with (
+        bound(run.recipe.model, run.plan.aliases, work.fetch, buffers),
+        _with_blocks(run),
+        work.forward(kind, saves=False, compares=_compares(run, kind)),
+    ):
+        result = function()
+    learned.compared.add(kind)
+    work.close()
+    if run.offload.passes_use_files:
+        run.agree_on_files(state)
+    return result
+
+
+# --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _compares(run: StepRuntime, kind: str) -> bool:
+    """Whether a forward's parameters are compared before and after: in the first of its kind, or always if configured."""
+    return kind not in run.learned.compared or run.recipe.check_params == "always"
+
+
+def _with_blocks(run: StepRuntime) -> Any:
+    return run.blocks.applied(run.recipe.model) if run.blocks else nullcontext()
+
+
+@contextmanager
+def _bound_to(run: StepRuntime, window: AccumulationWindow) -> Iterator[None]:
+    """Inside, the model computes with the tensors of a window."""
+    model, aliases = run.recipe.model, run.plan.aliases
+    with (
+        bound(model, aliases, window.work.fetch, window.buffers),
+        _with_blocks(run),
+        run.checkpointing.applied(
+            model, device=run.device, recomputing=window.work.recomputing, aliases=aliases,
+            moving=run.learned.moving_buffers,
+        ),
+    ):  # fmt: skip
+        yield
+
+
+def _loss(run: StepRuntime, batch: Any) -> tuple[Tensor, Tensor | None]:
+    """The loss of a batch, and its weight if `loss_fn` returns a sum and a weight."""
+    try:
+        return loss_of(
+            run.recipe.model, run.recipe.loss_fn, run.batches.cast(batch),
+            reduces_by_sum=not run.rules.loss.is_mean, autocast=run.autocast, device=run.device.type,
+        )  # fmt: skip
+    except RuntimeError as error:
+        param_dtype = run.recipe.cfg.precision.param_dtype
+        if param_dtype is not None and ("dtype" in str(error) or "scalar type" in str(error)):
+            error.add_note(
+                f"fzero: the parameters are {param_dtype} (step.plan shows every dtype), the batch is cast to that "
+                f"with auto_cast in fp16 or bf16, and module buffers with data_types.buffer_dtype"
+            )
+        raise
