@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 from torch import Tensor, nn
 
-from fzero.common.arguments import check_callable
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, Bound, ProcessAxis
 from fzero.comms.records import CommRecord
@@ -39,7 +38,6 @@ from fzero.runtime.activation_checkpointing import Choice
 from fzero.runtime.finish import next_state
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.loss import LossFn
-from fzero.runtime.outcome import first_overflow
 from fzero.runtime.parts import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, bind
@@ -270,7 +268,6 @@ class TrainStep:
             still: the names of trained parameters that get no gradient from this forward. A flat buffer is not updated if all
                 its parameters are still in all forwards of a window.
         """
-        check_callable("forward", function, "a function without arguments that calls the model")
         return parts.forward(self.runtime, window, function, kind=run, still=still)
 
     def backward(
@@ -369,12 +366,10 @@ class TrainStep:
         """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is
         unchanged. Arguments as for `forward`.
 
-        For evaluation, and for gradients with respect to inputs, by autograd or torch.func: these keep alive the gathered
-        parameters that they need.
+        For evaluation, and gradients of inputs, by autograd or torch.func: these keep the gathered parameters they need alive.
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
-        check_callable("inspect", function, "a function without arguments that calls the model")
         return parts.inspect(self.runtime, state, function, run)
 
     def first_overflow(self, state: State) -> str | None:
@@ -384,8 +379,7 @@ class TrainStep:
 
         *Collective:* every rank; sends one number.
         """
-        self.runtime.check_state(state)
-        return first_overflow(self.runtime, state)
+        return parts.first_overflow(self.runtime, state)
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None = None) -> Self:
         """The same step with other learning rates, and optimizers with other hyper-parameters; it takes the same states.
@@ -402,7 +396,6 @@ class TrainStep:
 
         It learns its order of collectives by itself. Each rank may call it or not.
         """
-        check_callable("observe", observe, "a function of a fzero.comms.CommRecord")
         run, program = self.runtime.observed(observe), self.program
         return _twin(self, run if program is None else replace(run, runs=program.observed(observe)))
 
@@ -421,9 +414,9 @@ class TrainStep:
 
         With a `batch`, the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). An eager
         step enters and leaves its units at the same places; Inductor fuses compute, and keeps the collectives and their order.
-        Without a batch, after a step with `compile="step"`, the schedule of the largest graph that ran.
+        Without a batch, the schedule of the largest graph that ran. `print` it for a table, `draw()` for a picture.
 
-        `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
+        Times come from a simple model of a machine; they are not measured.
         """
         from fzero.graph.explain import explain
 

@@ -17,11 +17,12 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.common.arguments import check_kind, check_trains, shown
+from fzero.common.arguments import check_callable, check_kind, check_trains, shown
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
+from fzero.runtime import outcome
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
@@ -132,6 +133,7 @@ def forward(
     still: frozenset[str] = frozenset(),
 ) -> T:
     """See `TrainStep.forward`; `kind` is its `run`."""
+    check_callable("forward", function, "a function without arguments that calls the model")
     learned = run.learned
     learned.num_passes += 1  # ranks compare it, to find one that has raised
     learned.holds_still |= bool(still)
@@ -303,6 +305,7 @@ def evaluate(run: StepRuntime, state: State, batch: Any) -> Tensor:
 
 def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
     """See `TrainStep.inspect`; `kind` is its `run`."""
+    check_callable("inspect", function, "a function without arguments that calls the model")
     run.check_state(state)
     if run.plan.stage == 3:
         meet("TrainStep.inspect", run.mesh.world)
@@ -326,6 +329,13 @@ def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: st
     if run.offload.passes_use_files:
         run.agree_on_files(state)
     return result
+
+
+def first_overflow(run: StepRuntime, state: State) -> str | None:
+    """See `TrainStep.first_overflow`."""
+    run.check_state(state)
+    meet("TrainStep.first_overflow", run.mesh.world)
+    return outcome.first_overflow(run, state)
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
