@@ -191,7 +191,7 @@ class TrainStep:
 
     def __init__(self, recipe: StepSpec, axis: Bound | AbstractAxis) -> None:
         self.runtime = run = _with_program(StepRuntime.make(recipe, axis))
-        self.recipe, self.plan, self.specs, self.device = recipe, run.plan, run.specs, run.device
+        self.recipe, self.plan, self.specs, self.device = recipe, run.plan, run.form.specs, run.device
         self.rank, self.world_size = axis.rank, axis.size
 
     @property

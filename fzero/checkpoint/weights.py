@@ -31,7 +31,7 @@ from fzero.common.arguments import check_path
 from fzero.comms import collectives
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
-from fzero.resharding.new_state import blank, first_optimizer
+from fzero.resharding.new_state import blank
 from fzero.resharding.reshard import AnyStep
 from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
@@ -211,7 +211,7 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
     for name, value in step.runtime.builder.values(missing, None, None).items():
         state.buffers[name].copy_(value)
     read_into(state, parts_of_weights(step.plan, step.rank, source.stored, keys), source)
-    return state._replace(optimizer=first_optimizer(step, step.rank, state.params, state.master, scratch))
+    return state._replace(optimizer=step.runtime.builder.optimizer(step.rank, state.params, state.master, scratch))
 
 
 def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:

@@ -26,7 +26,6 @@ from fzero.runtime.module_binding import random_state
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import TracedHyperparams
 from fzero.state import TrainState
-from sharding.views import torch_dtype
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -151,10 +150,5 @@ class GraphProgram:
     def trace(self, run: StepRuntime, micro_batches: list[Any]) -> list[Captured]:
         """The graphs of a step on these micro-batches; see `TrainStep.trace`."""
         with FakeTensorMode(allow_non_fake_inputs=True):
-            state = optree.tree_map(
-                lambda spec: torch.empty(
-                    spec.local_shape(run.plan.mesh), dtype=torch_dtype(spec.dtype), device=run.device
-                ),
-                run.specs,
-            )
-            return self.compiled.trace(state, [run.batches.cast(without_memory(x, run.device)) for x in micro_batches])
+            batches = [run.batches.cast(without_memory(x, run.device)) for x in micro_batches]
+            return self.compiled.trace(run.builder.zeros(run.form.specs), batches)

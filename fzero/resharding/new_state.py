@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.optim.loss_scale import LossScale
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.placements import SUB_GROUP
 from fzero.resharding.tensors import Sources
-from fzero.runtime.offload import QUANTITIES
 from fzero.runtime.trainability import listed
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import StateFiles, in_memory, kept
 from fzero.storage.shard_io import Leaf, own_shard
 from sharding import Sharded
-from sharding.views import torch_dtype
 
 Numbers = dict[str, float | int]
 """The 0-d tensors of a state, by name; equal on every rank, so they are sent as values."""
@@ -98,74 +94,15 @@ def blank(
 ) -> TrainState[Tensor]:
     """A state of `new` for one rank with the given numbers, its own random state, and flat tensors yet to be filled.
 
-    Padding is zero; in the optimizer state it is as in `init`.
-
-    Args:
-        files: of the new state; without them all of it is on the device, whatever its placements.
+    Padding is zero; in the optimizer state it is as in `init`. `files` as in `StateBuilder.blank`.
     """
-
-    def zeros(specs: Any) -> Any:
-        return optree.tree_map(
-            lambda spec: torch.zeros(spec.local_shape(new.plan.mesh), dtype=torch_dtype(spec.dtype), device=new.device),
-            specs,
-        )
-
-    specs = new.specs
-    if files is None:
-        params, master = zeros(specs.params), zeros(specs.master)
-        parts = {"params": params, "master": master, "grads": zeros(specs.grads)}
-        parts["optimizer"] = first_optimizer(new, rank, params, master)
-    else:
-        parts = {part: {} for part in QUANTITIES}
-        for buffer in new.plan.flat_buffers:
-            param = zeros(buffer.params)
-            own = zeros(buffer.master) if buffer.trainable or buffer.has_master else param
-            first = new.runtime.offload.init(
-                buffer, files, param, own, partial(new.runtime.updater.transform_of, buffer)
-            )
-            for part, tensors in first.items():
-                parts[part][buffer.key] = tensors
-    loss_scale = new.runtime.rules.scaling.init(new.device)
-    if keeps_scale:
-        values = (numbers[f"state.loss_scale.{field}"] for field in LossScale._fields)
-        loss_scale = LossScale(*(x.fill_(value) for x, value in zip(loss_scale, values, strict=True)))
-    step = torch.zeros((), dtype=torch.int64, device=new.device if new.recipe.cfg.skips_overflow else "cpu")
-    state: TrainState[Tensor] = TrainState(
-        step=step.fill_(numbers["state.step"]),
-        **parts,
-        buffers=zeros(specs.buffers),
-        loss_scale=loss_scale,
-        rng=new.runtime.builder.rng(rank),
-        hook_states=new.runtime.builder.hook_states(),
-    )
+    state = new.runtime.builder.blank(rank, files)
+    state.step.fill_(numbers["state.step"])
     for name, x in by_name(state).items():
-        if name.startswith("state.optimizer") and name in numbers:
+        is_kept = name.startswith("state.optimizer") or (keeps_scale and name.startswith("state.loss_scale"))
+        if is_kept and name in numbers:
             x.fill_(numbers[name])
     return state
-
-
-def first_optimizer(
-    new: TrainStep, rank: int, params: Mapping[str, Leaf], master: Mapping[str, Leaf], files: StateFiles | None = None
-) -> dict[str, Any]:
-    """The optimizer state of a rank as `init` makes it, for parameters and masters that there are.
-
-    Args:
-        files: of the state, if it has some.
-    """
-    optimizer = {}
-    for buffer in new.plan.flat_buffers:
-        if buffer.trainable:
-            param = params[buffer.key]
-            is_cut = isinstance(buffer.row.optimizer, Sharded)
-            share = own_shard(param, buffer, new.plan.shard_of(rank)) if is_cut else param
-            values, make = in_memory(master.get(buffer.key, share)), partial(new.runtime.updater.transform_of, buffer)
-            if files is None:
-                optimizer[buffer.key] = make().init(values)
-            else:
-                values = values.to(new.device)
-                whole = in_memory(param).to(new.device) if new.runtime.offload.joins(buffer) else values
-                optimizer[buffer.key] = new.runtime.offload.init(buffer, files, whole, values, make)["optimizer"]
-    return optimizer
 
 
 def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collection[str]) -> None:
@@ -181,10 +118,8 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
             or not isinstance(new.runtime.updater.optimizers[buffer.group], UserTransform)
         ):
             continue
-        param, shard = state.params[buffer.key], new.plan.shard_of(rank)
-        is_cut = isinstance(buffer.row.optimizer, Sharded)
-        own = own_shard(param, buffer, shard) if is_cut else param
-        values = in_memory(state.master.get(buffer.key, own)).to(new.device)
+        shard, is_cut = new.plan.shard_of(rank), isinstance(buffer.row.optimizer, Sharded)
+        values = in_memory(new.runtime.builder.updated(buffer, state.params, state.master, rank)).to(new.device)
         fresh = optree.tree_leaves(new.runtime.updater.transform_of(buffer).init(values))
         leaves, specs = (
             optree.tree_leaves(state.optimizer[buffer.key]),

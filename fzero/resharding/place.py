@@ -47,7 +47,7 @@ def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState
         ranks, states = step, unstacked(state, step.world_size)
         placed: TrainState[Any] = stacked(ranks.on_each(lambda rank: place(states[rank], ranks.steps[rank])))
         return placed
-    step.runtime.check_shapes(state)
+    step.runtime.form.check(state)
     old = files_of(state)
     is_served = step.runtime.offload.is_served_by(old)
     return _moved(state, step, old, old if is_served else step.runtime.offload.make_files(step.runtime.mesh.world))

@@ -168,7 +168,7 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
     _check_devices(old, new)
     _warn_of_hooks(old, new)
     for state in states:
-        old.runtime.check_shapes(state, fix=_FIX)
+        old.runtime.form.check(state, fix=_FIX)
     plan = plan_reshard(old.plan, new.plan, rng=_rng_specs(old, new))
     numbers = chosen_numbers(plan.numbers, numbers_of(states[0]))
     made = [blank(new, rank, numbers, keeps_scale=keep_scale(old, new)) for rank in range(new.world_size)]
@@ -271,7 +271,7 @@ def _report(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) ->
                 f"it"
             )
         if state is not None:
-            old.runtime.check_shapes(state, fix=_FIX)
+            old.runtime.form.check(state, fix=_FIX)
             files_of(state)
             numbers = numbers_of(state) if old_rank == 0 else None
     except (ValueError, StoreError) as error:

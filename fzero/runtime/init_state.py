@@ -1,4 +1,4 @@
-"""`StateBuilder`: makes a step's initial state from a model's weights, a state dict, or a seed alone.
+"""`StateBuilder`: makes a step's first states: from a model's weights, a state dict, a seed alone, or blank ones to be filled.
 
 Values are made unit by unit, so that a model on `meta` that exceeds a rank's memory is never in memory as a whole. A module
 on `meta` is filled by its own `reset_parameters` (or the user's `init_fn`) under a seed derived from the run's seed and the
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 
@@ -20,13 +21,15 @@ from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
+from fzero.optim.loss_scale import LossScale
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.file_agreement import agree
-from fzero.runtime.offload import Offload
+from fzero.runtime.offload import QUANTITIES, Offload
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
-from fzero.storage.file_tensor import StateFiles
+from fzero.storage.file_tensor import StateFiles, in_memory
+from fzero.storage.shard_io import Leaf, own_shard
 from sharding import Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype
 
@@ -35,7 +38,7 @@ InitFn = Callable[[nn.Module], object]
 
 @dataclass(frozen=True, slots=True)
 class StateBuilder:
-    """Makes the initial state of a step on one rank."""
+    """Makes the first states of a step on one rank."""
 
     recipe: StepSpec
     plan: Plan
@@ -50,11 +53,11 @@ class StateBuilder:
         Args:
             params, init_fn: as `given` and `init_fn` of `values`.
         """
-        cfg, world = self.recipe.cfg, mesh.world
+        world = mesh.world
         if params is not None:
             _check_names(self.recipe.model, params)
         files = self.offload.make_files(world)
-        state: dict[str, dict[str, Any]] = {"params": {}, "master": {}, "grads": {}, "optimizer": {}}
+        state: dict[str, dict[str, Any]] = {quantity: {} for quantity in QUANTITIES}
         for unit in self.plan.units:
             names = [name for buffer in unit.buffers for name in buffer.layout.names]
             values = self.values(names, params, init_fn)
@@ -69,12 +72,79 @@ class StateBuilder:
         }
         if files is not None:
             agree(files, world)
+        return self._state(state, buffers, world.rank)
+
+    def blank(self, rank: int, files: StateFiles | None = None) -> TrainState[Tensor]:
+        """A state of zeros, but for what `make` gives to every state: optimizer state, loss scale, random state, hook states.
+
+        Args:
+            files: of the state; without them all of it is on the device, whatever its placements.
+        """
+        state: dict[str, dict[str, Any]] = {quantity: {} for quantity in QUANTITIES}
+        for buffer in self.plan.flat_buffers:
+            param = self.zeros(buffer.params)
+            own = self.zeros(buffer.master) if buffer.trainable or buffer.has_master else param
+            for part, tensors in self._first(buffer, param, own, files).items():
+                state[part][buffer.key] = tensors
+        return self._state(state, self.zeros(dict(self.plan.buffers)), rank)
+
+    def zeros(self, specs: Any) -> Any:
+        """Zeros on the device, one rank's part of each tensor of a tree of specs."""
+        return optree.tree_map(
+            lambda spec: torch.zeros(
+                spec.local_shape(self.plan.mesh), dtype=torch_dtype(spec.dtype), device=self.device
+            ),
+            specs,
+        )
+
+    def optimizer(
+        self, rank: int, params: Mapping[str, Leaf], master: Mapping[str, Leaf], files: StateFiles | None = None
+    ) -> dict[str, Any]:
+        """The optimizer state of a rank as `make` makes it, for parameters and masters that there are; `files` as in `blank`."""
+        optimizer = {}
+        for buffer in self.plan.flat_buffers:
+            if buffer.trainable:
+                values_S = in_memory(self.updated(buffer, params, master, rank)).to(self.device)
+                param = in_memory(params[buffer.key]).to(self.device) if self.offload.joins(buffer) else values_S
+                optimizer[buffer.key] = self._first(buffer, param, values_S, files)["optimizer"]
+        return optimizer
+
+    def updated(self, buffer: FlatParamPlan, params: Mapping[str, Leaf], master: Mapping[str, Leaf], rank: int) -> Leaf:
+        """The tensor of a flat buffer that a rank updates: its master, or else its shard of the parameters."""
+        if buffer.key in master:
+            return master[buffer.key]
+        param, is_cut = params[buffer.key], isinstance(buffer.row.optimizer, Sharded)
+        return own_shard(param, buffer, self.plan.shard_of(rank)) if is_cut else param
+
+    def _first(self, buffer: FlatParamPlan, param: Tensor, own: Tensor, files: StateFiles | None) -> dict[str, Any]:
+        make = functools.partial(self.updater.transform_of, buffer)
+        if files is None:
+            return self.offload.init_here(buffer, param, own, make)
+        return self.offload.init(buffer, files, param, own, make)
+
+    def _state(self, parts: dict[str, dict[str, Any]], buffers: dict[str, Tensor], rank: int) -> TrainState[Tensor]:
+        cfg = self.recipe.cfg
+        # Where a step may be skipped, its device decides whether it counts.
         num_updates = torch.zeros((), dtype=torch.int64, device=self.device if cfg.skips_overflow else "cpu")
-        loss_scale = cfg.loss_scaling().init(self.device)
         return TrainState(
-            step=num_updates, **state, buffers=buffers, loss_scale=loss_scale, rng=self.rng(world.rank),
+            step=num_updates, **parts, buffers=buffers, loss_scale=cfg.loss_scaling().init(self.device), rng=self.rng(rank),
             hook_states=self.hook_states(),
         )  # fmt: skip
+
+    def specs(self) -> TrainState[TensorSpec]:
+        """The specs of the tensors of these states, in their structure."""
+        flat_buffers = self.plan.flat_buffers
+        return TrainState(
+            step=TensorSpec((), "int64"),
+            params={b.key: b.params for b in flat_buffers},
+            master={b.key: b.master for b in flat_buffers if b.has_master},
+            grads={b.key: b.grads for b in flat_buffers if b.trainable},
+            optimizer=dict(self.plan.optimizer),
+            buffers=dict(self.plan.buffers),
+            loss_scale=LossScale(TensorSpec((), "float32"), TensorSpec((), "int64"), TensorSpec((), "int64")),
+            rng={kind: TensorSpec(tuple(x.shape), "uint8") for kind, x in self.rng(0).items()},
+            hook_states=self.plan.hook_states,
+        )
 
     def _buffer(
         self, buffer: FlatParamPlan, values: Mapping[str, Tensor], files: StateFiles | None, world: Bound

@@ -208,29 +208,27 @@ class Offload:
             values_S: this rank's shard of them to update, or the master (also of a frozen buffer), on the device.
             make: makes the transform of a trained buffer.
         """
+        if not buffer.trainable or not self.is_away(buffer) or buffer.key in self._wholes:
+            return self.move(buffer, files, self.init_here(buffer, param, values_S, make))
         leaves = self._leaves[buffer.key]
-        if not buffer.trainable:
-            return self.move(buffer, files, {"params": param, "master": values_S})
-        if self.is_away(buffer) and buffer.key in self._wholes:
-            home = leaves.homes[leaves.grad]
-            zeros_S = torch.zeros(home.numel, dtype=torch_dtype(home.dtype), device=self.device)
-            whole = {"params": param, "master": values_S, "grads": zeros_S, "optimizer": make().init(values_S)}
-            return self.move(buffer, files, whole)
         made = self._empty(leaves, files)
-        if not self.is_away(buffer):
-            found: dict[str, Leaf] = {leaves.updated: values_S}
-            state = make().init(values_S)
-        else:
-            found = {leaves.updated: values_S, **made}
-            state = make().init(values_S.new_empty(0, device=self.runs_on(buffer)))
-            self._init_streamed(buffer, files, found, values_S, state, make())
-            state = with_long(state, leaves, found)
-        grads_S = made.get(leaves.grad)
-        if grads_S is None:
-            home = leaves.homes[leaves.grad]
-            grads_S = torch.zeros(home.numel, dtype=torch_dtype(home.dtype), device=self.device)
-        parts = {"params": made.get(leaves.param, param), "grads": grads_S, "optimizer": state}
+        found = {leaves.updated: values_S, **made}
+        state = make().init(values_S.new_empty(0, device=self.runs_on(buffer)))
+        self._init_streamed(buffer, files, found, values_S, state, make())
+        parts = {"params": made.get(leaves.param, param), "optimizer": with_long(state, leaves, found)}
+        parts["grads"] = made[leaves.grad] if leaves.grad in made else self._zeros(leaves)
         return parts | ({"master": found[leaves.updated]} if buffer.has_master else {})
+
+    def init_here(self, buffer: FlatParamPlan, param: Tensor, values_S: Tensor, make: Callable[[], Transform]) -> Parts:
+        """`init` with all tensors on the device, whatever their placements."""
+        parts: Parts = {"params": param} | ({"master": values_S} if buffer.has_master else {})
+        if not buffer.trainable:
+            return parts
+        return parts | {"grads": self._zeros(self._leaves[buffer.key]), "optimizer": make().init(values_S)}
+
+    def _zeros(self, leaves: Leaves) -> Tensor:
+        home = leaves.homes[leaves.grad]
+        return torch.zeros(home.numel, dtype=torch_dtype(home.dtype), device=self.device)
 
     def _init_streamed(
         self, buffer: FlatParamPlan, files: StateFiles | None, found: Mapping[str, Leaf], values_S: Tensor, state: Any,

@@ -30,7 +30,8 @@ from fzero.runtime.module_binding import bound, is_bound, random_state
 from fzero.runtime.module_buffers import make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, mark_of
 from fzero.runtime.own_params import OwnGrads
-from fzero.runtime.step_runtime import StepRuntime, check_not_donated
+from fzero.runtime.state_form import check_not_donated
+from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState, taken
 from fzero.storage.shard_io import own_shard
 

@@ -12,13 +12,12 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.common.arguments import check_callable, check_kind
+from fzero.common.arguments import check_callable
 from fzero.comms.axes import AbstractAxis, Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import CommRecord
 from fzero.config.config import ConfigError
 from fzero.config.optimizers import Optimizer
-from fzero.optim.loss_scale import LossScale
 from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
@@ -30,13 +29,13 @@ from fzero.runtime.hooks import Observer, observer_of
 from fzero.runtime.init_state import StateBuilder
 from fzero.runtime.learned import Learned
 from fzero.runtime.offload import Offload
+from fzero.runtime.state_form import StateForm
 from fzero.runtime.step_spec import StepSpec, check_same
 from fzero.runtime.trainability import FixedFlags
 from fzero.runtime.update import Updater
-from fzero.state import TrainState, is_donated
+from fzero.state import TrainState
 from fzero.storage.file_tensor import handles_of
 from fzero.storage.shard_io import BufferPool
-from sharding import TensorSpec
 from sharding.views import torch_dtype, unflatten
 
 if TYPE_CHECKING:
@@ -72,6 +71,7 @@ class StepRuntime:
         rules: by which a step ends: of loss, norm, clipping and loss scale.
         batches: cuts batches into micro-batches.
         builder: makes first states.
+        form: the specs of all tensors of a state.
         learned: what the first calls found out; shared by the step and by those that follow it.
         checkpointing: the modules that run again in the backward.
         stored_names: the keys of the model's state dict, each with the name under which its tensor is stored.
@@ -93,6 +93,7 @@ class StepRuntime:
     rules: StepRules
     batches: Batches
     builder: StateBuilder
+    form: StateForm
     learned: Learned
     checkpointing: Checkpointing
     stored_names: dict[str, str]
@@ -124,6 +125,7 @@ class StepRuntime:
             optimizers=recipe.optimizers, rates=recipe.rates, momentum=recipe.momentum,
             places=dict(zip(keys, starts, strict=False)) if cfg.precision.stochastic_rounding else None,
         )  # fmt: skip
+        builder = StateBuilder(recipe, plan, offload=offload, updater=updater, rank=ranks.rank, device=device)
         trained = {name: buffer.trainable for buffer in plan.flat_buffers for name in buffer.layout.names}
         cast = None if cfg.casts_batch_to is None else torch_dtype(cfg.casts_batch_to)
         # Read from the model now: it must not be read while it is bound to the tensors of a state.
@@ -131,7 +133,7 @@ class StepRuntime:
             recipe, plan, ranks, bound, device, scratch, offload, updater,
             rules=StepRules(recipe.measures(ranks.size), cfg.loss_scaling(), cfg.skips_overflow),
             batches=Batches(ranks.size, plan.num_micro_steps, cfg.batch_sizes(ranks.size).micro, cast),
-            builder=StateBuilder(recipe, plan, offload=offload, updater=updater, rank=ranks.rank, device=device),
+            builder=builder, form=StateForm.of(builder.specs(), plan),
             learned=Learned.nothing(recipe), checkpointing=recipe.checkpointing, stored_names=recipe.stored_names,
             flags=FixedFlags(recipe.model, trained) if recipe.trained is None else None,
             statistics=frozenset(recipe.statistics & set(plan.buffers)),
@@ -206,62 +208,11 @@ class StepRuntime:
 
     # --- states ----------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def specs(self) -> TrainState[TensorSpec]:
-        """The spec of every tensor of a state, in the state's own structure."""
-        flat_buffers = self.plan.flat_buffers
-        return TrainState(
-            step=TensorSpec((), "int64"),
-            params={b.key: b.params for b in flat_buffers},
-            master={b.key: b.master for b in flat_buffers if b.has_master},
-            grads={b.key: b.grads for b in flat_buffers if b.trainable},
-            optimizer=dict(self.plan.optimizer),
-            buffers=dict(self.plan.buffers),
-            loss_scale=LossScale(TensorSpec((), "float32"), TensorSpec((), "int64"), TensorSpec((), "int64")),
-            rng={kind: TensorSpec(tuple(x.shape), "uint8") for kind, x in self.builder.rng(0).items()},
-            hook_states=self.plan.hook_states,
-        )
-
-    @cached_property
-    def _expected(self) -> tuple[Any, list[str], list[tuple[tuple[int, ...], torch.dtype]], list[TensorSpec]]:
-        """The structure of a state, and per tensor its path, its (shape, dtype), and its spec."""
-        accessors, specs, treespec = optree.tree_flatten_with_accessor(self.specs)
-        shapes = [(s.local_shape(self.plan.mesh), torch_dtype(s.dtype)) for s in specs]
-        return treespec, [accessor.codify("state") for accessor in accessors], shapes, specs
-
     def check_state(self, state: TrainState[Tensor]) -> None:
         """Raises ValueError unless every tensor has this step's shape and dtype, and is in memory or a file as planned."""
         _ = self.mesh  # raises on an AbstractAxis
-        self.check_shapes(state)
-        _, names, _, specs = self._expected
-        self.offload.check(names, optree.tree_leaves(state), specs)
-
-    def check_shapes(
-        self,
-        state: TrainState[Tensor],
-        *,
-        fix: str = "make it with this step's init(), or give its weights to init(params)",
-    ) -> None:
-        """Raises ValueError unless every tensor has this step's shape and dtype: another step may shard it differently."""
-        check_kind(
-            "state", state, TrainState, "a TrainState", "pass that of init() or of the last step (load(...).state)"
-        )
-        treespec, names, shapes, _ = self._expected
-        leaves, found = optree.tree_flatten(state)
-        if found != treespec:
-            theirs = [accessor.codify("state") for accessor in optree.tree_accessors(state)]
-            differing = min({*theirs} ^ {*names}, default="another structure")
-            raise ValueError(
-                f"state: must be one of this step's, got one {'without' if differing in names else 'with'} {differing}; "
-                f"{fix}"
-            )
-        for name, leaf, (shape, dtype) in zip(names, leaves, shapes, strict=True):
-            if leaf.shape != shape or leaf.dtype != dtype:
-                check_not_donated(state)
-                raise ValueError(
-                    f"{name}: must be {dtype} of shape {shape} in this step (stage "
-                    f"{self.plan.stage}, {self.plan.world_size} ranks), got {leaf.dtype} of shape {tuple(leaf.shape)}; {fix}"
-                )
+        self.form.check(state)
+        self.offload.check(self.form.names, optree.tree_leaves(state), self.form.leaves)
 
     def agree_on_files(self, state: TrainState[Tensor]) -> None:
         """Raises a StoreError on every rank when the files of one have failed. *Collective* where there are files."""
@@ -283,15 +234,3 @@ class StepRuntime:
                 spec = buffer.row.optimizer if buffer.key in state.master else buffer.row.params
                 flat = self.mesh.all_gather(flat, self.mesh.axes_of(spec))
             yield unflatten(flat, buffer.layout)
-
-
-def check_not_donated(state: TrainState[Tensor]) -> None:
-    """Raises if a step took the state: the StoreError of its files if these failed, else a ValueError with the fix."""
-    if is_donated(state):
-        for handle in handles_of(state):
-            handle.check()
-        raise ValueError(
-            "state: must not be used again once a step took it (donate=True), because that step wrote the next state into its "
-            "memory; go on with the state that the step returned (from a checkpoint, if its update raised), or make the step "
-            "with donate=False"
-        )
