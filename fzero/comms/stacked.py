@@ -177,7 +177,7 @@ class StackedAxis:
 
 
 class Stacked:
-    """All ranks of a mesh, in a graph of all ranks; `fzero.comms.mesh_in_graph.OneRank` is the same for one rank.
+    """All ranks of a mesh, in a graph of all ranks; `fzero.comms.mesh.OneRank` is the same for one rank.
 
     Args:
         mesh: the mesh of the ranks.
