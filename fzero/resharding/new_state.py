@@ -19,8 +19,7 @@ from fzero.runtime.trainability import listed
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import StateFiles, in_memory, kept
-from fzero.storage.shard_io import Leaf, own_shard
-from sharding import Sharded
+from fzero.storage.shard_io import Leaf, updated_part
 from sharding.views import torch_dtype
 
 Numbers = dict[str, float | int]
@@ -156,8 +155,7 @@ def first_optimizer(
     for buffer in new.plan.flat_buffers:
         if buffer.trainable:
             param = params[buffer.key]
-            is_cut = isinstance(buffer.row.optimizer, Sharded)
-            share = own_shard(param, buffer, new.plan.shard_of(rank)) if is_cut else param
+            share = updated_part(param, buffer, new.plan.shard_of(rank))
             values, make = in_memory(master.get(buffer.key, share)), partial(new.runtime.updater.transform_of, buffer)
             if files is None:
                 optimizer[buffer.key] = make().init(values)
@@ -182,24 +180,19 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
         ):
             continue
         param, shard = state.params[buffer.key], new.plan.shard_of(rank)
-        is_cut = isinstance(buffer.row.optimizer, Sharded)
-        own = own_shard(param, buffer, shard) if is_cut else param
+        own = updated_part(param, buffer, shard)
         values = in_memory(state.master.get(buffer.key, own)).to(new.device)
         fresh = optree.tree_leaves(new.runtime.updater.transform_of(buffer).init(values))
-        leaves, specs = (
-            optree.tree_leaves(state.optimizer[buffer.key]),
-            optree.tree_leaves(new.plan.optimizer[buffer.key]),
-        )
-        first, stop = (
-            (shard * buffer.shard_numel, (shard + 1) * buffer.shard_numel) if is_cut else (0, buffer.padded_numel)
-        )
+        tensors = optree.tree_leaves(state.optimizer[buffer.key])
+        first = shard * buffer.shard_numel if buffer.flow.updates == "shard" else 0
+        stop = first + buffer.flow.updated_numel
         spans = [
             (max(start, first) - first, min(end, stop) - first) for start, end in map(buffer.layout.bounds, begins)
         ]
-        for leaf, value, spec in zip(leaves, fresh, specs, strict=True):
-            for start, end in spans if buffer.is_long(spec) else ():
+        for leaf, tensor, value in zip(new.plan.optimizer_leaves(buffer), tensors, fresh, strict=True):
+            for start, end in spans if leaf.is_long else ():
                 if start < end:
-                    TensorSpan("leaf", start, end).write({"leaf": leaf}, value[start:end])
+                    TensorSpan("leaf", start, end).write({"leaf": tensor}, value[start:end])
 
 
 def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:
@@ -210,7 +203,7 @@ def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:
     for buffer in new.plan.flat_buffers:
         if buffer.has_master:
             master, param = state.master[buffer.key], state.params[buffer.key]
-            own = param if param.shape == master.shape else own_shard(param, buffer, new.plan.shard_of(rank))
+            own = updated_part(param, buffer, new.plan.shard_of(rank))
             tensors, numel = {"master": master, "params": own}, master.numel()
             for start in range(0, numel, SUB_GROUP):
                 span = slice(start, min(start + SUB_GROUP, numel))
