@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fzero.plans.plan import Plan
 from fzero.runtime.own_params import is_bound, not_trained, with_present
-from sharding import Replicated
 from sharding.views import unflatten
 
 _ALLOWED = {
@@ -128,7 +127,7 @@ class LiveParams:
         """Makes the parameters views of the flat buffers of a state."""
         for buffer in self.plan.flat_buffers:
             flat = params[buffer.key]
-            is_here = isinstance(buffer.row.params, Replicated)
+            is_here = not buffer.flow.gathers_over
             views = unflatten(flat.detach(), buffer.layout) if is_here else {}
             for name, shape in zip(buffer.layout.names, buffer.layout.shapes, strict=True):
                 if is_here:

@@ -330,15 +330,7 @@ def quietly(keys: Keys) -> Config:
 def _flat(plan: Plan) -> Iterator[tuple[Any, TensorSpec]]:
     """Every flat tensor of the state, with its flat buffer."""
     for buffer in plan.flat_buffers:
-        yield buffer, buffer.params
-        if buffer.has_master:
-            yield buffer, buffer.master
-        if not buffer.trainable:
-            continue
-        yield buffer, buffer.grads
-        for spec in optree.tree_leaves(plan.optimizer[buffer.key]):
-            if spec.shape == (buffer.padded_numel,):
-                yield buffer, spec
+        yield from ((buffer, leaf.spec) for leaf in plan.leaves(buffer) if leaf.is_long)
 
 
 def _padding(spec: TensorSpec, numel: int, mesh: Mesh) -> float:

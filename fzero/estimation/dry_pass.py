@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 
 from fzero.estimation.ledger import MemoryLedger, shard_nbytes
 from fzero.estimation.unit_events import Part
-from fzero.plans.mesh_axes import sum_order
 from fzero.plans.plan import FlatParamPlan, UnitPlan
 from fzero.plans.unit_scheduler import Event
 from fzero.storage.shard_io import MOST_LEAVING
-from sharding import Replicated, Sharded
 from sharding.dtypes import itemsize
 
 Taken = tuple[str, int, int]
@@ -135,12 +133,12 @@ class DryPass:
         plan, ledger = self.plan, self.ledger
         full, shards, end = list[Taken](), 0, 0.0
         for buffer in unit.buffers:
-            if not isinstance(buffer.row.params, Sharded):
+            if not buffer.flow.gathers_over:
                 continue
             fetched = self._fetch(buffer)
             shards += 0 if ledger.is_here(buffer.params) else shard_nbytes(buffer, plan)
-            axes = buffer.row.params.axes
-            if buffer.params.local_shape(plan.mesh) == (buffer.padded_numel,):
+            axes = buffer.flow.gathers_over
+            if buffer.flow.param_numel == buffer.padded_numel:
                 end = max(end, fetched)
                 continue
             full.append(ledger.take("gathers", buffer.padded_numel, buffer.dtypes.param))
@@ -154,7 +152,7 @@ class DryPass:
         following = next((e.unit for e in self._schedule[self._position :] if e.kind == "gather"), None)
         if full and plan.prefetch != 0 and following is not None:
             for buffer in self._units[following].buffers:
-                if isinstance(buffer.row.params, Sharded) and buffer.key not in self._prefetched:
+                if buffer.flow.gathers_over and buffer.key not in self._prefetched:
                     self._prefetched[buffer.key] = self._start_fetch(buffer)
         ledger.write()
 
@@ -194,22 +192,16 @@ class DryPass:
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
-    def _collects_full(self, buffer: FlatParamPlan) -> bool:
-        return buffer.grads.local_shape(self.plan.mesh) == (buffer.padded_numel,)
-
-    def _reduce_dtype(self, buffer: FlatParamPlan) -> str:
-        return buffer.dtypes.reduce if self.plan.world_size > 1 else buffer.dtypes.grad
-
     def _flat_grad(self, unit: UnitPlan, buffer: FlatParamPlan) -> None:
-        filling = self._filling.setdefault(unit.name, {})
+        filling, flow = self._filling.setdefault(unit.name, {}), buffer.flow
         if buffer.key in filling:
             return
-        is_kept = self._collects_full(buffer) and buffer.key not in self._reduced
-        is_kept &= buffer.dtypes.grad == self._reduce_dtype(buffer) or not (self.is_first and self.is_last)
+        is_kept = flow.collects == "full" and buffer.key not in self._reduced
+        is_kept &= flow.keep_dtype == flow.send_dtype or not (self.is_first and self.is_last)
         if is_kept and self.ledger.is_here(buffer.grads):
             filling[buffer.key] = None
         else:
-            dtype = buffer.dtypes.grad if is_kept else self._reduce_dtype(buffer)
+            dtype = flow.keep_dtype if is_kept else flow.send_dtype
             filling[buffer.key] = self.ledger.take("reductions", buffer.padded_numel, dtype)
         if is_kept and buffer.key in self._held:
             self.ledger.lanes.wait(buffer.key, self.ledger.fetch(buffer.grads, self._grad_nbytes(buffer), buffer.key))
@@ -231,7 +223,7 @@ class DryPass:
         reduction = _Reduction(numel, [], 0)
         for buffer in trained:
             taken = filling[buffer.key]
-            if not self.is_last and self._collects_full(buffer):
+            if not buffer.flow.reduces(is_last=self.is_last):
                 self._held.add(buffer.key)
                 if taken is not None:
                     self.ledger.write_back(buffer.grads, self._grad_nbytes(buffer), buffer.key)
@@ -249,40 +241,32 @@ class DryPass:
 
     def _reduce(self, buffer: FlatParamPlan, reduction: _Reduction, taken: Taken | None) -> tuple[float, bool]:
         """Starts the reduction; returns its end time, and whether its result is added to earlier micro-steps' gradients."""
-        plan, ledger, dtype = self.plan, self.ledger, self._reduce_dtype(buffer)
-        if taken is None and buffer.dtypes.grad != dtype:
+        plan, ledger, flow = self.plan, self.ledger, buffer.flow
+        hooks, dtype, numel = plan.comm_hooks.reduce, flow.send_dtype, flow.reduced_numel
+        if taken is None and flow.keep_dtype != dtype:
             reduction.arriving += buffer.padded_numel * itemsize(dtype)  # a copy in `reduce_dtype`
-        hooks, end = plan.comm_hooks.reduce, 0.0
-        numel, shard = buffer.padded_numel, buffer.shard_numel * itemsize(dtype)
-        adds = not (self.is_first or self._collects_full(buffer))
-        if isinstance(buffer.row.grads, Replicated):
-            for axis in sum_order(plan.mesh):
-                for through in (hooks, {}):
-                    end = ledger.send("all_reduce", numel, (axis,), dtype, hooks=through, after=end, label="reduce")
-                numel //= plan.mesh.axis_size(axis)
-        else:
-            end = ledger.send("reduce_scatter", numel, plan.axes, dtype, hooks=hooks, label="reduce")
-            for axis in plan.replicate_axes if self.is_last else ():
-                for through in (hooks, {}):
-                    end = ledger.send(
-                        "all_reduce", buffer.shard_numel, (axis,), dtype, hooks=through, after=end, label="reduce"
-                    )
-            is_new = adds or buffer.dtypes.grad != dtype or not ledger.is_here(buffer.grads)
+        shard, adds, is_full = (
+            buffer.shard_numel * itemsize(dtype),
+            flow.adds(is_first=self.is_first),
+            flow.reduces_to == "full",
+        )
+        end = ledger.send("reduce_scatter", buffer.padded_numel, flow.scatters_over, dtype, hooks=hooks, label="reduce")
+        for axis in flow.sums_over if self.is_last else ():
+            for through in (hooks, {}):
+                end = ledger.send("all_reduce", numel, (axis,), dtype, hooks=through, after=end, label="reduce")
+            numel //= plan.mesh.axis_size(axis)
+        if not is_full:
+            is_new = adds or flow.keep_dtype != dtype or not ledger.is_here(buffer.grads)
             reduction.arriving += shard * (is_new and plan.num_shards > 1)
         if ledger.device == "cpu" and plan.num_shards > 1:
-            # Shards are received one by one, the first into the result buffer unless that holds a summand.
-            is_full = isinstance(buffer.row.grads, Replicated)
-            is_summand = is_full or self._sums_in_place(buffer)
+            # Shards are received one by one, the first into the result buffer unless that holds a summand: in stage 1 this
+            # rank's own, which the sum overwrites.
+            is_summand = is_full or (flow.collects == "full" and flow.keep_dtype == dtype)
             if not (is_full and plan.world_size == 2):  # gloo has one collective for two ranks
                 reduction.arriving += shard * (plan.num_shards - 2 + is_summand)
             ledger.touch(shard * (plan.num_shards + 1))
         ledger.add("arrivals", reduction.arriving)
         return end, adds
-
-    def _sums_in_place(self, buffer: FlatParamPlan) -> bool:
-        """Whether the sum overwrites a summand, as in stage 1."""
-        is_one = buffer.dtypes.grad == self._reduce_dtype(buffer)
-        return self._collects_full(buffer) and not isinstance(buffer.row.grads, Replicated) and is_one
 
     def _end_reduce(self) -> None:
         reduction = self._in_flight.popleft()

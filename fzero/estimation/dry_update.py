@@ -16,8 +16,8 @@ from fzero.comms.axes import WORLD
 from fzero.estimation.ledger import MemoryLedger
 from fzero.graph.timeline import Lane
 from fzero.plans.plan import FlatParamPlan
-from fzero.storage.buffer_sizes import updated_numel, updated_specs, updates_on_host
-from sharding import Sharded, TensorSpec
+from fzero.storage.buffer_sizes import updated_specs, updates_on_host
+from sharding import TensorSpec
 from sharding.dtypes import itemsize
 
 MOST_SUB_GROUPS = 16
@@ -64,19 +64,15 @@ def _moved(buffer: FlatParamPlan, specs: list[TensorSpec]) -> int:
 
 def _here(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
     ledger.touch(
-        updated_numel(buffer, ledger.plan) * _moved(buffer, list(updated_specs(buffer, ledger.plan))),
+        buffer.flow.updated_numel * _moved(buffer, list(updated_specs(buffer, ledger.plan))),
         f"update {buffer.key}",
     )
     return _join(ledger, buffer)
 
 
 def _join(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
-    in_params = buffer.row.params.axes if isinstance(buffer.row.params, Sharded) else ()
-    if not isinstance(buffer.row.optimizer, Sharded):
-        return 0.0
-    axes = ledger.plan.axes[len(in_params) :]
-    numel = buffer.params.local_shape(ledger.plan.mesh)[0]
-    return ledger.send("all_gather", numel, axes, buffer.dtypes.param, label="all_gather_params")
+    flow = buffer.flow
+    return ledger.send("all_gather", flow.param_numel, flow.joins_over, buffer.dtypes.param, label="all_gather_params")
 
 
 class _Group(NamedTuple):
@@ -90,7 +86,7 @@ class _Group(NamedTuple):
 
 def _groups(ledger: MemoryLedger, buffer: FlatParamPlan) -> Iterator[_Group]:
     plan, machine = ledger.plan, ledger.machine
-    specs, numel = list(updated_specs(buffer, plan)), updated_numel(buffer, plan)
+    specs, numel = list(updated_specs(buffer, plan)), buffer.flow.updated_numel
     on_host = updates_on_host(buffer, plan)
     num = 1 if buffer.updates_whole else max(min(-(-numel // plan.streaming.sub_group_numel), MOST_SUB_GROUPS), 1)
     fetch, put = defaultdict[Lane, float](float), defaultdict[Lane, float](float)

@@ -14,7 +14,6 @@ from fzero.estimation.activation_trace import Traced, TraceEvent
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan
 from fzero.plans.unit_scheduler import BOUNDARY, Event, early
-from sharding import Sharded
 
 
 class Part(NamedTuple):
@@ -71,7 +70,7 @@ def _traced(plan: Plan, events: Sequence[TraceEvent], machine: MachineModel) -> 
         )  # fmt: skip
         if unit is not None and buffer is not None:
             part = part._replace(unit=unit.name)
-            if event.kind == "unpack" and not isinstance(buffer.row.params, Sharded):
+            if event.kind == "unpack" and not buffer.flow.gathers_over:
                 part = part._replace(kind="use")
             if event.kind == "grad":
                 numel = math.prod(buffer.layout.shape(event.name))

@@ -47,18 +47,20 @@ from fzero.graph.capture_errors import logging_methods, one_graph
 from fzero.graph.captured import Captured
 from fzero.graph.remat import BACKWARD
 from fzero.graph.step_backend import Backend, BackendName, as_parameter, pass_options
-from fzero.graph.step_inputs import Flat, HookStates, Rules, WithLoss, bare, shielded
+from fzero.graph.step_inputs import HookStates, Rules, WithLoss, bare, shielded
 from fzero.graph.traffic import labelled, sent_in
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.optim.transforms import skip_if
-from fzero.plans.plan import Plan
+from fzero.plans.dataflow import along
+from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.finish import Outcome, finish, norm_parts
 from fzero.runtime.loss import LossFn, agreed_buffers
 from fzero.runtime.module_binding import with_own_code
 from fzero.runtime.own_params import enter, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.state import TrainState
+from sharding.views import torch_dtype
 
 
 class CompiledStep:
@@ -112,7 +114,7 @@ class CompiledStep:
                 slots.update(key for key, _ in listed(name, recurse=False, remove_duplicate=False))
         self._aliases = {alias: owner for alias, owner in plan.aliases.items() if alias in slots}
         self._num_micro_steps, self._stage, self._comm_hooks = plan.num_micro_steps, plan.stage, plan.comm_hooks
-        self._flats = tuple(Flat.of(buffer, plan) for buffer in plan.flat_buffers)
+        self._flats = plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
         reduces_by_sum = not rules.end.loss.is_mean
@@ -380,11 +382,11 @@ class CompiledStep:
             scale = self._grad_scale(is_sum)
             for flat, grad in self._flattened(gradients):
                 kept = grads[flat.key]
-                if flat.collects_full:
+                if flat.flow.collects == "full":
                     wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
                     kept.copy_(kept.to(wide).add(grad.to(wide), alpha=scale))
                 else:
-                    kept.add_(self._reduce(_scaled(grad, scale, flat.reduce_dtype), flat, hook_states))
+                    kept.add_(self._reduce(_scaled(grad, scale, flat), flat, hook_states))
             return self._stack_rows(row)
 
         return self._ranks.each(add)(grads, hook_states, row, gradients), is_sum
@@ -420,8 +422,8 @@ class CompiledStep:
         """The sums over ranks of the only micro-step's gradients; also written to `grads`."""
         reduced = {}
         for flat, grad_P in self._flattened(gradients):
-            grad = self._reduce(_scaled(grad_P, self._grad_scale(is_sum), flat.reduce_dtype), flat, hook_states)
-            grad = self._sum_late(grad, flat, hook_states) if flat.sums_late else grad
+            grad = self._reduce(_scaled(grad_P, self._grad_scale(is_sum), flat), flat, hook_states)
+            grad = self._sum_late(grad, flat, hook_states) if flat.flow.sums_late else grad
             reduced[flat.key] = self._keep(grads, flat, grad)
         return reduced
 
@@ -430,9 +432,9 @@ class CompiledStep:
         reduced = {}
         for flat in self._trained:
             grad = grads[flat.key]
-            if flat.collects_full:
+            if not flat.flow.reduces(is_last=False):
                 grad = self._keep(grads, flat, self._reduce(grad, flat, hook_states))
-            elif flat.sums_late:
+            elif flat.flow.sums_late:
                 grad = self._keep(grads, flat, self._sum_late(grad, flat, hook_states))
             reduced[flat.key] = grad
         return reduced
@@ -468,7 +470,7 @@ class CompiledStep:
     ) -> tuple[Tensor, dict[str, Tensor], bool]:
         """One rank's row (4,): loss, weight or -1, `numbers`; its gradients by name; whether losses are sums."""
         tensors = {name: tensor.detach() for name, tensor in self._ranks.each(self._cut)(params).items()}
-        leaves = {name: tensors[name].requires_grad_() for flat in self._trained for name in flat.names}
+        leaves = {name: tensors[name].requires_grad_() for flat in self._trained for name in flat.layout.names}
         are_sums: list[bool] = []
 
         def forward(
@@ -506,10 +508,11 @@ class CompiledStep:
         for flat in self._flats:
             hooks = self._comm_hooks.gather if flat.trainable else self._comm_hooks.frozen
             with labelled("gather", flat.key):
-                axes = self._graph.axes[: flat.num_param_axes]
+                axes = along(self._graph.axes, flat.flow.gathers_over)
                 param_P = self._graph.all_gather(params[flat.key], axes, hooks=hooks)
-            parts = torch.split(param_P, list(flat.numels))
-            tensors |= {name: part.view(shape) for name, shape, part in zip(flat.names, flat.shapes, parts)}
+            layout = flat.layout
+            parts = torch.split(param_P, [*layout.numels, layout.partition.padding])
+            tensors |= {name: part.view(shape) for name, shape, part in zip(layout.names, layout.shapes, parts)}
         return tensors
 
     def _forward(
@@ -558,35 +561,33 @@ class CompiledStep:
         """The factor on a micro-step's gradients."""
         return 1 / (self._rules.end.loss.predivide * (1 if is_sum else self._num_micro_steps))
 
-    def _flattened(self, grads: dict[str, Tensor]) -> Iterator[tuple[Flat, Tensor]]:
+    def _flattened(self, grads: dict[str, Tensor]) -> Iterator[tuple[FlatParamPlan, Tensor]]:
         """The flat gradients (P)."""
         for flat in self._trained:
-            grads_N = [grads[name].reshape(-1) for name in flat.names]
-            yield flat, torch.cat([*grads_N, grads_N[0].new_zeros(flat.numels[-1])])
+            grads_N = [grads[name].reshape(-1) for name in flat.layout.names]
+            yield flat, torch.cat([*grads_N, grads_N[0].new_zeros(flat.layout.partition.padding)])
 
-    def _reduce(self, grad_P: Tensor, flat: Flat, hook_states: HookStates) -> Tensor:
+    def _reduce(self, grad_P: Tensor, flat: FlatParamPlan, hook_states: HookStates) -> Tensor:
         """The sum over ranks: (P) in stage 0, else this rank's shard (S). If it `sums_late`, over the shard axes only."""
-        grad_P, states = grad_P.to(flat.reduce_dtype), hook_states.get(flat.key, {})
+        grad_P, states = grad_P.to(torch_dtype(flat.flow.send_dtype)), hook_states.get(flat.key, {})
         how: dict[str, Any] = {"hooks": self._comm_hooks.reduce, "states": states}
         with labelled("reduce", flat.key):
-            if flat.sums_full:
+            if flat.flow.reduces_to == "full":
                 return _end(self._graph.start_all_reduce(grad_P, **how), states)
-            when: Literal["now", "later"] = "later" if flat.sums_late else "now"
+            when: Literal["now", "later"] = "later" if flat.flow.sums_late else "now"
             return _end(self._graph.start_reduce_scatter(grad_P, sum_replicas=when, **how), states)
 
-    def _sum_late(self, grad_S: Tensor, flat: Flat, hook_states: HookStates) -> Tensor:
+    def _sum_late(self, grad_S: Tensor, flat: FlatParamPlan, hook_states: HookStates) -> Tensor:
         """The sum over the replicate axes of the shards that micro-steps have added up."""
         states = hook_states.get(flat.key, {})
         with labelled("reduce", flat.key):
-            sending = self._graph.start_sum_replicas(
-                grad_S.to(flat.reduce_dtype), hooks=self._comm_hooks.reduce, states=states
-            )
-            return _end(sending, states)
+            grad_S = grad_S.to(torch_dtype(flat.flow.send_dtype))
+            return _end(self._graph.start_sum_replicas(grad_S, hooks=self._comm_hooks.reduce, states=states), states)
 
-    def _keep(self, grads: dict[str, Tensor], flat: Flat, reduced: Tensor) -> Tensor:
-        """Writes a reduced gradient to `grads`; returns it in `grad_dtype`."""
-        reduced, kept = reduced.to(flat.grad_dtype), grads[flat.key]
-        if flat.sums_full or kept.numel() == flat.shard_numel:
+    def _keep(self, grads: dict[str, Tensor], flat: FlatParamPlan, reduced: Tensor) -> Tensor:
+        """Writes a reduced gradient to `grads`; returns it in the dtype in which it is kept."""
+        reduced, kept = reduced.to(torch_dtype(flat.flow.keep_dtype)), grads[flat.key]
+        if flat.flow.reduced_numel == flat.flow.grad_numel:
             kept.copy_(reduced)
         else:
             self._ranks.write_own(kept, reduced)
@@ -594,7 +595,7 @@ class CompiledStep:
 
     def _update_flat(
         self,
-        flat: Flat,
+        flat: FlatParamPlan,
         params: dict[str, Tensor],
         master: dict[str, Tensor],
         reduced: Tensor,
@@ -602,11 +603,11 @@ class CompiledStep:
         skip: Tensor,
         factor: Tensor | None,
     ) -> None:
-        param, rules = params[flat.key], self._rules
-        updated = self._ranks.own(param, flat.shard_numel).clone() if flat.joins else param
+        param, rules, flow = params[flat.key], self._rules, flat.flow
+        updated = self._ranks.own(param, flat.shard_numel).clone() if flow.joins_over else param
         start = 0
         if rules.places is not None:
-            start = rules.places[flat.key] + (self._ranks.place(flat.shard_numel) if flat.updates_shard else 0)
+            start = rules.places[flat.key] + (self._ranks.place(flat.shard_numel) if flow.updates == "shard" else 0)
 
         def update(
             skip: Tensor, grad: Tensor, kept: Tensor, state: Any, factor: Tensor | None, out: Tensor | None, start: int
@@ -619,9 +620,9 @@ class CompiledStep:
 
         kept, out = (master[flat.key], updated) if flat.has_master else (updated, None)
         self._ranks.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, start)
-        if flat.joins:
+        if flow.joins_over:
             with labelled("all_gather_params", flat.key):
-                joined = self._graph.all_gather(updated, self._graph.axes[flat.num_param_axes :])
+                joined = self._graph.all_gather(updated, along(self._graph.axes, flow.joins_over))
             param.copy_(joined)
 
     def _norm_parts(self, reduced: dict[str, Tensor]) -> Tensor:
@@ -669,8 +670,9 @@ class CompiledStep:
                 observe(record)
 
 
-def _scaled(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def _scaled(grad: Tensor, scale: float, flat: FlatParamPlan) -> Tensor:
     """The scaled gradient in the dtype in which it is sent, rounded once."""
+    dtype = torch_dtype(flat.flow.send_dtype)
     grad = grad.to(torch.promote_types(dtype, grad.dtype))
     return (grad if scale == 1 else grad * scale).to(dtype)
 

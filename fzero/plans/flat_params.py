@@ -10,22 +10,22 @@ Shape letters: P padded elements of a buffer = F·S, S elements of a shard, F sh
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import optree
 from torch import nn
 
 from fzero.config.config import Config
 from fzero.config.optimizers import Optimizer
 from fzero.optim.fragments import ShardContents
 from fzero.optim.precision import Dtypes, mixed_precision
-from fzero.optim.transforms import Transform, leaf_names
+from fzero.optim.transforms import Transform
+from fzero.plans.dataflow import BufferDataflow
 from fzero.plans.mesh_axes import num_ranks, shard_axes
 from fzero.plans.orders import OrderFunction, ordered
 from fzero.plans.param_groups import ParamGroup, UserTransform, group_of
 from fzero.plans.stages import StageSpecs, stage_specs
-from sharding import FlatLayout, Mesh, Sharded, Spec, TensorSpec
+from sharding import FlatLayout, Mesh, Spec, TensorSpec
 from sharding.specs import DEVICE, Placement
 from sharding.views import dtype_name
 
@@ -44,6 +44,8 @@ class FlatParamPlan:
     dtypes: Dtypes
     trainable: bool
     row: StageSpecs
+    flow: BufferDataflow = field(repr=False)
+    """What follows from `row`, `dtypes` and the mesh."""
     group: int = 0
     rule: str = ""
     """The update rule of its optimizer that applies (Muon: matrices or the rest); see `OptimizerBlock.kind_of`."""
@@ -80,7 +82,7 @@ class FlatParamPlan:
     @property
     def joins_shards(self) -> bool:
         """Whether a rank holds a shard of the parameters and updates only a part of that shard (hpZ)."""
-        return isinstance(self.row.params, Sharded) and self.row.params != self.row.optimizer
+        return bool(self.flow.gathers_over and self.flow.joins_over)
 
     @property
     def updates_whole(self) -> bool:
@@ -123,7 +125,7 @@ class UnitPlan:
     @property
     def gathered_numel(self) -> int:
         """Padded elements that a gather of this unit allocates; 0 where every rank holds the unit in full."""
-        return sum(b.padded_numel for b in self.buffers if isinstance(b.row.params, Sharded))
+        return sum(b.padded_numel for b in self.buffers if b.flow.gathers_over)
 
     @property
     def trainable(self) -> bool:
@@ -196,9 +198,19 @@ class UnitPlanner:
         shapes = tuple(tuple(params[name].shape) for name in names)
         layout = FlatLayout(names, shapes, num_shards, multiple_of=ALIGNMENT * self.mesh.size // num_shards)
         row = stage_specs(2 if kind.small and zero.stage == 3 else zero.stage, axes)
+        flow = BufferDataflow.of(row, kind.dtypes, layout.partition, self.mesh, axes)
         elementwise = self.optimizers[kind.group].is_elementwise(kind.rule)
         return FlatParamPlan(
-            f"{unit}/{kind}", layout, kind.dtypes, kind.trainable, row, kind.group, kind.rule, elementwise, kind.start
+            f"{unit}/{kind}",
+            layout,
+            kind.dtypes,
+            kind.trainable,
+            row,
+            flow,
+            kind.group,
+            kind.rule,
+            elementwise,
+            kind.start,
         )
 
 
@@ -221,18 +233,3 @@ def optimizer_specs(
             transform = elementwise[how] = transform_of(buffer)
         specs[buffer.key] = transform.specs(buffer.master)
     return specs
-
-
-def long_leaves(optimizer: Mapping[str, Any], buffer: FlatParamPlan) -> list[tuple[str, TensorSpec]]:
-    """The tensors of a buffer's optimizer state that are as long as the buffer (`FlatParamPlan.is_long`), by name."""
-    state = optimizer[buffer.key]
-    return [
-        (name, spec)
-        for name, spec in zip(short_names(state), optree.tree_leaves(state), strict=True)
-        if buffer.is_long(spec)
-    ]
-
-
-def short_names(state: Any) -> list[str]:
-    """The names of an optimizer state's leaves: `exp_avg` for `state.exp_avg`, `[1].exp_avg` for the second of a chain."""
-    return [name.removeprefix("state").removeprefix(".") for name in leaf_names(state)]

@@ -20,8 +20,9 @@ import optree
 from fzero.common.arguments import check_callable
 from fzero.config.config import Config, ConfigError
 from fzero.config.offload import AIO, OffloadOptimizer, OffloadParam
-from fzero.plans.flat_params import FlatParamPlan, UnitPlan, long_leaves, short_names
-from sharding import Mesh, Sharded
+from fzero.plans.flat_params import FlatParamPlan, UnitPlan
+from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
+from sharding import Sharded
 from sharding.dtypes import itemsize
 from sharding.specs import DEVICE, Placement
 
@@ -31,8 +32,6 @@ GivenPlacements = Callable[[str, str, str], Placement | None] | Mapping[str, Pla
 A function of quantity (`"params"`, `"master"`, `"grads"` or `"optimizer"`), key of the flat buffer, and leaf of the optimizer
 state (`"exp_avg"`; `""` for other quantities) returns a placement, or None for the configuration's. Patterns are of
 `quantity/key/leaf` (`"optimizer/*/exp_avg"`, `"params/*"`); the first that matches counts."""
-
-Quantity = Literal["params", "master", "grads", "optimizer"]
 
 SUB_GROUP = 1 << 20
 """Elements of a sub-group where the configuration names none."""
@@ -159,13 +158,13 @@ class Chooser:
         after = accumulate(self.shard_numels.values())
         self._in_host = frozenset(key for key, numel in zip(self.shard_numels, after, strict=True) if numel <= room)
 
-    def of(self, quantity: Quantity, key: str, leaf: str = "") -> Placement:
+    def of(self, leaf: StateLeaf) -> Placement:
         """The placement of a tensor.
 
         Raises:
             ConfigError: the given function or mapping has something else for it.
         """
-        name, found = f"{quantity}/{key}/{leaf}".rstrip("/"), None
+        name, found = leaf.placed_as, None
         if isinstance(self.given, Mapping):
             # fnmatch: "optimizer/*" also matches a key with slashes in it.
             pattern = next((pattern for pattern in self.given if fnmatch.fnmatchcase(name, pattern)), None)
@@ -174,16 +173,16 @@ class Chooser:
                 found = self.given[pattern]
         elif self.given is not None:
             check_callable("placements", self.given, "a mapping of patterns to fzero.Placement, or a function")
-            found = self.given(quantity, key, leaf)
+            found = self.given(leaf.quantity, leaf.key, leaf.short)
         if found is None:
-            return self._configured(quantity, key)
+            return self._configured(leaf.quantity, leaf.key)
         if not isinstance(found, Placement):
             raise ConfigError(
                 f"placements: must give a sharding.Placement for {name!r}, or None for what the configuration says, got {found!r}"
             )
         return found
 
-    def _configured(self, quantity: Quantity, key: str) -> Placement:
+    def _configured(self, quantity: str, key: str) -> Placement:
         zero = self.cfg.zero_optimization
         offload = zero.offload_param if quantity == "params" else zero.offload_optimizer
         if offload is None or (quantity != "params" and key not in self._offloaded):
@@ -204,7 +203,7 @@ class Chooser:
 
 
 def with_placements(
-    units: tuple[UnitPlan, ...], optimizer: dict[str, Any], cfg: Config, given: GivenPlacements, mesh: Mesh
+    units: tuple[UnitPlan, ...], optimizer: dict[str, Any], cfg: Config, given: GivenPlacements
 ) -> tuple[tuple[UnitPlan, ...], dict[str, Any]]:
     """The units and the specs of the optimizer state, with the placements that are given or configured.
 
@@ -212,30 +211,34 @@ def with_placements(
         ConfigError: a pattern matches nothing, or the configured buffers are too few or too small.
     """
     buffers = [buffer for unit in units for buffer in unit.buffers]
-    trained = [buffer for buffer in buffers if buffer.trainable]
-    shard_numels = {b.key: b.params.local_shape(mesh)[0] for b in buffers if isinstance(b.row.params, Sharded)}
-    updated_numels = {b.key: b.master.local_shape(mesh)[0] for b in buffers if b.trainable or b.has_master}
+    shard_numels = {b.key: b.flow.param_numel for b in buffers if b.flow.gathers_over}
+    updated_numels = {b.key: b.flow.updated_numel for b in buffers if b.trainable or b.has_master}
     chooser = Chooser(cfg, given, updated_numels, shard_numels)
-    masters = {b.key: chooser.of("master", b.key) for b in buffers if b.has_master}
-    names, placed = [f"master/{key}" for key in masters], dict(optimizer)
-    for buffer in trained:
-        leaves, treespec = optree.tree_flatten(optimizer[buffer.key])
-        chosen = {leaf: chooser.of("optimizer", buffer.key, leaf) for leaf, _ in long_leaves(optimizer, buffer)}
-        names += [f"optimizer/{buffer.key}/{leaf}" for leaf in chosen]
-        of_leaves = zip(leaves, short_names(optimizer[buffer.key]), strict=True)
-        placed[buffer.key] = treespec.unflatten(
-            [replace(x, placement=chosen.get(n, x.placement)) for x, n in of_leaves]
-        )
-    grads = {b.key: chooser.of("grads", b.key) for b in trained if isinstance(b.row.grads, Sharded)}
-    params = {key: chooser.of("params", key) for key in shard_numels}
-    chooser.check_all_used([*names, *(f"grads/{key}" for key in grads), *(f"params/{key}" for key in params)])
+    leaves = [leaf for buffer in buffers for leaf in state_leaves(buffer, optimizer) if _may_live_elsewhere(leaf)]
+    leaves.sort(key=lambda leaf: ("master", "optimizer", "grads", "params").index(leaf.quantity))
+    chosen = {leaf.placed_as: chooser.of(leaf) for leaf in leaves}
+    chooser.check_all_used(list(chosen))
+    params = {key: chosen[f"params/{key}"] for key in shard_numels}
     _check_buffers(units, shard_numels, params, cfg)
 
-    def placed_buffer(buffer: FlatParamPlan) -> FlatParamPlan:
-        master, param, grad = (of_all.get(buffer.key, DEVICE) for of_all in (masters, params, grads))
+    def placed(buffer: FlatParamPlan) -> FlatParamPlan:
+        master, param, grad = (chosen.get(f"{part}/{buffer.key}", DEVICE) for part in ("master", "params", "grads"))
         return replace(buffer, placement=master, param_placement=param, grad_placement=grad)
 
-    return tuple(replace(unit, buffers=tuple(map(placed_buffer, unit.buffers))) for unit in units), placed
+    def placed_state(buffer: FlatParamPlan) -> Any:
+        specs = [
+            replace(leaf.spec, placement=chosen.get(leaf.placed_as, leaf.spec.placement))
+            for leaf in optimizer_leaves(buffer, optimizer)
+        ]
+        return optree.tree_structure(optimizer[buffer.key]).unflatten(specs)
+
+    placed_units = tuple(replace(unit, buffers=tuple(map(placed, unit.buffers))) for unit in units)
+    return placed_units, {buffer.key: placed_state(buffer) for buffer in buffers if buffer.trainable}
+
+
+def _may_live_elsewhere(leaf: StateLeaf) -> bool:
+    """Whether a tensor may live off the device: one as long as its buffer, but no full parameters or gradients."""
+    return leaf.is_long and (leaf.quantity in ("master", "optimizer") or isinstance(leaf.spec.spec, Sharded))
 
 
 def _check_buffers(

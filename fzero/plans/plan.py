@@ -27,7 +27,8 @@ from fzero.common.text_tables import as_text
 from fzero.config.config import Config, ConfigError
 from fzero.plans import report, traffic
 from fzero.plans.comm_hooks import CommHooks, GivenHook, comm_hooks_of, state_like
-from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, long_leaves, optimizer_specs
+from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
+from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
 from fzero.plans.mesh_axes import check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes, sum_order
 from fzero.plans.orders import GivenOrder, check_named
 from fzero.plans.param_groups import (
@@ -160,27 +161,30 @@ class Plan:
     @property
     def placements(self) -> dict[str, Placement]:
         """The placements of parameters, gradients and all other tensors that may live off the device, by `quantity/key/leaf`."""
-        return {name: spec.placement for buffer in self.flat_buffers for name, spec in self._flat_tensors(buffer)}
+        return {leaf.placed_as: leaf.spec.placement for leaf in self.long_leaves}
 
-    def _flat_tensors(self, buffer: FlatParamPlan) -> Iterator[tuple[str, TensorSpec]]:
-        """All tensors that are as long as a flat buffer, by `quantity/key/leaf`."""
-        yield f"params/{buffer.key}", buffer.params
-        if buffer.has_master:
-            yield f"master/{buffer.key}", buffer.master
-        if buffer.trainable:
-            yield f"grads/{buffer.key}", buffer.grads
-            for leaf, spec in long_leaves(self.optimizer, buffer):
-                yield f"optimizer/{buffer.key}/{leaf}", spec
+    def leaves(self, buffer: FlatParamPlan) -> list[StateLeaf]:
+        """All tensors of the state of one flat buffer, with their names."""
+        return state_leaves(buffer, self.optimizer)
+
+    def optimizer_leaves(self, buffer: FlatParamPlan) -> list[StateLeaf]:
+        """Those of its optimizer state; none for a frozen buffer."""
+        return optimizer_leaves(buffer, self.optimizer)
+
+    @property
+    def long_leaves(self) -> Iterator[StateLeaf]:
+        """All tensors that are as long as their flat buffer."""
+        return (leaf for buffer in self.flat_buffers for leaf in self.leaves(buffer) if leaf.is_long)
 
     @property
     def bytes_by_memory(self) -> dict[str, dict[str, int]]:
         """`bytes_per_rank` by the kind of memory: `device`, `host` and `nvme`; empty entries are left out."""
         held: dict[str, Counter[str]] = {"device": Counter(self.bytes_per_rank), "host": Counter(), "nvme": Counter()}
         titles = {"params": "parameters", "grads": "gradients"}
-        for name, spec in (found for buffer in self.flat_buffers for found in self._flat_tensors(buffer)):
-            quantity, nbytes = name.partition("/")[0], spec.local_nbytes(self.mesh)
-            held["device"][titles.get(quantity, quantity)] -= nbytes
-            held[spec.placement.kind][titles.get(quantity, quantity)] += nbytes
+        for leaf in self.long_leaves:
+            title, nbytes = titles.get(leaf.quantity, leaf.quantity), leaf.spec.local_nbytes(self.mesh)
+            held["device"][title] -= nbytes
+            held[leaf.spec.placement.kind][title] += nbytes
         parts = {kind: {n: nbytes for n, nbytes in of_kind.items() if nbytes} for kind, of_kind in held.items()}
         return {kind: of_kind for kind, of_kind in parts.items() if of_kind}
 
@@ -243,9 +247,7 @@ class Plan:
         return traffic.totals(self.sent_nbytes_by_axis)
 
     def _sent(self, size: traffic.Size, hooks: CommHooks) -> dict[str, dict[str, int]]:
-        return traffic.sent_by_axis(
-            self.units, self.mesh, self.axes, hooks=hooks, num_micro_steps=self.num_micro_steps, size=size
-        )
+        return traffic.sent_by_axis(self.units, self.mesh, hooks=hooks, num_micro_steps=self.num_micro_steps, size=size)
 
     def __rich__(self) -> Group:
         """The units as a table, and lines that say what a rank holds and sends."""
@@ -326,7 +328,7 @@ def plan(
     planner = UnitPlanner(cfg, mesh, param_groups, optimizers, trained, starts or {}, order)
     unit_plans = _unit_plans(model, owners, units, planner)
     specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
-    unit_plans, specs = with_placements(unit_plans, specs, cfg, placements, mesh)
+    unit_plans, specs = with_placements(unit_plans, specs, cfg, placements)
     hooks = comm_hooks_of(cfg.zero_optimization, mesh, gather_hook, reduce_hook)
     buffer_dtype = cfg.precision.buffer_dtype_of
     buffers = {n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype))) for n, t in model.named_buffers()}

@@ -16,8 +16,7 @@ from fzero.comms.comm_hooks import CommHook
 from fzero.optim.matrix import is_cut
 from fzero.plans.comm_hooks import CommHooks
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan
-from fzero.plans.mesh_axes import num_ranks, replicate_axes, sum_order
-from sharding import Mesh, Replicated, Sharded
+from sharding import Mesh
 from sharding.dtypes import itemsize
 
 Size = Callable[[int, str, CommHook | None], int]
@@ -49,7 +48,6 @@ def in_bytes(numel: int, dtype: str, hook: CommHook | None) -> int:
 def sent_by_axis(
     units: Sequence[UnitPlan],
     mesh: Mesh,
-    axes: tuple[str, ...],
     *,
     hooks: CommHooks,
     num_micro_steps: int,
@@ -60,14 +58,11 @@ def sent_by_axis(
     Args:
         units: in the order in which the forward uses them.
         mesh: the ranks.
-        axes: the axes over which the finest shards lie, major first.
         hooks: the comm hooks by axis.
         num_micro_steps: micro-batches in one step.
         size: of one message.
     """
-    traffic = _Traffic(
-        mesh, axes, hooks, num_micro_steps, size, {name: dict.fromkeys(COLLECTIVES, 0) for name in mesh.names}
-    )
+    traffic = _Traffic(mesh, hooks, num_micro_steps, size, {name: dict.fromkeys(COLLECTIVES, 0) for name in mesh.names})
     gathered = [unit for unit in units if unit.gathered_numel]
     last = gathered[-1].buffers if gathered else ()  # the backward begins with them, before their release
     for buffer in (buffer for unit in units for buffer in unit.buffers):
@@ -92,7 +87,6 @@ class _Traffic:
     """Adds the collectives of one flat buffer after the other to `sent`."""
 
     mesh: Mesh
-    axes: tuple[str, ...]
     hooks: CommHooks
     num_micro_steps: int
     size: Size
@@ -100,11 +94,11 @@ class _Traffic:
 
     def add_gathers(self, buffer: FlatParamPlan, *, in_backward: bool) -> None:
         """The gathers of sharded parameters, in the forward and the backward of every micro-step."""
-        hooks = self.hooks.gather if buffer.trainable else self.hooks.frozen
+        hooks, flow = self.hooks.gather if buffer.trainable else self.hooks.frozen, buffer.flow
         phases: tuple[Collective, ...] = ("all_gather in the forward", "all_gather in the backward")
         for collective in phases[: 1 + in_backward]:
             self._add(
-                collective, buffer.padded_numel, _param_axes(buffer), buffer.dtypes.param, self.num_micro_steps, hooks
+                collective, buffer.padded_numel, flow.gathers_over, buffer.dtypes.param, self.num_micro_steps, hooks
             )
 
     def add_reductions(self, buffer: FlatParamPlan) -> None:
@@ -112,30 +106,21 @@ class _Traffic:
 
         The finest shards are then added up along the replicate axes, once a step.
         """
-        numel, dtype, grads = buffer.padded_numel, buffer.dtypes.reduce, buffer.row.grads
-        if isinstance(grads, Replicated):
-            self._add_all_reduce(numel, sum_order(self.mesh), dtype)
-            return
-        is_every_time = isinstance(grads, Sharded) and num_ranks(self.mesh, self.axes) > 1
-        times = self.num_micro_steps if is_every_time else 1
-        self._add("reduce_scatter of gradients", numel, self.axes, dtype, times, self.hooks.reduce)
-        self._add_all_reduce(buffer.shard_numel, replicate_axes(self.mesh, self.axes), dtype)
+        flow, hooks = buffer.flow, self.hooks.reduce
+        times = self.num_micro_steps if flow.reduces(is_last=False) else 1
+        summed: Collective = "all_reduce of gradients"
+        self._add("reduce_scatter of gradients", buffer.padded_numel, flow.scatters_over, flow.send_dtype, times, hooks)
+        # A reduce-scatter through the comm hooks, and an all-gather of the sums, which are sent as they are.
+        self._add(summed, flow.reduced_numel, flow.sums_over, flow.send_dtype, hooks=hooks)
+        self._add(summed, flow.reduced_numel, flow.sums_over, flow.send_dtype)
 
     def add_update(self, buffer: FlatParamPlan) -> None:
         """The gather of updated shards where a rank holds more than it updates, and Muon's gather of cut matrices."""
-        if isinstance(buffer.row.grads, Replicated):
-            return  # every rank updates everything
-        held_numel = buffer.params.local_shape(self.mesh)[0]
-        update_axes = self.axes[len(_param_axes(buffer)) :]
-        self._add("all_gather of updated parameters", held_numel, update_axes, buffer.dtypes.param)
-        if buffer.rule == "muon" and is_cut(buffer.layout):
+        flow = buffer.flow
+        self._add("all_gather of updated parameters", flow.param_numel, flow.joins_over, buffer.dtypes.param)
+        if flow.updates == "shard" and buffer.rule == "muon" and is_cut(buffer.layout):
             wide = "float64" if buffer.dtypes.master == "float64" else "float32"  # the dtype in which Muon computes
-            self._add("all_gather of momentum", buffer.padded_numel, self.axes, wide)
-
-    def _add_all_reduce(self, numel: int, axes: Sequence[str], dtype: str) -> None:
-        """A reduce-scatter through the comm hooks, and an all-gather of the sums, which are sent as they are."""
-        self._add("all_reduce of gradients", numel, axes, dtype, hooks=self.hooks.reduce)
-        self._add("all_reduce of gradients", numel, axes, dtype)
+            self._add("all_gather of momentum", buffer.padded_numel, flow.scatters_over, wide)
 
     def _add(
         self,
@@ -154,8 +139,3 @@ class _Traffic:
             num_ranks_ = self.mesh.axis_size(name)
             numel //= num_ranks_
             self.sent[name][collective] += times * self.size(numel, dtype, hooks.get(name)) * (num_ranks_ - 1)
-
-
-def _param_axes(buffer: FlatParamPlan) -> tuple[str, ...]:
-    """The axes over which the parameters are sharded."""
-    return buffer.row.params.axes if isinstance(buffer.row.params, Sharded) else ()

@@ -16,8 +16,7 @@ from fzero.runtime.trainability import listed
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import StateFiles, in_memory, kept
-from fzero.storage.shard_io import Leaf, own_shard
-from sharding import Sharded
+from fzero.storage.shard_io import Leaf, updated_part
 
 Numbers = dict[str, float | int]
 """The 0-d tensors of a state, by name; equal on every rank, so they are sent as values."""
@@ -118,23 +117,19 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
             or not isinstance(new.runtime.updater.optimizers[buffer.group], UserTransform)
         ):
             continue
-        shard, is_cut = new.plan.shard_of(rank), isinstance(buffer.row.optimizer, Sharded)
+        shard = new.plan.shard_of(rank)
         values = in_memory(new.runtime.builder.updated(buffer, state.params, state.master, rank)).to(new.device)
         fresh = optree.tree_leaves(new.runtime.updater.transform_of(buffer).init(values))
-        leaves, specs = (
-            optree.tree_leaves(state.optimizer[buffer.key]),
-            optree.tree_leaves(new.plan.optimizer[buffer.key]),
-        )
-        first, stop = (
-            (shard * buffer.shard_numel, (shard + 1) * buffer.shard_numel) if is_cut else (0, buffer.padded_numel)
-        )
+        tensors = optree.tree_leaves(state.optimizer[buffer.key])
+        first = shard * buffer.shard_numel if buffer.flow.updates == "shard" else 0
+        stop = first + buffer.flow.updated_numel
         spans = [
             (max(start, first) - first, min(end, stop) - first) for start, end in map(buffer.layout.bounds, begins)
         ]
-        for leaf, value, spec in zip(leaves, fresh, specs, strict=True):
-            for start, end in spans if buffer.is_long(spec) else ():
+        for leaf, tensor, value in zip(new.plan.optimizer_leaves(buffer), tensors, fresh, strict=True):
+            for start, end in spans if leaf.is_long else ():
                 if start < end:
-                    TensorSpan("leaf", start, end).write({"leaf": leaf}, value[start:end])
+                    TensorSpan("leaf", start, end).write({"leaf": tensor}, value[start:end])
 
 
 def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:
@@ -145,7 +140,7 @@ def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:
     for buffer in new.plan.flat_buffers:
         if buffer.has_master:
             master, param = state.master[buffer.key], state.params[buffer.key]
-            own = param if param.shape == master.shape else own_shard(param, buffer, new.plan.shard_of(rank))
+            own = updated_part(param, buffer, new.plan.shard_of(rank))
             tensors, numel = {"master": master, "params": own}, master.numel()
             for start in range(0, numel, SUB_GROUP):
                 span = slice(start, min(start + SUB_GROUP, numel))

@@ -7,7 +7,7 @@ Shape letters: P padded elements of a flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import optree
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fzero.comms.failures import meet
-from fzero.optim.transforms import leaf_names
 from fzero.plans.plan import FlatParamPlan
 from fzero.state import TrainState
 from fzero.step import TrainStep
@@ -132,24 +131,20 @@ def _trained(step: TrainStep, name: str) -> FlatParamPlan:
 
 
 def _leaf(step: TrainStep, state: TrainState[Tensor], buffer: FlatParamPlan, key: str) -> tuple[Tensor, TensorSpec]:
-    tree = state.optimizer[buffer.key]
-    specs = optree.tree_leaves(step.plan.optimizer[buffer.key])
-    names = list(_short(leaf_names(tree)))
-    found = [
-        i for i, name in enumerate(names) if name in (key, ALSO.get(key)) and specs[i].shape == (buffer.padded_numel,)
-    ]
+    leaves, tensors = step.plan.optimizer_leaves(buffer), optree.tree_leaves(state.optimizer[buffer.key])
+    known = [(_last(leaf.path), x, leaf.spec) for leaf, x in zip(leaves, tensors, strict=True) if leaf.is_long]
+    found = [(x, spec) for name, x, spec in known if name in (key, ALSO.get(key))]
     if len(found) != 1:
-        known = [name for name, spec in zip(names, specs) if spec.shape == (buffer.padded_numel,)]
         raise ValueError(
-            f"optimizer state {key!r}: must be one that has the parameter's shape: {known}; pass one of these"
+            f"optimizer state {key!r}: must be one that has the parameter's shape: {[name for name, *_ in known]}; pass one of "
+            f"these"
         )
-    return optree.tree_leaves(tree)[found[0]], specs[found[0]]
+    return found[0]
 
 
-def _short(names: Iterable[str]) -> Iterator[str]:
-    """`exp_avg` of `state.exp_avg`, and `momentum_buffer` of `state.tensors['momentum_buffer']`."""
-    for name in names:
-        yield name.rstrip("]'").rpartition("'")[2].rpartition(".")[2]
+def _last(path: str) -> str:
+    """`exp_avg` of `.exp_avg`, and `momentum_buffer` of `.tensors['momentum_buffer']`."""
+    return path.rstrip("]'").rpartition("'")[2].rpartition(".")[2]
 
 
 def _whole(step: TrainStep, buffer: FlatParamPlan, flat: Any, spec: TensorSpec) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -12,6 +12,7 @@ import optree
 from fzero.optim.fragments import grids_of
 from fzero.optim.matrix import AdafactorState
 from fzero.plans.flat_params import ALIGNMENT
+from fzero.plans.leaves import StateLeaf
 from fzero.plans.mesh_axes import num_ranks
 from fzero.plans.plan import FlatParamPlan, Plan
 from sharding import FlatLayout, Sharded, TensorSpec
@@ -74,24 +75,21 @@ def tensors_of(plan: Plan, buffer: FlatParamPlan) -> dict[str, FlatTensor]:
     return BufferTensors(plan, buffer).tensors
 
 
-def _tensors(plan: Plan, buffer: FlatParamPlan, leaves: Mapping[str, tuple[str, TensorSpec]]) -> dict[str, FlatTensor]:
+def _tensors(plan: Plan, buffer: FlatParamPlan, leaves: Iterable[StateLeaf]) -> dict[str, FlatTensor]:
     layout = buffer.layout
     if (layout.world_size, layout.multiple_of) != (plan.world_size, ALIGNMENT):
         layout = FlatLayout(layout.names, layout.shapes, plan.world_size, multiple_of=ALIGNMENT)
     assert layout.partition.padded_numel == buffer.padded_numel
 
-    def tensor(name: str, entries: FlatLayout, spec: TensorSpec) -> FlatTensor:
-        axes = spec.spec.axes if isinstance(spec.spec, Sharded) else ()
-        return FlatTensor(name, entries, spec.dtype, num_ranks(plan.mesh, axes))
-
-    master = buffer.master
-    tensors = {"params": tensor(f"state.params[{buffer.key!r}]", layout, buffer.params)}
-    if buffer.has_master:
-        tensors["master"] = tensor(f"state.master[{buffer.key!r}]", layout, master)
-    for path, (name, spec) in leaves.items():
-        if spec.shape != ():
-            entries = layout if _is_by_element(spec, master) else _entries_layout(plan, buffer, path)
-            tensors[path] = tensor(name, entries, spec)
+    tensors = {}
+    for leaf in leaves:
+        spec = leaf.spec
+        if spec.shape != () and leaf.quantity != "grads":
+            entries = layout if leaf.is_long else _entries_layout(plan, buffer, leaf)
+            axes = spec.spec.axes if isinstance(spec.spec, Sharded) else ()
+            num_shards = num_ranks(plan.mesh, axes)
+            quantity = leaf.path if leaf.quantity == "optimizer" else leaf.quantity
+            tensors[quantity] = FlatTensor(leaf.state_name, entries, spec.dtype, num_shards)
     return tensors
 
 
@@ -100,31 +98,16 @@ def numbers_of(plan: Plan, buffer: FlatParamPlan) -> dict[str, str]:
     return BufferTensors(plan, buffer).numbers
 
 
-def optimizer_leaves(plan: Plan, buffer: FlatParamPlan) -> dict[str, tuple[str, TensorSpec]]:
-    """The tensors of the optimizer state: (name in the full state, spec), by path in the optimizer state."""
-    if not buffer.trainable:
-        return {}
-    accessors, specs, _ = optree.tree_flatten_with_accessor(plan.optimizer[buffer.key])
-    paths = [accessor.codify("") for accessor in accessors]
-    return {path: (f"state.optimizer[{buffer.key!r}]{path}", spec) for path, spec in zip(paths, specs, strict=True)}
-
-
-def _is_by_element(spec: TensorSpec, master: TensorSpec) -> bool:
-    """Whether a tensor of the optimizer state has an element for each of the master."""
-    # Dtype and placement may differ.
-    return (spec.shape, spec.spec, spec.multiple_of) == (master.shape, master.spec, master.multiple_of)
-
-
-def _entries_layout(plan: Plan, buffer: FlatParamPlan, path: str) -> FlatLayout:
+def _entries_layout(plan: Plan, buffer: FlatParamPlan, leaf: StateLeaf) -> FlatLayout:
     """The layout of each parameter's entries in Adafactor's means over rows and columns, which are replicated."""
     if not isinstance(plan.optimizer[buffer.key], AdafactorState):
         raise ValueError(
             f"plan_reshard: the optimizer state of {buffer.key!r} must have tensors with an entry for each element, or one "
-            f"number, and state{path} has shape {optimizer_leaves(plan, buffer)[path][1].shape}; start the new step from the "
+            f"number, and state{leaf.path} has shape {leaf.spec.shape}; start the new step from the "
             f"weights, init(old.gather(state))"
         )
     grids = {buffer.layout.names[index]: grid for index, grid in grids_of(buffer.layout).items()}
-    lengths = {name: grid.rows if path == ".row_var" else grid.columns for name, grid in grids.items()}
+    lengths = {name: grid.rows if leaf.path == ".row_var" else grid.columns for name, grid in grids.items()}
     shapes = tuple((grid.matrices, lengths[name]) for name, grid in grids.items())
     return FlatLayout(tuple(grids), shapes, plan.world_size)
 
@@ -162,23 +145,23 @@ class BufferTensors:
     buffer: FlatParamPlan
 
     @cached_property
-    def leaves(self) -> dict[str, tuple[str, TensorSpec]]:
-        return optimizer_leaves(self.plan, self.buffer)
+    def _leaves(self) -> list[StateLeaf]:
+        return self.plan.leaves(self.buffer)
 
     @cached_property
     def tensors(self) -> dict[str, FlatTensor]:
-        return _tensors(self.plan, self.buffer, self.leaves)
+        return _tensors(self.plan, self.buffer, self._leaves)
 
     @cached_property
     def numbers(self) -> dict[str, str]:
-        return {path: name for path, (name, spec) in self.leaves.items() if spec.shape == ()}
+        return {leaf.path: leaf.state_name for leaf in self._leaves if leaf.spec.shape == ()}
 
     def dtypes(self, names: Sequence[str]) -> dict[str, str]:
         """The dtypes of the optimizer state of some of the parameters, by path."""
         return {
-            path: spec.dtype
-            for path, (_, spec) in self.leaves.items()
-            if spec.shape == () or has_entries(self.tensors[path], names)
+            leaf.path: leaf.spec.dtype
+            for leaf in self._leaves
+            if leaf.quantity == "optimizer" and (leaf.spec.shape == () or has_entries(self.tensors[leaf.path], names))
         }
 
     @property

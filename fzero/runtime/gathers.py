@@ -16,10 +16,10 @@ from torch import Tensor
 from fzero.comms.mesh import RankMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label, Phase
+from fzero.plans.dataflow import along
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.runtime.own_params import address
 from fzero.storage.shard_io import Leaf, ShardTransfer
-from sharding import Replicated, Sharded
 
 
 class SavedView(NamedTuple):
@@ -62,7 +62,7 @@ class Gathers:
         self._plan, self._mesh, self._params, self._transfer, self._was_changed = (
             plan, mesh, params, transfer, was_changed,
         )  # fmt: skip
-        self._full = [b for b in plan.flat_buffers if isinstance(b.row.params, Replicated)]
+        self._full = [b for b in plan.flat_buffers if not b.flow.gathers_over]
         self._under_way: dict[str, list[_Gather]] = {}
         self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
         self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
@@ -73,12 +73,10 @@ class Gathers:
     def start(self, unit: UnitPlan, phase: Phase) -> None:
         """Starts the gathers of a unit. *Collective* in stage 3."""
         self.drop()  # a gather that was not awaited on this rank served other ranks only
-        self._under_way[unit.name] = [
-            self._start(buffer, phase) for buffer in unit.buffers if isinstance(buffer.row.params, Sharded)
-        ]
+        self._under_way[unit.name] = [self._start(buffer, phase) for buffer in unit.buffers if buffer.flow.gathers_over]
 
     def _start(self, buffer: FlatParamPlan, phase: Phase) -> _Gather:
-        axes, label = self._mesh.axes_of(buffer.row.params), Label("gather", buffer.key, phase)
+        axes, label = along(self._mesh.axes, buffer.flow.gathers_over), Label("gather", buffer.key, phase)
         home = self._params[buffer.key]
         if math.prod(axis.size for axis in axes) == 1:
             self._transfer.prefetch(buffer.key, home)
@@ -104,7 +102,7 @@ class Gathers:
     def prefetch_shards(self, unit: UnitPlan) -> None:
         """Starts to load the shards of a unit that is gathered later."""
         for buffer in unit.buffers:
-            if isinstance(buffer.row.params, Sharded):
+            if buffer.flow.gathers_over:
                 self._transfer.prefetch(buffer.key, self._params[buffer.key])
 
     def drop(self) -> None:

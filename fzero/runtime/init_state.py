@@ -29,7 +29,7 @@ from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
 from fzero.storage.file_tensor import StateFiles, in_memory
-from fzero.storage.shard_io import Leaf, own_shard
+from fzero.storage.shard_io import Leaf, updated_part
 from sharding import Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype
 
@@ -113,8 +113,7 @@ class StateBuilder:
         """The tensor of a flat buffer that a rank updates: its master, or else its shard of the parameters."""
         if buffer.key in master:
             return master[buffer.key]
-        param, is_cut = params[buffer.key], isinstance(buffer.row.optimizer, Sharded)
-        return own_shard(param, buffer, self.plan.shard_of(rank)) if is_cut else param
+        return updated_part(params[buffer.key], buffer, self.plan.shard_of(rank))
 
     def _first(self, buffer: FlatParamPlan, param: Tensor, own: Tensor, files: StateFiles | None) -> dict[str, Any]:
         make = functools.partial(self.updater.transform_of, buffer)

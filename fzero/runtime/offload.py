@@ -26,7 +26,7 @@ from fzero.comms.mesh import RankMesh
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.file_agreement import agree
-from fzero.runtime.offload_leaves import Leaves, Parts, Update, is_long, leaves_of, long_tensors, to_host, with_long
+from fzero.runtime.offload_leaves import Leaves, Parts, Update, leaves_of, long_tensors, to_host, with_long
 from fzero.state import TrainState
 from fzero.storage.buffer_sizes import updates_on_host
 from fzero.storage.file_store import FileSpec
@@ -396,10 +396,8 @@ class Offload:
         state = parts["optimizer"]
         longs = dict(zip(leaves.longs, long_tensors(state, leaves), strict=True))
         made = {name: self._moved(x, name, leaves, files) for name, x in longs.items()}
-        accessors, tensors, treespec = optree.tree_flatten_with_accessor(state)
-        short = [
-            x if is_long(a, leaves) else x.to(self.runs_on(buffer)) for a, x in zip(accessors, tensors, strict=True)
-        ]
+        tensors, treespec = optree.tree_flatten(state)
+        short = [x if name else x.to(self.runs_on(buffer)) for name, x in zip(leaves.of_state, tensors, strict=True)]
         return moved | {"optimizer": with_long(treespec.unflatten(short), leaves, made)}
 
     def _moved(self, x: Leaf, name: str, leaves: Leaves, files: StateFiles | None) -> Leaf:

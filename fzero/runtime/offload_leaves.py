@@ -36,8 +36,8 @@ class Leaves(NamedTuple):
 
     updated: str
     """The master, or the rank's shard of the parameters where there is none."""
-    longs: tuple[str, ...]
-    """The long tensors of the optimizer state."""
+    of_state: tuple[str, ...]
+    """The tensors of the optimizer state in their order; empty names for short ones, which live with the update."""
     param: str
     """The same as `updated` where there is no master."""
     grad: str
@@ -45,6 +45,11 @@ class Leaves(NamedTuple):
     numel: int
     """Elements that the rank updates."""
     homes: Mapping[str, Home]
+
+    @property
+    def longs(self) -> tuple[str, ...]:
+        """The long tensors of the optimizer state."""
+        return tuple(filter(None, self.of_state))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,43 +79,27 @@ class Update(NamedTuple):
 
 def leaves_of(plan: Plan, buffer: FlatParamPlan) -> Leaves:
     """The flat tensors that a rank holds of a buffer under a plan."""
-    updated = param = buffer.key
-    params = buffer.params
-    shard_of_params = Home(params.placement, params.dtype, params.local_shape(plan.mesh)[0])
-    numel = buffer.master.local_shape(plan.mesh)[0]
-    homes = {updated: shard_of_params}
-    if buffer.has_master:
-        param = f"{buffer.key}/params"
-        homes = {updated: Home(buffer.placement, buffer.dtypes.master, numel), param: shard_of_params}
-    if not buffer.trainable:
-        return Leaves(updated, (), param, "", 0, homes)
-    accessors, specs, _ = optree.tree_flatten_with_accessor(plan.optimizer[buffer.key])
-    longs = []
-    for accessor, spec in zip(accessors, specs, strict=True):
-        if buffer.is_long(spec):
-            longs.append(f"{buffer.key}/{accessor.codify('state')}")
-            homes[longs[-1]] = Home(spec.placement, spec.dtype, numel)
-    grads, grad = buffer.grads, f"{buffer.key}/grads"
-    homes[grad] = Home(grads.placement, grads.dtype, grads.local_shape(plan.mesh)[0])
-    return Leaves(updated, tuple(longs), param, grad, numel, homes)
-
-
-def is_long(accessor: Any, leaves: Leaves) -> bool:
-    """Whether the tensor under this accessor of the optimizer state is as long as the parameters."""
-    return f"{leaves.updated}/{accessor.codify('state')}" in leaves.longs
+    leaves = plan.leaves(buffer)
+    homes = {
+        leaf.stream_name: Home(leaf.spec.placement, leaf.spec.dtype, leaf.spec.local_shape(plan.mesh)[0])
+        for leaf in leaves
+        if leaf.is_long
+    }
+    names = {leaf.quantity: leaf.stream_name for leaf in leaves}
+    of_state = tuple(leaf.stream_name if leaf.is_long else "" for leaf in leaves if leaf.quantity == "optimizer")
+    numel = buffer.flow.updated_numel if buffer.trainable else 0
+    return Leaves(buffer.key, of_state, names["params"], names.get("grads", ""), numel, homes)
 
 
 def long_tensors(state: Any, leaves: Leaves) -> list[Leaf]:
     """The tensors of an optimizer state that are as long as the parameters."""
-    accessors, tensors, _ = optree.tree_flatten_with_accessor(state)
-    return [x for accessor, x in zip(accessors, tensors, strict=True) if is_long(accessor, leaves)]
+    return [x for x, name in zip(optree.tree_leaves(state), leaves.of_state, strict=True) if name]
 
 
 def with_long(state: Any, leaves: Leaves, tensors: Mapping[str, Leaf]) -> Any:
     """The optimizer state with these tensors in place of its long ones."""
-    accessors, found, treespec = optree.tree_flatten_with_accessor(state)
-    names = [f"{leaves.updated}/{accessor.codify('state')}" for accessor in accessors]
-    return treespec.unflatten([tensors.get(name, x) for name, x in zip(names, found, strict=True)])
+    found, treespec = optree.tree_flatten(state)
+    return treespec.unflatten([tensors.get(name, x) for name, x in zip(leaves.of_state, found, strict=True)])
 
 
 def to_host(x: Tensor, *, pinned: bool) -> Tensor:

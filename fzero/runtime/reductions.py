@@ -21,7 +21,6 @@ from fzero.comms.records import Label, Phase
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.plans.unit_scheduler import ScheduleError
 from fzero.storage.shard_io import Leaf, ShardTransfer, own_shard
-from sharding import Replicated
 from sharding.views import torch_dtype
 
 
@@ -141,14 +140,14 @@ class Reductions:
         """
         if buffer.key not in filling.flats:
             home = self._grads[buffer.key]
-            is_kept = self._is_full(buffer) and buffer.key not in self._reduced
-            reduce_dtype = self._reduce_dtype(buffer)
-            is_kept &= home.dtype == reduce_dtype or not (self._is_first and self._is_last)
+            is_kept = buffer.flow.collects == "full" and buffer.key not in self._reduced
+            send_dtype = torch_dtype(buffer.flow.send_dtype)
+            is_kept &= home.dtype == send_dtype or not (self._is_first and self._is_last)
             is_held = is_kept and buffer.key in self._held
             if is_held or (is_kept and self._is_here(buffer)):
                 filling.flats[buffer.key] = self._transfer.load(f"{buffer.key}/grads", home)
             else:
-                dtype = home.dtype if is_kept else reduce_dtype
+                dtype = home.dtype if is_kept else send_dtype
                 scratch, device = self._transfer.scratch, self._transfer.device
                 filling.flats[buffer.key] = scratch.take(buffer.padded_numel, dtype, device)
             if is_held:
@@ -170,7 +169,7 @@ class Reductions:
             if buffer.trainable:
                 flat_P = self._flat_grad(filling, buffer)
                 zero_gaps(flat_P, buffer, filling.written)
-                if not self._is_last and self._is_full(buffer):
+                if not buffer.flow.reduces(is_last=self._is_last):
                     self._held.add(buffer.key)
                     if not self._is_here(buffer):
                         self._transfer.write_back(f"{buffer.key}/grads", self._grads[buffer.key], flat_P, adds=False)
@@ -189,8 +188,8 @@ class Reductions:
         """Starts the reduction of a gradient over all ranks: all of it (P) in stage 0, this rank's shard (S) otherwise."""
         hooks, states = self._plan.comm_hooks.reduce, self.hook_states.get(buffer.key, {})
         label = Label("reduce", buffer.key, phase)
-        flat_P = flat_P.to(self._reduce_dtype(buffer))
-        if isinstance(buffer.row.grads, Replicated):
+        flat_P = flat_P.to(torch_dtype(buffer.flow.send_dtype))
+        if buffer.flow.reduces_to == "full":
             return self._mesh.start_all_reduce(flat_P, hooks=hooks, states=states, label=label)
         own_S, is_held = self._own(buffer), self._is_held(buffer)
         is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype or not self._is_here(buffer)
@@ -210,33 +209,25 @@ class Reductions:
             mean, states = sending.wait()
             if buffer.key in self.hook_states:
                 self.hook_states[buffer.key] = states
-            kept = self._grads[buffer.key] if mean.numel() == buffer.padded_numel else self._own(buffer)
+            kept = self._grads[buffer.key] if buffer.flow.reduces_to == "full" else self._own(buffer)
             measures = self._is_last and kept.numel() == buffer.shard_numel
             self._transfer.write_back(f"{buffer.key}/grads", kept, mean, adds=is_late, measures=measures)
         del sending, mean, kept
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)
 
-    # --- rules of a flat buffer's gradient -----------------------------------------------------------------------
-
-    def _reduce_dtype(self, buffer: FlatParamPlan) -> torch.dtype:
-        """The dtype in which gradients are sent; on a single rank, the dtype in which they are kept."""
-        return torch_dtype(buffer.dtypes.reduce if self._mesh.world.size > 1 else buffer.dtypes.grad)
+    # --- a flat buffer's gradient --------------------------------------------------------------------------------
 
     def _adds(self, buffer: FlatParamPlan) -> bool:
         """Whether a reduction is added to an earlier one, of this micro-step or of an earlier one."""
         if buffer.key in self._reduced:
             return True
-        return not (self._is_first or self._is_full(buffer) or self._is_held(buffer))
+        return buffer.flow.adds(is_first=self._is_first) and not self._is_held(buffer)
 
     def _is_held(self, buffer: FlatParamPlan) -> bool:
         """Whether earlier micro-steps' shard is added to this reduction, before the only sum over the replicate axes."""
-        is_kept = bool(self._mesh.replicate_axes) and not (self._is_first or self._is_full(buffer))
+        is_kept = buffer.flow.sums_late and buffer.flow.adds(is_first=self._is_first)
         return is_kept and self._is_last and buffer.key not in self._reduced
-
-    def _is_full(self, buffer: FlatParamPlan) -> bool:
-        """Whether this rank keeps the full gradient."""
-        return self._grads[buffer.key].numel() == buffer.padded_numel
 
     def _is_here(self, buffer: FlatParamPlan) -> bool:
         """Whether the gradient's home is on the device."""

@@ -21,7 +21,6 @@ from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_scheduler import BOUNDARY, Event, Orders, Run, ScheduleError, early, is_whole
 from fzero.runtime.gathers import Gathers
 from fzero.runtime.reductions import Reductions
-from sharding import Replicated
 
 PATIENCE = 20.0
 """Seconds that a rank whose order departs from the schedule waits for all others to depart from it too."""
@@ -238,7 +237,7 @@ def _verb(event: Event, unit: UnitPlan) -> str:
     """The event's name in a trace."""
     if event.kind == "gather":
         return "gather"
-    return "all_reduce" if isinstance(unit.buffers[0].row.grads, Replicated) else "reduce_scatter"
+    return "all_reduce" if unit.buffers[0].flow.reduces_to == "full" else "reduce_scatter"
 
 
 def serve(rows: list[list[int]], *, in_forward: bool) -> list[int] | None:

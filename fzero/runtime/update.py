@@ -28,13 +28,13 @@ from fzero.optim.fragments import ShardContents
 from fzero.optim.lr_schedules import Schedule, constant
 from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
+from fzero.plans.dataflow import along
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.offload import Offload
 from fzero.runtime.offload_leaves import Update
 from fzero.state import TrainState
-from fzero.storage.shard_io import BufferPool, own_shard
-from sharding import Sharded
+from fzero.storage.shard_io import BufferPool, updated_part
 from sharding.views import torch_dtype
 
 MOST_TOGETHER = 1 << 24
@@ -148,17 +148,13 @@ class Updater:
             if not buffer.trainable or buffer.key in still:
                 continue
             param, grad = state.params[buffer.key], state.grads[buffer.key]
-            if isinstance(buffer.row.optimizer, Sharded):
-                param = param if self.offload.joins(buffer) else own_shard(param, buffer, mesh.shard)
-                grad = own_shard(grad, buffer, mesh.shard)
+            grad = updated_part(grad, buffer, mesh.shard)
+            param = param if self.offload.joins(buffer) else updated_part(param, buffer, mesh.shard)
             master = state.master.get(buffer.key, param)
             numbers = numbers_on(self.offload.runs_on(buffer))
             at = self._transforms_of(buffer, hyper, *numbers, param if buffer.has_master else None)
-            axes, label = (
-                mesh.axes[len(mesh.axes_of(buffer.row.params)) :],
-                Label("all_gather_params", buffer.key, "update"),
-            )
-            join = partial(mesh.start_all_gather, axes=axes, label=label)
+            label = Label("all_gather_params", buffer.key, "update")
+            join = partial(mesh.start_all_gather, axes=along(mesh.axes, buffer.flow.joins_over), label=label)
             update = Update(buffer, grad, master, state.optimizer[buffer.key], at, param, join)
             (away if self.offload.is_away(buffer) else here).append(update)
         params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
@@ -226,7 +222,7 @@ class Updater:
         optimizer, rule = self.optimizers[buffer.group], (buffer.group, buffer.rule)
         hyper = self.hyper(0) if hyper is None else hyper
         lr, momentum = hyper.rates[buffer.group], hyper.momentum
-        is_cut = isinstance(buffer.row.optimizer, Sharded)
+        is_cut = buffer.flow.updates == "shard"
         if not optimizer.is_elementwise(buffer.rule):
             contents = ShardContents.whole(buffer.layout)
             if is_cut:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
-import optree
-
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.storage.shard_io import MOST_LEAVING
 from sharding import TensorSpec
@@ -36,14 +34,14 @@ def stream_buffers(plan: Plan) -> StreamBuffers:
     """The buffers of a plan, on a device with a memory of its own."""
     trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
     wholes = [sum(_away(buffer, plan, "host", "nvme")) for buffer in trained if buffer.updates_whole]
-    longest = max((updated_numel(buffer, plan) for buffer in trained), default=0)
+    longest = max((buffer.flow.updated_numel for buffer in trained), default=0)
     specs = chain((buffer.params for buffer in plan.flat_buffers), *(updated_specs(buffer, plan) for buffer in trained))
     most = plan.streaming.sub_group(longest, (spec.dtype for spec in specs if spec.placement.kind == "nvme"))
     copied, num_in_files, width, extra = {"device": 0, "host": 0}, 0, 0, 0
     for buffer in [buffer for buffer in trained if not buffer.updates_whole]:
         tensors = [*updated_specs(buffer, plan), *([buffer.params] if buffer.has_master else ())]
         there, elsewhere = ("host", "device") if updates_on_host(buffer, plan) else ("device", "host")
-        numel = min(most, updated_numel(buffer, plan))
+        numel = min(most, buffer.flow.updated_numel)
         copies = [numel * itemsize(spec.dtype) for spec in tensors if spec.placement.kind == elsewhere]
         copied[there] = max(copied[there], sum(map(pinned_nbytes, copies) if there == "host" else copies))
         widths = [itemsize(spec.dtype) for spec in tensors if spec.placement.kind == "nvme"]
@@ -80,18 +78,11 @@ def pinned_nbytes(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
-def updated_numel(buffer: FlatParamPlan, plan: Plan) -> int:
-    """Elements that a rank updates."""
-    return buffer.master.local_shape(plan.mesh)[0]
-
-
 def updated_specs(buffer: FlatParamPlan, plan: Plan) -> Iterator[TensorSpec]:
     """The specs of the tensors of an update: the updated tensor, the gradient, and the optimizer's long tensors."""
     yield buffer.master if buffer.has_master else buffer.params
     yield buffer.grads
-    for spec in optree.tree_leaves(plan.optimizer[buffer.key]):
-        if buffer.is_long(spec):
-            yield spec
+    yield from (leaf.spec for leaf in plan.optimizer_leaves(buffer) if leaf.is_long)
 
 
 def updates_on_host(buffer: FlatParamPlan, plan: Plan) -> bool:

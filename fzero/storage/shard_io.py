@@ -275,3 +275,8 @@ def own_shard(flat: AnyLeaf, buffer: FlatParamPlan, shard: int) -> AnyLeaf:
     start = shard % (flat.numel() // numel) * numel
     own: Any = part_of(flat, start, start + numel)
     return own  # type: ignore[no-any-return]
+
+
+def updated_part(flat: AnyLeaf, buffer: FlatParamPlan, shard: int) -> AnyLeaf:
+    """The part of a flat buffer's parameters or gradients that a rank updates: all of it, or its shard."""
+    return own_shard(flat, buffer, shard) if buffer.flow.updates == "shard" else flat

@@ -11,14 +11,16 @@ from hypothesis import given, strategies as st
 from training import Odd, config, make
 
 import fzero
+from fzero.optim.precision import Dtypes
 from fzero.plans import Event
+from fzero.plans.dataflow import BufferDataflow
 from fzero.plans.plan import FlatParamPlan
 from fzero.plans.stages import STAGES
 from fzero.plans.unit_scheduler import BOUNDARY, early
 from fzero.runtime.reductions import zero_gaps
 from fzero.runtime.sequencer import KINDS, serve
 from fzero.storage.shard_io import own_shard
-from sharding import FlatLayout
+from sharding import FlatLayout, Mesh
 from sharding.testing import layouts
 from sharding.views import take_shard, unflatten
 
@@ -181,7 +183,9 @@ def test_every_wish_of_every_rank_is_served_in_its_order_with_one_turn(wishes: l
 
 
 def buffer_of(layout: FlatLayout) -> FlatParamPlan:
-    return FlatParamPlan("unit/float32", layout, "float32", trainable=True, row=STAGES[0])
+    dtypes, mesh = Dtypes(*["float32"] * 5), Mesh.of(data=layout.world_size)
+    flow = BufferDataflow.of(STAGES[0], dtypes, layout.partition, mesh, ("data",))
+    return FlatParamPlan("unit/float32", layout, dtypes, trainable=True, row=STAGES[0], flow=flow)
 
 
 @given(layouts(), st.data())

@@ -1,0 +1,81 @@
+"""`StateLeaf`: the tensors of the state of one flat buffer, and their names. The one list of them.
+
+Module buffers, random states and comm hooks' states belong to no flat buffer and have names of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import optree
+
+from fzero.plans.flat_params import FlatParamPlan
+from sharding import TensorSpec
+
+Quantity = Literal["params", "master", "grads", "optimizer"]
+
+
+class StateLeaf(NamedTuple):
+    """One tensor of a flat buffer's state.
+
+    >>> leaf = StateLeaf("optimizer", "h.0/float32", ".exp_avg", TensorSpec((64,), "float32"), is_long=True)
+    >>> leaf.placed_as, leaf.state_name
+    ('optimizer/h.0/float32/exp_avg', "state.optimizer['h.0/float32'].exp_avg")
+    >>> leaf.stream_name
+    'h.0/float32/state.exp_avg'
+    """
+
+    quantity: Quantity
+    key: str
+    """The key of the flat buffer."""
+    path: str
+    """Of a tensor within the optimizer state, as Python reads it (`.exp_avg`, `[1].exp_avg` in a chain); else empty."""
+    spec: TensorSpec
+    is_long: bool
+    """Whether it has an element for each of the buffer's (`FlatParamPlan.is_long`)."""
+    is_updated: bool = False
+    """Whether it is the tensor that the optimizer updates: the master, or the parameters where there is none."""
+
+    @property
+    def short(self) -> str:
+        """The path as users write it: `exp_avg`, `[1].exp_avg`."""
+        return self.path.removeprefix(".")
+
+    @property
+    def placed_as(self) -> str:
+        """`quantity/key/leaf`, which the patterns of `placements` match."""
+        return f"{self.quantity}/{self.key}/{self.short}".rstrip("/")
+
+    @property
+    def state_name(self) -> str:
+        """The expression that reads the tensor from a `TrainState`."""
+        return f"state.{self.quantity}[{self.key!r}]{self.path}"
+
+    @property
+    def stream_name(self) -> str:
+        """The name under which its stream and its file know it; that of the updated tensor is the buffer's key."""
+        if self.is_updated:
+            return self.key
+        return f"{self.key}/state{self.path}" if self.quantity == "optimizer" else f"{self.key}/{self.quantity}"
+
+
+def state_leaves(buffer: FlatParamPlan, optimizer: Mapping[str, Any]) -> list[StateLeaf]:
+    """All tensors of the state of a flat buffer; `optimizer` are the specs of all optimizer states (`Plan.optimizer`)."""
+    leaves = [StateLeaf("params", buffer.key, "", buffer.params, True, is_updated=not buffer.has_master)]
+    if buffer.has_master:
+        leaves.append(StateLeaf("master", buffer.key, "", buffer.master, True, is_updated=True))
+    if buffer.trainable:
+        leaves.append(StateLeaf("grads", buffer.key, "", buffer.grads, True))
+    return leaves + optimizer_leaves(buffer, optimizer)
+
+
+def optimizer_leaves(buffer: FlatParamPlan, optimizer: Mapping[str, Any]) -> list[StateLeaf]:
+    """The tensors of a flat buffer's optimizer state, in the order of its leaves; none for a frozen buffer."""
+    if not buffer.trainable:
+        return []
+    accessors, specs, _ = optree.tree_flatten_with_accessor(optimizer[buffer.key])
+    return [
+        StateLeaf("optimizer", buffer.key, accessor.codify(""), spec, buffer.is_long(spec))
+        for accessor, spec in zip(accessors, specs, strict=True)
+    ]
